@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from experiments.errors import DiskError
 
@@ -77,15 +77,31 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file in one step, so that a kill leaves the old one or the new one; DiskError where it cannot be."""
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file in one step, so that a kill leaves the old one or the new one; DiskError where it cannot be.
+
+    A link in its place is replaced. Nothing is written to what a link leads to, which another user of the folder may
+    have put there.
+    """
     with writing(path):
         partial = path.with_suffix(".partial")
-        with partial.open("w") as file:
-            file.write(text)
+        partial.unlink(missing_ok=True)
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """As `write_bytes`, in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def open_to_append(path: Path) -> TextIO:
+    """A text file, written line by line to its end; OSError if it is a link, as of `write_bytes`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    return open(descriptor, "a", buffering=1, encoding="utf-8")
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -35,10 +35,13 @@ from fp8jax.ops.products.linear import scaled_linear as scaled_linear
 from fp8jax.ops.products.linear import update_scaling as update_scaling
 from fp8jax.ops.products.linear import weight_scale as weight_scale
 from fp8jax.ops.products.ragged import ragged_dot as ragged_dot
+from fp8jax.ops.products.ragged import scaled_ragged_dot as scaled_ragged_dot
 from fp8jax.ops.products.weights import FrozenWeight as FrozenWeight
 from fp8jax.ops.products.weights import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.products.weights import freeze as freeze
 from fp8jax.ops.products.weights import quantize_weight as quantize_weight
+from fp8jax.optim.bad_steps import get_bad_steps as get_bad_steps
+from fp8jax.optim.bad_steps import skip_bad_steps as skip_bad_steps
 from fp8jax.optim.clipping import clip_by_global_norm as clip_by_global_norm
 from fp8jax.optim.clipping import with_clipping as with_clipping
 from fp8jax.optim.compress_state import compress_state as compress_state
@@ -62,6 +65,11 @@ from fp8jax.optim.weight_bounds import track_weight_amax as track_weight_amax
 from fp8jax.optim.weight_bounds import with_weight_bounds as with_weight_bounds
 from fp8jax.rewrite.rules import GroupedProduct as GroupedProduct
 from fp8jax.rewrite.rules import Rule as Rule
+from fp8jax.rewrite.suggestion import Suggestion as Suggestion
+from fp8jax.rewrite.suggestion import suggest as suggest
+from fp8jax.rewrite.telemetry import Fault as Fault
+from fp8jax.rewrite.telemetry import find_faults as find_faults
+from fp8jax.rewrite.telemetry import telemetry as telemetry
 from fp8jax.rewrite.transform import filter_transform as filter_transform
 from fp8jax.rewrite.transform import transform as transform
 from fp8jax.rewrite.unplanned import UnquantizedWarning as UnquantizedWarning
@@ -75,6 +83,7 @@ __version__ = "0.2.0"  # pyproject.toml reads it from here
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "Fault",
     "FrozenWeight",
     "FusedBlockState",
     "GroupedProduct",
@@ -84,6 +93,7 @@ __all__ = [
     "QuantizedWeight",
     "Recipe",
     "Rule",
+    "Suggestion",
     "UnquantizedWarning",
     "activation",
     "attention_output",
@@ -97,10 +107,12 @@ __all__ = [
     "dot_general",
     "einsum",
     "filter_transform",
+    "find_faults",
     "formats",
     "fp8lm_adamw",
     "freeze",
     "fused_backward",
+    "get_bad_steps",
     "get_weight_amax_bounds",
     "glu",
     "glu_linear",
@@ -124,8 +136,12 @@ __all__ = [
     "save_quantized",
     "scale_by_compressed_adam",
     "scaled_linear",
+    "scaled_ragged_dot",
+    "skip_bad_steps",
     "split_master_weights",
     "state_bytes",
+    "suggest",
+    "telemetry",
     "track_weight_amax",
     "transform",
     "update_scaling",

@@ -10,11 +10,13 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.struct import field
 from flax.training import train_state
 from flax.traverse_util import flatten_dict
+from jax.typing import ArrayLike
 
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.modules import scaled_linen
 from fp8jax.modules.calls import wrong_model_message
 from fp8jax.modules.scaled import advance_scaling, get_scalings, update_trained_bounds
+from fp8jax.optim.bad_steps import was_applied
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.weight_bounds import find_weight_amax_bounds
 from fp8jax.rewrite.rules import Rules
@@ -22,7 +24,14 @@ from fp8jax.rewrite.states import observed_operands
 from fp8jax.rewrite.training import ADVANCE, BOUNDS, TrainingRecord
 
 
-def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis_name: AxisNames = None) -> None:
+def end_nnx_step(
+    model: Any,
+    grads: Any,
+    opt_state: optax.OptState = (),
+    *,
+    axis_name: AxisNames = None,
+    apply_if: ArrayLike | None = None,
+) -> None:
     """Ends a step of a model whose recipe has a state, in place. Call it after the optimizer's update.
 
         loss, grads = fp8jax.nnx.value_and_grad(loss_fn)(model)
@@ -31,7 +40,8 @@ def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis
 
     Histories and thresholds advance by the observations of the step (`advance_scaling`). Weights of automatic scaling
     get the bounds of an optimizer that tracks them (`update_weight_amax_bounds`). Without such bounds each call
-    measures them, or `fp8jax.nnx.reset_weight_amax_bounds` does so once.
+    measures them, or `fp8jax.nnx.reset_weight_amax_bounds` does so once. After a step that `fp8jax.skip_bad_steps`
+    skipped, all states stay as they are.
 
     `fp8jax.nnx.Optimizer` calls this function in its `update`. Layers that were not called since the last step keep
     their state, and models of recipes without a state do not change.
@@ -40,13 +50,13 @@ def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis
         model: what `fp8jax.nnx.quantize` returned.
         grads: gradients of the step, as `fp8jax.nnx.value_and_grad` returns them, or with those of `GradientStatistic`.
         opt_state: of the optimizer of the model's parameters, after the update.
-        axis_name: as of `advance_scaling`.
+        axis_name, apply_if: as of `advance_scaling`.
 
     Raises:
         ValueError: the optimizer's state is of another model.
     """
     if any(observed_operands(scaling.linear) for _, scaling in get_scalings(model)):
-        advance_scaling(model, grads, axis_name=axis_name)
+        advance_scaling(model, grads, axis_name=axis_name, apply_if=was_applied(nnx.as_pure(opt_state), apply_if))
     _update_bounds(model, opt_state)
 
 
@@ -57,6 +67,7 @@ def end_linen_step(
     rules: Rules | None = None,
     *,
     axis_name: AxisNames = None,
+    apply_if: ArrayLike | None = None,
 ) -> dict[str, Any]:
     """Ends a step of a model whose recipe has a state: `fp8jax.nnx.end_step` for collections of Linen.
 
@@ -67,7 +78,7 @@ def end_linen_step(
         statistics: the gradients of the collection "fp8jax_statistics", or None without one.
         opt_state: of the optimizer of the parameters, after the update.
         rules: those of `fp8jax.linen.quantize`; needed if anything but delayed scaling observes.
-        axis_name: as of `advance_scaling`.
+        axis_name, apply_if: as of `advance_scaling`.
 
     Returns:
         The collection for the next step.
@@ -77,7 +88,10 @@ def end_linen_step(
     """
     names, bound_name = {path[-1] for path in flatten_dict(scaling)}, Automatic().variable_name("w")
     if statistics or names - {bound_name}:
-        scaling = scaled_linen.advance_scaling(scaling, statistics or {}, rules, axis_name=axis_name)
+        is_applied = was_applied(opt_state, apply_if)
+        scaling = scaled_linen.advance_scaling(
+            scaling, statistics or {}, rules, axis_name=axis_name, apply_if=is_applied
+        )
     bounds = find_weight_amax_bounds(opt_state)
     if bounds and bound_name in names:
         # The paths in an optimizer of all variables begin with the collection.
@@ -157,7 +171,7 @@ class Optimizer(nnx.Optimizer):
             model: the module that the optimizer was made of.
             grads: gradients of the variables in `wrt`, and maybe of others, such as `GradientStatistic`.
             step_arguments: of the step: `key`, `grad_scale`, `apply_if`; or of the `update` of a transformation
-                without a step.
+                without a step. `value`, the loss, is for `fp8jax.skip_bad_steps`.
 
         Raises:
             TypeError: an argument is of the step, and `tx` has none.
@@ -169,8 +183,10 @@ class Optimizer(nnx.Optimizer):
         )
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(state, **graph_options))
-        self.step[...] += 1
-        end_nnx_step(model, nnx.state(grads, **graph_options), state)
+        apply_if = step_arguments.get("apply_if")
+        is_applied = was_applied(state, apply_if)
+        self.step[...] += 1 if is_applied is None else is_applied.astype(self.step.dtype)
+        end_nnx_step(model, nnx.state(grads, **graph_options), state, apply_if=apply_if)
 
 
 def _mark_step_ends(model: Any, opt_state: Any) -> None:
@@ -214,7 +230,7 @@ class TrainState(train_state.TrainState):
         Args:
             grads: gradients, a tree like `params`.
             step_arguments: of the step: `key`, `grad_scale`, `apply_if`; or of the `update` of a transformation
-                without a step.
+                without a step. `value`, the loss, is for `fp8jax.skip_bad_steps`.
             statistics: gradients of the collection "fp8jax_statistics", if the recipe observes gradients.
             field_updates: new values of fields, such as `scaling` as `apply` has written it.
 
@@ -223,17 +239,19 @@ class TrainState(train_state.TrainState):
         """
         has_overwritten = OVERWRITE_WITH_GRADIENT in grads
         grads_and_params = (grads["params"], self.params["params"]) if has_overwritten else (grads, self.params)
-        params, state = _apply_step(
-            self.tx, grads_and_params[0], self.opt_state, grads_and_params[1], step_arguments or {}
-        )
+        step_arguments = step_arguments or {}
+        params, state = _apply_step(self.tx, grads_and_params[0], self.opt_state, grads_and_params[1], step_arguments)
+        apply_if = step_arguments.get("apply_if")
+        is_applied = was_applied(state, apply_if)
         if has_overwritten:
             params = {"params": params, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
         scaling = field_updates.pop("scaling", self.scaling)
         if scaling is not None:
-            scaling = end_linen_step(scaling, statistics, state, self.rules)
+            scaling = end_linen_step(scaling, statistics, state, self.rules, apply_if=apply_if)
         elif statistics is not None:
             raise ValueError(
                 "statistics advance a scaling, and this state has none: give TrainState.create its collection, "
                 "scaling=variables['fp8jax_scaling']"
             )
-        return self.replace(step=self.step + 1, params=params, opt_state=state, scaling=scaling, **field_updates)
+        step = self.step + (1 if is_applied is None else is_applied)
+        return self.replace(step=step, params=params, opt_state=state, scaling=scaling, **field_updates)

@@ -3,6 +3,8 @@
 from fp8jax.flax_optimizers import Optimizer as Optimizer
 from fp8jax.flax_optimizers import end_nnx_step as _end_step
 from fp8jax.modules.functional import FrozenParam as FrozenParam
+from fp8jax.modules.functional import suggest as suggest
+from fp8jax.modules.functional import telemetry as telemetry
 from fp8jax.modules.lora_nnx import adapters as adapters
 from fp8jax.modules.lora_nnx import lora as lora
 from fp8jax.modules.lora_nnx import merge_lora as merge_lora

@@ -129,6 +129,33 @@ def deepseek() -> Recipe:
     return Recipe("deepseek", optimizer=_FP32_MOMENTS, linear=linear)
 
 
+def mxfp8() -> Recipe:
+    """MXFP8 (Mishra et al., 2025, arXiv 2506.08027): e4m3 everywhere, a power of two for 32 along each contraction.
+
+    Powers are rounded up, so that no value saturates. Each product reads codes that were made from 16-bit values along
+    its own contraction, so inputs are saved in 16 bits. Blackwell multiplies such operands (`jax.nn.scaled_matmul`).
+    Other GPUs decode them to bf16. Nobody has run this preset on a Blackwell GPU yet (docs/howto/blackwell.md).
+    """
+    micro = "e4m3:mx32+ocp+roundup"
+    linear = Linear(micro, micro, micro, w_dgrad=micro, x_wgrad=micro, dy_wgrad=micro, x_residual=None)
+    return Recipe("mxfp8", optimizer=_FP32_MOMENTS, linear=linear)
+
+
+def nvfp4() -> Recipe:
+    """NVFP4 (NVIDIA, 2025, arXiv 2509.25149): e2m1 with an e4m3 scale for 16 and an fp32 scale per tensor.
+
+    Weights have scales of 16x16, inputs and gradients of 1x16. Gradients are rounded stochastically. Both operands of
+    the weight's gradient are transformed by a random Hadamard matrix of 16 along the tokens. Output heads stay in
+    16 bits, as do the first and the last block (`Recipe.unquantized_blocks`); the paper leaves 10 of 62 blocks. Inputs
+    are saved in 16 bits. Blackwell multiplies such operands (`jax.nn.scaled_matmul`). Other GPUs decode them to bf16.
+    Nobody has run this preset on a Blackwell GPU yet (docs/howto/blackwell.md).
+    """
+    group, block = "e2m1:nv16", "e2m1:nvblock16"
+    dy = f"{group}+stochastic"
+    linear = Linear(group, block, dy, w_dgrad=block, x_wgrad=group, dy_wgrad=dy, x_residual=None, rotation=16)
+    return Recipe("nvfp4", optimizer=_FP32_MOMENTS, linear=linear, unquantized_blocks=(1, 1))
+
+
 def switchback() -> Recipe:
     """SwitchBack (Wortsman et al., 2023): int8 with row-wise inputs and gradients, wgrad in 16 bits."""
     linear = Linear("int8:token", "int8", "int8:token", x_wgrad=None, dy_wgrad=None, x_residual=None)
@@ -193,7 +220,8 @@ _PRESETS: dict[str, Callable[[], Recipe]] = {
     f.__name__: f
     for f in (
         *(bf16, fast, moss, moss_mx, coat, coat_fast, coat_optimizer, coat_activations),
-        *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block, int8_fallback, fp8_lm, fp8_lm_two_phase),
+        *(te_current, te_delayed, deepseek, mxfp8, nvfp4),
+        *(switchback, jetfire, int8_block, int8_fallback, fp8_lm, fp8_lm_two_phase),
     )
 }
 NAMES: tuple[str, ...] = tuple(_PRESETS)
@@ -214,6 +242,19 @@ class Device(NamedTuple):
 
 
 DEVICES = (
+    Device(
+        120,
+        "coat",
+        "products of linear layers in FP8 with one scale a tensor, by cuBLASLt (with XLA_FLAGS="
+        "--xla_gpu_enable_triton_gemm=false), contexts and optimizer states in 8 bits; attention, embedding and head in"
+        " bf16. Compiled for such a GPU, but not run by us on one",
+    ),
+    Device(
+        100,
+        "mxfp8",
+        "products of linear layers in MXFP8, by cuDNN's block-scaled matmul; all else as the model has it, optimizer "
+        "states in fp32. Compiled for a B200, but not run by us on one",
+    ),
     Device(
         90,
         "fast",

@@ -17,7 +17,8 @@ def values(fmt: formats.Format) -> np.ndarray:
         return np.asarray(fmt.codebook)
     if not fmt.is_float:
         return np.arange(-fmt.max, fmt.max + 1)
-    every = np.arange(2**fmt.bits, dtype=f"u{fmt.bits // 8}").view(fmt.dtype).astype(np.float64)
+    dtype = ml_dtypes.float4_e2m1fn if fmt is formats.E2M1 else fmt.dtype
+    every = np.arange(2**fmt.bits, dtype=f"u{max(fmt.bits // 8, 1)}").view(dtype).astype(np.float64)
     return every[np.isfinite(every)]
 
 

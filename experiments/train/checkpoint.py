@@ -2,7 +2,8 @@
 
 Orbax writes atomically (a killed save leaves no checkpoint of that step), in the background, and keeps the newest N. It
 does not notice a flipped byte in an array, and casts silently when a leaf is asked for in another dtype. So each leaf's
-shape, dtype and digest travel in the checkpoint's metadata, and `restore` compares them.
+shape, dtype and digest travel in the checkpoint's metadata, and `restore` compares them. With a key in the environment
+variable FP8JAX_CHECKPOINT_KEY the metadata is signed (HMAC-SHA-256), and only checkpoints of this key are read.
 
 The state is stored as a flat dict from a leaf's path to its array: any pytree can be saved, and names in messages are
 the names on disk. The whole state passes through the memory of a single process. Of several, each writes and reads its
@@ -12,13 +13,14 @@ own shards, all see the same folder, and digests are sums over elements, which n
 import contextlib
 import errno
 import hashlib
+import hmac
 import json
 import logging
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +37,10 @@ from experiments.train.config import check_same
 from fp8jax.ops.products.peft_files import digest as digest
 
 _State = TypeVar("_State")
+# The environment variable of the key of signatures, and what these begin with.
+KEY, _SIGNED = "FP8JAX_CHECKPOINT_KEY", "hmac-sha256:"
+# Leaves that checkpoints of older versions lack start as zeros.
+_ADDED = "monitor."
 
 
 class DamagedError(UserError):
@@ -97,7 +103,11 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def _seal(meta: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+    """The digest of a checkpoint's metadata; a signature, of another prefix, if there is a key."""
+    content, key = json.dumps(meta, sort_keys=True).encode(), os.environ.get(KEY, "")
+    if key:
+        return _SIGNED + hmac.new(key.encode(), content, hashlib.sha256).hexdigest()
+    return hashlib.sha256(content).hexdigest()
 
 
 class Checkpoints:
@@ -109,12 +119,17 @@ class Checkpoints:
         clean: remove what a killed save left. Not while another process may be saving.
 
     Raises:
-        UserError: the folder's name is taken by a file.
+        UserError: the folder's name is taken by a file, or there is a key and there are several processes.
         DiskError: the folder cannot be made or read.
     """
 
     def __init__(self, folder: Path, keep: int, *, clean: bool = True) -> None:
         self.folder = folder.absolute()
+        if hosts.several() and os.environ.get(KEY):
+            raise UserError(
+                f"{KEY} signs checkpoints of one process; several have sums of their arrays, which show damage but no "
+                "forgery: leave it out"
+            )
         if os.path.lexists(self.folder) and not self.folder.is_dir():
             what = "a link to nothing" if self.folder.is_symlink() and not self.folder.exists() else "a file"
             raise UserError(f"{folder} is {what}, where the checkpoints' folder should be; move it away")
@@ -185,13 +200,20 @@ class Checkpoints:
             DiskError: one of them could not be written.
         """
         try:
-            self._orbax.close()
+            with self._saving():
+                self._orbax.close()
+        finally:
+            self._links.close()
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Turns what goes wrong in a save into a DiskError, unless another process has ended."""
+        try:
+            yield
         except Exception as error:  # Orbax and TensorStore raise ValueError, OSError and more
             if hosts.gone(error):
                 raise
             raise self._unwritten(error) from error
-        finally:
-            self._links.close()
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint."""
@@ -236,18 +258,15 @@ class Checkpoints:
         stored = {name: x for name, x in arrays.items() if x.size}
         # Shards of several processes are those of the state itself, which the next step overwrites.
         save = self._orbax.save_checkpointables if hosts.several() else self._orbax.save_checkpointables_async
-        try:
+        with self._saving():
             save(step, {"state": stored}, force=True, custom_metadata={"seal": _seal(meta), **meta})
-        except Exception as error:  # as in close
-            if hosts.gone(error):
-                raise
-            raise self._unwritten(error) from error
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """What `save` was given beside the state: step, loader, config, log; and leaves.
 
         Raises:
-            DamagedError: the checkpoint's metadata is missing or damaged.
+            DamagedError: the checkpoint's metadata is missing or damaged, or signed with another key.
+            UserError: it is signed and there is no key, or the other way around.
         """
         if step in self._unreadable:
             raise self._unreadable[step]
@@ -256,8 +275,15 @@ class Checkpoints:
             seal = meta.pop("seal")
         except Exception as error:  # Orbax, JSON and file system raise what they like on damaged files
             raise self._damaged(step, f"its metadata cannot be read ({_first_line(error)})") from error
-        if seal != _seal(meta):
-            raise self._damaged(step, "its metadata does not match its own digest")
+        is_signed, key = str(seal).startswith(_SIGNED), os.environ.get(KEY, "")
+        if is_signed != bool(key):
+            raise UserError(
+                f"checkpoint {self.folder / str(step)} is {'signed' if is_signed else 'not signed'}: "
+                f"{f'give its key in {KEY}' if is_signed else f'leave out {KEY}, or move it away'}"
+            )
+        if not hmac.compare_digest(str(seal).encode(), _seal(meta).encode()):
+            what = f"was not signed with the key in {KEY}" if key else "does not match its own digest"
+            raise self._damaged(step, f"its metadata {what}")
         return meta
 
     def restore(self, step: int, abstract: _State) -> tuple[_State, dict[str, Any]]:
@@ -278,24 +304,25 @@ class Checkpoints:
             for k, x in flatten(abstract).items()
         }
         leaves = meta["leaves"]
-        for name in sorted(set(wanted) ^ set(leaves)):
+        added = {name for name in wanted if name.startswith(_ADDED) and name not in leaves}
+        for name in sorted(set(wanted) - added ^ set(leaves)):
             which = "lacks" if name in wanted else "has an unknown leaf"
             raise UserError(f"checkpoint {self.folder / str(step)} {which} {name}: it is of another model or recipe")
-        for name, leaf in wanted.items():
+        for name, leaf in ((k, x) for k, x in wanted.items() if k not in added):
             old = f"{leaves[name]['dtype']}{leaves[name]['shape']}"
             new = f"{leaf.dtype}{list(leaf.shape)}"
             if old != new:
                 raise UserError(f"checkpoint {self.folder / str(step)}: {name} is {old}, this program expects {new}")
         try:
             with hosts.agreement():
-                stored = self._load(step, {k: x for k, x in wanted.items() if x.size})
+                stored = self._load(step, {k: x for k, x in wanted.items() if x.size and k not in added})
         except hosts.Agreed as error:
             raise DamagedError(str(error)) from error
         arrays = {
-            k: stored[k] if x.size else jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+            k: stored[k] if k in stored else jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
             for k, x in wanted.items()
         }
-        for name in _changed(arrays, leaves):
+        for name in _changed({k: x for k, x in arrays.items() if k not in added}, leaves):
             raise self._damaged(step, f"the bytes of {name} do not match their digest")
         return jax.tree.unflatten(jax.tree.structure(abstract), list(arrays.values())), meta
 
@@ -324,6 +351,8 @@ class Checkpoints:
         Raises:
             UserError: the checkpoint is of another configuration, or none is whole.
         """
+        with self._saving():
+            self._orbax.wait()
         damaged: dict[int, DamagedError] = {}
         for step in sorted([*(x.step for x in self._orbax.checkpoints), *self._unreadable], reverse=True):
             try:

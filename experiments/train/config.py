@@ -50,9 +50,9 @@ class Config:
         sections: tuple[tuple[Any, tuple[str, ...], int], ...] = (
             (self.data, ("seq_len", "batch", "eval_batches"), 1),
             (self.optim, ("steps", "microbatches"), 1),
-            (self.run, ("log_every", "checkpoint_every", "keep", "eval_every"), 1),
+            (self.run, ("log_every", "checkpoint_every", "keep", "eval_every", "max_bad_steps"), 1),
             (self.optim, ("warmup",), 0),
-            (self.run, ("sample_tokens", "profile"), 0),
+            (self.run, ("sample_tokens", "profile", "telemetry"), 0),
             (self, ("seed",), 0),
         )
         for section, names, least in sections:
@@ -69,6 +69,8 @@ class Config:
         for name in ("b1", "b2"):
             if not 0 <= getattr(self.optim, name) < 1:
                 raise UserError(f"{flag(name)} must be at least 0 and below 1, got {getattr(self.optim, name)}")
+        if self.run.expert_capacity and not 1 <= self.run.expert_capacity < float("inf"):
+            raise UserError(f"--expert-capacity must be at least 1, or 0, got {self.run.expert_capacity}")
         for name in ("balance_coefficient", "z_coefficient"):
             if not 0 <= getattr(self.optim, name) < float("inf"):
                 raise UserError(f"{flag(name)} must be finite and not negative, got {getattr(self.optim, name)}")
@@ -91,6 +93,13 @@ class Config:
             raise UserError(
                 f"--release {self.optim.release} updates layers as their gradients appear, which so cannot be summed: "
                 f"leave out --microbatches {self.optim.microbatches}, and take a smaller --batch"
+            )
+        if not 0 <= self.run.max_loss_jump < float("inf"):
+            raise UserError(f"--max-loss-jump must be finite and not negative, got {self.run.max_loss_jump}")
+        if self.optim.release and self.run.on_bad_step == "skip":
+            raise UserError(
+                f"--release {self.optim.release} updates layers before all gradients are known, so no step can be "
+                "skipped: give --on-bad-step rewind or stop"
             )
         if self.optim.release and self.lora.lora_rank:
             raise UserError(f"--release {self.optim.release} trains all weights: leave out --lora-rank, or it")

@@ -20,8 +20,8 @@ from experiments.train.speed import Trace
 from experiments.train.task import TrainState
 
 
-class NotFinite(Exception):
-    """A loss or gradient was NaN or infinite. The message names the step and what to try."""
+class BadStep(Exception):
+    """A loss, gradient or scale was not finite, or the loss jumped. The message names the step and what to try."""
 
 
 def evaluate(
@@ -41,11 +41,17 @@ def evaluate(
 
 
 class _Dispatched(NamedTuple):
-    """A step that was sent to the device and not yet looked at."""
+    """A step that was sent to the device and not yet looked at.
+
+    Attributes:
+        number, tokens, metrics: of the step.
+        loader: state of the data iterator after its batch.
+    """
 
     number: int
     tokens: int
     metrics: dict[str, jax.Array]
+    loader: dict[str, Any]
 
 
 @dataclasses.dataclass
@@ -55,11 +61,13 @@ class Loop:
     Attributes:
         step, loss: compiled `Task.step` (its first argument donated) and `Task.loss`. Of several processes the step
             takes `hosts.signals` besides and gives their maximum among its metrics, as "signal".
-        batches: iterator of int32 (B, T + 1), or packed (B, 3, T + 1), with a `get_state()` that is JSON.
+        batches: iterator of int32 (B, T + 1), or packed (B, 3, T + 1), with a `get_state()` that is JSON, and
+            `set_state`.
         valid: validation batches (count, rows, T + 1), or packed.
         config: what a checkpoint records and compares.
         rows: how batches lie on several devices, or None.
         trace: of some steps.
+        observed_step: `step` with telemetry (`experiments.train.observed`), for each `settings.telemetry`-th step.
     """
 
     step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
@@ -74,32 +82,39 @@ class Loop:
     stop: StopSignals
     rows: jax.sharding.NamedSharding | None = None
     trace: Trace = dataclasses.field(default_factory=Trace)
+    observed_step: Callable[..., tuple[TrainState, dict[str, Any]]] | None = None
 
     def __post_init__(self) -> None:
-        self._told = 0
+        self._told = self._done = self._saved = 0
+        self._clock = 0.0
 
     def run(self, state: TrainState) -> TrainState:
         """Trains from `state.step` to `optim.steps`, logging, validating and saving on the way.
 
         Raises:
-            NotFinite: a loss or gradient was not finite; nothing of it was applied.
+            BadStep: a step was bad and is to stop the run, or was one more than `settings.max_bad_steps`.
             Stopped: a signal came, to any of several processes; the last finished step is saved.
         """
-        done = saved = first = int(state.step)
+        self._done = self._saved = int(state.step)
+        if self.settings.on_bad_step == "rewind" and self.checkpoints.latest() is None:
+            self._saved = -1  # so that there is a checkpoint to go back to
         behind: _Dispatched | None = None
-        clock = time.perf_counter()
+        self._clock, calls = time.perf_counter(), 0
         while True:
+            done = self._done
             last = done == self.optim.steps
             save_due = last or done % self.settings.checkpoint_every == 0
             # After a resume too: the process may have been killed between the checkpoint and its validation.
             eval_due = (last or (done > 0 and done % self.settings.eval_every == 0)) and not self.log.has_valid(done)
             if save_due or eval_due or self._signum is not None:
-                self._settle(behind, clock)
+                state, _ = self._settle(behind, state)
                 behind = None
-                if done != saved and (save_due or self._signum is not None):
+                if self._done != done:
+                    continue
+                if done != self._saved and (save_due or self._signum is not None):
                     loader, recent = self.batches.get_state(), self.log.recent(done)
                     self.checkpoints.save(done, state, loader=loader, config=self.config, log=recent)
-                    saved = done
+                    self._saved = done
                 if eval_due:
                     # Several processes validate to the end: they learn of a signal from a step.
                     stop = StopSignals() if hosts.several() else self.stop
@@ -107,20 +122,24 @@ class Loop:
                     if loss is not None:
                         self.log.valid(done, loss)
                 if self._signum is None:
-                    clock = time.perf_counter()
-                elif done == saved:
+                    self._clock = time.perf_counter()
+                elif done == self._saved:
                     raise Stopped(self._signum, done)
                 else:
                     continue
             if last:
                 return state
-            self.trace.before(done - first, state)
-            tokens_BxT = next(self.batches)
-            state, metrics = self.step(state, mesh.place(tokens_BxT, self.rows), *self._noted())
-            done += 1
+            self.trace.before(calls, state)
+            tokens_BxT, calls = next(self.batches), calls + 1
+            loader = self.batches.get_state()
+            is_observed = self.observed_step is not None and done % self.settings.telemetry == 0
+            step = self.observed_step if self.observed_step is not None and is_observed else self.step
+            state, metrics = step(state, mesh.place(tokens_BxT, self.rows), *self._noted())
+            self._done += 1
             # Only now is the step before this one waited for, so that the device always has work.
-            clock = self._settle(behind, clock)
-            behind = _Dispatched(done, len(tokens_BxT) * (tokens_BxT.shape[-1] - 1), metrics)
+            state, is_rewound = self._settle(behind, state)
+            tokens = len(tokens_BxT) * (tokens_BxT.shape[-1] - 1)
+            behind = None if is_rewound else _Dispatched(self._done, tokens, metrics, loader)
 
     @property
     def _signum(self) -> int | None:
@@ -133,25 +152,80 @@ class Loop:
         assert self.rows is not None  # several processes have several devices
         return (hosts.signals(self.rows.mesh, self.stop.signum),)
 
-    def _settle(self, behind: _Dispatched | None, clock: float) -> float:
-        """Waits for a dispatched step and logs it; from the time it began to the time it was done."""
+    def _settle(self, behind: _Dispatched | None, state: TrainState) -> tuple[TrainState, bool]:
+        """Waits for a dispatched step, and logs it or leaves it out; the state to go on from, and whether it is older.
+
+        A step takes from the time that the one before was done to the time that it is done.
+        """
         if behind is None:
-            return clock
-        values = {name: value.item() for name, value in behind.metrics.items()}
+            return state, False
+        metrics = dict(behind.metrics)
+        if (found := metrics.pop("telemetry", None)) is not None:
+            self.log.telemetry(behind.number, jax.device_get(found))
+        values = {name: value.item() for name, value in metrics.items()}
         self._told = values.get("signal", 0)
         if not values["healthy"]:
-            newest = self.checkpoints.latest()
-            saved = "no checkpoint yet" if newest is None else f"newest checkpoint: step {newest}"
-            raise NotFinite(
-                f"step {behind.number}: loss {values['loss']}, gradient norm {values['grad_norm']}; not finite"
-                f"{', and applied as --release does' if self.optim.release else ', so nothing of it was applied'} "
-                f"({saved}). Try a lower --lr, a longer --warmup or a smaller --clip, "
-                "with --resume never or a new --run"
-            )
+            return self._leave_out(behind, values, state)
         now = time.perf_counter()
         rate = float(schedule(self.optim)(behind.number - 1))
-        speed = behind.tokens / (now - clock)
-        names = ("grad_norm", "saturated", "balance_loss", "z_loss")
+        speed = behind.tokens / (now - self._clock)
+        names = ("grad_norm", "saturated", "balance_loss", "z_loss", "bad_steps")
         seen = {name: values[name] for name in names if name in values}
         self.log.step(behind.number, values["loss"], lr=rate, tokens_per_s=speed, **seen)
-        return now
+        self._clock = now
+        return state, False
+
+    def _leave_out(self, bad: _Dispatched, values: dict[str, Any], state: TrainState) -> tuple[TrainState, bool]:
+        """What `_settle` returns after a bad step, which is not in the state.
+
+        Skipping takes the next batch for the same step. Rewinding takes it for the step after the newest checkpoint
+        (Chowdhery et al., PaLM, 2022, section 5.1).
+
+        Raises:
+            BadStep: the policy or its limit says so.
+        """
+        policy, most = self.settings.on_bad_step, self.settings.max_bad_steps
+        what = f"step {bad.number}: loss {values['loss']}, gradient norm {values['grad_norm']}; {self._reason(values)}"
+        count = values.get("consecutive_bad_steps" if policy == "skip" else "bad_steps", 0)
+        if policy == "stop" or count > most:
+            newest = self.checkpoints.latest()
+            saved = "no checkpoint yet" if newest is None else f"newest checkpoint: step {newest}"
+            limit = "" if policy == "stop" else f", bad step {count} of at most {most}"
+            applied = "and applied as --release does" if self.optim.release else "so nothing of it was applied"
+            raise BadStep(
+                f"{what}, {applied} ({saved}{limit}). Try a lower --lr, a longer --warmup or a smaller --clip, with "
+                "--resume never or a new --run; or --on-bad-step skip or rewind"
+            )
+        if policy == "skip":
+            self._done -= 1
+            self._clock = time.perf_counter()
+            self.log.say(f"{what}: skipped ({count} in a row, of at most {most})")
+            return state, False
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        jax.tree.map(lambda x: x.delete(), state)  # before there is another one in memory
+        found = self.checkpoints.resume(abstract, self.config, self.log.say)
+        assert found is not None  # one was saved before the first step
+        state, meta = found
+        # The checkpoint is from before the bad step, and so is its count.
+        total = jax.make_array_from_callback((), state.monitor.total.sharding, lambda _: np.full((), count, np.int32))
+        state = state._replace(monitor=state.monitor._replace(total=total))
+        self.batches.set_state(bad.loader)
+        self._done = self._saved = meta["step"]
+        self._clock = time.perf_counter()
+        self.log.rewind(self._done)
+        self.log.say(
+            f"{what}: back to step {self._done}, and on with the next batch ({count} of at most {most} in all)"
+        )
+        return state, True
+
+    def _reason(self, values: dict[str, Any]) -> str:
+        """Why a step is bad."""
+        limit, jump = values.get("loss_limit", np.inf), self.settings.max_loss_jump
+        if not np.isfinite([values["loss"], values["grad_norm"]]).all():
+            room = self.settings.expert_capacity
+            return "not finite" + (
+                f", as if a device got more than --expert-capacity {room:g} times its rows" if room else ""
+            )
+        if values["loss"] > limit:
+            return f"a jump, above {limit:.4f}: {jump:g} spreads over the median of the last losses"
+        return "a scaling state is not finite"

@@ -21,7 +21,8 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
 from experiments.errors import UserError
-from experiments.files import parse_json, read_bytes, write_text, writing
+from experiments.files import open_to_append, parse_json, read_bytes, write_bytes, write_text, writing
+from experiments.train import observed
 from experiments.train.result import RECENT, Result
 from fp8jax.core.tables import sentence
 
@@ -59,7 +60,7 @@ class Details:
         """
         self._path = path
         with writing(path):
-            path.touch()
+            open_to_append(path).close()
 
     def show(self, content: Any, indent: int = 0) -> None:
         """Shows a line or a table of rich."""
@@ -74,7 +75,7 @@ class Details:
             buffer = Console(file=io.StringIO(), width=120, record=True)
             buffer.print(content)
             content = buffer.export_text().rstrip()
-        with writing(self._path), self._path.open("a") as file:
+        with writing(self._path), open_to_append(self._path) as file:
             file.write(f"{content}\n")
 
 
@@ -151,25 +152,21 @@ class RunLog:
         rows = [row for row in read_metrics(self._path) if row["step"] <= resumed]
         self.train = {row["step"]: row for row in [*rows, *recent] if "loss" in row}
         self._valid = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
+        self._faults = observed.Faults()
         if gaps := missing(self.train, resumed):
             console.print(f"{self._path} lacks steps {gaps}: loss.png has a gap there; training goes on exactly")
         self._bar: progress.Progress | None = None
         self._started, self._resumed = time.monotonic(), resumed
         if not writes:
             return
-        entries = [*self.train.values(), *({"step": s, "valid_loss": loss} for s, loss in self._valid.items())]
-        entries.sort(key=lambda row: row["step"])
-        write_text(self._path, "".join(json.dumps(row) + "\n" for row in entries))
-        with writing(self._path):
-            self._file = self._path.open("a", buffering=1)
+        self._open_file(resumed)
         board = folder / "tensorboard"
         with writing(board):
             board.mkdir(exist_ok=True)
             # Its SummaryWriter hangs on a full disk; this one writes in the thread that asks it to.
             self._board = EventsWriter(str(board / "events"), filename_suffix=f".{os.getpid()}")
             if resumed:
-                start = SessionLog(status=SessionLog.START)
-                self._board.write_event(Event(wall_time=time.time(), step=resumed + 1, session_log=start))
+                self._purge(resumed)
         if console.is_terminal:
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}"),
@@ -181,6 +178,20 @@ class RunLog:
                 expand=True,
             )
             self._task = self._bar.add_task(label or recipe, total=steps, completed=resumed, note="")
+
+    def _open_file(self, step: int) -> None:
+        """Writes metrics.jsonl again, of the rows up to a step, and opens it for those that follow."""
+        entries = [*self.train.values(), *({"step": s, "valid_loss": loss} for s, loss in self._valid.items())]
+        entries += [row for row in read_metrics(self._path) if _is_observed(row) and row["step"] <= step]
+        entries.sort(key=lambda row: row["step"])
+        write_text(self._path, "".join(json.dumps(row) + "\n" for row in entries))
+        with writing(self._path):
+            self._file = open_to_append(self._path)
+
+    def _purge(self, step: int) -> None:
+        """Lets TensorBoard drop what it has after a step."""
+        start = SessionLog(status=SessionLog.START)
+        self._board.write_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def __enter__(self) -> "RunLog":
         if self._bar:
@@ -210,6 +221,7 @@ class RunLog:
         saturated: float | None = None,
         balance_loss: float | None = None,
         z_loss: float | None = None,
+        bad_steps: int | None = None,
     ) -> None:
         """Records a finished step.
 
@@ -217,9 +229,10 @@ class RunLog:
             step, loss, grad_norm, lr, tokens_per_s: of the step.
             saturated: elements of its gradients, where sums in 8 bits can saturate.
             balance_loss, z_loss: of routers, where there are experts.
+            bad_steps: of the run so far, if they do not stop it.
         """
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": tokens_per_s}
-        extra = {"saturated": saturated, "balance_loss": balance_loss, "z_loss": z_loss}
+        extra = {"saturated": saturated, "balance_loss": balance_loss, "z_loss": z_loss, "bad_steps": bad_steps}
         row |= {name: value for name, value in extra.items() if value is not None}
         row |= {} if self._share is None else {"mfu": tokens_per_s * self._share}
         self.train[step] = row
@@ -240,6 +253,20 @@ class RunLog:
                 f"grad_norm {grad_norm:.2f}{routers}{lost} left {clock(seconds)} recipe {self._recipe}"
             )
 
+    def rewind(self, step: int) -> None:
+        """Drops what was recorded after a step, to which training goes back."""
+        self.train = {s: row for s, row in self.train.items() if s <= step}
+        self._valid = {s: loss for s, loss in self._valid.items() if s <= step}
+        if self._writes:
+            self._file.close()
+            self._open_file(step)
+            with writing(self._path.with_name("tensorboard")):
+                self._purge(step)
+
+    def say(self, text: str) -> None:
+        """Prints a line between those of progress."""
+        self._console.print(text, markup=False)
+
     def valid(self, step: int, loss: float) -> None:
         """Records a validation after `step`."""
         self._valid[step] = loss
@@ -248,6 +275,12 @@ class RunLog:
             self._console.print(f"valid {step}/{self._steps} loss {loss:.4f} recipe {self._recipe}")
         elif step == self._steps:
             self._bar.update(self._task, note=f"validation loss {loss:.4f}")
+
+    def telemetry(self, step: int, found: Mapping[str, Any]) -> None:
+        """Records the statistics of a step's tensors, and tells of new faults."""
+        self._write(observed.to_row(step, found))
+        for line in self._faults.lines(step, found):
+            self._console.print(line)
 
     def has_valid(self, step: int) -> bool:
         """Whether a validation after `step` is recorded."""
@@ -305,9 +338,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             row = parse_json(line)
             numbers = isinstance(row, dict) and all(type(value) in (int, float) for value in row.values())
-            if numbers and isinstance(row.get("step"), int) and ("valid_loss" in row or set(row) >= _ROW):
+            is_known = numbers and ("valid_loss" in row or set(row) >= _ROW or _is_observed(row))
+            if is_known and isinstance(row.get("step"), int):
                 rows.append(row)
     return rows
+
+
+def _is_observed(row: Mapping[str, Any]) -> bool:
+    """Whether a row has the statistics of a step's tensors."""
+    return any(name.startswith(observed.PREFIX) for name in row)
 
 
 def missing(steps: Iterable[int], last: int) -> str:
@@ -390,8 +429,9 @@ def plot_losses(path: Path, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) 
         bottom.set_ylabel(f"% above {next(iter(metrics))}")
         bottom.grid(alpha=0.3)
     (top if bottom is None else bottom).set_xlabel("step")
-    with writing(path):
-        figure.savefig(path)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    write_bytes(path, image.getvalue())
 
 
 def _smooth(values: np.ndarray, width: int) -> np.ndarray:

@@ -1,7 +1,8 @@
 """One recipe's program: what a training step does, and the state that it reads and writes.
 
-A step that meets a loss or gradient that is not finite changes nothing and clears `healthy` in the state; steps that
-were already dispatched behind it then change nothing either. So a loop may look at a step's metrics one step late.
+A step is bad if its loss, gradient or a scaling state is not finite, or if its loss jumps. It changes nothing and
+clears `healthy` in the state; steps that were already dispatched behind it then change nothing either. If bad steps are
+skipped, `healthy` stays, and the next step goes on. A loop may therefore look at a step's metrics one step late.
 """
 
 import dataclasses
@@ -22,11 +23,13 @@ from experiments.models.moe import router_losses
 from experiments.text import packing
 from experiments.train import adapters, parallel, tensor
 from experiments.train.adapters import BaseVariable
+from experiments.train.experts import AXIS, ExpertSharing
 from experiments.train.form import Form
 from experiments.train.losses import accumulate, cross_entropy
 from experiments.train.released import LAYERS, ReleasedOptimizer, layer_of
-from experiments.train.sections import Lora, Optim
+from experiments.train.sections import Lora, Optim, Run
 from fp8jax.dist import Factors
+from fp8jax.optim.bad_steps import init_monitor, loss_limit, observe_step
 from fp8jax.optim.clipping import global_norm
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.weight_bounds import find_weight_amax_bounds
@@ -37,8 +40,9 @@ class TrainState(NamedTuple):
 
     step: int32, updates applied. params: nested dict in the format that is held beside the optimizer. model_state:
     nested dict of what the model has besides, such as histories of delayed scaling. opt_state: the optimizer's. rng:
-    uint32 data of a key, from which text is sampled. healthy: bool, False once a loss or gradient was not finite.
-    factors: state of auto-scaled sums of gradients, or empty.
+    uint32 data of a key, from which text is sampled. healthy: bool, False once a step was bad and is not skipped.
+    factors: state of auto-scaled sums of gradients, or empty. monitor: a `StepMonitor`, counts of bad steps and the
+    losses that a jump is measured against.
     """
 
     step: jax.Array
@@ -48,6 +52,7 @@ class TrainState(NamedTuple):
     rng: jax.Array
     healthy: jax.Array
     factors: Any = ()
+    monitor: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +73,10 @@ class Task:
         chunked: the loss takes the head's logits a chunk of tokens at a time (`fp8jax.linear_cross_entropy`), as it
             does where the recipe has a head of its own.
         partition: how the devices along "data" share what the optimizer holds, as `experiments.mesh.state` takes it.
-        own: `graphdef` of a device's heads and channels, where devices along "tensor" share sequences, else None.
+        own: `graphdef` of a device's heads, channels or experts, where devices share sequences or experts, else None.
         balance_coefficient, z_coefficient: of the losses of routers, which are added to the loss.
+        on_bad_step: "stop", "skip" or "rewind", as `Run` has it.
+        max_loss_jump: as of `fp8jax.skip_bad_steps`; 0 for none.
     """
 
     graphdef: nnx.GraphDef[Llama]
@@ -87,6 +94,8 @@ class Task:
     own: nnx.GraphDef[Llama] | None = None
     balance_coefficient: float = Optim.balance_coefficient
     z_coefficient: float = Optim.z_coefficient
+    on_bad_step: str = Run.on_bad_step
+    max_loss_jump: float = Run.max_loss_jump
 
     @classmethod
     def build(
@@ -105,6 +114,9 @@ class Task:
         partition: str = "",
         balance_coefficient: float = Optim.balance_coefficient,
         z_coefficient: float = Optim.z_coefficient,
+        expert_capacity: float = Run.expert_capacity,
+        on_bad_step: str = Run.on_bad_step,
+        max_loss_jump: float = Run.max_loss_jump,
     ) -> "Task":
         """Traces the model's structure; no parameter is made.
 
@@ -120,9 +132,12 @@ class Task:
             if isinstance(tx, ReleasedOptimizer):
                 raise ValueError("gradients are summed over tensor after the backward pass: leave out --release")
             own = tensor.of_device(form, rows.mesh.shape["tensor"]).structure()
+        elif rows is not None and rows.mesh.shape[AXIS] > 1:
+            own = dataclasses.replace(form, sharing=ExpertSharing(tensor.travels(recipe), expert_capacity)).structure()
         how = microbatches, rows, unroll, lora, chunked or recipe.head.is_quantized, partition, own
         coefficients = balance_coefficient, z_coefficient
-        return cls(form.structure(), tx, llama, recipe, remat, seed, *how, *coefficients)
+        policy = on_bad_step, max_loss_jump
+        return cls(form.structure(), tx, llama, recipe, remat, seed, *how, *coefficients, *policy)
 
     def init(self, params: Any = None) -> TrainState:
         """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`.
@@ -150,6 +165,7 @@ class Task:
             rng=jax.random.key_data(jax.random.fold_in(key, 1)),
             healthy=jnp.array(True),
             factors=parallel.factors(self.recipe.comm, params, self.rows and self.rows.mesh),
+            monitor=init_monitor(),
         )
 
     def base(self, params: Any = None) -> Any:
@@ -279,12 +295,14 @@ class Task:
     def step(
         self, state: TrainState, tokens_BxT: jax.Array, base: Any = MappingProxyType({})
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update, or none from the first loss or gradient on that is not finite.
+        """One update; none in a bad step, nor after it unless bad steps are skipped.
 
         `base` is what the method of this name gives, where there are adapters; none of it is in the state.
 
         Metrics are loss, grad_norm and healthy; with experts balance_loss and z_loss, without their coefficients; and,
         where sums of gradients have factors, saturated: how many elements of these sums lay at the end of the range.
+        If bad steps do not stop the run, bad_steps and consecutive_bad_steps count them; loss_limit is the largest loss
+        that is no jump, if one is looked for.
         """
         if isinstance(self.tx, ReleasedOptimizer):
             return self._released(self.tx, state, tokens_BxT)
@@ -297,7 +315,8 @@ class Task:
             how = self.gradients, self.recipe, self.rows.mesh
             losses, grads, model_state, factors = parallel.gradients(*how, *inputs, factors, base)
         grad_norm = global_norm(grads)  # that which clipping finds: XLA computes it once
-        healthy = state.healthy & jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
+        is_finite = functools.reduce(jnp.logical_and, map(_all_finite, jax.tree.leaves((model_state, factors))), True)
+        healthy, sticky, monitor, counts = self._judged(state, losses["loss"], jnp.isfinite(grad_norm) & is_finite)
 
         def keep_or(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda new, old: jnp.where(healthy, new, old), new, old)
@@ -323,10 +342,22 @@ class Task:
         model_state = adapters.apart(self._bounded(params, model_state, opt_state), base)
         model_state = keep_or(model_state, state.model_state)
         step = state.step + healthy.astype(jnp.int32)
-        metrics = losses | {"grad_norm": grad_norm, "healthy": healthy}
+        metrics = losses | {"grad_norm": grad_norm, "healthy": healthy} | counts
         if isinstance(factors, Factors):
             metrics["saturated"] = parallel.saturated(factors, grads)
-        return TrainState(step, params, model_state, opt_state, state.rng, healthy, factors), metrics
+            factors = keep_or(factors, state.factors)
+        return TrainState(step, params, model_state, opt_state, state.rng, sticky, factors, monitor), metrics
+
+    def _judged(
+        self, state: TrainState, loss: jax.Array, is_finite: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Any, dict[str, jax.Array]]:
+        """Whether a step is good, `healthy` and the monitor after it, and metrics of what decided."""
+        jump = self.max_loss_jump or None
+        is_good, monitor = observe_step(state.monitor, is_finite & state.healthy, loss, jump)
+        metrics = {} if jump is None else {"loss_limit": loss_limit(state.monitor, jump)}
+        if self.on_bad_step != "stop":
+            metrics |= {"bad_steps": monitor.total, "consecutive_bad_steps": monitor.consecutive}
+        return is_good, state.healthy if self.on_bad_step == "skip" else is_good, monitor, metrics
 
     def _released(
         self, tx: ReleasedOptimizer, state: TrainState, tokens_BxT: jax.Array
@@ -344,10 +375,17 @@ class Task:
 
         block = layer_of(self.llama, self.recipe, self.remat, self.rows)
         value, params, opt_state = tx.step(block, loss, state.params, state.opt_state)
-        healthy = state.healthy & jnp.isfinite(value) & jnp.isfinite(opt_state.norm)
-        metrics = {"loss": value, "grad_norm": opt_state.norm, "healthy": healthy}
+        healthy, _, monitor, counts = self._judged(state, value, jnp.isfinite(opt_state.norm))
+        metrics = {"loss": value, "grad_norm": opt_state.norm, "healthy": healthy} | counts
         step = state.step + healthy.astype(jnp.int32)
-        return TrainState(step, params, state.model_state, opt_state, state.rng, healthy, state.factors), metrics
+        return TrainState(
+            step, params, state.model_state, opt_state, state.rng, healthy, state.factors, monitor
+        ), metrics
+
+
+def _all_finite(x: jax.Array) -> jax.Array | bool:
+    """Whether an array of floats has no NaN or Inf; True for other arrays."""
+    return jnp.all(jnp.isfinite(x)) if jnp.issubdtype(x.dtype, jnp.floating) else True
 
 
 def exact_task(llama: LlamaConfig, seed: int) -> Task:

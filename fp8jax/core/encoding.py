@@ -46,20 +46,22 @@ def encode(
         if not fmt.signed:
             bad |= x <= -formats.TINY  # smaller ones count as zeros
     if scale is None:
-        if bad is not None and not spec.expand:
+        if bad is not None and not spec.expand and not spec.has_microscales:
             # Put Inf, not NaN, into the maximum: a NaN would be lost where devices share a block.
             finite_magnitude = formats.where(~bad, raw, jnp.inf)
         largest = blocks.reduce(finite_magnitude, block_shape, jnp.max, 0.0)
         largest = formats.where(largest >= formats.TINY, largest, 0)
+        if spec.microscale_format == "e4m3":
+            largest = largest * np.float32(1 / formats.E4M3.max)
         scale = scaling.to_scale(largest, fmt)
-        if spec.granularity == "mx" and spec.outer_scale == "none":
+        if spec.outer_granularity == "none":
             scale = jnp.ones_like(scale)
     else:
         scale = scaling.clamp_scale(scale)
     scale = jnp.broadcast_to(scale, blocks.counts(x.shape, block_shape))
     if bad is not None and (is_scale_given or spec.expand):
         scale = formats.where(blocks.reduce(bad.astype(jnp.float32), block_shape, jnp.max, 0.0) <= 0, scale, jnp.nan)
-    elif bad is not None:
+    elif bad is not None and not spec.has_microscales:
         scale = formats.where(largest < jnp.inf, scale, jnp.nan)
     if spec.scale_format != "fp32":
         scale = jnp.minimum(scale, _max_scale(spec.scale_format, spec.format))
@@ -88,10 +90,14 @@ def encode(
         y = fmt.max * expansion.power(magnitude, top, k)
     else:
         y = magnitude
-        if spec.granularity == "mx":
+        if spec.has_microscales:
             micro_shape = spec.micro_shape(x.shape)
             largest = blocks.reduce(formats.where(jnp.isfinite(y), y, 0), micro_shape, jnp.max, 0.0)
             microscale = compute_microscales(largest * (1 / scale_fp32), spec, fmt)
+            if bad is not None:
+                has_bad = blocks.reduce(bad.astype(jnp.float32), micro_shape, jnp.max, 0.0) > 0
+                microscale = jnp.where(has_bad, _NAN_BYTES[spec.microscale_format], microscale)
+        if spec.microscale_format == "e8m0":
             # Apply the power first: y / outer scale alone may be subnormal, which only some devices flush.
             power = jnp.ldexp(jnp.float32(1), 127 - microscale.astype(jnp.int32))
             y = y * blocks.broadcast_blocks(power, x.shape, micro_shape)
@@ -102,6 +108,11 @@ def encode(
             unit = jnp.where(scale_fp32 > 2.0**125, np.float32(2.0**-32), 1.0)
             y = y * blocks.broadcast_blocks(unit, x.shape, block_shape)
             y = y * blocks.broadcast_blocks(1 / (scale_fp32 * unit), x.shape, block_shape)
+        if spec.microscale_format == "e4m3":
+            factor = decode_microscales(microscale, spec)
+            # A group far below the tensor has scale 0, and codes 0.
+            factor = jnp.where(factor > 0, 1 / factor, 0)
+            y = y * blocks.broadcast_blocks(factor, x.shape, micro_shape)
         if is_scale_given and fmt.inf is not None:
             # In units of a given scale a finite value may exceed fp32. It saturates; only Inf stays Inf.
             y = jnp.where(jnp.isfinite(magnitude), jnp.minimum(y, fmt.max), y)
@@ -122,7 +133,9 @@ def encode(
             decay = expansion.power(decay, 1.0, k)
         dither = jnp.stack(jnp.broadcast_arrays(phase, decay))
     codes = fmt.encode(jnp.copysign(y, x), key, uniform_noise, dither)
-    return QTensorLeaves(packing.pack(codes, spec.axis) if spec.is_packed else codes, scale, exponent, microscale)
+    return QTensorLeaves(
+        packing.pack(codes, spec.axis, fmt.bits) if spec.is_packed else codes, scale, exponent, microscale
+    )
 
 
 def limit_group_range(x: Array, spec: QuantSpec, min_exponent: float) -> Array:
@@ -171,26 +184,41 @@ def _max_scale(scale_format: str, name: str) -> float:
     return float(largest)
 
 
+# Bytes of NaN, by format of the microscales.
+_NAN_BYTES = {"e8m0": np.uint8(0xFF), "e4m3": np.uint8(0x7F)}
+
+
 def compute_microscales(amax: Array, spec: QuantSpec, fmt: formats.Format) -> Array:
-    """E8M0 bytes of groups from their amax in units of the outer scale."""
-    if spec.outer_scale == "none":
+    """Bytes of the scales of groups from their amax in units of the outer scale."""
+    if spec.microscale_format == "e4m3":
+        # arXiv 2509.25149, appendix B, rounded to nearest: the largest codes of a group may saturate by 1/16.
+        return jax.lax.bitcast_convert_type(formats.E4M3.encode(amax * np.float32(1 / fmt.max)), jnp.uint8)
+    if spec.outer_scale == "none" and spec.exponent_rounding == "down":
         # OCP Microscaling Formats 1.0, section 6.3: the exponent of the largest element minus that of the format.
         exponent = formats.encode_e8m0(amax, "down").astype(jnp.int32) - int(np.log2(fmt.max))
         return jnp.where(amax > 0, jnp.maximum(exponent, 0), 127).astype(jnp.uint8)
-    # MOSS, equation 3: the group's own scale over the outer scale, rounded up, so that no code saturates. Groups of
-    # zeros get the smallest power, so that another group has the largest of the row.
+    # MOSS, equation 3, and arXiv 2506.08027, section 3: the group's own scale over the outer scale, if there is one,
+    # rounded up, so that no code saturates. Groups of zeros get the smallest power, so that another group has the
+    # largest of the row.
     return formats.encode_e8m0(jnp.maximum(amax * np.float32(1 / fmt.max), formats.TINY), "up")
+
+
+def decode_microscales(microscale: Array, spec: QuantSpec) -> Array:
+    """The fp32 values of the bytes of microscales."""
+    if spec.microscale_format == "e8m0":
+        return formats.decode_e8m0(microscale)
+    return formats.decode_fp8(jax.lax.bitcast_convert_type(microscale, jnp.float8_e4m3fn))
 
 
 def decode(leaves: QTensorLeaves, shape: tuple[int, ...], spec: QuantSpec) -> Array:
     fmt = formats.get(spec.format)
     block_shape = spec.block_shape(shape)
-    codes = packing.unpack(leaves.codes, spec.axis, shape[spec.axis]) if spec.is_packed else leaves.codes
+    codes = packing.unpack(leaves.codes, spec.axis, shape[spec.axis], fmt.bits) if spec.is_packed else leaves.codes
     values = fmt.decode(codes)
     scale = blocks.broadcast_blocks(leaves.scale.astype(jnp.float32), shape, block_shape)
     if leaves.microscale is not None:
         values = values * blocks.broadcast_blocks(
-            formats.decode_e8m0(leaves.microscale), shape, spec.micro_shape(shape)
+            decode_microscales(leaves.microscale, spec), shape, spec.micro_shape(shape)
         )
     if leaves.expansion is None:
         decoded = values * scale

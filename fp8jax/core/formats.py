@@ -1,7 +1,7 @@
 """Number formats as records. To add one, add a constant and list it in `ALL`, from which tests take it.
 
 Sources: OCP 8-bit Floating Point Specification 1.0 (e4m3 without infinities, e5m2 with them), OCP Microscaling Formats
-1.0 (e8m0), Dettmers et al., 8-bit Optimizers via Block-wise Quantization (the dynamic exponent code books).
+1.0 (e2m1, e8m0), Dettmers et al., 8-bit Optimizers via Block-wise Quantization (the dynamic exponent code books).
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from jax import Array
 from fp8jax.core import derivatives
 
 E4M3_DTYPE, E5M2_DTYPE = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
+_PACKINGS = ("four_in_five", "two_in_one")
 
 # XLA flushes fp32 subnormals on some backends only. The quantizers treat them as zeros on all.
 TINY = float(np.finfo(np.float32).tiny)
@@ -50,7 +51,8 @@ class Format:
         inf: the decoded value of an infinity's code: Inf, or NaN for formats without Inf. None for formats with
             neither; the block's scale then becomes NaN.
         codebook: the values of all codes in increasing order, for formats defined by a table.
-        packing: "four_in_five" packs four 10-bit integers into five bytes (`fp8jax.core.packing`); None does not pack.
+        packing: "four_in_five" packs four 10-bit integers into five bytes, "two_in_one" two 4-bit codes into one
+            (`fp8jax.core.packing`). None does not pack.
 
     Raises:
         ValueError: the packing is unknown or does not fit the codes, codes have more bits than the dtype, or XLA has no
@@ -70,10 +72,13 @@ class Format:
     packing: str | None = None
 
     def __post_init__(self) -> None:
-        if self.packing not in (None, "four_in_five"):
-            raise ValueError(f"format {self.name!r}: unknown packing {self.packing!r}; it is 'four_in_five' or None")
-        if self.packing and (self.bits, self.is_float, self.codebook) != (10, False, None):
+        if self.packing not in (None, *_PACKINGS):
+            names = ", ".join(map(repr, _PACKINGS))
+            raise ValueError(f"format {self.name!r}: unknown packing {self.packing!r}; it is {names} or None")
+        if self.packing == "four_in_five" and (self.bits, self.is_float, self.codebook) != (10, False, None):
             raise ValueError(f"format {self.name!r}: packing 'four_in_five' is for 10-bit integers; give packing=None")
+        if self.is_fp4 and (self.bits, self.mantissa_bits, self.dtype) != (4, 1, np.uint8):
+            raise ValueError(f"format {self.name!r}: packing 'two_in_one' is for e2m1 codes; give packing=None")
         if self.is_float and self.bits not in (4, 8, 16, 32):
             raise ValueError(f"format {self.name!r}: XLA makes no floating-point numbers of {self.bits} bits")
         if self.bits > 8 * self.dtype.itemsize:
@@ -101,6 +106,11 @@ class Format:
     def is_fp8(self) -> bool:
         """Whether codes are of one of the two FP8 dtypes that GPUs and our kernels support."""
         return self.dtype in (E4M3_DTYPE, E5M2_DTYPE)
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether codes are e2m1, the FP4 dtype of GPUs, as bits in uint8."""
+        return self.packing == "two_in_one"
 
     @property
     def expansion_range(self) -> float:
@@ -162,7 +172,8 @@ class Format:
             step = _ulp(finite, self)
             finite = jnp.round(finite * (1 / step)) * step
         if self.inf is None:  # the block's scale is NaN
-            return jax.lax.optimization_barrier(jnp.where(jnp.isnan(y), 0.0, finite).astype(self.dtype))
+            finite = jnp.where(jnp.isnan(y), 0.0, finite)
+            return encode_fp4(finite) if self.is_fp4 else jax.lax.optimization_barrier(finite.astype(self.dtype))
         infinite = y
         if np.isnan(self.inf):
             quiet = jax.lax.bitcast_convert_type(y, jnp.int32) | np.int32(1 << 22)  # with its sign
@@ -204,6 +215,8 @@ class Format:
             return decode_e8m0(codes)
         if self.codebook is not None:
             return jnp.take(jnp.asarray(self.codebook, jnp.float32), codes.astype(jnp.int32), axis=0)
+        if self.is_fp4:
+            return decode_fp4(codes)
         return decode_fp8(codes) if self.is_fp8 else codes.astype(jnp.float32)
 
 
@@ -243,6 +256,22 @@ def decode_fp8(codes: Array) -> Array:
     magnitude = bits & 0x7F
     half = jax.lax.bitcast_convert_type((bits & 0x80) << 8 | magnitude << 7, jnp.float16)  # fp16's bias is 8 more
     return where(magnitude != 0x7F, half.astype(jnp.float32) * 256, jnp.nan)
+
+
+def encode_fp4(y: Array) -> Array:
+    """e2m1 codes of fp32 values that the format has, uint8. XLA on CPUs computes with no arrays of 4-bit floats."""
+    bits = jax.lax.bitcast_convert_type(y, jnp.int32)
+    magnitude = jnp.where(jnp.abs(y) < 1, (2 * jnp.abs(y)).astype(jnp.int32), ((bits & 0x7FFFFFFF) >> 22) - (126 << 1))
+    return (((bits >> 28) & 8) | magnitude).astype(jnp.uint8)
+
+
+@jax.jit
+def decode_fp4(codes: Array) -> Array:
+    """The fp32 values of e2m1 codes in uint8, computed on bits."""
+    bits = codes.astype(jnp.uint16)
+    # The exponent bias of fp16 is 14 more than that of e2m1.
+    half = jax.lax.bitcast_convert_type((bits & 8) << 12 | (bits & 7) << 9, jnp.float16)
+    return half.astype(jnp.float32) * 2.0**14
 
 
 def round_to(x: Array, fmt: Format) -> Array:
@@ -337,6 +366,7 @@ def _dynamic_exponent(name: str, signed: bool) -> Format:
 
 E4M3 = _floating("e4m3", ml_dtypes.float8_e4m3fn)
 E5M2 = _floating("e5m2", ml_dtypes.float8_e5m2)
+E2M1 = Format("e2m1", np.dtype(np.uint8), 4, 6.0, 0.5, 1.0, 1, packing="two_in_one")
 INT8 = _integer("int8", np.int8, 8)
 INT10 = _integer("int10", np.int16, 10, "four_in_five")
 E8M0 = Format("e8m0", np.dtype(np.uint8), 8, 2.0**127, 2.0**-127, 2.0**-127, 0, signed=False, inf=float("nan"))
@@ -346,7 +376,7 @@ FP16 = _floating("fp16", np.float16)
 BF16 = _floating("bf16", ml_dtypes.bfloat16)
 FP32 = _floating("fp32", np.float32)
 
-ALL: tuple[Format, ...] = (E4M3, E5M2, INT8, INT10, E8M0, DE8, UDE8, FP16, BF16, FP32)
+ALL: tuple[Format, ...] = (E4M3, E5M2, E2M1, INT8, INT10, E8M0, DE8, UDE8, FP16, BF16, FP32)
 
 
 @functools.cache

@@ -67,27 +67,27 @@ QTensorStatic = tuple[QuantSpec, int | None, ShortBlocks]
 class QTensor:
     """A quantized tensor: codes, the scales of their blocks, and optional expansion exponents or microscales.
 
-    Let M be the largest value of the format, and s, k and e the scale, exponent and E8M0 byte of an element's block. A
+    Let M be the largest value of the format, and s, k and m the scale, exponent and microscale of an element's block. A
     code c decodes to
 
-        sign(c) * (s * M) * (|c| / M)^(1 / k) * 2^(e - 127)
+        sign(c) * (s * M) * (|c| / M)^(1 / k) * m
 
-    which is c * s without expansion (k = 1) and microscaling (e = 127). `validate` checks these invariants:
+    which is c * s without expansion (k = 1) and microscaling (m = 1). `validate` checks these invariants:
 
-    - `codes` has the logical shape and the format's dtype. Only int10 is packed: uint8, five bytes for four codes along
-      `spec.axis`, whose logical length is `length`;
+    - `codes` has the logical shape and the format's dtype. int10 and e2m1 are packed: uint8, five bytes for four codes
+      or one byte for two along `spec.axis`, whose logical length is `length`;
     - `scale` and `expansion` have the rank of `codes` and one entry per block (`spec.block_shape`), `microscale` one
       per group (`spec.micro_shape`), counted from the start of each dimension of the global shape;
     - scales are positive and of dtype `spec.scale_format`; a block of zeros has scale 1;
     - `expansion` is None unless `spec.expand`; else bf16 in [1/16, 16];
-    - `microscale` is None unless the granularity is "mx"; else uint8 exponents, which unlike an E8M0 dtype have a zero
-      and survive `zeros_like`;
+    - `microscale` is None unless there are two levels of scales; else bytes of `spec.microscale_format`, E8M0 for "mx"
+      and e4m3 for "nv" and "nvblock". uint8, unlike an E8M0 dtype, has a zero and survives `zeros_like`;
     - no two leaves share a buffer;
     - the last block along an axis is as short as when the codes were computed (`short_blocks`).
 
     Non-finite inputs stay visible and do not enter the statistics of their block. NaN becomes the format's NaN, Inf its
-    Inf, or NaN if it has none. If a format has neither (integers, code books), the scale of the block becomes NaN. The
-    same holds for a negative value in an unsigned format.
+    Inf, or NaN if it has none. If a format has neither (integers, code books, e2m1), the scale of the block becomes
+    NaN, with two levels the microscale. The same holds for a negative value in an unsigned format.
 
     The path of the codes' leaf is `storage_key`, such as "codes:e4m3:group128+expand:v1". Libraries that save trees by
     path (Orbax, Flax's serialization, a flat dict) then refuse to restore codes into a template with other storage, and
@@ -98,10 +98,10 @@ class QTensor:
     returns the shardings of the arrays.
 
     Attributes:
-        codes: array of the logical shape (int10: packed).
+        codes: array of the logical shape (int10, e2m1: packed).
         scale: one value per block.
         expansion: one exponent per block, or None.
-        microscale: one E8M0 byte per group, or None.
+        microscale: one byte per group, or None.
         spec: the static `QuantSpec`.
         length: static logical length of the packed axis, or None.
         short_blocks: static lengths of the last blocks, set when a tree is rebuilt, else derived from the codes. Codes
@@ -196,7 +196,7 @@ class QTensor:
         shapes = {"codes": self.spec.stored_shape(self.shape), "scale": count}
         if self.spec.expand:
             shapes["expansion"] = count
-        if self.spec.granularity == "mx":
+        if self.spec.has_microscales:
             shapes["microscale"] = blocks.counts(self.shape, self.spec.micro_shape(self.shape))
         return shapes
 
@@ -265,7 +265,7 @@ def _dtypes(spec: QuantSpec) -> tuple[np.dtype | None, ...]:
     fmt = formats.get(spec.format)
     codes = np.dtype(np.uint8) if spec.is_packed else fmt.dtype
     exponents = expansion.DTYPE if spec.expand else None
-    bytes_ = np.dtype(np.uint8) if spec.granularity == "mx" else None
+    bytes_ = np.dtype(np.uint8) if spec.has_microscales else None
     return codes, exponents, bytes_, formats.get(spec.scale_format).dtype
 
 
@@ -290,7 +290,7 @@ def storage_key(spec: QuantSpec, length: int | None = None) -> str:
     options = [f"{name}{value}" for name, value in details.items() if value != defaults[name]]
     if spec.scale_format != "fp32":
         options.append(f"{spec.scale_format}scales")
-    spec_text = str(dataclasses.replace(spec, rounding="nearest", expand=bool(spec.expand)))
+    spec_text = str(dataclasses.replace(spec, rounding="nearest", expand=bool(spec.expand), exponent_rounding="down"))
     return f"codes:{'+'.join([spec_text, *options])}:v{PACKED_VERSION if spec.is_packed else VERSION}"
 
 
@@ -364,7 +364,7 @@ def quantize_with_scale(
 
     Args:
         x: array of a floating dtype.
-        spec: a `QuantSpec` or its string form; neither "mx" nor expanded if scales are given.
+        spec: a `QuantSpec` or its string form; neither microscaled nor expanded if scales are given.
         scale: positive fp32 scales, broadcastable against the block counts of `x`, or None to compute them from `x`.
             Subnormals and 0 count as the smallest normal number.
         key: PRNG key for stochastic rounding.
@@ -377,7 +377,7 @@ def quantize_with_scale(
         A `QTensor`.
 
     Raises:
-        TypeError, ValueError: as for `quantize`; or scales are given for "mx" or expansion.
+        TypeError, ValueError: as for `quantize`; or scales are given for two levels or expansion.
     """
     spec = QuantSpec.parse(spec)
     x = jnp.asarray(x)
@@ -386,7 +386,7 @@ def quantize_with_scale(
     if (key is not None or seed is not None) != (spec.rounding == "stochastic"):
         need = "needs a key" if spec.rounding == "stochastic" else "takes no key"
         raise ValueError(f"rounding {spec.rounding!r} {need}")
-    if scale is not None and (spec.expand or spec.granularity == "mx"):
+    if scale is not None and (spec.expand or spec.has_microscales):
         raise ValueError(f"{spec} takes its scales from the tensor; given scales need another granularity")
     return _quantize(x, spec, scale=scale, key=key, seed=seed, previous=previous, dither=dither)
 
@@ -405,7 +405,7 @@ def _quantize(
     out_shapes = {"codes": spec.stored_shape(x.shape), "scale": count}
     if spec.expand:
         out_shapes["expansion"] = count
-    if spec.granularity == "mx":
+    if spec.has_microscales:
         out_shapes["microscale"] = blocks.counts(x.shape, spec.micro_shape(x.shape))
 
     def encode(x: Array, *optional: Array | None) -> tuple[Array, ...]:

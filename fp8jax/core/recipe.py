@@ -253,6 +253,8 @@ _XLA_COMM, _FP32_WEIGHTS, _DEFAULT_OPTIMIZER, _NO_CONTEXT = Comm(), Weights(), O
 
 SAME = "same"
 OPERANDS = ("x", "w", "dy")
+# Lengths of a Hadamard transformation.
+ROTATIONS = (16, 32, 64, 128)
 # The field whose spec "same" refers to.
 _SOURCES = {"w_dgrad": "w", "dy_wgrad": "dy", "x_residual": "x", "x_wgrad": "x_residual"}
 
@@ -289,6 +291,10 @@ class Linear:
         weight_amax_interval: steps between measurements of a weight in automatic scaling.
         fast_accumulation: products ("forward", "dgrad", "wgrad") that may accumulate with the fewer bits of Hopper's
             FP8 tensor cores. The others promote sums to fp32, as Transformer Engine's backward pass does.
+        rotation: length of the randomized Hadamard transformation of both operands of wgrad along their tokens, one of
+            `ROTATIONS` (arXiv 2509.25149, section 4.2, has 16); None for none. The codes of wgrad are then made from
+            transformed values, and "same" names their spec alone. `x_residual=None` with a named `x_wgrad` transforms
+            the input itself, not the values of its saved codes.
         skip_unprofitable: whether models quantize only the layers that get faster (`fp8jax.recipes.for_shapes`).
 
     Raises:
@@ -310,6 +316,7 @@ class Linear:
     threshold_update_factor: float = 1.3
     weight_amax_interval: int = 500
     fast_accumulation: tuple[str, ...] = ("forward",)
+    rotation: int | None = None
     skip_unprofitable: bool = False
 
     def __post_init__(self) -> None:
@@ -318,9 +325,11 @@ class Linear:
             if text is None or (text == SAME and field not in ("x", "w", "dy")):
                 continue
             spec = QuantSpec.parse(text)
-            if field != "x_residual" and (not formats.get(spec.format).is_matmul_format or spec.expand):
+            is_operand = formats.get(spec.format).is_matmul_format or spec.is_block_scaled
+            if field != "x_residual" and (not is_operand or spec.expand):
                 raise ValueError(
-                    f"linear.{field} {text!r} is no operand of a matrix unit; take an 8-bit format, unexpanded"
+                    f"linear.{field} {text!r} is no operand of a matrix unit; take an 8-bit format, unexpanded, or "
+                    f"'e2m1:nv16'"
                 )
             if field in ("x", "w", "w_dgrad", "x_wgrad") and spec.rounding == "stochastic":
                 raise ValueError(f"linear.{field} {text!r}: only gradients and what is saved round stochastically")
@@ -333,6 +342,9 @@ class Linear:
                 )
             if a and b and formats.get(a.format).is_float != formats.get(b.format).is_float:
                 raise ValueError(f"linear: the {product} product mixes integers and floating point, {a} and {b}")
+            if a and b and formats.get(a.format).is_fp4 != formats.get(b.format).is_fp4:
+                raise ValueError(f"linear: the {product} product mixes 4 and 8 bits, {a} and {b}")
+        self._check_rotation()
         sources = {
             "w_dgrad": self.w,
             "dy_wgrad": self.dy,
@@ -340,7 +352,7 @@ class Linear:
         }
         shared = self._check_shares_token_scales(sources["x_wgrad"])
         for field, source in sources.items():
-            if field != "w_dgrad" and shared:
+            if field != "w_dgrad" and (shared or self.rotation):
                 continue
             if getattr(self, field) == SAME and source and QuantSpec.parse(source).granularity not in TRANSPOSABLE:
                 raise ValueError(
@@ -358,6 +370,21 @@ class Linear:
         for field in ("amax_history_length", "weight_amax_interval"):
             if getattr(self, field) < 1:
                 raise ValueError(f"linear.{field} must be positive, not {getattr(self, field)}")
+
+    def _check_rotation(self) -> None:
+        """Raises ValueError for a rotation of unknown length, or that wgrad has no use for."""
+        if self.rotation is None:
+            return
+        if self.rotation not in ROTATIONS:
+            raise ValueError(f"linear.rotation {self.rotation!r} is not one of {', '.join(map(str, ROTATIONS))}")
+        for field in ("x_wgrad", "dy_wgrad"):
+            spec = self.spec(field)
+            if spec is None or spec.is_folded:
+                raise ValueError(
+                    f"linear.rotation={self.rotation} transforms the quantized operands of wgrad, but linear.{field} "
+                    f"is {getattr(self, field)!r} ({spec}); name a spec that is quantized and does not fold, such as "
+                    f"'e4m3:token', or give rotation=None"
+                )
 
     def _check_states(self) -> None:
         """Raises ValueError for operands that their scaling does not support."""
@@ -473,6 +500,8 @@ class Linear:
         specs = {field: text and QuantSpec.parse(text) for field, text in texts.items() if text != SAME}
         for field in [field for field in _SOURCES if field not in specs]:
             specs[field] = specs[_SOURCES[field]]
+        if self.rotation and self.x_wgrad == SAME and (spec := specs["x_wgrad"]) is not None:
+            specs["x_wgrad"] = dataclasses.replace(spec, rounding="nearest")  # no key is saved
         return specs
 
     def spec(self, field: str) -> QuantSpec | None:
@@ -504,6 +533,9 @@ class Recipe:
         comm: format of gradients between devices.
         head: operands of the products of output heads; by default they stay in 16 bits. A head with
             `fp8jax.linear_cross_entropy` as its loss then follows `linear`.
+        unquantized_blocks: numbers of blocks at the start and at the end of a model whose products stay in 16 bits. A
+            layer's block is the first number in its path, as 3 in "layers/3/mlp/up". Layers without a number, such as
+            those of a scanned model, have no block. Rules that name a layer come first.
     """
 
     name: str
@@ -513,9 +545,13 @@ class Recipe:
     context: Context = _NO_CONTEXT
     comm: Comm = _XLA_COMM
     head: Linear = Linear()
+    unquantized_blocks: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self)[1:]:
+        counts = self.unquantized_blocks
+        if not (isinstance(counts, tuple) and len(counts) == 2 and all(type(n) is int and n >= 0 for n in counts)):
+            raise ValueError(f"unquantized_blocks are two numbers of blocks, such as (1, 1), not {counts!r}")
+        for field in dataclasses.fields(self)[1:-1]:
             if not isinstance(getattr(self, field.name), field.type):  # type: ignore[arg-type]
                 name = field.type.__name__  # type: ignore[union-attr]
                 raise TypeError(f"{field.name} must be of type {name}, not {getattr(self, field.name)!r}")

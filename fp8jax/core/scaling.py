@@ -44,7 +44,8 @@ def pow2_scale(amax: Array, outer_scale: Array, fmt: Format) -> Array:
     The result is the smallest normal number if `amax` is 0 or the scale would be subnormal.
     """
     units = amax * (1 / outer_scale) * np.float32(1 / fmt.max)
-    power = decode_e8m0(encode_e8m0(jnp.maximum(units, TINY), "up"))
+    # The product overflows if the outer scale is far too small for `amax`, and Inf has no exponent.
+    power = decode_e8m0(encode_e8m0(jnp.clip(units, TINY, np.finfo(np.float32).max), "up"))
     return jnp.maximum(outer_scale * power, TINY)
 
 

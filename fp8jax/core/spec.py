@@ -7,16 +7,20 @@ from collections.abc import Sequence
 
 from fp8jax.core import blocks, expansion, formats, packing
 
-GRANULARITIES = ("tensor", "token", "channel", "group", "block", "mx")
-SIZED_GRANULARITIES = ("group", "block", "mx")
+GRANULARITIES = ("tensor", "token", "channel", "group", "block", "mx", "nv", "nvblock")
+SIZED_GRANULARITIES = ("group", "block", "mx", "nv", "nvblock")
+# Formats of the second level of scales, one byte each, by granularity.
+_MICROSCALE_FORMATS = {"mx": "e8m0", "nv": "e4m3", "nvblock": "e4m3"}
 # Granularities that survive a transpose. Groups and tokens would run across the contraction of the transposed matrix.
 TRANSPOSABLE = ("tensor", "block")
 ROUNDINGS = ("nearest", "stochastic")
 SCALE_FORMATS = ("fp32", "bf16")
 OUTER_SCALES = ("tensor", "token", "none")
+EXPONENT_ROUNDINGS = ("down", "up")
 EXPANSIONS = (False, True, "coat")
 _OPTIONS: dict = {"expand": ("expand", True), "coat": ("expand", "coat"), "stochastic": ("rounding", "stochastic")}
 _OPTIONS |= {"token": ("outer_scale", "token"), "ocp": ("outer_scale", "none"), "exact": ("fold_scales", False)}
+_OPTIONS |= {"roundup": ("exponent_rounding", "up")}
 
 
 def check_booleans(record: object, *fields: str, prefix: str = "") -> None:
@@ -37,16 +41,18 @@ class QuantSpec:
     """How a tensor is quantized. Hashable and static under `jax.jit`.
 
     The string form, accepted wherever a spec is, is `format[:granularity[size]][+option...]`. Options are `expand`,
-    `coat`, `stochastic`, `exact`, and for the outer scale of "mx" `token` and `ocp`. Examples: `"e4m3"`,
-    `"int8:token"`, `"e4m3:group128+expand"`, `"e4m3:mx32+token"`. `str(spec)` returns it. It does not cover all fields
-    of the constructor.
+    `coat`, `stochastic`, `exact`, for the outer scale of "mx" `token` and `ocp`, and with `ocp` also `roundup`.
+    Examples: `"e4m3"`, `"int8:token"`, `"e4m3:group128+expand"`, `"e4m3:mx32+ocp+roundup"` (mxfp8), `"e2m1:nv16"`
+    (nvfp4). `str(spec)` returns it. It does not cover all fields of the constructor.
 
     Attributes:
         format: name of a format in `fp8jax.formats`.
         granularity: elements that share a scale. "tensor": all. "token": all along `axis` (a row, for activations and
             axis -1). "channel": all with the same index along `axis`. "group": `group_size` consecutive ones along
             `axis`. "block": a square of `group_size` in the last two axes. "mx": microscaling, a power of two (E8M0)
-            for each `group_size` elements along `axis`, under an fp32 outer scale.
+            for each `group_size` elements along `axis`, under an fp32 outer scale. "nv": an e4m3 scale for each
+            `group_size` elements along `axis`, under an fp32 scale of the tensor (NVFP4, arXiv 2509.25149, appendix
+            B). "nvblock": the same for squares of `group_size` in the last two axes.
         group_size: length of a group or of a block's side; None for the first three. The last one may be short.
         axis: axis of groups and tokens. A negative axis keeps its meaning under stacked leading axes.
         layer_axes: number of leading axes that stack separate tensors (layers of a scanned model). No scale spans them.
@@ -65,6 +71,8 @@ class QuantSpec:
         outer_scale: for "mx", the fp32 scale above the powers of two. "tensor" (MOSS, section 3.1) and "token" round
             the powers up. "none" (OCP Microscaling Formats 1.0, section 6.3) has no fp32 scale. Its powers are
             the largest in the group over the largest in the format; the largest elements may saturate.
+        exponent_rounding: for outer scale "none": "down" is the OCP rule. "up", the option `roundup`, is the smallest
+            power of two under which no element saturates (arXiv 2506.08027, section 3). Both decode alike.
         fold_scales: for "mx" with an outer scale: linear layers fold the powers of two into codes with one scale per
             row (`is_folded`). If False, the option `exact`, products apply each power to the sum of its group, and
             residuals are two-level codes.
@@ -84,6 +92,7 @@ class QuantSpec:
     flush_to_zero: bool = True
     outer_scale: str = "tensor"
     fold_scales: bool = True
+    exponent_rounding: str = "down"
 
     def __post_init__(self) -> None:
         if re.search("[:+]", str(self.format)):
@@ -99,6 +108,7 @@ class QuantSpec:
             ("scale_format", SCALE_FORMATS),
             ("rounding", ROUNDINGS),
             ("outer_scale", OUTER_SCALES),
+            ("exponent_rounding", EXPONENT_ROUNDINGS),
         ):
             value = getattr(self, field)
             if value not in allowed:
@@ -107,7 +117,8 @@ class QuantSpec:
         if self.granularity not in SIZED_GRANULARITIES and self.group_size is not None:
             raise ValueError(f"group_size={self.group_size} contradicts granularity {self.granularity!r}")
         if self.granularity in SIZED_GRANULARITIES and (self.group_size is None or self.group_size < 1):
-            example = f"{self.granularity}{32 if self.granularity == 'mx' else 128}"
+            sizes = {"mx": 32, "nv": 16, "nvblock": 16}
+            example = f"{self.granularity}{sizes.get(self.granularity, 128)}"
             need = f"needs a positive group_size, not {self.group_size!r}: write {example}, say"
             raise ValueError(f"granularity {self.granularity!r} {need}")
         if self.layer_axes < 0:
@@ -119,9 +130,16 @@ class QuantSpec:
                 "fold_scales=False, option 'exact', is for granularity 'mx' with an outer scale, not "
                 f"{self.granularity!r} with {self.outer_scale!r}; leave it out, codes of other scales are never folded"
             )
-        if self.granularity == "mx" and (self.expand or not fmt.is_float):
+        if self.exponent_rounding == "up" and self.outer_scale != "none":
+            raise ValueError(
+                f"exponent_rounding='up', option 'roundup', is for powers of two without an outer scale, such as "
+                f"'e4m3:mx32+ocp+roundup', not granularity {self.granularity!r} with {self.outer_scale!r}: leave it out"
+            )
+        if self.has_microscales and (self.expand or not fmt.is_float):
             what = "range expansion" if self.expand else f"format {self.format!r}"
-            raise ValueError(f"granularity 'mx' scales floating-point codes by powers of two; it takes no {what}")
+            raise ValueError(f"granularity {self.granularity!r} scales floating-point codes twice; it takes no {what}")
+        if self.has_microscales and not self.flush_to_zero:
+            raise ValueError(f"flush_to_zero=False is not for granularity {self.granularity!r}, whose scales may be 0")
 
     @classmethod
     def parse(cls, text: "str | QuantSpec") -> "QuantSpec":
@@ -161,8 +179,31 @@ class QuantSpec:
             codes = math.prod(self.stored_shape(shape))
         scale_bytes = formats.get(self.scale_format).bytes_per_element
         scales = math.prod(blocks.counts(shape, self.block_shape(shape)))
-        micro = math.prod(blocks.counts(shape, self.micro_shape(shape))) if self.granularity == "mx" else 0
+        micro = math.prod(blocks.counts(shape, self.micro_shape(shape))) if self.has_microscales else 0
         return codes + scales * (scale_bytes + expansion.DTYPE.itemsize * bool(self.expand)) + micro
+
+    @property
+    def microscale_format(self) -> str | None:
+        """Format of the second level of scales, "e8m0" or "e4m3"; None if there is one level."""
+        return _MICROSCALE_FORMATS.get(self.granularity)
+
+    @property
+    def has_microscales(self) -> bool:
+        """Whether there are two levels of scales."""
+        return self.granularity in _MICROSCALE_FORMATS
+
+    @property
+    def is_block_scaled(self) -> bool:
+        """Whether Blackwell's matrix units multiply the codes under these scales: mxfp8 or nvfp4."""
+        fmt = formats.get(self.format)
+        if self.granularity == "mx":
+            return fmt.is_fp8 and self.group_size == 32 and self.outer_scale == "none"
+        return fmt.is_fp4 and self.granularity in ("nv", "nvblock") and self.group_size == 16
+
+    @property
+    def outer_granularity(self) -> str:
+        """Granularity of the fp32 scales: of the outer ones if there are two levels, "none" if all of these are 1."""
+        return self.outer_scale if self.has_microscales else self.granularity
 
     @property
     def is_folded(self) -> bool:
@@ -180,18 +221,18 @@ class QuantSpec:
 
     @property
     def is_packed(self) -> bool:
-        """Whether codes are packed along `axis`, as int10's are."""
+        """Whether codes are packed along `axis`, as those of int10 and e2m1 are."""
         return formats.get(self.format).packing is not None
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the codes of an array of this shape; it differs only for packed formats."""
         if not self.is_packed:
             return tuple(shape)
-        axis = self._axis(shape)
-        return tuple(packing.packed_length(n) if i == axis else n for i, n in enumerate(shape))
+        axis, bits = self._axis(shape), formats.get(self.format).bits
+        return tuple(packing.packed_length(n, bits) if i == axis else n for i, n in enumerate(shape))
 
     def block_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Block length along each dimension of an array of this shape; for "mx", that of the outer scale.
+        """Block length along each dimension of an array of this shape; of the outer scale if there are two levels.
 
         Raises:
             ValueError: the array has too few dimensions for `axis` or `layer_axes`.
@@ -201,10 +242,8 @@ class QuantSpec:
                 f"{self} stacks {self.layer_axes} leading axes; an array of shape {tuple(shape)} has fewer"
             )
         full_shape = tuple(1 if i < self.layer_axes else max(n, 1) for i, n in enumerate(shape))
-        kind = (
-            self.granularity if self.granularity != "mx" else {"none": "tensor"}.get(self.outer_scale, self.outer_scale)
-        )
-        if kind == "tensor":
+        kind = self.outer_granularity
+        if kind in ("tensor", "none"):
             return full_shape
         axis, ndim = self._axis(shape), len(shape)
         if kind == "token":
@@ -214,14 +253,20 @@ class QuantSpec:
         assert self.group_size is not None
         if kind == "group":
             return tuple(self.group_size if i == axis else 1 for i in range(ndim))
-        if ndim < self.layer_axes + 2:
-            raise ValueError(f"{self} needs two axes that are not stacked; the array has shape {tuple(shape)}")
-        return tuple(self.group_size if i >= ndim - 2 else 1 for i in range(ndim))
+        return self._square(shape)
 
     def micro_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Length along each dimension of the groups that share a power of two."""
+        """Length along each dimension of the groups that share a scale of the second level."""
+        if self.granularity == "nvblock":
+            return self._square(shape)
         axis = self._axis(shape)
         return tuple((self.group_size or 1) if i == axis else 1 for i in range(len(shape)))
+
+    def _square(self, shape: Sequence[int]) -> tuple[int, ...]:
+        ndim = len(shape)
+        if ndim < self.layer_axes + 2:
+            raise ValueError(f"{self} needs two axes that are not stacked; the array has shape {tuple(shape)}")
+        return tuple((self.group_size or 1) if i >= ndim - 2 else 1 for i in range(ndim))
 
     def _axis(self, shape: Sequence[int]) -> int:
         if not -len(shape) <= self.axis < len(shape):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,6 +40,15 @@ _FLAX_FUNCTIONS: dict[str, tuple[str, dict[str, str]]] = {
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a parameter may be a factor of a matmul, by its name and shape."""
     return sum(n > 1 for n in shape) >= 2 and not _NON_MATRIX_NAMES.fullmatch(name)
+
+
+# A longer axis of a parameter is one of inputs, as of (inputs, heads, width).
+_MAX_MATRICES = 512
+
+
+def count_stacked_axes(shape: tuple[int, ...]) -> int:
+    """The number of first axes of a parameter that may stack matrices, as those of experts or layers."""
+    return len(list(itertools.takewhile(lambda size: size <= _MAX_MATRICES, shape[:-2])))
 
 
 def wrong_model_message(expectation: str, model: Any) -> str:
@@ -161,7 +171,7 @@ def transform_call(
     requires_product: bool,
     is_module_method: bool = False,
     checks_rules: bool,
-    has_expert_states: bool,
+    state_axes: Mapping[str, tuple[int, ...]] | None,
 ) -> Transformed:
     """A call as a function of parameters and other arrays.
 
@@ -170,7 +180,7 @@ def transform_call(
         original: the method, which gives the function its name.
         leaves: their kinds.
         rules: on the paths of layers.
-        names, requires_product, is_module_method, checks_rules, has_expert_states: as of `CallInfo`.
+        names, requires_product, is_module_method, checks_rules, state_axes: as of `CallInfo`.
     """
 
     def function(params: dict[str, Any], other_arrays: list[Any]) -> Results:
@@ -196,7 +206,7 @@ def transform_call(
             adapter_paths,
             requires_product,
             checks_rules,
-            has_expert_states,
+            state_axes,
         )
 
     return Transformed(function, rules, (0,), (), call_info)

@@ -20,10 +20,14 @@ from fp8jax.modules.calls import (
     static_fingerprint,
     transform_call,
 )
+from fp8jax.modules.scaled import ParameterStateModule
 from fp8jax.ops.products.lora import AdaptedWeight, Adapter
+from fp8jax.rewrite import suggestion
+from fp8jax.rewrite import telemetry as rewrite_telemetry
 from fp8jax.rewrite.planned import CallPlan, Notices
-from fp8jax.rewrite.rules import RuleSet
+from fp8jax.rewrite.rules import Rules, RuleSet
 from fp8jax.rewrite.states import ParameterState
+from fp8jax.rewrite.suggestion import Suggestion
 from fp8jax.rewrite.transform import Transformed
 
 
@@ -172,6 +176,56 @@ def run(
     return y, stats
 
 
+def telemetry(step: Callable) -> Callable[..., tuple[Any, rewrite_telemetry.Telemetry]]:
+    """`fp8jax.telemetry` of a function of NNX objects, such as a training step of a model and an optimizer.
+
+        step_with_telemetry = nnx.jit(fp8jax.nnx.telemetry(train_step))
+        loss, found = step_with_telemetry(model, optimizer, batch)
+
+    Args:
+        step: a function that changes the variables of its arguments, and returns arrays.
+
+    Returns:
+        A function with the arguments and side effects of `step`. It returns the results and the statistics.
+    """
+
+    @functools.wraps(step)
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, rewrite_telemetry.Telemetry]:
+        graph, state = nnx.split((args, kwargs))
+
+        def run_on_copies(state: Any) -> Any:
+            copies: Any = nnx.merge(graph, state)
+            copied_args, copied_kwargs = copies
+            results = step(*copied_args, **copied_kwargs)
+            return results, nnx.state(copies, nnx.Variable)
+
+        (results, changed), found = rewrite_telemetry.telemetry(run_on_copies)(state)
+        nnx.update((args, kwargs), changed)
+        return results, found
+
+    return call
+
+
+def suggest(
+    loss_fn: Callable, rules: Rules, model: nnx.Module, *args: Any, found: rewrite_telemetry.Telemetry | None = None
+) -> Suggestion:
+    """`fp8jax.suggest` of a function of an NNX model, such as its loss.
+
+        found = fp8jax.nnx.suggest(loss_fn, "coat", model, batch)
+        quantized = fp8jax.nnx.quantize(model, found.rules)
+
+    Args:
+        loss_fn: a function of the model and further arguments.
+        rules, found: as of `fp8jax.suggest`.
+        model: the model before `fp8jax.nnx.quantize`; it is not changed.
+        args: further arguments of `loss_fn`.
+    """
+    parts: Any = nnx.split(model, nnx.Param, ...)
+    graph, params, others = parts
+    call = lambda params, others, *args: loss_fn(nnx.merge(graph, params, others), *args)  # noqa: E731
+    return suggestion.suggest(call, rules, nnx.to_pure_dict(params), others, *args, found=found)
+
+
 def plan_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> CallPlan:
     """The plan of a call."""
     with nnx.update_context(_TAG):
@@ -192,7 +246,7 @@ def _split_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any
         # Inside a traced program each call is traced anew; outside of programs a call is traced once.
         fingerprint = None if is_traced or products.find_patched_matmul() else _settings_fingerprint(graph, leaves)
         make = _transform_method.__wrapped__ if fingerprint is None else _transform_method
-        transformed_call = make(method, graph, leaves, shapes, fingerprint)
+        transformed_call = make(method, graph, leaves, shapes, fingerprint, _state_axes(module, variables))
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
@@ -235,7 +289,12 @@ def is_parameter(variable: Any, path: Sequence[Any], rules: RuleSet, prefix: str
 
 @functools.lru_cache(maxsize=128)
 def _transform_method(
-    method: ModuleMethod, graph: Any, leaves: tuple[CallLeaf, ...], shapes: Any, fingerprint: Any
+    method: ModuleMethod,
+    graph: Any,
+    leaves: tuple[CallLeaf, ...],
+    shapes: Any,
+    fingerprint: Any,
+    state_axes: tuple[tuple[str, tuple[int, ...]], ...],
 ) -> Transformed:
     """A method as a function of parameters and other arrays, for one structure of the call.
 
@@ -261,8 +320,21 @@ def _transform_method(
         names=names,
         requires_product=method.requires_product,
         checks_rules=False,
-        has_expert_states=False,  # a module's states are made before its products are known
+        state_axes=dict(state_axes),  # a module's states are made before its products are known
     )
+
+
+def find_state_modules(module: nnx.Module, variables: Sequence[Any]) -> dict[str, ParameterStateModule]:
+    """The modules that hold the states and codes of a module's parameters, by parameter path."""
+    if not any(isinstance(v, ParameterStateModule.VARIABLES) for v in variables):
+        return {}
+    modules_by_path = [(path, m) for path, m in nnx.iter_modules(module) if isinstance(m, ParameterStateModule)]
+    return {"/".join(m.get_weight_path(path)): m for path, m in modules_by_path}
+
+
+def _state_axes(module: nnx.Module, variables: Sequence[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The leading axes of the states and codes of a module's parameters."""
+    return tuple((path, holder.layer_axes()) for path, holder in find_state_modules(module, variables).items())
 
 
 def _frozen_indices(call_tree: Any, leaves: Sequence[CallLeaf]) -> dict[int, int]:

@@ -19,7 +19,7 @@ from jax import lax
 
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.modules import functional
-from fp8jax.modules.calls import LayerNames, is_matrix, wrong_model_message
+from fp8jax.modules.calls import LayerNames, count_stacked_axes, is_matrix, wrong_model_message
 from fp8jax.modules.functional import FrozenParam, ModuleMethod, count_layer_axes, restore_param_classes
 from fp8jax.modules.scaled import STATE_PREFIX, LayerScaling, ParameterStateModule
 from fp8jax.rewrite import training
@@ -84,11 +84,13 @@ def _frozen_as_arrays(module: nnx.Module) -> Iterator[None]:
     """A context in which frozen weights are arrays."""
     variables = {id(v): v for _, v in nnx.iter_graph(module) if isinstance(v, FrozenParam)}.values()
     previous_values = [(v, v.get_raw_value()) for v in variables]
-    for variable, value in previous_values:
-        variable.set_raw_value(as_array(value))
-    yield
-    for variable, value in previous_values:
-        variable.set_raw_value(value)
+    try:
+        for variable, value in previous_values:
+            variable.set_raw_value(as_array(value))
+        yield
+    finally:
+        for variable, value in previous_values:
+            variable.set_raw_value(value)
 
 
 def _find_owner(modules: Mapping[str, Any], path: str) -> str:
@@ -187,7 +189,7 @@ def _quantized_method(original: Any, name: str, settings: QuantizedClassConfig) 
         state_modules: dict[str, ParameterStateModule] = {}
 
         def read_states(variables: Sequence[Any], weights: Mapping[str, Any]) -> dict[str, ParameterState]:
-            state_modules.update(_find_state_modules(self, variables))
+            state_modules.update(functional.find_state_modules(self, variables))
             return {path: holder.read_state(weights.get(path)) for path, holder in state_modules.items()}
 
         try:
@@ -202,14 +204,6 @@ def _quantized_method(original: Any, name: str, settings: QuantizedClassConfig) 
         return y
 
     return call
-
-
-def _find_state_modules(module: nnx.Module, variables: Sequence[Any]) -> dict[str, ParameterStateModule]:
-    """The modules that hold the states and codes of a module's parameters, by parameter path."""
-    if not any(isinstance(v, ParameterStateModule.VARIABLES) for v in variables):
-        return {}
-    modules_by_path = [(path, m) for path, m in nnx.iter_modules(module) if isinstance(m, ParameterStateModule)]
-    return {"/".join(m.get_weight_path(path)): m for path, m in modules_by_path}
 
 
 def _restore_original_classes(module: nnx.Module) -> Callable[[], None]:
@@ -233,34 +227,29 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
 
     Parameters keep their names, shapes and values: checkpoints fit both ways. Calls of the copy are transformed like by
     `fp8jax.transform`. This covers layers of Flax and your own, in `nnx.jit`, `nnx.scan`, `nnx.remat`, loops and stacks
-    of
-    `nnx.vmap`. With a `Context`, norms and activations before such matmuls are replaced too. A call changes variables,
-    modules and random keys as before. Build the `nnx.Optimizer` from the copy. The copy is an instance of the model's
-    class and can be pickled; `unquantize` returns the original.
+    of `nnx.vmap`. With a `Context`, norms and activations before such matmuls are replaced too. A call changes
+    variables, modules and random keys as before. Build the `nnx.Optimizer` from the copy. The copy is an instance of
+    the model's class and can be pickled; `unquantize` returns the original.
 
     Submodules are transformed too when called from outside, as `model.layers[0](x)`. A method that is not in `methods`,
-    or
-    a call that branches on values of arrays, runs as written, with transformed submodules. A call outside of a compiled
-    function is jitted, once per structure of its arguments, like under `nnx.jit`. Python numbers among them are static.
+    or a call that branches on values of arrays, runs as written, with transformed submodules. A call outside of a
+    compiled function is jitted, once per structure of its arguments, like under `nnx.jit`. Python numbers among them
+    are static.
 
     Delayed scaling and `int8_fallback` add variables, which `fp8jax.nnx.value_and_grad` and `Optimizer` train. They are
-    in
-    `dot_general` or `einsum_op` of a Flax layer. In other classes they are in `fp8jax_NAME` for each parameter NAME of
-    two
-    axes or more; such modules must not be stacked by `nnx.vmap`. Matmuls with batch axes run as written with these
-    scalings, and so do grouped products.
+    in `dot_general` or `einsum_op` of a Flax layer. In other classes they are in `fp8jax_NAME` for each parameter NAME
+    of two axes or more, with a state for each matrix in its last two axes, as of each expert. A product of the whole
+    parameter uses the first state. Matmuls with other batch axes, such as those of `nnx.Einsum`, run as written.
 
     A recipe, unlike a rule, does not quantize embeddings, output heads and routers. They are found by name, or by a
-    result
-    that is returned (heads) or goes into softmax, top_k or argmax (routers).
+    result that is returned (heads) or goes into softmax, top_k or argmax (routers).
 
     Args:
         model: any NNX module; it is not changed.
         rules: a `Recipe` or a preset's name, for all layers but embeddings, output heads and routers. Or a sequence of
             `fp8jax.Rule` on paths such as `"layers/attention/q"`, which such a recipe may follow; the first match wins.
             If a module has several matrices, a rule may name one, as `"mlp/w1"`. A recipe that quantizes no matmul,
-            such
-            as "bf16", changes nothing.
+            such as "bf16", changes nothing.
         methods: the names of methods that are transformed, of the model and its submodules.
 
     Returns:
@@ -269,8 +258,8 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     Raises:
         TypeError: the model is no NNX module, or the rules are of another type.
         ValueError: a rule matches no layer, the model has none or is quantized already, or no module has one of
-            `methods`.
-            From a call: nothing can be quantized. Or a matmul asks for a precision that no quantized matmul has.
+            `methods`. From a call: nothing can be quantized. Or a matmul asks for a precision that no quantized matmul
+            has.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(wrong_model_message("fp8jax.nnx.quantize takes an NNX module", model))
@@ -288,8 +277,10 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     submodules = get_modules(quantized)
     products, record = select_params(submodules, ordered_rules), training.TrainingRecord()
     for module_path, name, linear in products.values():
+        module = submodules[module_path]
         # Automatic scaling, which collects no statistics, has bounds for layers whose matrices are (inputs, outputs).
-        if observed_operands(linear) or (linear.states and isinstance(submodules[module_path], LAYERS[:2])):
+        has_matrices = isinstance(module, LAYERS[:2]) or _may_stack_matrices(module, name)
+        if observed_operands(linear) or (linear.states and has_matrices):
             _add_scaling(submodules, module_path, name, linear, record)
     selected_modules = {holder for holder, _, _ in products.values()} | set(
         _find_context_paths(submodules, ordered_rules)
@@ -304,6 +295,11 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     if (notices := getattr(type(quantized), "_fp8jax_notices", None)) is not None:
         notices.texts.clear()  # equal models share a class
     return quantized
+
+
+def _may_stack_matrices(module: Any, name: str) -> bool:
+    """Whether a parameter of a user's class may have a matrix for each expert."""
+    return not isinstance(module, LAYERS) and count_stacked_axes(get_params(module)[name].shape) > 0
 
 
 def _check_kernel_variables(submodules: dict[str, Any]) -> None:
@@ -397,15 +393,17 @@ def _add_scaling(
     cls = _original_class(layer).__name__
     if isinstance(layer, LAYERS) and name == "kernel":
         einsum = isinstance(layer, nnx.Einsum)
-        place = "einsum_op" if einsum else "dot_general"
+        attr = "einsum_op" if einsum else "dot_general"
         jax_function = jnp.einsum if einsum else lax.dot_general
         scaling = LayerScaling(
-            linear, value, name, count_layer_axes(layer), f"an nnx.{cls}", getattr(layer, place), jax_function, record
+            linear, value, name, count_layer_axes(layer), f"an nnx.{cls}", getattr(layer, attr), jax_function, record
         )
     else:
-        place = f"{STATE_PREFIX}{name.replace('/', '_')}"
-        scaling = LayerScaling(linear, value, name, 0, f"a layer of class {cls}", record=record)
-    setattr(layer, place, nnx.data(scaling))
+        attr = f"{STATE_PREFIX}{name.replace('/', '_')}"
+        scaling = LayerScaling(
+            linear, value, name, count_stacked_axes(value.shape), f"a layer of class {cls}", record=record
+        )
+    setattr(layer, attr, nnx.data(scaling))
 
 
 def _original_class(module: Any) -> type:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import errors, nnx
 from jax import Array
+from jax.typing import ArrayLike
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Automatic, AxisNames
@@ -176,8 +177,11 @@ class LayerScaling(ParameterStateModule):
             training.record_observation(self.record)
         try:
             for operand, value in observed.items():
-                stats = getattr(self, f"seen_{operand}")
-                stats[...] = self.linear.states[operand].merge_stats(stats[...], value)
+                stats, scaling = getattr(self, f"seen_{operand}"), self.linear.states[operand]
+                # A product of all matrices together has the state of the first one.
+                num_layer_axes = value.ndim - len(scaling.stats_shape)
+                index = (*[slice(None)] * num_layer_axes, *[0] * (stats.ndim - value.ndim), ...)
+                stats[...] = stats[...].at[index].set(scaling.merge_stats(stats[...][index], value))
         except errors.TraceContextError:
             names = scaling_names(self.linear)
             raise errors.TraceContextError(_CLOSED_OVER_MESSAGE.format(layer=self.kind, names=names)) from None
@@ -192,9 +196,9 @@ class LayerScaling(ParameterStateModule):
         variable: nnx.Variable = getattr(self, self.linear.states["w"].variable_name("w"))
         return variable
 
-    def end_step(self, axis_name: AxisNames = None) -> None:
-        """Advance the states by the stats of the step, and empty these, in place."""
-        for name, value in self.load().end_step(axis_name).to_variables().items():
+    def end_step(self, axis_name: AxisNames = None, apply_if: ArrayLike | None = None) -> None:
+        """Advance the states by the stats of the step, unless `apply_if` is False, and empty these, in place."""
+        for name, value in self.load().end_step(axis_name, apply_if).to_variables().items():
             getattr(self, name)[...] = value
 
 
@@ -203,7 +207,9 @@ def get_scalings(model: Any) -> list[tuple[tuple[Any, ...], LayerScaling]]:
     return [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
 
 
-def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisNames = None) -> Any:
+def advance_scaling(
+    model: nnx.Module, grads: Any = None, *, axis_name: AxisNames = None, apply_if: ArrayLike | None = None
+) -> Any:
     """Ends a step of a model whose scaling observes its operands, such as delayed scaling, in place.
 
         loss, grads = fp8jax.nnx.value_and_grad(loss_fn)(model, batch)
@@ -222,6 +228,7 @@ def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisName
         grads: gradients of a step, with or without statistics, or None.
         axis_name: mesh axes of replicas inside `jax.shard_map`. Their observations are merged: largest magnitudes by
             maximum, counts by sum.
+        apply_if: bool scalar; if it is False, as after a step that was skipped, states stay as they are. None is True.
 
     Returns:
         The gradients without the statistics.
@@ -238,7 +245,7 @@ def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisName
         training.warn_if_stats_lost(record, [value for x, w, _ in stats for value in (x, w) if value is not None])
     other_grads = None if grads is None else merge_gradient_stats(model, grads)
     for layer in layers:
-        layer.end_step(axis_name)
+        layer.end_step(axis_name, apply_if)
     return other_grads
 
 
@@ -284,12 +291,12 @@ def update_trained_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Ar
         ValueError: the model has no layer with automatic weight scaling, or the optimizer is of another model.
     """
     layers = _layers_to_update(model)
-    trained = [(path, layer) for path, layer in layers if path in bounds]
-    if bounds and not trained:
+    layers_to_set = [(path, layer) for path, layer in layers if path in bounds]
+    if bounds and not layers_to_set:
         # An optimizer of embeddings or a head alone follows other parameters of this model.
         state_paths = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
-        trained = [] if state_paths & set(bounds) else layers
-    for path, layer in trained:
+        layers_to_set = [] if state_paths & set(bounds) else layers
+    for path, layer in layers_to_set:
         _set_bound(layer, path, bounds.get(path))
 
 
@@ -345,8 +352,8 @@ def _bounded_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScali
         raise ValueError("the model has no layer with automatic weight scaling")
     variables_by_path: dict[tuple[str, ...], nnx.Variable] = {}
     first_paths: dict[int, tuple[str, ...]] = {}
-    for place, node in nnx.iter_graph(model):
-        path = tuple(map(str, place))
+    for keys, node in nnx.iter_graph(model):
+        path = tuple(map(str, keys))
         if isinstance(node, nnx.Variable):
             first_paths[id(node)] = path
         elif isinstance(node, nnx.Module):
@@ -380,7 +387,7 @@ def value_and_grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **op
     def call(*args: Any, **kwargs: Any) -> Any:
         diff_args = [argnums] if is_single else list(argnums)
         arg_indices = [one.argnum if isinstance(one, nnx.DiffState) else one for one in diff_args]
-        stat_args = [i for i, place in enumerate(arg_indices) if place < len(args) and _has_statistics(args[place])]
+        stat_args = [i for i, arg in enumerate(arg_indices) if arg < len(args) and _has_statistics(args[arg])]
         stat_args = stat_args if _takes_state_grads(options) else []
         for i in stat_args:
             filters = diff_args[i].filter if isinstance(diff_args[i], nnx.DiffState) else nnx.Param

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
+from jax.typing import ArrayLike
 
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic, AxisNames
@@ -49,9 +50,9 @@ def missing_variables_error(layer: str, linear: Linear, *, is_initializing: bool
     return ValueError(f"{layer} has {scaling_names(linear)} scaling: {fix}")
 
 
-def get_variables_path(place: tuple[str, ...]) -> tuple[str, ...]:
+def get_variables_path(param_path: tuple[str, ...]) -> tuple[str, ...]:
     """The path of the variables of a parameter's products in their collections."""
-    return place[:-1] if place[-1] == "kernel" else (*place[:-1], f"{STATE_PREFIX}{place[-1]}")
+    return param_path[:-1] if param_path[-1] == "kernel" else (*param_path[:-1], f"{STATE_PREFIX}{param_path[-1]}")
 
 
 def get_layer_path(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -71,6 +72,7 @@ def advance_scaling(
     rules: Rules | None = None,
     *,
     axis_name: AxisNames = None,
+    apply_if: ArrayLike | None = None,
 ) -> dict[str, Any]:
     """Ends a step of a model whose scaling observes its operands, such as delayed scaling.
 
@@ -92,6 +94,7 @@ def advance_scaling(
         statistics: cotangents of the collection "fp8jax_statistics".
         rules: those of `fp8jax.linen.quantize`; delayed scaling needs none.
         axis_name: mesh axes of replicas inside `jax.shard_map`, whose observations are merged.
+        apply_if: bool scalar; if it is False, as after a step that was skipped, states stay as they are. None is True.
 
     Returns:
         The collection "fp8jax_scaling" for the next step. In evaluation do not make the collection mutable.
@@ -119,7 +122,7 @@ def advance_scaling(
         if has_slot and not collects_stats(linear, "dy"):
             raise ValueError("scaling and statistics are not collections of the same layers with delayed scaling")
         slot = {"slot": slots[*layer, "slot"]} if has_slot else {}
-        stored = ParameterState.from_variables(linear, (), variables | slot).end_step(axis_name)
+        stored = ParameterState.from_variables(linear, (), variables | slot).end_step(axis_name, apply_if)
         flat |= {(*layer, name): value for name, value in stored.to_variables().items() if name != "slot"}
     return unflatten_dict(flat)
 

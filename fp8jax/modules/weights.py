@@ -1,7 +1,7 @@
 """Weights of NNX models that are quantized once for all microbatches of a step."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -11,9 +11,11 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
+from fp8jax.modules.calls import LayerNames, count_stacked_axes, is_matrix
 from fp8jax.modules.functional import FrozenParam, count_kernel_axes
-from fp8jax.modules.nnx import get_settings
+from fp8jax.modules.nnx import LAYERS, get_params, get_settings
 from fp8jax.modules.scaled import (
+    STATE_PREFIX,
     LayerScaling,
     ParameterStateModule,
     WeightVariables,
@@ -53,16 +55,18 @@ def quantize_weights(
 
     A model whose recipe has all products in 16 bits, such as "bf16", is copied unchanged without `gradient_dtype`.
     Layers `nnx.Einsum`, those with batch axes, and those of recipes that read the weight itself quantize in each call.
+    In a class of your own, the weights of experts are quantized: parameters of three axes or more, (..., inputs,
+    outputs). Their codes are left out of the program if no product has a matrix for each expert.
 
     Args:
         model: a quantized model; it is not changed.
         quantizer: called with the path of a layer, its weight (inputs, outputs), its recipe and the scale that its
             state gives, or None. It returns the quantized weight, or None to leave the layer as it is. The default is
             `fp8jax.quantize_weight`; another may gather the weight from shards (`fp8jax.dist.gather_quantized`).
-        gradient_dtype: dtype of the quantized parameters in the copy, and so of their gradients; None does not change
-            it. In "bfloat16" products write gradients of two bytes, rounded once, to nearest, as a bf16 layer of Flax
-            does. Sums over microbatches are yours to widen. Other readers of such a parameter, such as a tied
-            embedding, read it rounded.
+        gradient_dtype: dtype of the quantized parameters of Flax's layers in the copy, and so of their gradients; None
+            does not change it. Parameters in classes of your own keep their dtypes. In "bfloat16" products write
+            gradients of two bytes, rounded once, to nearest, as a bf16 layer of Flax does. Sums over microbatches are
+            yours to widen. Other readers of such a parameter, such as a tied embedding, read it rounded.
 
     Raises:
         ValueError: no layer of the model has a weight to quantize, with the default quantizer. Or `gradient_dtype` is
@@ -85,7 +89,19 @@ def quantize_weights(
         and _prequantize(layer, functools.partial(quantizer, ".".join(map(str, path))))
     ]
     keeps_dtype, is_default = gradient_dtype is None, quantizer is _default_quantizer
-    if not prequantized_layers and is_default and not (keeps_dtype and _has_only_16_bit_products(model)):
+    has_experts = any(
+        [
+            _prequantize_experts(module, path, quantizer)
+            for path, module in list(nnx.iter_modules(copy))
+            if not isinstance(module, LAYERS)
+        ]
+    )
+    if (
+        not prequantized_layers
+        and not has_experts
+        and is_default
+        and not (keeps_dtype and _has_only_16_bit_products(model))
+    ):
         raise ValueError("the model has no layer with a quantized weight; call fp8jax.nnx.quantize first")
     if not keeps_dtype:
         for layer in prequantized_layers:
@@ -113,21 +129,49 @@ def _prequantize(layer: Any, quantizer: Callable[[Array, Linear, Array | None], 
         return False
     inputs, outputs = count_kernel_axes(layer)
     kernel = layer.kernel[...]
-    num_layer_axes = kernel.ndim - inputs - outputs
-    matrix = merge(kernel, *[1] * num_layer_axes, inputs, outputs)
-    scaling = layer.dot_general
-    if isinstance(scaling, LayerScaling):
-        get_scale = _vmap_times(lambda w, state: weight_scale(w, state, recipe=linear), num_layer_axes)
-        scale = get_scale(matrix, scaling.load().state)
-        weight = _vmap_times(lambda w, s: quantizer(w, linear, s), num_layer_axes)(matrix, scale)
-    else:
-        weight = _vmap_times(lambda w: quantizer(w, linear, None), num_layer_axes)(matrix)
+    matrix = merge(kernel, *[1] * (kernel.ndim - inputs - outputs), inputs, outputs)
+    weight = _quantize_matrices(matrix, linear, layer.dot_general, quantizer)
     if weight is None:
         return False
-    if not isinstance(scaling, ParameterStateModule):
-        layer.dot_general = nnx.data(ParameterStateModule(linear, "kernel", scaling, lax.dot_general))
+    if not isinstance(layer.dot_general, ParameterStateModule):
+        layer.dot_general = nnx.data(ParameterStateModule(linear, "kernel", layer.dot_general, lax.dot_general))
     layer.dot_general.prequantized = nnx.data(WeightVariables(weight))
     return True
+
+
+def _prequantize_experts(module: Any, path: Sequence[Any], quantizer: Quantizer) -> bool:
+    """Whether a module of a user's class now stores weights of experts quantized."""
+    settings, params = get_settings(module), get_params(module)
+    if settings is None:
+        return False
+    names, is_prequantized = LayerNames(settings.prefix, [(name, w.shape) for name, w in params.items()]), False
+    for name, param in params.items():
+        layer, *aliases = names(name)
+        linear = settings.rules.choose(layer, aliases=aliases).linear
+        is_stack = count_stacked_axes(param.shape) == len(param.shape) - 2 > 0 and not isinstance(param, FrozenParam)
+        if linear is None or linear.spec("w") is None or linear.spec("w_dgrad") is None or not is_stack:
+            continue
+        if not is_matrix(name.rpartition("/")[2], param.shape) or not jnp.issubdtype(param.dtype, jnp.floating):
+            continue
+        place = f"{STATE_PREFIX}{name.replace('/', '_')}"
+        state, param_path = getattr(module, place, None), ".".join(map(str, (*path, *name.split("/"))))
+        weight = _quantize_matrices(param[...], linear, state, functools.partial(quantizer, param_path))
+        if weight is None:
+            continue
+        if state is None:
+            setattr(module, place, nnx.data(ParameterStateModule(linear, name, None, None)))
+        getattr(module, place).prequantized, is_prequantized = nnx.data(WeightVariables(weight)), True
+    return is_prequantized
+
+
+def _quantize_matrices(
+    w: Array, linear: Linear, state: Any, quantizer: Callable[[Array, Linear, Array | None], QuantizedWeight | None]
+) -> QuantizedWeight | None:
+    """The codes of matrices (..., inputs, outputs), under the scales of a `LayerScaling` if `state` is one."""
+    if not isinstance(state, LayerScaling):
+        return _vmap_times(lambda w: quantizer(w, linear, None), w.ndim - 2)(w)  # type: ignore[no-any-return]
+    scale = _vmap_times(lambda w, state: weight_scale(w, state, recipe=linear), w.ndim - 2)(w, state.load().state)
+    return _vmap_times(lambda w, s: quantizer(w, linear, s), w.ndim - 2)(w, scale)  # type: ignore[no-any-return]
 
 
 def _vmap_times(fn: Any, times: int) -> Any:

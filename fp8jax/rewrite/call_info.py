@@ -72,7 +72,8 @@ class CallInfo(NamedTuple):
         adapter_paths: input indices of LoRA factors, which are no parameters, with their paths.
         requires_product: whether planning raises if no matmul can be quantized.
         checks_rules: whether planning raises if a rule matches nothing.
-        has_expert_states: whether the caller stores a scaling state for each expert of a batched product.
+        state_axes: the leading axes of the scaling state or the codes that the caller stores for a parameter, by the
+            parameter's path. None: the caller stores what the plan asks for.
     """
 
     num_results: int | None = None
@@ -82,7 +83,7 @@ class CallInfo(NamedTuple):
     adapter_paths: Mapping[int, str] = MappingProxyType({})
     requires_product: bool = True
     checks_rules: bool = True
-    has_expert_states: bool = True
+    state_axes: Mapping[str, tuple[int, ...]] | None = None
 
     def layer_paths(self, path: str) -> tuple[str, ...]:
         """The layer's path for a parameter's path, and the aliases that rules may match."""

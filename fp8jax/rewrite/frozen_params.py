@@ -16,15 +16,16 @@ from jax import Array, lax
 
 from fp8jax import recipes
 from fp8jax.core.recipe import Linear
-from fp8jax.core.spec import TRANSPOSABLE
+from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.dispatch.sharding import merge
 from fp8jax.ops.products.linear import flatten_tokens
 from fp8jax.ops.products.lora import AdaptedWeight, apply_adapter, merge_adapter
 from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
+from fp8jax.ops.products.ragged import ragged_dot
 from fp8jax.ops.products.weights import FrozenWeight, StepWeight, check_same_kind
-from fp8jax.rewrite.graph import Node, Value, Weight, is_order_preserving
-from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, PRODUCTS, RESHAPES
+from fp8jax.rewrite.graph import Node, Value, Weight, is_order_preserving, stored_weight_axes
+from fp8jax.rewrite.primitives import CASTS, GROUPED_KINDS, IDENTITY_PRIMITIVES, PRODUCTS, RESHAPES
 from fp8jax.rewrite.states import scaling_names
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def frozen_leaf_predicate(params: Any) -> Callable[[Any], bool] | None:
 
 
 def as_shape_struct(x: Any) -> Any:
-    """The shape and dtype with which a program is traced."""
+    """The shape and dtype of a frozen parameter; any other value unchanged."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_frozen(x) else x
 
 
@@ -164,6 +165,45 @@ class FrozenMatmulOperation:
         return [y.astype(node.results[0].dtype)]
 
 
+@dataclasses.dataclass(eq=False)
+class FrozenGroupedOperation:
+    """A grouped product with frozen weights, one for each group.
+
+    Attributes:
+        linear: the recipe; that of "bf16" if no rule takes the product.
+        data, weight, groups: the operands.
+        is_transposed: whether the weight is (groups, outputs, inputs).
+        canonical_data: as of `ProductOperation`.
+    """
+
+    linear: Linear
+    data: Value
+    weight: Value
+    groups: Value
+    is_transposed: bool
+    canonical_data: Value
+
+    def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
+        frozen, x = interpreter.raw_value(self.weight), interpreter.array(self.data)
+        input_facts, key = interpreter.input_facts(
+            x, self.canonical_data, self.linear, interpreter.get_facts(self.canonical_data, x)
+        )
+        y = ragged_dot(
+            x,
+            frozen.T if self.is_transposed else frozen,
+            interpreter.array(self.groups),
+            recipe=self.linear,
+            key=key,
+            preferred_element_type=node.results[0].dtype,
+            input_facts=input_facts,
+        )
+        return [y]
+
+
+def _is_transposable(spec: QuantSpec | None) -> bool:
+    return spec is None or (spec.granularity in TRANSPOSABLE and not spec.expand)
+
+
 @functools.cache
 def _bf16_linear() -> Linear:
     return recipes.get("bf16").linear
@@ -203,6 +243,16 @@ def replace_product(
             raise ValueError(f"{path}: {error}") from None
     else:
         linear = _bf16_linear()
+    if node.kind in GROUPED_KINDS:
+        axes = stored_weight_axes(node, weight.stored)
+        if frozen.rank or axes not in ((0, 1, 2), (0, 2, 1)):
+            return False
+        (data, _, groups), is_transposed = node.operands, axes == (0, 2, 1)
+        if is_transposed and not _is_transposable(frozen.spec):
+            return False
+        node.operation = FrozenGroupedOperation(linear, data, weight.stored, groups, is_transposed, canonical_data)
+        node.operands = [data, weight.stored, groups]
+        return True
     if node.kind != "dot_general" or any(params["dimension_numbers"][1]):
         return False
     transposed = _is_transposed(weight.layout)
@@ -220,7 +270,7 @@ def replace_product(
     sizes = math.prod(shape[i] for i in weight_axes), math.prod(free)
     if sizes != ((frozen.outputs, frozen.inputs) if transposed else (frozen.inputs, frozen.outputs)):
         return False
-    if transposed and frozen.spec is not None and (frozen.spec.granularity not in TRANSPOSABLE or frozen.spec.expand):
+    if transposed and not _is_transposable(frozen.spec):
         return False
     data = node.operands[1 - side]
     node.operation = FrozenMatmulOperation(

@@ -84,6 +84,23 @@ class Weight:
     further_paths: tuple[str, ...] = ()
 
 
+def stored_weight_axes(node: "Node", stored: Value) -> tuple[int, int, int] | None:
+    """The axes of groups, inputs and outputs of a grouped product's parameter as it is stored.
+
+    None if more than casts and transpositions are between both.
+    """
+    value, axes = node.operands[1], node.weight_axes
+    while value is not stored and axes is not None:
+        step = value.node
+        if step is None or step.kind not in ("transpose", *CASTS):
+            return None
+        if step.kind == "transpose":
+            first, second, third = (step.eqn.params["permutation"][axis] for axis in axes)
+            axes = first, second, third
+        value = step.operands[0]
+    return axes
+
+
 class Replacement(Protocol):
     """An operation that a plan runs in place of a node."""
 
@@ -107,6 +124,7 @@ class Node:
         operation: the operation that replaces it.
         enclosing_node: the call or loop around it, or None.
         weight_axes: of a grouped product, the axes of the second operand that are groups, inputs and outputs.
+        path: of its layer, in a plan; "" if it has none.
     """
 
     kind: str
@@ -120,6 +138,7 @@ class Node:
     operation: Replacement | None = None
     enclosing_node: "Node | None" = None
     weight_axes: tuple[int, int, int] | None = None
+    path: str = ""
 
     @property
     def is_rewritten(self) -> bool:

@@ -5,6 +5,7 @@ outputs gains no time in 8 bits. It often is a head inside of the function, such
 """
 
 import math
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -53,6 +54,35 @@ OUTPUT_HEAD_REASON, _SELECTION_REASON = (
 )
 
 
+def block_number(path: str) -> re.Match[str] | None:
+    """The first number in a path, which is the layer's block."""
+    return re.search(r"\d+", path)
+
+
+def find_edge_blocks(paths: Collection[str], counts: tuple[int, int]) -> dict[str, str]:
+    """The layers in the first and last blocks of a model, with the reason.
+
+    Paths that agree up to the number of the block are of one stack. If no other block of a stack would be left, none is
+    an edge.
+
+    Args:
+        paths: of layers.
+        counts: numbers of blocks at the start and at the end.
+    """
+    stacks: dict[str, dict[str, int]] = {}
+    for path in paths:
+        if (number := block_number(path)) is not None:
+            stacks.setdefault(path[: number.start()], {})[path] = int(number[0])
+    reasons: dict[str, str] = {}
+    for stack in stacks.values():
+        blocks, (first, last) = sorted(set(stack.values())), counts
+        if len(blocks) > first + last:
+            edges = dict.fromkeys(blocks[:first], f"in the first {first} of {len(blocks)} blocks")
+            edges |= dict.fromkeys(blocks[len(blocks) - last :], f"in the last {last} of {len(blocks)} blocks")
+            reasons |= {path: edges[block] for path, block in stack.items() if block in edges}
+    return reasons
+
+
 class Flow:
     """Finds where the results of matmuls go.
 
@@ -81,8 +111,7 @@ class Flow:
         """The matmuls that are heads or routers, with the reason.
 
         A result with the shape of a floating-point input is no output: the function may be a part of a model, such as
-        an MLP.
-        If every other matmul would be an output head, none is, as for projections that are returned.
+        an MLP. If every other matmul would be an output head, none is, as for projections that are returned.
         """
         reasons = dict[Node, str]()
         for node, name in self._selection_heads():

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -29,12 +29,12 @@ from fp8jax.ops.products.linear import (
 )
 from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
-from fp8jax.ops.products.ragged import ragged_dot
-from fp8jax.ops.products.weights import StepWeight
+from fp8jax.ops.products.ragged import ragged_dot, scaled_ragged_dot
+from fp8jax.ops.products.weights import QuantizedWeight, StepWeight, one_pass_spec
 from fp8jax.ops.quantization import fused_outputs
 from fp8jax.ops.quantization.quantize import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
-from fp8jax.rewrite.graph import Node, Value, canonical_value, strip_layout
+from fp8jax.rewrite.graph import Node, Value, canonical_value, stored_weight_axes, strip_layout
 from fp8jax.rewrite.primitives import CASTS, GROUPED_CALL, IDENTITY_PRIMITIVES, Equation
 from fp8jax.rewrite.states import UseInputs, WeightUse, stats_as_cotangents
 
@@ -124,7 +124,7 @@ class ProductOperation:
         self, interpreter: "Interpreter", use_inputs: UseInputs, result: Any, split_sizes: tuple[int, ...] | None = None
     ) -> Any:
         """The product in the shape and dtype of `result`. With `split_sizes` a tuple of arrays, as computed."""
-        if use_inputs.state is not None:
+        if use_inputs.state is not None and not self.is_stacked:
             has_experts = any(self.params["dimension_numbers"][1])
             run = self._run_scaled_experts if has_experts else self._run_scaled
             return run(interpreter, result.dtype, use_inputs)
@@ -136,8 +136,8 @@ class ProductOperation:
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
         stored = self._stored_arrays(interpreter)
         w, step_weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
-        if self.is_stacked and explicit_mesh(x, w) is None:
-            y = self._run_stacked(interpreter, x, w, input_facts, key)
+        if self.is_stacked and (explicit_mesh(x, w) is None or use_inputs.state is not None):
+            y = self._run_stacked(interpreter, x, w, input_facts, key, use_inputs)
             return _reshape_if_needed(y, result.shape).astype(result.dtype)
         if self.saved_data is None:
             contract, batch = self._contracting_axes(), self.params["dimension_numbers"][1]
@@ -180,15 +180,40 @@ class ProductOperation:
         return y if split_sizes is not None else _reshape_if_needed(y, result.shape).astype(result.dtype)
 
     def _run_stacked(
-        self, interpreter: "Interpreter", x: Array, w: Array, input_facts: InputFacts, key: Array | None
+        self,
+        interpreter: "Interpreter",
+        x: Array,
+        w: Array,
+        input_facts: InputFacts,
+        key: Array | None,
+        use_inputs: UseInputs,
     ) -> Array:
         """The product with the matrix of each expert, which has scales of its own. The codes of `x` are made once."""
         data_axes, weight_axes = self._contracting_axes()
         numbers = (data_axes, tuple(axis - 1 for axis in weight_axes)), ((), ())
         bias = self._bias(interpreter)
         keys = None if key is None else jax.random.split(key, w.shape[0])
+        slots, num_tokens = use_inputs.slots or ScalingStats(), x.ndim - len(data_axes)
 
-        def multiply(w: Array, bias: Array | None, key: Array | None) -> Array:
+        def multiply_scaled(
+            w: Array, bias: Array | None, key: Array | None, codes: QuantizedWeight | None, state: ScalingState,
+            slot: Array | None,
+        ) -> tuple[Array, ScalingStats]:  # fmt: skip
+            left, right = to_matmul_order(x, w, numbers)
+            n, outputs = len(data_axes), right.shape[len(data_axes) :]
+            y, stats = scaled_linear(
+                merge(left, *[1] * num_tokens, n),
+                merge(right, n, len(outputs)),
+                state,
+                slot,
+                recipe=self.recipe.linear,
+                bias=bias,
+                key=key,
+                step_weight=StepWeight.from_codes(codes, interpreter.layout_policy),
+            )
+            return y.reshape(*y.shape[:-1], *outputs), stats
+
+        def multiply(w: Array, bias: Array | None, key: Array | None, codes: QuantizedWeight | None) -> Array:
             y: Array = dot_general(
                 x,
                 w,
@@ -198,13 +223,19 @@ class ProductOperation:
                 key=key,
                 input_facts=input_facts,
                 bias=bias,
-                step_weight=StepWeight(layout_policy=interpreter.layout_policy),
+                step_weight=StepWeight.from_codes(codes, interpreter.layout_policy),
             )
             return y
 
-        num_tokens = x.ndim - len(data_axes)
         bias = None if bias is None else bias.reshape(w.shape[0], -1)
-        y = jax.vmap(multiply, out_axes=num_tokens)(w, bias, keys)
+        is_matrix = tuple(weight_axes) == tuple(range(1, 1 + len(weight_axes)))
+        codes = use_inputs.weight if is_matrix else None  # of (experts, inputs, outputs)
+        if use_inputs.state is None:
+            y = jax.vmap(multiply, out_axes=num_tokens)(w, bias, keys, codes)
+        else:
+            run = jax.vmap(multiply_scaled, out_axes=(num_tokens, 0))
+            y, stats = run(w, bias, keys, codes, use_inputs.state, slots.dy)
+            y = record_stats(interpreter, self.use, y, slots, stats)
         if self.side == 0 and not self.is_transposed:
             y = jnp.moveaxis(y, range(num_tokens), range(y.ndim - num_tokens, y.ndim))
         return y
@@ -244,7 +275,7 @@ class ProductOperation:
             input_facts=input_facts,
             step_weight=step_weight,
         )
-        y = self._record_stats(interpreter, y, slots, stats)
+        y = record_stats(interpreter, self.use, y, slots, stats)
         y = reshape(y, (*left.shape[:num_leading], *right.shape[n:]), spec)
         if self.side == 0 and not self.is_transposed:
             y = jnp.moveaxis(y, range(num_leading), range(y.ndim - num_leading, y.ndim))
@@ -264,29 +295,27 @@ class ProductOperation:
         slots = use_inputs.slots or ScalingStats()
 
         def multiply(
-            x: Array, w: Array, state: ScalingState, slot: Array | None, key: Array | None
+            x: Array,
+            w: Array,
+            state: ScalingState,
+            slot: Array | None,
+            key: Array | None,
+            quantized: QuantizedWeight | None,
         ) -> tuple[Array, ScalingStats]:
-            step_weight = StepWeight(layout_policy=interpreter.layout_policy)
+            step_weight = StepWeight.from_codes(quantized, interpreter.layout_policy)
             y, stats = scaled_linear(x, w, state, slot, recipe=linear, key=key, step_weight=step_weight)
             # An expert without tokens observes nothing.
             has_tokens = jnp.any(x != 0)
             return y, stats._replace(x=None if stats.x is None else jnp.where(has_tokens, stats.x, 0))
 
         assert use_inputs.state is not None
-        y, stats = jax.vmap(multiply)(x, w, use_inputs.state, slots.dy, keys)
-        y = self._record_stats(interpreter, y, slots, stats)
+        quantized = use_inputs.weight if self._is_matrix() else None
+        y, stats = jax.vmap(multiply)(x, w, use_inputs.state, slots.dy, keys, quantized)
+        y = record_stats(interpreter, self.use, y, slots, stats)
         y = y.reshape(*left.shape[: 1 + num_tokens], *right.shape[1 + n :])
         if self.side == 0:
             y = jnp.moveaxis(y, range(1, 1 + num_tokens), range(y.ndim - num_tokens, y.ndim))
         return y.astype(dtype)
-
-    def _record_stats(self, interpreter: "Interpreter", y: Array, slots: ScalingStats, stats: ScalingStats) -> Array:
-        """Record statistics in the interpreter; return `y`, whose cotangent gives them to the slots otherwise."""
-        if interpreter.stats is None:
-            return stats_as_cotangents(y, slots, stats)
-        use_key = self.use.key  # type: ignore[union-attr]
-        interpreter.stats |= {(use_key, o): v for o, v in stats._asdict().items() if o != "dy" and v is not None}
-        return y
 
     def _contracting_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The contracted axes of the data and of the parameter, in the order of the parameter."""
@@ -296,12 +325,12 @@ class ProductOperation:
         return data, weight
 
     def _stored_arrays(self, interpreter: "Interpreter") -> list[Array]:
-        """The parameter, and the other operands of its layout."""
+        """The parameter, and the other operands of the equations that transpose, reshape or cast it."""
         operands = [self.weight, *(operand for step in self.layout for operand in step.node.operands[1:])]
         return [interpreter.array(value) for value in operands]
 
     def _step_weight(self, interpreter: "Interpreter", use_inputs: UseInputs, stored: list[Array]) -> StepWeight:
-        """The codes that are given of the parameter, or what the product's matrix is made from."""
+        """The weight of the product: given codes of the parameter, or the arrays to compute the matrix from."""
         if self.layout:
             last = self.layout[-1].node
             return StepWeight(
@@ -310,9 +339,13 @@ class ProductOperation:
                 transposed=last.kind == "transpose" and last.results[0].aval.ndim == 2,
                 layout_policy=interpreter.layout_policy,
             )
-        _, contract = self._contracting_axes()
-        is_matrix = tuple(contract) == tuple(range(len(contract)))  # (inputs, outputs), as the given codes
-        return StepWeight.from_codes(use_inputs.weight if is_matrix else None, interpreter.layout_policy)
+        quantized = use_inputs.weight if self._is_matrix() else None
+        return StepWeight.from_codes(quantized, interpreter.layout_policy)
+
+    def _is_matrix(self) -> bool:
+        """Whether the parameter is (inputs, outputs), or such for each expert, as given codes are."""
+        (_, contract), num_experts = self._contracting_axes(), len(self.params["dimension_numbers"][1][0])
+        return tuple(contract) == tuple(range(num_experts, num_experts + len(contract)))
 
 
 class GatheredRows(NamedTuple):
@@ -365,7 +398,7 @@ class RaggedOperation:
         linear: the recipe.
         data, weight, groups: the operands.
         weight_axes: the axes of the weight that are groups, inputs and outputs.
-        canonical_data: as of `ProductOperation`.
+        canonical_data, use: as of `ProductOperation`.
         gathered: the tokens of which the data are rows, and their indices; None if the data are not gathered.
     """
 
@@ -375,6 +408,7 @@ class RaggedOperation:
     groups: Value
     weight_axes: tuple[int, int, int]
     canonical_data: Value
+    use: WeightUse | None = None
     gathered: GatheredRows | None = None
 
     @classmethod
@@ -386,10 +420,11 @@ class RaggedOperation:
     def replace_product(cls, p: WeightMatmul) -> None:
         """Replaces a product of a plan."""
         assert p.choice.linear is not None
-        (data, _, groups), (w, axes) = p.node.operands, _stored_experts(p)
-        operation = cls(p.choice.linear, data, w, groups, axes, canonical_value(data), find_gathered_rows(data))
-        gathered = () if operation.gathered is None else operation.gathered.operands
-        p.node.operands, p.node.operation = [data, w, groups, *gathered], operation
+        (data, _, groups), (w, axes) = p.node.operands, stored_experts(p)
+        gathered = find_gathered_rows(data)
+        operation = cls(p.choice.linear, data, w, groups, axes, canonical_value(data), gathered=gathered)
+        operands = () if gathered is None else gathered.operands
+        p.node.operands, p.node.operation = [data, w, groups, *operands], operation
 
     @property
     def num_inputs(self) -> int:
@@ -418,21 +453,40 @@ class RaggedOperation:
             lhs_ragged_dimensions=(0,),
             rhs_group_dimensions=(0,),
         )
-        y = ragged_dot(
-            x,
-            w,
-            groups,
+        use_inputs = UseInputs() if self.use is None else interpreter.use_inputs.get(self.use.key, UseInputs())
+        quantized = use_inputs.weight
+        if has_outputs_first and quantized is not None:
+            # They are codes of the stored matrices, which are (outputs, inputs).
+            is_symmetric = quantized.forward.spec == quantized.dgrad.spec and one_pass_spec(self.linear) is not None
+            quantized = QuantizedWeight(quantized.dgrad, quantized.forward) if is_symmetric else None
+        multiply: Callable[..., Any] = functools.partial(
+            ragged_dot if use_inputs.state is None else scaled_ragged_dot,
             recipe=self.linear,
             key=key,
             dimension_numbers=numbers,
             preferred_element_type=node.results[0].dtype,
-            step_weight=StepWeight(layout_policy=interpreter.layout_policy),
+            step_weight=StepWeight.from_codes(quantized, interpreter.layout_policy),
             input_facts=input_facts,
         )
-        return [y]
+        if use_inputs.state is None:
+            return [multiply(x, w, groups)]
+        slots = use_inputs.slots or ScalingStats()
+        y, stats = multiply(x, w, groups, use_inputs.state, slots.dy)
+        return [record_stats(interpreter, self.use, y, slots, stats)]
 
 
-def _stored_experts(p: WeightMatmul) -> tuple[Value, tuple[int, int, int]]:
+def record_stats(
+    interpreter: "Interpreter", use: WeightUse | None, y: Array, slots: ScalingStats, stats: ScalingStats
+) -> Array:
+    """Record statistics in the interpreter; return `y`, whose cotangent gives them to the slots otherwise."""
+    if interpreter.stats is None:
+        return stats_as_cotangents(y, slots, stats)
+    assert use is not None
+    interpreter.stats |= {(use.key, o): v for o, v in stats._asdict().items() if o != "dy" and v is not None}
+    return y
+
+
+def stored_experts(p: WeightMatmul) -> tuple[Value, tuple[int, int, int]]:
     """The weight that a grouped product quantizes, and its axes of groups, inputs and outputs.
 
     It is the parameter as it is stored if only casts and transpositions are between it and the product. No transposed
@@ -441,18 +495,10 @@ def _stored_experts(p: WeightMatmul) -> tuple[Value, tuple[int, int, int]]:
     operand, axes, linear = p.node.operands[1], p.node.weight_axes, p.choice.linear
     assert axes is not None
     assert linear is not None
-    value, stored_axes = operand, axes
-    while value is not p.weight.stored:
-        node = value.node
-        if node is None or node.kind not in ("transpose", *CASTS):
-            return operand, axes
-        if node.kind == "transpose":
-            first, second, third = (node.eqn.params["permutation"][axis] for axis in stored_axes)
-            stored_axes = first, second, third
-        value = node.operands[0]
+    stored, stored_axes = p.weight.stored, stored_weight_axes(p.node, p.weight.stored)
     is_quantized = linear.spec("w") is not None and linear.spec("w_dgrad") is not None
-    is_float = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
-    return (value, stored_axes) if is_quantized and is_float else (operand, axes)
+    is_float = jnp.issubdtype(stored.dtype, jnp.floating) and stored.dtype.itemsize > 1
+    return (stored, stored_axes) if stored_axes is not None and is_quantized and is_float else (operand, axes)
 
 
 # Operations for products other than `dot_general`, by primitive.

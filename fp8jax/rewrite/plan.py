@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fp8jax.core.recipe import Linear
+from fp8jax.ops.products.ragged import unsupported_ragged_reason
 from fp8jax.rewrite import activations, biases, cost_model, frozen_params, grouped, norms, primitives
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
-from fp8jax.rewrite.frozen_params import FrozenMatmulOperation
+from fp8jax.rewrite.frozen_params import FrozenGroupedOperation, FrozenMatmulOperation
 from fp8jax.rewrite.graph import (
     Graph,
     Node,
@@ -26,8 +27,10 @@ from fp8jax.rewrite.heads import (
     NARROW_REASON,
     OUTPUT_HEAD_REASON,
     Flow,
+    block_number,
     count_outputs,
     elementwise_sources,
+    find_edge_blocks,
 )
 from fp8jax.rewrite.operations import (
     NON_DOT_OPERATIONS,
@@ -36,6 +39,7 @@ from fp8jax.rewrite.operations import (
     LayoutStep,
     NormOperation,
     ProductOperation,
+    stored_experts,
 )
 from fp8jax.rewrite.primitives import (
     CASTS,
@@ -48,7 +52,7 @@ from fp8jax.rewrite.primitives import (
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
-from fp8jax.rewrite.states import LoopLevel, WeightUse, loop_levels, scaling_names
+from fp8jax.rewrite.states import LoopLevel, WeightUse, layer_axis_sizes, loop_levels, scaling_names
 from fp8jax.rewrite.unplanned import UnquantizedShare, flops, unquantized_share
 
 _UNKNOWN = LayerChoice(None, "")
@@ -96,14 +100,19 @@ def plan(
     other_paths = {p.path for p in matmuls if p.node not in reasons}
     heads = {p.path: reasons[p.node] for p in matmuls if p.node in reasons}
     heads = {path: why for path, why in heads.items() if why != OUTPUT_HEAD_REASON or path not in other_paths}
+    if rules.has_default:
+        heads = find_edge_blocks({p.path for p in matmuls}, rules.unquantized_blocks) | heads
     narrow = _narrow_products(matmuls, heads) if rules.has_default else set[Node]()
     for p in matmuls:
         p.choice = choose(p, rules, call_info, {p.path: NARROW_REASON} | heads if p.node in narrow else heads)
-    _skip_products_without_state(matmuls, call_info)
     _find_stacked_experts(matmuls)
+    levels = _find_levels(matmuls)
+    _skip_unsupported_products(matmuls, levels, call_info)
     error = reject_unsupported_precision(matmuls)
     for p in matmuls:
         shape, reason = p.weight.stored.shape, p.choice.reason
+        if rules.unquantized_blocks != (0, 0) and p.is_quantized and block_number(p.path) is None:
+            reason += "; its path has no number of a block"
         is_rematerialized = any(primitives.rematerializes_products(node.eqn) for node, _ in p.enclosing)
         entries[p.node] = PlanEntry(
             p.path,
@@ -147,7 +156,7 @@ def plan(
             unsupported_layers=sorted(unsupported_paths),
         )
     found = {node: entries[node] for node in nodes if node in entries}
-    return ProgramPlan(found, _number_uses(matmuls), error, unquantized_share(graph, found, call_info))
+    return ProgramPlan(found, _number_uses(matmuls, levels), error, unquantized_share(graph, found, call_info))
 
 
 def _narrow_products(products: list[WeightMatmul], heads: Mapping[str, str]) -> set[Node]:
@@ -161,17 +170,27 @@ def _has_batch_axes(p: WeightMatmul) -> bool:
     return p.node.kind != "dot_general" or any(p.node.eqn.params["dimension_numbers"][1])
 
 
-def _skip_products_without_state(matmuls: list[WeightMatmul], call_info: CallInfo) -> None:
-    """Choose no recipe for products with several matrices if its scaling has no state for each of them."""
+def _skip_unsupported_products(
+    matmuls: list[WeightMatmul], levels: Mapping[Node, tuple[LoopLevel, ...]], call_info: CallInfo
+) -> None:
+    """Choose no recipe for products with several matrices that it cannot compute, or has no states for."""
     for p in matmuls:
         linear = p.choice.linear
-        if linear is None or p.weight.frozen is not None or not _collects_stats(linear):
+        if linear is None or p.weight.frozen is not None:
+            continue
+        if p.node.kind != "dot_general" and (reason := unsupported_ragged_reason(linear)):
+            p.is_unsupported, p.choice = True, LayerChoice(None, reason)
+        if not _collects_stats(linear):
             continue
         reason, names = "", scaling_names(linear)
-        if _has_batch_axes(p) and not (call_info.has_expert_states and _has_axis_of_experts(p)):
-            reason = f"has batch axes or groups, for each of which {names} scaling would need a state"
-        elif _is_gathered(p):
+        if _is_gathered(p):
             reason = f"gathers its parameter from devices, and {names} scaling keeps a state for the whole parameter"
+        elif p.node not in levels or (
+            _has_batch_axes(p)
+            and call_info.state_axes is not None
+            and call_info.state_axes.get(p.weight.path) != layer_axis_sizes(levels[p.node])
+        ):
+            reason = f"has batch axes or groups, for each of which {names} scaling would need a state"
         if reason:
             p.is_unsupported, p.choice = True, LayerChoice(None, reason)
 
@@ -186,10 +205,36 @@ def _collects_stats(linear: Linear) -> bool:
 
 
 def _has_axis_of_experts(p: WeightMatmul) -> bool:
-    """Whether a product has one batch axis, which is the first axis of the parameter as it is stored."""
-    if p.node.kind != "dot_general" or p.weight.layout or p.weight.is_relayouted or p.weight.further_paths:
+    """Whether a product has a matrix for each index of the first axis of the parameter as it is stored."""
+    if p.weight.further_paths:
+        return False
+    if p.node.kind != "dot_general":
+        axes = stored_experts(p)[1] if p.choice.linear is not None else p.node.weight_axes
+        return axes is not None and axes[0] == 0
+    if p.weight.layout or p.weight.is_relayouted:
         return False
     return tuple(p.node.eqn.params["dimension_numbers"][1][p.side]) == (0,)
+
+
+def _find_levels(matmuls: list[WeightMatmul]) -> dict[Node, tuple[LoopLevel, ...]]:
+    """The levels of `WeightUse` of the products whose parameter may have a state or given codes."""
+    levels = {}
+    for p in matmuls:
+        has_experts = p.is_stacked or (_has_batch_axes(p) and _has_axis_of_experts(p))
+        if _is_gathered(p) or (_has_batch_axes(p) and not has_experts):  # codes of the parameter are of its shard
+            continue
+        levels[p.node] = loop_levels(p.enclosing, p.weight.stored, has_experts)
+        if has_experts:
+            levels[p.node] += (LoopLevel(True, p.node.operands[p.side].shape[0]),)
+    return levels
+
+
+def _is_outer_shape(p: WeightMatmul, axes: tuple[int, ...]) -> bool:
+    """Whether these are the first axes of a parameter as the caller stores it."""
+    value = p.weight.stored
+    while value.enclosing_value is not None:
+        value = value.enclosing_value
+    return value.shape[: len(axes)] == axes
 
 
 def _find_stacked_experts(matmuls: list[WeightMatmul]) -> None:
@@ -210,14 +255,14 @@ def _find_stacked_experts(matmuls: list[WeightMatmul]) -> None:
                 p.is_stacked = 0 not in numbers[0][p.side] and weight.aval.ndim > 1 + len(numbers[0][p.side])
 
 
-def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
+def _number_uses(products: list[WeightMatmul], levels: Mapping[Node, tuple[LoopLevel, ...]]) -> dict[WeightUse, Linear]:
     """Number the matmuls of each parameter that may have a state or a quantized weight."""
     uses: dict[WeightUse, Linear] = {}
     counts: collections.Counter[str] = collections.Counter()
     for p in products:
         operation = (p.operation_node or p.node).operation
         linear, path = p.choice.linear, p.weight.path
-        if operation is None or linear is None or isinstance(operation, FrozenMatmulOperation):
+        if operation is None or linear is None or isinstance(operation, FrozenMatmulOperation | FrozenGroupedOperation):
             continue
         if p.concatenated:
             if _collects_stats(linear):
@@ -228,15 +273,12 @@ def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
                     "as te_current"
                 )
             continue
-        has_experts = _has_batch_axes(p)
-        if not isinstance(operation, ProductOperation) or (has_experts and not _collects_stats(linear)):
+        if p.node not in levels:
             continue
-        if _is_gathered(p):  # codes of the parameter are of its shard
-            continue
-        levels = loop_levels(p.enclosing, p.weight.stored)
-        if has_experts:
-            levels = (*levels, LoopLevel(True, p.node.operands[p.side].shape[0]))
-        operation.use = WeightUse(path, counts[path], levels)
+        has_experts = _has_batch_axes(p) or p.is_stacked
+        if has_experts and not _collects_stats(linear) and not _is_outer_shape(p, layer_axis_sizes(levels[p.node])):
+            continue  # bounds and codes are of the parameter's own axes
+        operation.use = WeightUse(path, counts[path], levels[p.node])
         counts[path] += 1
         uses[operation.use] = linear
     return uses

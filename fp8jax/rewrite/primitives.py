@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax._src import source_info_util
 from jax.extend import core
 
+from fp8jax.core import blocks
 from fp8jax.ops.autodiff.checkpointing import saves_products, with_products
 from fp8jax.rewrite.call_info import is_library
 
@@ -170,6 +172,19 @@ def is_outside_loop(eqn: Any) -> bool:
     return eqn.primitive.name in (*_CHECKPOINTS, *_CALLS, "cond")
 
 
+def runs_once(eqn: Any) -> bool:
+    """Whether an equation runs one jaxpr, without a boundary: a call, a checkpoint, or a custom derivative."""
+    is_call = inlinable_jaxpr(eqn) is not None
+    return is_call or eqn.primitive.name in (*_CHECKPOINTS, *CUSTOM_DERIVATIVE_CALLS)
+
+
+def separate_recomputation(eqn: Any, operands: list[Any]) -> list[Any]:
+    """The operands of an equation; of a recomputation behind a barrier, or XLA would merge it with the first run."""
+    is_recomputation = eqn.primitive.name in _CHECKPOINTS and eqn.params["differentiated"]
+    is_separate = is_recomputation and np.any(eqn.params["prevent_cse"])
+    return list(lax.optimization_barrier(operands)) if is_separate else operands
+
+
 def rematerializes_products(eqn: Any) -> bool:
     """Whether an equation is a checkpoint whose policy recomputes matmuls in the backward pass."""
     return eqn.primitive.name in _CHECKPOINTS and not saves_products(eqn.params["policy"])
@@ -186,6 +201,15 @@ def loop_info(eqn: Any) -> LoopInfo | None:
     return None
 
 
+def splits_first_axis(eqn: Any, operand: int) -> bool:
+    """Whether a shard_map splits the first axis of an operand over all of its devices."""
+    info = loop_info(eqn)
+    if info is None or not info.mesh_axes or operand < 0:
+        return False
+    first, *_ = (*eqn.params["in_specs"][operand], None)
+    return blocks.spec_entry_axes(first) == info.mesh_axes
+
+
 def is_unrolled(eqn: Any, is_enclosing_unrolled: bool) -> bool:
     """Whether an equation's jaxpr is one iteration of a fully unrolled loop.
 
@@ -198,6 +222,7 @@ def is_unrolled(eqn: Any, is_enclosing_unrolled: bool) -> bool:
 
 
 def _manual_axes(params: dict[str, Any]) -> frozenset[str]:
+    """The mesh axes that a `shard_map` equation makes Manual."""
     return params.get("newly_manual_axes", params.get("manual_axes", frozenset()))  # type: ignore[no-any-return]
 
 
@@ -229,8 +254,7 @@ def rebind_control_flow(
         extra_consts: a pytree that each iteration receives.
         extra_xs: a pytree that is split into one row per iteration of a scan, or per device.
         num_extra_outputs: the number of outputs that the functions add at the end. A scan or mesh stacks them by
-            iteration
-            or device. A while loop drops them.
+            iteration or device. A while loop drops them.
     """
     name, params, body, num_outputs = eqn.primitive.name, eqn.params, body_fns[0], len(eqn.outvars)
     if name == "scan":

@@ -126,6 +126,7 @@ class RuleSet:
         has_default: whether the last rule is a recipe for all other layers, after the default exclusions.
         head: that recipe's part for output heads; None does not quantize them.
         grouped_products: the functions of the user that compute grouped products.
+        unquantized_blocks: as of that recipe.
 
     Raises:
         ValueError: there is no rule.
@@ -135,6 +136,7 @@ class RuleSet:
     has_default: bool
     head: Linear | None = None
     grouped_products: tuple[GroupedProduct, ...] = ()
+    unquantized_blocks: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if not self.rules:
@@ -171,8 +173,7 @@ class RuleSet:
             path: the layer's path.
             aliases: other paths of the layer.
             heads: the reasons of layers that are heads, routers or narrow. The default recipe does not quantize them,
-                or uses
-                its part `head` for those that are output heads or have the name of one.
+                or uses its part `head` for those that are output heads or have the name of one.
         """
         i = self._first_match(path, *aliases)
         if i is None:
@@ -247,8 +248,7 @@ def as_rule_set(rules: Rules) -> RuleSet:
     Args:
         rules: a recipe, or a preset's name, for all layers but embeddings, routers and output heads; or ordered rules,
             which such a recipe may follow. If the recipe's part `head` is quantized, output heads use it. Layers that
-            no
-            rule matches are not quantized, nor are those of a recipe such as "bf16" or "coat_optimizer". A sequence
+            no rule matches are not quantized, nor are those of a recipe such as "bf16" or "coat_optimizer". A sequence
             may hold `GroupedProduct`s in any place.
 
     Raises:
@@ -279,4 +279,5 @@ def as_rule_set(rules: Rules) -> RuleSet:
             raise TypeError(
                 f"rules are a recipe, or a sequence of fp8jax.Rule, after which one may stand, not {kind}{fix}"
             )
-    return RuleSet((*user_rules, *default_rules), default, head, grouped_products)
+    unquantized_blocks = default_recipe.unquantized_blocks if isinstance(default_recipe, Recipe) else (0, 0)
+    return RuleSet((*user_rules, *default_rules), default, head, grouped_products, unquantized_blocks)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from fp8jax.core.recipe import Linear
+from fp8jax.ops.autodiff.observations import at_layer
 from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, InputFacts, gradient_facts_scope
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.partition import on_one_device
@@ -107,7 +108,9 @@ class Interpreter:
         collect_stats: bool = False,
         is_loop_body: bool = False,
         layout_policy: LayoutPolicy = LayoutPolicy.BOTH_FOR_GRADIENT,
+        layer_axes: tuple[bool, ...] = (),
     ) -> None:
+        self._layer_axes = layer_axes  # for each enclosing scan and mesh whether it iterates over layers
         self._is_loop_body, self.layout_policy = is_loop_body, layout_policy
         self._schedule, self.use_inputs, self._position = schedule, use_inputs, 0
         self._loop_depth = loop_depth  # number of enclosing scans and meshes
@@ -169,7 +172,7 @@ class Interpreter:
         schedule = self._schedule
         for self._position, node in enumerate(schedule.nodes):
             if node.operation is not None:
-                with primitives.equation_context(node.eqn, node.scope):
+                with primitives.equation_context(node.eqn, node.scope), at_layer(node.path, self._layer_axes):
                     results = node.operation.run(self, node)
             elif node in schedule.bodies:
                 with primitives.equation_context(node.eqn, node.scope):
@@ -187,6 +190,10 @@ class Interpreter:
         is_counted = primitives.loop_info(node.eqn) is not None
         is_loop = node.kind in ("scan", "while")
         layout_policy = self._layout_policy_in(node.eqn)
+        layer_axes = self._layer_axes
+        if is_counted:
+            levels = [use.levels[self._loop_depth] for body in bodies for use in body.uses]
+            layer_axes = (*layer_axes, any(level.has_layer_axis for level in levels))
         shared_inputs, row_inputs = self._split_use_inputs(bodies, is_counted)
         stat_keys = [
             (key, operand)
@@ -218,6 +225,7 @@ class Interpreter:
                 collect_stats=self.stats is not None,
                 is_loop_body=is_loop,
                 layout_policy=layout_policy,
+                layer_axes=layer_axes,
             )
             outputs, stats = inner.run(), inner.stats or {}
             # A use in another branch has no statistics: return its slots, which are zeros.

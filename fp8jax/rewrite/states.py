@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
@@ -40,6 +41,11 @@ class LoopLevel(NamedTuple):
     size: int
 
 
+def layer_axis_sizes(levels: Sequence[LoopLevel]) -> tuple[int, ...]:
+    """Sizes of the levels that have a weight for each iteration, device or expert."""
+    return tuple(level.size for level in levels if level.has_layer_axis)
+
+
 class WeightUse(NamedTuple):
     """One product with a parameter.
 
@@ -59,7 +65,7 @@ class WeightUse(NamedTuple):
 
     @property
     def layer_axes(self) -> tuple[int, ...]:
-        return tuple(level.size for level in self.levels if level.has_layer_axis)
+        return layer_axis_sizes(self.levels)
 
     @property
     def slot_axes(self) -> tuple[int, ...]:
@@ -121,11 +127,14 @@ class ParameterState(NamedTuple):
         stats = {name: getattr(self.stats, o) for o, name in stats_names(self.linear).items()}
         return variables | {name: value for name, value in stats.items() if value is not None}
 
-    def end_step(self, axis_name: AxisNames = None, *, keep_if_uncalled: bool = True) -> "ParameterState":
+    def end_step(
+        self, axis_name: AxisNames = None, apply_if: ArrayLike | None = None, *, keep_if_uncalled: bool = True
+    ) -> "ParameterState":
         """The record after a step, with empty stats.
 
         Args:
             axis_name: mesh axes of replicas whose stats are merged, or None.
+            apply_if: bool scalar; if it is False, the state stays as it is. None is True.
             keep_if_uncalled: a layer that was not called since its last step keeps its state. A step may then be ended
                 twice.
 
@@ -140,8 +149,10 @@ class ParameterState(NamedTuple):
             stats = {o: linear.states[o].reduce_over_replicas(value, axis_name) for o, value in stats.items()}
         state = update_scaling(self.state, ScalingStats(**stats), linear)
         if keep_if_uncalled and (was_called := _was_called(linear, stats)) is not None:
-            kept = {o: _where_called(was_called, getattr(state, o), getattr(self.state, o)) for o in stats}
-            state = state._replace(**kept)
+            merged = {o: _where_called(was_called, getattr(state, o), getattr(self.state, o)) for o in stats}
+            state = state._replace(**merged)
+        if apply_if is not None:
+            state = jax.tree.map(lambda new, old: jnp.where(apply_if, new, old), state, self.state)
         return self._replace(state=state, stats=jax.tree.map(jnp.zeros_like, self.stats))
 
 
@@ -324,6 +335,9 @@ def use_inputs_from_parameter_states(
             if observed_operands(linear):
                 raise ValueError(f"the model holds no state of {scaling_names(linear)} scaling for {path}")
             continue
+        layer_axes = group[0].layer_axes
+        if layer_axes == stored.layer_axes[: len(layer_axes)]:
+            stored = _without_matrix_axes(stored, len(layer_axes))
         if any(use.layer_axes != stored.layer_axes for use in group):
             raise ValueError(
                 f"products with {path} run in loops over {group[0].layer_axes} of it, and there are codes or states "
@@ -340,12 +354,36 @@ def use_inputs_from_parameter_states(
     return use_inputs
 
 
+def _without_matrix_axes(stored: ParameterState, num_layer_axes: int) -> ParameterState:
+    """A record for products with all matrices of a parameter together, which use the state of the first matrix."""
+    count = len(stored.layer_axes) - num_layer_axes
+    if not count:
+        return stored
+    state, axes = stored.state, tuple(range(num_layer_axes, len(stored.layer_axes)))
+    if state is not None:
+        # A state that does not come from calls, as a bound, is of each matrix.
+        state = state._replace(
+            **{
+                o: first_matrix(x, num_layer_axes, count) if collects_stats(stored.linear, o) else jnp.max(x, axes)
+                for o, x in state._asdict().items()
+                if x is not None
+            }
+        )
+    stats = jax.tree.map(lambda x: first_matrix(x, num_layer_axes, count), stored.stats)
+    return ParameterState(stored.linear, stored.layer_axes[:num_layer_axes], state, stats)
+
+
+def first_matrix(x: Array, num_layer_axes: int, count: int) -> Array:
+    """The first entry along `count` axes after those of layers."""
+    return x[(*[slice(None)] * num_layer_axes, *[0] * count)]
+
+
 # Static are axes, not uses: layers that differ only in their paths share a trace.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _broadcast_max_slot(
     slot: Array, axes_by_use: tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
 ) -> tuple[Array, ...]:
-    """A slot of each use, (*slot_axes,); the cotangent of `slot` is their largest."""
+    """`slot` broadcast to the shape of each use. The cotangent of `slot` is the maximum of the uses' cotangents."""
     return tuple(jnp.broadcast_to(jnp.expand_dims(slot, _indices(shared)), sizes) for sizes, shared in axes_by_use)
 
 
@@ -402,18 +440,18 @@ def read_in_call(
     names, observed = scaling_names(linear), observed_operands(linear)
     if slot is not None:
         message = interface.statistics_lost.format(layer=layer, names=names)
-        slot = training.raise_if_trained(slot, weight, message, unless_differentiated=True)
+        slot = training.raise_if_differentiated(slot, weight, message, unless_differentiated=True)
     if observed:
         value = getattr(state, observed[0])
         if not is_mutable:
             message = interface.not_mutable.format(layer=layer, names=names)
-            value = training.raise_if_trained(value, weight, message)
+            value = training.raise_if_differentiated(value, weight, message)
         warning = interface.never_advanced(training.ADVANCE, layer, names)
-        value = training.warn_if_trained(value, (weight, slot), warning, training.ADVANCE, record)
+        value = training.warn_if_never_advanced(value, (weight, slot), warning, training.ADVANCE, record)
         state = state._replace(**{observed[0]: value})
     if linear.needs_weight_bounds and state.w is not None and interface.bounds_code:
         warning = interface.never_advanced(training.BOUNDS, layer, names)
-        state = state._replace(w=training.warn_if_trained(state.w, weight, warning, training.BOUNDS, record))
+        state = state._replace(w=training.warn_if_never_advanced(state.w, weight, warning, training.BOUNDS, record))
     return stored._replace(state=state, stats=stored.stats._replace(dy=slot))
 
 
@@ -453,18 +491,22 @@ def _emit_stats_bwd(residuals: tuple[ScalingStats, ScalingStats], dy: Array) -> 
 _emit_stats.defvjp(_emit_stats_fwd, _emit_stats_bwd)
 
 
-def loop_levels(enclosing: Sequence[tuple[Node, Graph]], weight: Value | None) -> tuple[LoopLevel, ...]:
+def loop_levels(
+    enclosing: Sequence[tuple[Node, Graph]], weight: Value | None, has_experts: bool = False
+) -> tuple[LoopLevel, ...]:
     """The loops and meshes around a product, outermost first.
 
     Args:
         enclosing: the nodes that it stands in, each with the body, outermost first.
         weight: the value that its parameter is stored in, in the innermost body.
+        has_experts: whether the first axis of the parameter is that of experts. A mesh that splits it is a layer axis.
     """
     levels = list[LoopLevel]()
     for node, body in reversed(enclosing):
         input_index = body.inputs.index(weight) if weight is not None and weight in body.inputs else -1
         if (info := primitives.loop_info(node.eqn)) is not None:
-            levels.append(LoopLevel(input_index in info.scanned_operands, info.size))
+            is_split = has_experts and primitives.splits_first_axis(node.eqn, input_index)
+            levels.append(LoopLevel(is_split or input_index in info.scanned_operands, info.size))
         outer = weight.enclosing_value if weight is not None and input_index >= 0 else None
         weight = outer.weight.stored if outer is not None and outer.weight is not None else None
     return tuple(reversed(levels))

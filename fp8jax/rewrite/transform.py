@@ -38,12 +38,12 @@ _ARRAY_TYPES, _NUMBER_TYPES = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.g
 
 
 class _Call(NamedTuple):
-    """The arrays of a call, its jaxpr, the shapes of its results, and the arrays' paths in the arguments."""
+    """The arrays of a call, its jaxpr, the shapes of its results, and the path of each array in the arguments."""
 
     arrays: list[Any]
     program: Any
     shapes: Any
-    places: list[Any]
+    array_paths: list[Any]
 
 
 class Transformed:
@@ -57,7 +57,7 @@ class Transformed:
         self,
         fn: Callable,
         rules: RuleSet,
-        params: tuple[int | str, ...],
+        params: tuple[int | str, ...] | None,
         static: tuple[int | str, ...],
         make_call_info: Callable[[Any], CallInfo] | None = None,
         traced_types: tuple[type, ...] = (*_ARRAY_TYPES, *_NUMBER_TYPES),
@@ -65,7 +65,8 @@ class Transformed:
         functools.update_wrapper(self, fn, updated=())
         self._traced_types = traced_types
         self._make_call_info = make_call_info or _default_call_info
-        self._fn, self._rules, self._params, self._static = fn, rules, params, static
+        self._fn, self._rules, self._static = fn, rules, static
+        self._params, self._params_given = (0,) if params is None else params, params is not None
         self._clear_caches()
 
     def _clear_caches(self) -> None:
@@ -102,7 +103,7 @@ class Transformed:
         cached = self._plans.get(key)
         if cached is not None:
             return PlannedCall(cached[1], call.arrays)
-        call_plan = self._make_plan(call.program, self._param_paths(call.places), call.shapes, frozen_infos)
+        call_plan = self._make_plan(call.program, self._param_paths(call), call.shapes, frozen_infos)
         # A program that closes over tracers is valid for one call.
         if not any(isinstance(c, jax.core.Tracer) for c in call.program.consts):
             while len(self._plans) >= _MAX_PLANS:
@@ -133,7 +134,7 @@ class Transformed:
                 "check compares a function of arrays: give the values of frozen weights, and merge adapters with "
                 "fp8jax.lora.merge"
             )
-        paths = self._param_paths(call.places)
+        paths = self._param_paths(call)
         original, planned = (read(call.program, paths, grouped_products=self._rules.grouped_products) for _ in range(2))
         entries, uses, *_ = plan(planned, self._rules, self._make_call_info(call.shapes))
         use_inputs: dict[tuple[str, int], UseInputs] = {}
@@ -151,9 +152,8 @@ class Transformed:
             states = fast.advance(states, observed)
 
         The gradient of the states holds the statistics of a call, such as each operand's amax. It passes scans,
-        checkpoints,
-        conds and meshes. A call that is not differentiated collects none. Under `jax.vmap`, map the states too, or the
-        statistics are summed over the batch.
+        checkpoints, conds and meshes. A call that is not differentiated collects none. Under `jax.vmap`, map the states
+        too, or the statistics are summed over the batch.
 
         Args:
             args, kwargs: of a call. Automatic scaling has no bounds yet: it measures the weights in each call.
@@ -203,7 +203,7 @@ class Transformed:
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The traced program of a call."""
-        params = [x for place, x in (*enumerate(args), *kwargs.items()) if place in self._params]
+        params = [x for argument, x in (*enumerate(args), *kwargs.items()) if argument in self._params]
         flat, structure = jax.tree.flatten_with_path((args, kwargs), is_leaf=frozen_leaf_predicate(params))
         settings = {i: x for i, (path, x) in enumerate(flat) if self._is_static(path, x)}
         key = structure, tuple((i, type(x), x) for i, x in settings.items())
@@ -224,13 +224,15 @@ class Transformed:
             raise
         return _Call(arrays, program, shapes, [path for path, _ in leaves])
 
-    def _param_paths(self, places: Sequence[Any]) -> list[str | None]:
+    def _param_paths(self, call: _Call) -> list[str | None]:
         """For each array its parameter path; None for data."""
-        arguments = [_argument_of(path) for path in places]
-        if unknown := [place for place in self._params if place not in arguments]:
+        if not self._params_given:
+            _raise_if_first_is_data(call)
+        arguments = [_argument_of(path) for path in call.array_paths]
+        if unknown := [argument for argument in self._params if argument not in arguments]:
             hint = "; name parameters that are given by keyword, such as params='p'" if unknown[0] in (0, 1) else ""
             raise ValueError(f"params={unknown[0]!r} names no argument of this call that holds arrays{hint}")
-        return [self._param_path(path) for path in places]
+        return [self._param_path(path) for path in call.array_paths]
 
     def _make_plan(
         self, program: Any, paths: Sequence[str | None], shapes: Any, frozen_infos: Sequence[Any]
@@ -242,6 +244,8 @@ class Transformed:
         except ValueError as error:
             _hint_closed_over_arrays(error, program.consts)
             raise
+        for node, entry in entries.items():
+            node.path = entry.path
         structure = jax.tree.structure(shapes)
         graph_schedule = schedule(graph)
         if any(entry.is_quantized for entry in entries.values()):
@@ -288,6 +292,20 @@ def _check_states(states: States | None, uses: dict[WeightUse, Linear]) -> None:
                 f"{scaling_names(linear)} scaling of {use.path or 'the parameter'} keeps a state, {missing}: write "
                 "states = fast.init(params, ...) for the transformed function fast, and call fast(params, ..., "
                 "states=states)"
+            )
+
+
+def _raise_if_first_is_data(call: _Call) -> None:
+    """Raise ValueError if the first argument is one array and another contains matrices, such as `f(x, params)`."""
+    if [len(path) for path in call.array_paths if _argument_of(path) == 0] != [2]:
+        return
+    for path, x in zip(call.array_paths, call.arrays, strict=True):
+        if len(path) > 2 and jnp.ndim(x) > 1 and jnp.issubdtype(x.dtype, jnp.floating):
+            other = _argument_of(path)
+            raise ValueError(
+                f"the parameters are in the first argument by default, and here it is one array of shape "
+                f"{jnp.shape(call.arrays[0])}, while argument {other!r} contains matrices: write params={other!r}, or "
+                "params=0 if the first argument is the parameter"
             )
 
 
@@ -342,7 +360,7 @@ def transform(
     fn: Callable,
     rules: Rules,
     *,
-    params: int | str | Sequence[int | str] = 0,
+    params: int | str | Sequence[int | str] | None = None,
     static: int | str | Sequence[int | str] = (),
 ) -> Transformed:
     """A function with the matmuls of a recipe in place of those between data and parameters, in any framework.
@@ -362,12 +380,12 @@ def transform(
         fn: any function that `jax.jit` can compile. Differentiate the result, not `fn`.
         rules: a `Recipe` or a preset's name, for all matmuls but those of embeddings, output heads and routers. Or a
             sequence of `fp8jax.Rule`, which such a recipe may follow; the first match wins. A rule matches a
-            parameter's
-            path, joined by "/", without a last step such as "kernel" or "w": "layers/mlp/up". The result of a head is
-            returned or goes into a softmax; that of a router goes into softmax, top_k, argmax or sort. A recipe that
-            quantizes no matmul, such as "bf16", changes nothing. A `fp8jax.GroupedProduct` among the rules names a
-            function with a custom derivative that computes a grouped product.
-        params: the arguments with parameters, by position or name. If there are several, paths begin with these.
+            parameter's path, joined by "/", without a last step such as "kernel" or "w": "layers/mlp/up". The result of
+            a head is returned or goes into a softmax; that of a router goes into softmax, top_k, argmax or sort. A
+            recipe that quantizes no matmul, such as "bf16", changes nothing. A `fp8jax.GroupedProduct` among the rules
+            names a function with a custom derivative that computes a grouped product.
+        params: the arguments with parameters, by position or name. The default is the first argument. If there are
+            several, paths begin with their positions or names.
         static: arguments that are settings, like `static_argnums` of `jax.jit`. Leaves that are neither arrays nor
             numbers, such as booleans, strings and functions, always are.
 
@@ -376,7 +394,8 @@ def transform(
 
     Raises:
         ValueError: there are no rules. From a call: a rule matches nothing, or there is no matmul of data with a
-            parameter. Or one asks for a precision that no quantized matmul has.
+            parameter. Or one asks for a precision that no quantized matmul has. Or `params` is not given, the first
+            argument is one array, and another one contains matrices.
         TypeError: the rules are of another type, or `fn` is no function.
     """
     return _make_transformed(fn, rules, params, static, (*_ARRAY_TYPES, *_NUMBER_TYPES))
@@ -387,11 +406,17 @@ def _make_transformed(
 ) -> Transformed:
     if not callable(fn):
         raise TypeError(f"fp8jax.transform takes a function of parameters and data, not {fn!r}")
-    param_arguments, static_arguments = ((x,) if isinstance(x, (int, str)) else tuple(x) for x in (params, static))
-    return Transformed(fn, as_rule_set(rules), param_arguments, static_arguments, traced_types=traced_types)
+    param_arguments = None if params is None else _as_tuple(params)
+    return Transformed(fn, as_rule_set(rules), param_arguments, _as_tuple(static), traced_types=traced_types)
 
 
-def filter_transform(fn: Callable, rules: Rules, *, params: int | str | Sequence[int | str] = 0) -> Transformed:
+def _as_tuple(arguments: int | str | Sequence[int | str]) -> tuple[int | str, ...]:
+    return (arguments,) if isinstance(arguments, (int, str)) else tuple(arguments)
+
+
+def filter_transform(
+    fn: Callable, rules: Rules, *, params: int | str | Sequence[int | str] | None = None
+) -> Transformed:
     """`transform` for functions of modules that are pytrees, like Equinox's: arrays are traced, all else is static.
 
         fast = fp8jax.filter_transform(loss_fn, "coat")

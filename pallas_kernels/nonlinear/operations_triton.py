@@ -14,8 +14,12 @@ from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization import storage_triton as storage
 
+# `activation_and_slope` has a branch for each.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "identity")
 IDENTITY = ACTIVATIONS.index("identity")
+_SILU, _GELU, _GELU_TANH, _IDENTITY = (
+    tl.constexpr(ACTIVATIONS.index(name)) for name in ("silu", "gelu", "gelu_tanh", "identity")
+)
 
 
 class Operation(NamedTuple):
@@ -53,22 +57,23 @@ def sigmoid(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def activation_and_slope(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     """Return the activation and its derivative."""
-    if ACTIVATION == 0:
+    if ACTIVATION == _SILU:
         s = sigmoid(x)
         value = x * s
         slope = tl.fma(value, 1 - s, s)
-    elif ACTIVATION == 1:
+    elif ACTIVATION == _GELU:
         cdf = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
         value = x * cdf
         slope = tl.fma(x, 0.3989422804014327 * codec.exp2_approx(x * x * -0.7213475204444817), cdf)
-    elif ACTIVATION == 3:
-        value, slope = x, tl.full(x.shape, 1.0, tl.float32)
-    else:
+    elif ACTIVATION == _GELU_TANH:
         # (1 + tanh(z)) / 2 = sigmoid(2 z)
         cdf = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         inner = 1.5957691216057308 * (1 + 0.134145 * x * x)
         value = x * cdf
         slope = tl.fma(value, (1 - cdf) * inner, cdf)
+    else:
+        tl.static_assert(ACTIVATION == _IDENTITY, "each name of ACTIVATIONS needs a branch here")
+        value, slope = x, tl.full(x.shape, 1.0, tl.float32)
     return value, slope
 
 

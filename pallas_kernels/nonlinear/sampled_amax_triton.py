@@ -47,6 +47,8 @@ def _peaks(
         else:
             x = ops.load_cotangent_operands(p, start, offsets, m, left, n, M, N, MASKED, OPERATION)
             y0, y1, _ = ops.compute_cotangents(x, OPERATION, OPERATION.dtype)
+            if KINDS.only_up:
+                y0 = y1
             if KINDS.is_pair:
                 tl.store(amax1_ptr + program, ops.tile_amax(y1, m, n, M, N, MASKED, CODING))
         tl.store(amax0_ptr + program, ops.tile_amax(y0, m, n, M, N, MASKED, CODING))

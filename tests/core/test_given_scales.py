@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,7 +20,9 @@ FORMATS = [f.name for f in formats.ALL if f.needs_scale and f.name != "e8m0"]
 def in_units(q: fp8jax.QTensor) -> np.ndarray:
     """What the codes stand for, unscaled."""
     fmt = formats.get(q.spec.format)
-    codes = packing.unpack(q.codes, q.spec.axis, q.shape[-1]) if q.spec.is_packed else q.codes
+    codes = packing.unpack(q.codes, q.spec.axis, q.shape[-1], fmt.bits) if q.spec.is_packed else q.codes
+    if fmt is formats.E2M1:
+        codes = np.asarray(codes).view(ml_dtypes.float4_e2m1fn)
     book = None if fmt.codebook is None else np.asarray(fmt.codebook)
     return np.asarray(codes).astype(np.float64) if book is None else book[np.asarray(codes)]
 

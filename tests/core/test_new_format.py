@@ -1,4 +1,4 @@
-"""Formats written by someone else, who adds a constant as CONTRIBUTING says: of 4 bits, of 6 and 12, and others of 8.
+"""Formats written by someone else, who adds a constant as CONTRIBUTING says: of 4 bits, of 6 and 12, and of 8.
 
 Packing is said by the format: a number of bits that is no byte's is not int10's. Kernels are for the two FP8 dtypes.
 """
@@ -20,7 +20,7 @@ from fp8jax.recipes import Linear
 from tests.rows import covering
 
 NEW = {
-    "e2m1": formats._floating("e2m1", ml_dtypes.float4_e2m1fn),
+    "e2m1loose": formats._floating("e2m1loose", ml_dtypes.float4_e2m1fn),
     "e4m3ieee": formats._floating("e4m3ieee", ml_dtypes.float8_e4m3),
     "int4": formats._integer("int4", ml_dtypes.int4, 4),
     "int6": formats._integer("int6", np.int8, 6),
@@ -98,19 +98,21 @@ def test_what_is_kept_for_the_backward_pass_has_their_values(name):
 def test_what_a_format_cannot_be_is_refused():
     for fields, message in (
         ({"packing": "four_in_five"}, "packing 'four_in_five' is for 10-bit integers"),
-        ({"packing": "two_in_one"}, "unknown packing 'two_in_one'"),
+        ({"packing": "three_in_one"}, "unknown packing 'three_in_one'; it is 'four_in_five', 'two_in_one' or None"),
         ({"bits": 16}, "16 bits do not fit into"),
     ):
         with pytest.raises(ValueError, match=message):
-            dataclasses.replace(NEW["e2m1"], **fields)
+            dataclasses.replace(NEW["e2m1loose"], **fields)
+    with pytest.raises(ValueError, match="packing 'two_in_one' is for e2m1 codes"):
+        dataclasses.replace(NEW["int4"], packing="two_in_one")
     with pytest.raises(ValueError, match="no floating-point numbers of 6 bits"):
         formats._floating("e2m3", ml_dtypes.float6_e2m3fn)
     with pytest.raises(ValueError, match="packing 'four_in_five' is for 10-bit integers"):
         formats._integer("int8 packed", np.int8, 8, "four_in_five")
     assert fp8jax.quantize(jnp.ones((4, 8)), "int10").codes.shape == (4, 10)
     for make, message in (
-        (lambda: fp8jax.compressed_adamw(1e-3, mu="e2m1"), "'e2m1' codes have 4 bits; give moments 8 or 16"),
-        (lambda: fp8jax.recipes.Comm("e2m1"), "codes that travel are of 'e4m3', 'e5m2' or 'int8'"),
+        (lambda: fp8jax.compressed_adamw(1e-3, mu="int4"), "'int4' codes have 4 bits; give moments 8 or 16"),
+        (lambda: fp8jax.recipes.Comm("int4"), "codes that travel are of 'e4m3', 'e5m2' or 'int8'"),
         (lambda: fp8jax.recipes.Comm("e4m3ieee"), "codes that travel are of 'e4m3', 'e5m2' or 'int8'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -87,7 +87,7 @@ def test_blocks_that_fall_back_count_twice_forward_alone():
 @pytest.mark.parametrize(
     "text",
     ["e4m3", "int8:token", "e5m2:group16", "e4m3:group128+expand", "int8:block32", "int10:group128", "int10:token",
-     "e4m3:mx32", "e4m3:mx16+token", "e4m3:mx32+ocp", "de8:group64+expand"],
+     "e4m3:mx32", "e4m3:mx16+token", "e4m3:mx32+ocp", "e2m1:nv16", "e2m1:nvblock16", "de8:group64+expand"],
 )  # fmt: skip
 @pytest.mark.parametrize("scale_format", ["fp32", "bf16"])
 def test_bytes_an_element_are_those_of_a_large_array(text, scale_format):
@@ -96,11 +96,12 @@ def test_bytes_an_element_are_those_of_a_large_array(text, scale_format):
     spec = fp8jax.QuantSpec(**fields, scale_format=scale_format)
     # So long that scales of rows and of the tensor hardly count.
     size = 2**15
-    codes = 1.25 if text.startswith("int10") else 1
+    codes = {"int10": 1.25, "e2m1": 0.5}.get(spec.format, 1)
     length = spec.group_size or size
     scales = {"group": 1 / length, "block": 1 / length**2}.get(spec.granularity, 0.0)
     each = {"fp32": 4, "bf16": 2}[scale_format] + 2 * spec.expand
-    want = codes + scales * each + (1 / length if spec.granularity == "mx" else 0)
+    micro = {"mx": 1 / length, "nv": 1 / length, "nvblock": 1 / length**2}.get(spec.granularity, 0)
+    want = codes + scales * each + micro
     assert spec.bytes_per_element == pytest.approx(want, rel=5e-4)
     # What `quantize` makes has as many.
     q = jax.eval_shape(lambda x: fp8jax.quantize(x, spec), jnp.ones((64, 256)))
@@ -129,7 +130,15 @@ def test_every_operand_of_a_product_is_the_field_of_its_name():
 
 @pytest.mark.parametrize(
     ("capability", "name"),
-    [(120, "fast"), (90, "fast"), (89, "coat"), (86, "int8_fallback"), (80, "coat_optimizer"), (75, "coat_optimizer")],
+    [
+        (120, "coat"),
+        (100, "mxfp8"),
+        (90, "fast"),
+        (89, "coat"),
+        (86, "int8_fallback"),
+        (80, "coat_optimizer"),
+        (75, "coat_optimizer"),
+    ],
 )
 def test_auto_goes_by_the_device_and_says_what_runs_in_8_bits(capability, name):
     assert fp8jax.recipes.for_device(capability) == fp8jax.recipes.get(name)

@@ -31,6 +31,9 @@ OTHERS = [
     "e4m3:mx32",
     "e4m3:mx32+token",
     "e5m2:mx32+ocp",
+    "e4m3:mx32+ocp+roundup",
+    "e2m1:nv16",
+    "e2m1:nvblock16",
     "fp16",
 ]
 
@@ -344,7 +347,7 @@ def test_blocks_up_to_the_largest_numbers_have_the_codes_of_ordinary_ones(name, 
         top.validate()
         decoded = np.asarray(top.dequantize(), np.float64)
         assert np.isfinite(decoded).all()
-        np.testing.assert_allclose(decoded, [np.finfo(np.float32).max, 1e38], rtol=2.0**-3)
+        np.testing.assert_allclose(decoded, [np.finfo(np.float32).max, 1e38], rtol=0.25 if name == "e2m1" else 2.0**-3)
 
 
 @pytest.mark.parametrize("expand", [False, True])
@@ -380,10 +383,13 @@ def normal(*shape):
     ("e4m3:token", 128, 2),
     ("e4m3", 128, 2),
     ("e4m3:mx32+token", 128, 2),
+    ("e2m1:nv16", 40, 2),
+    ("e2m1:nvblock16", 128, 2),
 ])  # fmt: skip
 def test_joined_arrays_whose_blocks_moved_are_refused(spec, width, count):
-    q = along(-1, *[fp8jax.quantize(jnp.asarray(normal(4, width)), spec)] * count)
-    assert jax.tree.leaves(q)[0].shape[-1] > width
+    part = fp8jax.quantize(jnp.asarray(normal(4, width)), spec)
+    q = along(-1, *[part] * count)
+    assert jax.tree.leaves(q)[0].shape[-1] > part.codes.shape[-1]
     with pytest.raises(ValueError, match="joined, cut or stacked one by one"):
         q.dequantize()
     with pytest.raises(ValueError, match=r"joined, cut or stacked|not uint8|not float32"):

@@ -132,6 +132,12 @@ def test_a_power_of_two_times_the_outer_scale_covers_an_amax():
     np.testing.assert_allclose(scale, exact, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("amax", "outer"), [(3e38, 1e-3), (1e38, 0.1), (3e38, TINY)])
+def test_a_scale_is_finite_if_the_outer_scale_is_far_too_small(amax, outer):
+    scale = float(scaling.pow2_scale(jnp.float32(amax), jnp.float32(outer), E4M3))
+    assert scale == float(np.float32(outer)) * 2.0**127
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [

@@ -75,7 +75,17 @@ def test_specs_and_recipes_are_hashable_frozen_and_pickle():
 
 @pytest.mark.parametrize("shape", [(4, 300), (2, 3, 128), (5, 7)], ids=str)
 @pytest.mark.parametrize(
-    "text", ["e4m3", "e4m3:group128", "e5m2:group32+expand", "int10:group32", "int8:block32", "e4m3:mx32"]
+    "text",
+    [
+        "e4m3",
+        "e4m3:group128",
+        "e5m2:group32+expand",
+        "int10:group32",
+        "int8:block32",
+        "e4m3:mx32",
+        "e2m1:nv16",
+        "e2m1:nvblock16",
+    ],
 )
 def test_bytes_are_those_of_the_arrays(shape, text):
     q = fp8jax.quantize(jnp.ones(shape), text)

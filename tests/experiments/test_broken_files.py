@@ -21,7 +21,7 @@ import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from experiments import evaluate
+from experiments import evaluate, files
 from experiments.errors import BusyError, DiskError, UserError
 from experiments.train import checkpoint, cli, folders, lock, report, trained
 from experiments.train.result import Result, read_result
@@ -99,6 +99,20 @@ def test_json_that_is_nested_too_deep_is_damaged_wherever_it_is_read(argv, finis
         evaluate.read_questions(tmp_path / "config.json")
     assert report.read_metrics(tmp_path / "config.json") == []
     assert lock._read_owner(tmp_path / "config.json") == "another process"
+
+
+def test_nothing_is_written_to_what_a_link_leads_to(tmp_path):
+    """In a folder that others may write to, a link can lead to any file of this user."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in ("config.partial", "config.json", "log.txt"):
+        (tmp_path / name).symlink_to(precious)
+    files.write_text(tmp_path / "config.json", "new")
+    assert (tmp_path / "config.json").read_text() == "new"
+    assert not (tmp_path / "config.json").is_symlink()
+    with pytest.raises(DiskError, match=r"log\.txt cannot be written \(Too many levels of symbolic links\)"):
+        report.Details(report.make_console()).keep(tmp_path / "log.txt")
+    assert precious.read_text() == "mine"
 
 
 @pytest.mark.parametrize("kind", ["file", "link to a folder", "link to nothing"])

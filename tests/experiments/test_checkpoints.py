@@ -13,6 +13,7 @@ import pytest
 import fp8jax
 from experiments.errors import DiskError, UserError
 from experiments.mesh import flatten
+from experiments.train import checkpoint
 from experiments.train.checkpoint import Checkpoints, DamagedError, checksums, digest, digest_of
 
 
@@ -54,6 +55,47 @@ def test_round_trip_keeps_every_bit_and_the_metadata(tmp_path):
         state, meta = checkpoints.restore(3, jax.eval_shape(make))
     assert_same(state, make(3))
     assert (meta["step"], meta["loader"], meta["config"]) == (3, {"next_index": 3}, {"lr": 0.1})
+
+
+def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch):
+    """A loader's state is changed, and its digest made again, as whoever may write to the folder can do."""
+    monkeypatch.setenv(checkpoint.KEY, "secret")
+    folder, told = tmp_path / "checkpoints", []
+    save(folder, 2, 3)
+
+    def resume():
+        with Checkpoints(folder, 2) as checkpoints:
+            _, meta = checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, told.append)
+        return meta["step"]
+
+    assert resume() == 3
+    for key, message in (
+        ("", "3 is signed: give its key in FP8JAX_CHECKPOINT_KEY"),
+        ("other", "no older one is whole"),
+    ):
+        monkeypatch.setenv(checkpoint.KEY, key)
+        with pytest.raises(UserError, match=message):
+            resume()
+    path = folder / "3" / "_CHECKPOINT_METADATA"
+    content = json.loads(path.read_text())
+    meta = {k: x for k, x in content["custom_metadata"].items() if k != "seal"} | {"loader": {"next_index": 7}}
+    for key in ("other", ""):
+        monkeypatch.setenv(checkpoint.KEY, key)
+        forged = {"seal": checkpoint._seal(meta), **meta}
+        path.write_text(json.dumps(content | {"custom_metadata": forged}))
+        monkeypatch.setenv(checkpoint.KEY, "secret")
+        if not key:
+            with pytest.raises(UserError, match="3 is not signed: leave out FP8JAX_CHECKPOINT_KEY, or move it away"):
+                resume()
+            path.parent.rename(tmp_path / "away")
+        assert resume() == 2
+        assert told == [f"checkpoint {folder / '3'} is damaged: its metadata was not signed with the key in "
+                        f"FP8JAX_CHECKPOINT_KEY; moved to {tmp_path / 'damaged-3'}"]  # fmt: skip
+        if key:
+            (tmp_path / "damaged-3").rename(folder / "3")
+    monkeypatch.setattr(checkpoint.hosts, "several", lambda: True)
+    with pytest.raises(UserError, match="FP8JAX_CHECKPOINT_KEY signs checkpoints of one process"):
+        Checkpoints(folder, 2)
 
 
 def test_sums_tell_of_values_places_and_shapes():

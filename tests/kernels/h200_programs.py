@@ -276,16 +276,6 @@ GROUPED = [
     *(functools.partial(grouped_int8, fallback) for fallback in (False, True)),
     *(functools.partial(grouped_int8, True, tokens, F32) for tokens in (TOKENS, 1024)),
 ]
-# Those whose epilogue has all that the others' have, in tiles of most registers.
-GROUPED_LARGEST = [
-    functools.partial(grouped, n=1536),
-    functools.partial(grouped, fast=False),
-    functools.partial(grouped_dw, m=1000, n=1536),
-    functools.partial(grouped_dw, BF16, m=1000, n=1536, is_k_major=False),
-    grouped_block,
-    functools.partial(grouped_block_dw, m=1000),
-    functools.partial(grouped_int8, True),
-]
 
 
 def looped() -> Program:
@@ -314,14 +304,12 @@ def fallback_linear() -> Program:
     return program, (Shape((M, K), BF16), Shape((K, N), BF16), Shape((M, N), BF16), Shape((), F32))
 
 
-# Those whose epilogue has all that the others' have.
+# One of each kernel, whose epilogue has all that the others' have, in tiles of most registers.
 LARGEST = [
-    everything,
     promoted_everything,
     block_everything,
     exact,
-]
-INT8_LARGEST = [
     functools.partial(int8, True, 512),
-    int8_everything,
+    functools.partial(grouped_dw, m=1000, n=1536),
+    functools.partial(grouped_int8, True),
 ]

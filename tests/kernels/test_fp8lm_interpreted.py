@@ -198,7 +198,7 @@ def compare_large(grad: str, master: str) -> None:
         spec = dataclasses.replace(leaf.mu.spec, format=grad)
         value = fp8lm.quantize_to_pow2_scale(jnp.asarray(x), spec)
     leaf = with_master(dataclasses.replace(leaf, grad=value), master)
-    for factor in (None, 0.25, 1e10, 1e-30):
+    for factor in (None, 1e10) if master == "int8" else (0.25, 1e-30):
         adam = dataclasses.replace(ADAM, grad_scale=factor)
         want, got = (step("step", leaf, adam, impl) for impl in ("xla", "triton"))
         assert_equal(want, got)
@@ -212,7 +212,7 @@ def compare_large(grad: str, master: str) -> None:
 
 def cuts_of(master: str, which: str) -> list[Any]:
     if master == "nearest":
-        return CUTS
+        return CUTS if which == "all" else CUTS[2:4]
     return CUTS[:2] if which == "all" else CUTS[:1] if master == "own, stochastic" else CUTS[1:2]
 
 

@@ -117,6 +117,7 @@ def check_amaxes() -> None:
             (quantize_recomputed_triton.RESULT,): [g * sigmoid * u],
             (gate_kind, up_kind): [d * u * sigmoid * (1 + g * (1 - sigmoid)), d * g * sigmoid],
             (gate_kind,): [d * u * sigmoid * (1 + g * (1 - sigmoid))],
+            (up_kind,): [d * g * sigmoid],
         }
         sampled = np.arange(m) // rows % every == 0
         for kinds, values in exact.items():

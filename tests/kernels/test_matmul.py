@@ -20,6 +20,7 @@ from pallas_kernels.matmul.hopper import Tile
 from tests import matmul_reference as reference
 from tests.kernels import h200
 from tests.kernels import h200_programs as programs
+from tests.rows import slow
 
 interpreter = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
 RACES = plgpu.InterpretGPUParams(detect_races=True)
@@ -309,7 +310,7 @@ def test_errors_name_the_value_and_the_fix(call: Any, kind: type[Exception], tex
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
-@pytest.mark.parametrize("which", ["LARGEST", pytest.param("ALL", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["LARGEST", slow("ALL"), slow("GROUPED")])
 def test_compiles_for_an_h200_without_spills(which: str) -> None:
     report = h200.report(f"tests.kernels.h200_programs:{which}")
     assert len(report["kernels"]) == len(getattr(programs, which))

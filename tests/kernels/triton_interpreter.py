@@ -248,8 +248,8 @@ def main() -> None:
         error = int8_cases.error(matmul_int8_triton.matmul_int8_block, shape, rate)
         if not error < 3e-7:
             wrong[f"int8 product {shape} {rate}"] = [error]
-    for case in cases.CASES:
-        if "stochastic" not in f"{case}" and any(cases.wrong_sums(case, "triton")):
+    for case in cases.CASES[::3]:
+        if any(cases.wrong_sums(case, "triton")):
             wrong[f"sums of {case}"] = cases.wrong_sums(case, "triton")
     given = [(str(case), cases.wrong_under_given_scales(case, "triton")) for case in cases.GIVEN]
     given += [(f"{name} computed", cases.wrong_where_computed(name)) for name in ("e4m3", "e5m2")]

@@ -69,12 +69,12 @@ def test_a_call_says_which_of_its_inputs_are_arguments_and_how_many_outputs_resu
         names=LayerNames("", []),
         requires_product=False,
         checks_rules=True,
-        has_expert_states=False,
+        state_axes={},
     )
     caller = call._make_call_info(Results([ONE] * 5, None, (), 2))
     # a/w, b/w, an array, two arrays of an argument, an argument, three arrays.
     assert sorted(caller.argument_indices) == [3, 4, 5]
-    assert (caller.num_results, caller.requires_product, caller.has_expert_states) == (2, False, False)
+    assert (caller.num_results, caller.requires_product, caller.state_axes) == (2, False, {})
     assert call.__name__ == "method"
 
 

@@ -11,12 +11,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8jax.core.groups import Groups, PaddedTokens
+from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import record_choices, target
 from fp8jax.ops.matmul import grouped_hopper
 from fp8jax.ops.matmul.grouped import UnpaddedRows, grouped_matmul, grouped_matmul_dw
+from fp8jax.ops.quantization.group_scales import quantize_fallback_rows
 from fp8jax.ops.quantization.quantize import quantize
-from pallas_kernels.matmul import grouped_block_mosaic, grouped_mosaic
+from pallas_kernels.matmul import grouped_block_mosaic, grouped_int8_mosaic, grouped_mosaic
 from tests.distance import relative
+from tests.rows import covering
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 300, 256, 192, 4
 SIZES = {
@@ -55,8 +58,7 @@ def forward(name):
     return lambda x: x if x_spec is None else quantize(x, x_spec)[0], w_values, run
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("name", "sizes"), covering(SPECS, SIZES))
 def test_rows_by_the_matrix_of_their_group(name, sizes):
     encode, w, run = forward(name)
     counts = np.array(SIZES[sizes])
@@ -69,8 +71,7 @@ def test_rows_by_the_matrix_of_their_group(name, sizes):
         assert not y[len(group) :].any()
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("name", "sizes"), covering(SPECS, SIZES))
 def test_tokens_of_each_group(name, sizes):
     x = jnp.asarray(X).at[sum(SIZES[sizes]) :].set(jnp.nan)
     a, b, dw, places = of_tokens(name)(x, np.array(SIZES[sizes]))
@@ -125,8 +126,7 @@ def test_scales_of_each_group_are_multiplied_to_the_result():
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("cut", ["t", "n", "k"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("cut", "kind"), covering(["t", "n", "k"], [AxisType.Auto, AxisType.Explicit]))
 def test_operands_on_several_devices(cut, kind):
     """Devices multiply their shards; no operand of another device is decoded there."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[:2])
@@ -204,6 +204,7 @@ def interpreted(monkeypatch):
     for module, names in (
         (grouped_mosaic, ("grouped_matmul", "grouped_matmul_dw")),
         (grouped_block_mosaic, ("grouped_block_matmul", "grouped_block_matmul_dw")),
+        (grouped_int8_mosaic, ("grouped_int8_block_matmul", "grouped_int8_block_matmul_dw")),
     ):
         for name in names:
             kernel = functools.partial(getattr(module, name), interpret=plgpu.InterpretGPUParams())
@@ -220,7 +221,7 @@ def test_kernel_of_rows_is_given_the_scales_of_codes(interpreted, x_spec, w_spec
     """Groups that start behind the first row; codes that the kernel does not take are decoded."""
     groups = Groups.from_sizes(jnp.array([9, 13, 0, 16]), 40, jnp.int32(1), 3)
     x, w = quantize(jnp.asarray(X[:40, :128]), x_spec)[0], encode_groups(jnp.asarray(W[:3, :64, :128]), w_spec)
-    choice, kernel = grouped_hopper.choose_kernel(x, w, 128)
+    choice, kernel = grouped_hopper.choose_kernel(x, w, 128, False)
     assert (choice.impl, kernel) == ("mosaic", name)
     got = grouped_hopper.multiply_rows(kernel, False, True, 0, jnp.float32, x, w, *groups)
     assert relative(got, grouped_matmul(x, w, groups, impl="xla")) < (1e-2 if kernel == "bf16" else 1e-6)
@@ -228,7 +229,28 @@ def test_kernel_of_rows_is_given_the_scales_of_codes(interpreted, x_spec, w_spec
     assert not got[38:].any()
 
 
-@pytest.mark.parametrize("spec", ["rows of codes", "e4m3:group128", "e4m3:group32", None])
+@pytest.mark.parametrize("has_fallback", [False, True])
+def test_kernel_of_int8_blocks_is_given_each_groups_blocks(interpreted, has_fallback):
+    """Blocks of rows start at each group's first row. NaN is a NaN of its block, which does not fall back."""
+    groups = Groups.from_sizes(jnp.array([9, 130, 0, 61]), 210, jnp.int32(1), 3)
+    tokens, spec = PaddedTokens.from_groups(groups, 210), QuantSpec.parse("int8:block128")
+    x = jnp.asarray(RNG.normal(size=(210, 256)), jnp.float32).at[20, 200].set(50).at[150, 3].set(jnp.nan)
+    w = encode_groups(jnp.asarray(W[:3, :64]), spec)
+    x, counts = quantize_fallback_rows(x, spec, jnp.array([10.0, 10.0, 1.0]), tokens)
+    np.testing.assert_array_equal(counts, [[1, 4], [0, 0], [1, 2]])
+    x = x if has_fallback else x.base
+    _, kernel = grouped_hopper.choose_kernel(x, w, 256, True)
+    assert kernel == "int8 block"
+    assert grouped_hopper.choose_kernel(x, w, 256, False)[1] == "bf16"
+    got = grouped_hopper.multiply_rows(kernel, False, True, 0, jnp.float32, x, w, *groups)
+    want = grouped_matmul(x, w, groups, impl="xla")
+    assert np.isnan(want[150]).all()
+    assert np.isnan(got[139:200]).all()
+    assert relative(got[9:139], want[9:139]) < 1e-6
+    assert not got[np.r_[:9, 200:210]].any()
+
+
+@pytest.mark.parametrize("spec", ["rows of codes", "e4m3:group128", "e4m3:group32", "int8:block128", None])
 def test_kernel_of_tokens_is_given_the_scales_of_codes(interpreted, spec):
     places = PaddedTokens.from_groups(Groups.from_sizes(jnp.array([9, 0, 13]), 40), 40)
     x, dy = (jnp.asarray(m[:40, :64], jnp.bfloat16).at[30:].set(jnp.nan) for m in (X, DY))
@@ -239,7 +261,7 @@ def test_kernel_of_tokens_is_given_the_scales_of_codes(interpreted, spec):
     else:
         a, b = (quantize(places.pad(m), None, spec)[1] for m in (x, dy))
     scales = {"scale": jnp.array([1.0, 2, 3]), "row_scale": jnp.asarray(RNG.uniform(1, 2, (3, 64)), jnp.float32)}
-    _, kernel = grouped_hopper.choose_kernel(a, b, 40)
+    _, kernel = grouped_hopper.choose_kernel(a, b, 40, True)
     bounds, given = (places.starts, places.starts + places.lengths), (*scales.values(), None)
     with target(kernels=False):  # codes are transposed by XLA
         got = grouped_hopper.multiply_tokens(kernel, True, 0, jnp.float32, a, b, places.rows, *bounds, *given)

@@ -161,6 +161,8 @@ def test_long_contractions_and_other_gpus(monkeypatch):
         matmul(a, b, impl="triton")
 
 
+BLOCK_SCALED = [("e4m3:mx32+ocp+roundup", "e4m3:mx32+ocp+roundup"), ("e2m1:nv16", "e2m1:nvblock16"),
+                ("e2m1:nv16", "e2m1:nv16")]  # fmt: skip
 MORE = [("e4m3", "e4m3:token"), ("e5m2:block128", "e4m3:group128"), ("e4m3:group128", "e4m3"),
         ("e4m3:group128", "e4m3:block128"), ("e4m3:block512", "e4m3:group128"),
         ("e4m3:mx32+ocp", "e4m3:token"), ("e4m3", "e4m3:mx32+token"),
@@ -204,16 +206,32 @@ def test_unless_exact_the_kernel_for_rows_gets_folded_codes(left, right, fast, m
 
 @mosaic
 @pytest.mark.parametrize(("left", "right"), [("e4m3:mx32", "e4m3"), ("e4m3:token", "e4m3:mx32+token"),
-                                             ("e4m3:mx32+ocp", "e5m2:mx32+ocp")])  # fmt: skip
-def test_the_native_microscaled_product(left, right):
+                                             ("e4m3:mx32+ocp", "e5m2:mx32+ocp"), *BLOCK_SCALED])  # fmt: skip
+def test_the_block_scaled_product(left, right):
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=320), (left, right), strict=True))
-    run = jax.jit(lambda a, b: hopper.run("native", False, True, jnp.float32, a, b))
+    assert chosen(matmul, a, b, capability=100).impl == "xla"
+    run = jax.jit(lambda a, b: hopper.run("block_scaled", False, True, jnp.float32, a, b))
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     np.testing.assert_allclose(np.asarray(run(a, b)), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
     # On GPUs with such tensor cores this is one operation, and no product of decoded codes.
     lowered = run.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("block_scaled_dot") == 1
     assert "dot_general" not in lowered
+
+
+@pytest.mark.parametrize(("left", "right"), BLOCK_SCALED)
+def test_block_scaled_codes_are_decoded_without_error_on_other_devices(left, right):
+    """In bf16, with outer scales on the sum: only fp32 sums are rounded. In a T4's fp16 values are rounded, too."""
+    a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=330), (left, right), strict=True))
+    left, right = (np.asarray(q.dequantize(), np.float64) for q in (a, b))
+    bound = 330 * 2.0**-24 * (np.abs(left) @ np.abs(right).T)
+    for capability in (None, 90, 100):  # 330 is no multiple of a group: no GPU has such a product
+        with choice.target(capability=capability):
+            got = matmul(a, b)
+            assert "block scaling" not in chosen(matmul, a, b).reason
+        assert (np.abs(np.asarray(got, np.float64) - left @ right.T) <= bound).all()
+    with choice.target(capability=75):
+        np.testing.assert_allclose(matmul(a, b), left @ right.T, atol=2.0**-9 * np.abs(left @ right.T).max())
 
 
 @mosaic

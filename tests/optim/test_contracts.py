@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
-from tests.rows import covering, few, slow
+from tests.rows import covering, few
 
 BOTH = {
     "compressed_adamw": functools.partial(fp8jax.compressed_adamw, min_size=512),
@@ -105,13 +105,11 @@ ROUNDABOUT = {
 }
 
 
-@pytest.mark.parametrize("name", [*BOTH, *ROUNDABOUT])
 @pytest.mark.parametrize(
-    ("count", "dtypes"),
-    [(0, ("bfloat16", "float32")), (4, ("float32", "float32")), slow(4, ("bfloat16", "float32")),
-     slow(0, ("float32", "float32"))],
+    ("name", "count", "dtypes"),
+    covering([*BOTH, *ROUNDABOUT], [0, 4], [("bfloat16", "float32"), ("float32", "float32")]),
     ids=str,
-)  # fmt: skip
+)
 def test_a_first_gradient_moves_parameters_as_adam_in_float64(name, count, dtypes):
     """From moments of zero after any number of steps; each hyperparameter has a value that no other may take."""
     b1, b2, eps, eps_root, rate, decay = 0.8, 0.95, 0.03, 0.002, 0.25, 0.125

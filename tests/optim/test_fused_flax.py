@@ -14,7 +14,7 @@ from flax.training import train_state
 
 import fp8jax
 from fp8jax.optim.compressed_adamw import FusedTransformation
-from tests.rows import few
+from tests.rows import few, slow
 
 SMALL = {"group_size": 32, "min_size": 1}
 X = jax.random.normal(jax.random.key(1), (16, 32))
@@ -55,7 +55,7 @@ def train(make, tx, steps=3, **arguments):
     return model, optimizer
 
 
-@pytest.mark.parametrize("kind", few(MADE, "fp8lm_adamw", "clipped", "chain"))
+@pytest.mark.parametrize("kind", few(MADE, "fp8lm_adamw", "clipped"))
 def test_nnx_optimizer_trains_as_flax_s_own(kind):
     tx = MADE[kind]()
     ours, theirs = train(fp8jax.nnx.Optimizer, tx), train(nnx.Optimizer, tx)
@@ -109,7 +109,7 @@ class Net(nn.Module):
         return nn.Dense(32)(nn.tanh(nn.Dense(64)(x)))
 
 
-@pytest.mark.parametrize("kind", few(MADE, "fp8lm_adamw", "clipped", "chain"))
+@pytest.mark.parametrize("kind", few(MADE, "chain"))
 def test_train_state_trains_as_flax_s_own(kind):
     model, tx = Net(), MADE[kind]()
     params = model.init(jax.random.key(0), X)
@@ -227,8 +227,8 @@ def ended(model, optimizer, grads):
     ("recipe", "by_hand", "chained"),
     [
         ("te_delayed", advanced, False),
-        ("int8_fallback", advanced, False),
-        ("moss", bounded, False),
+        slow("int8_fallback", advanced, False),
+        slow("moss", bounded, False),
         ("moss", bounded, True),
     ],
 )
@@ -250,7 +250,7 @@ def test_nnx_optimizer_ends_the_step_of_scalings(recipe, by_hand, chained):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "chained"), [("te_delayed", False), ("int8_fallback", False), ("moss", False), ("moss", True)]
+    ("recipe", "chained"), [slow("te_delayed", False), ("int8_fallback", False), ("moss", False), slow("moss", True)]
 )
 def test_train_state_ends_the_step_of_scalings(recipe, chained):
     """As what is called by hand; parameters may be all that `init` makes, or the collection alone."""

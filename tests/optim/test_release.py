@@ -112,7 +112,7 @@ def near(a, b):
     ("name", "ways"),
     few(
         [(name, ways) for name in OPTIMIZERS for ways in ("scan", "blocks")],
-        ("coat", "blocks"), ("stochastic second moments", "scan"), ("bf16", "blocks"), ("a schedule", "scan"),
+        ("coat", "blocks"), ("stochastic second moments", "scan"), ("bf16", "blocks"),
     ),
 )  # fmt: skip
 def test_moments_are_those_of_a_plain_step(name, ways):

@@ -102,7 +102,10 @@ def test_keys_say_all_that_decoding_needs_and_nothing_else():
         {"expand": True},
         {"granularity": "mx", "outer_scale": "token"},
         {"granularity": "mx", "outer_scale": "none"},
+        {"granularity": "nv"},
+        {"granularity": "nvblock"},
         {"format": "int10"},
+        {"format": "e2m1"},
     ):
         key = fp8jax.quantize(x, QuantSpec(**{**vars(spec), **change})).storage_key
         assert key not in seen, change
@@ -114,6 +117,8 @@ def test_keys_say_all_that_decoding_needs_and_nothing_else():
         other = QTensor(*jax.tree.leaves(base), None, None, QuantSpec(**{**vars(spec), **change}))
         assert other.storage_key == base.storage_key
         np.testing.assert_array_equal(np.asarray(other.dequantize()), np.asarray(base.dequantize()))
+    down, up = (fp8jax.quantize(x, f"e4m3:mx4+ocp{rule}").storage_key for rule in ("", "+roundup"))
+    assert down == up
 
 
 GOLDENS = {

@@ -178,7 +178,7 @@ def test_a_restart_goes_on_with_the_same_bits():
     ("kind", "spec"),
     few(
         [(kind, spec) for kind in (AxisType.Explicit, AxisType.Auto) for spec in (P("x"), P(None, "x"), P("y", "x"))],
-        (AxisType.Explicit, P("y", "x")), (AxisType.Auto, P(None, "x")),
+        (AxisType.Explicit, P("y", "x")),
     ),
     ids=str,
 )  # fmt: skip

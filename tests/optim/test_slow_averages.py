@@ -55,7 +55,7 @@ def moment(tx, name):
     return np.asarray(value, np.float64).reshape(len(SIGNALS), -1)
 
 
-@pytest.mark.parametrize("kind", few(CASES, "ema 0.999", "sgd 0.99", "ema 0.999 in bf16"))
+@pytest.mark.parametrize("kind", few(CASES, "ema 0.999", "ema 0.999 in bf16"))
 def test_slow_averages_are_right_on_average_and_do_not_stall(kind):
     tx, name, stored, scatter = CASES[kind]
     ratio = moment(fp8jax.compress_state(tx, {name: stored}, min_size=1), name) / moment(tx, name)

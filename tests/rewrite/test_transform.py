@@ -55,6 +55,22 @@ def assert_near(fn, *args, rules="te_current", products=2):
     return fast
 
 
+def test_data_in_the_first_argument_is_refused_unless_params_says_so():
+    swapped = lambda x, p: mlp(p, x)  # noqa: E731
+    with pytest.raises(ValueError, match=r"shape \(4, 8, 32\), while argument 1 contains matrices: write params=1"):
+        fp8jax.transform(swapped, "te_current").explain(X, P)
+    with pytest.raises(ValueError, match="write params='p'"):
+        fp8jax.transform(swapped, "te_current")(X, p=P)
+    assert eight_bit(fp8jax.transform(swapped, "te_current", params=1), X, P) == 2
+    # The first argument is the parameter: data are one array, or a tree without matrices, or `params` says so.
+    product = lambda w, batch: batch["x"] @ w  # noqa: E731
+    assert eight_bit(fp8jax.transform(lambda w, x: x @ w, "te_current"), P["up"], X) == 1
+    assert (
+        eight_bit(fp8jax.transform(lambda w, batch: X @ w * batch["y"], "te_current"), P["up"], {"y": X[0, 0, :1]}) == 1
+    )
+    assert eight_bit(fp8jax.transform(product, "te_current", params=0), P["up"], {"x": X}) == 1
+
+
 def test_layers_of_plain_arrays_in_a_scan():
     """Products with more axes by einsum, stacked parameters that are cast as one, an embedding and a head."""
     p = {"embed": normal(0, 17, WIDTH), "out": normal(1, WIDTH, 17)}
@@ -754,3 +770,37 @@ def test_all_products_that_ask_for_a_precision_are_in_one_error_and_explain_mark
     six = lambda p, x: sum(jnp.sum(jnp.dot(x, w, precision="highest")) for w in p.values())  # noqa: E731
     with pytest.raises(ValueError, match=re.escape(r"Rule('layers/\\d+/up', None)")):
         fp8jax.transform(six, "te_current")(many, X)
+
+
+def test_the_first_and_the_last_blocks_stay_in_16_bits():
+    """By the first number in a path, of each stack; where no other block is left, all are quantized."""
+    p = {
+        "blocks": {str(i): {"up": normal(i, WIDTH, WIDTH), "down": normal(9 + i, WIDTH, WIDTH)} for i in range(4)},
+        "tail": {str(i): normal(20 + i, WIDTH, WIDTH) for i in range(2)},
+        "out": normal(30, WIDTH, WIDTH),
+    }
+
+    def net(p, x):
+        for w in p["blocks"].values():
+            x = x + jnp.tanh(x @ w["up"]) @ w["down"]
+        for w in p["tail"].values():
+            x = jnp.tanh(x @ w)
+        return jnp.tanh(x @ p["out"])
+
+    recipe = dataclasses.replace(fp8jax.recipes.te_current(), unquantized_blocks=(1, 1))
+    explained = fp8jax.transform(net, recipe).explain(p, X)
+    reasons = {e.path: e.reason for e in explained.skipped}
+    assert reasons == {
+        f"blocks/{i}/{name}": f"in the {edge} 1 of 4 blocks"
+        for i, edge in ((0, "first"), (3, "last"))
+        for name in ("up", "down")
+    }
+    (no_block,) = [e for e in explained.quantized if e.path == "out"]
+    assert no_block.reason == "the recipe; its path has no number of a block"
+    named = fp8jax.transform(net, [fp8jax.Rule("blocks/0/up", "te_current"), recipe]).explain(p, X)
+    assert "blocks/0/up" in [e.path for e in named.quantized]
+    wider = dataclasses.replace(recipe, unquantized_blocks=(0, 3))
+    assert [e.path for e in fp8jax.transform(net, wider).explain(p, X).quantized if "blocks" in e.path] == [
+        "blocks/0/up",
+        "blocks/0/down",
+    ]

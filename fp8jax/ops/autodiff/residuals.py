@@ -78,7 +78,7 @@ def current_gradient_facts() -> GradientFacts:
 
 @contextlib.contextmanager
 def gradient_facts_scope() -> Iterator[None]:
-    """A context in which operations are those of one run."""
+    """A context whose operations share facts about gradients, such as one run of a transformed function."""
     token = _run_facts.set(GradientFacts())
     try:
         yield
@@ -333,6 +333,7 @@ class _VjpConfig(NamedTuple):
 def _saved_vjp(
     config: _VjpConfig, inputs: tuple[Array | None, ...], residuals: Any, y: Array, guard: Array
 ) -> tuple[Array, Array | None]:
+    """`with_saved_vjp` for arrays: its results, whose gradients `config.operation` computes from the residuals."""
     return _forward(config, inputs, residuals, y, guard)[0]
 
 

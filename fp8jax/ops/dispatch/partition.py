@@ -27,7 +27,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fp8jax.core import blocks
-from fp8jax.core.spec import QuantSpec
+from fp8jax.core.spec import SIZED_GRANULARITIES, QuantSpec
 
 
 class Dimension(NamedTuple):
@@ -108,7 +108,7 @@ class ShardingRule(NamedTuple):
     sum_dim: str | None = None
 
     def lengths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Return the lengths of the named dimensions, from operands that have them unblocked."""
+        """Return the lengths of the named dimensions, from operands that have them unblocked or two in a byte."""
         lengths: dict[str, int] = {}
         for dimensions, shape in zip(self.ins, shapes, strict=True):
             if len(dimensions) != len(shape):
@@ -117,6 +117,10 @@ class ShardingRule(NamedTuple):
                 name = dimension.name
                 if name is not None and dimension.block == 1 and lengths.setdefault(name, length) != length:
                     raise ValueError(f"dimension {name} has lengths {lengths[name]} and {length}")
+        for dimensions, shape in zip(self.ins, shapes, strict=True):
+            for dimension, length in zip(dimensions, shape, strict=True):
+                if dimension.name is not None and dimension.block == 2:
+                    lengths.setdefault(dimension.name, 2 * length)
         return lengths
 
     def unit(self, name: str) -> int:
@@ -219,15 +223,18 @@ def notation(spec: QuantSpec, shape: Sequence[int], names: str) -> tuple[str, ..
 
     scale = block_dims(spec.block_shape(shape))
     exponents = [scale] if spec.expand else []
-    micro_scales = [block_dims(spec.micro_shape(shape))] if spec.granularity == "mx" else []
-    return names, *exponents, *micro_scales, scale
+    micro_scales = [block_dims(spec.micro_shape(shape))] if spec.has_microscales else []
+    codes = names.split()
+    if spec.is_packed:  # two 4-bit codes in a byte
+        codes[spec.axis] += "/2"
+    return " ".join(codes), *exponents, *micro_scales, scale
 
 
 def _block_dim(name: str, block: int, spec: QuantSpec) -> str:
     """Return a dimension of scales: sharded between blocks, or never for a single scale."""
     if block == 1:
         return name
-    return f"{name}/{block}" if spec.granularity in ("group", "block", "mx") and block == spec.group_size else "-"
+    return f"{name}/{block}" if spec.granularity in SIZED_GRANULARITIES and block == spec.group_size else "-"
 
 
 class Placement(NamedTuple):

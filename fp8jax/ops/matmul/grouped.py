@@ -33,17 +33,20 @@ from fp8jax.ops.matmul import grouped_hopper
 from fp8jax.ops.matmul.grouped_hopper import DeferredMatrices as DeferredMatrices
 from fp8jax.ops.matmul.grouped_hopper import UnpaddedRows as UnpaddedRows
 from fp8jax.ops.matmul.grouped_hopper import find_spec
+from fp8jax.ops.matmul.hopper import strip_residual
 from fp8jax.ops.matmul.matmul import Operand, dot_in_16_bits, reference_matmul
+from fp8jax.ops.quantization.fallback import FallbackTensor
 
 IMPLS = ("auto", "xla", "mosaic")
 
 
 def grouped_matmul(
-    x: Operand,
+    x: Operand | FallbackTensor,
     w: Operand | DeferredMatrices,
     groups: Groups,
     *,
     transposed: bool = False,
+    scales_are_shared: bool = False,
     dtype: DTypeLike = jnp.float32,
     fast: bool = True,
     impl: str = "auto",
@@ -53,16 +56,18 @@ def grouped_matmul(
     Codes are multiplied as by `fp8jax.ops.matmul.matmul.matmul`. It has no derivative.
 
     Args:
-        x: (T, K), the rows of each group consecutive; an array, or a QTensor with scales per row or group of a row.
+        x: (T, K), the rows of each group consecutive; an array, or a QTensor with scales per row or group of a row, or
+            a `FallbackTensor` of such.
         w: (G, N, K); an array, or a QTensor of a matrix mapped by `jax.vmap`, with scales of its own for each matrix;
             or `DeferredMatrices`.
         groups: the rows of each of the G groups.
         transposed: whether w is (G, K, N), an array. No transposed copy is made.
+        scales_are_shared: whether rows of a group, in blocks of 128 from its first row, have the same scales.
         dtype: dtype of the result.
         fast: whether to use fast accumulation, if the GPU has it.
         impl: "xla" is a loop over tiles of rows that each belong to one group. On Hopper "auto" is a kernel for FP8 or
-            int8 codes with scales per matrix and row, and for bf16, to which other codes are decoded first. Elsewhere
-            it is the loop. "mosaic" is the kernel.
+            int8 codes with scales per matrix and row or per block of 128, and for bf16, to which other codes are
+            decoded first. Elsewhere it is the loop. "mosaic" is the kernel.
 
     Returns:
         (T, N); zeros in rows of no group.
@@ -75,12 +80,14 @@ def grouped_matmul(
     if len(x.shape) != 2 or len(w.shape) != 3 or x.shape[1] != w.shape[axis] or groups.ends.shape != w.shape[:1]:
         layout, shapes = "(G, K, N)" if transposed else "(G, N, K)", f"{x.shape}, {w.shape} and {groups.ends.shape[0]}"
         raise ValueError(f"grouped_matmul takes (T, K), {layout} and G groups, not {shapes} groups")
-    choice, kernel_name = _choose("grouped matmul", x, w, x.shape[1], impl)
+    choice, kernel_name = _choose("grouped matmul", x, w, x.shape[1], impl, scales_are_shared)
     static = transposed, fast, current_target().free_multiprocessors
+    # Blocks of 128 rows may belong to two shards.
+    shard_kernel_name = "bf16" if kernel_name == "int8 block" else kernel_name
 
-    def multiply(multiply_shard: Callable[..., Array], is_kernel: bool, *operands: Any) -> Array:
+    def multiply(multiply_whole: Callable[..., Array], multiply_shard: Any, is_kernel: bool, *operands: Any) -> Array:
         x, w, *_ = operands
-        function = functools.partial(_multiply_shard, multiply_shard, jnp.dtype(dtype))
+        function = functools.partial(_multiply_shard, multiply_whole, multiply_shard, jnp.dtype(dtype))
         # Deferred matrices are whole on each device: their scales may span a matrix.
         k, n = "--" if isinstance(w, DeferredMatrices) else "kn"
         ins = _notation(x, f"t {k}"), _notation(w, f"{k} {n}" if transposed else f"{n} {k}", "- "), "-", "-"
@@ -90,9 +97,13 @@ def grouped_matmul(
         )
         return y
 
-    loop = functools.partial(multiply, functools.partial(_loop_over_tiles, transposed, fast), False)
-    kernel = functools.partial(multiply, functools.partial(grouped_hopper.multiply_rows, kernel_name, *static), True)
-    with product_name_scope(x, w):
+    loop_over_tiles = functools.partial(_loop_over_tiles, transposed, fast)
+    loop = functools.partial(multiply, loop_over_tiles, loop_over_tiles, False)
+    kernels = (
+        functools.partial(grouped_hopper.multiply_rows, name, *static) for name in (kernel_name, shard_kernel_name)
+    )
+    kernel = functools.partial(multiply, *kernels, True)
+    with product_name_scope(strip_residual(x), w):
         return run(choice, impl, x, w, *groups, kernel=kernel, reference=loop)  # type: ignore[no-any-return]
 
 
@@ -131,7 +142,7 @@ def grouped_matmul_dw(
         length = tokens.num_rows if isinstance(x, UnpaddedRows) else length
         if len(shape) != 2 or shape[1] != length:
             raise ValueError(f"grouped_matmul_dw takes (n, {length}), not {shape}")
-    choice, kernel_name = _choose("grouped matmul of tokens", a, b, tokens.num_rows, impl)
+    choice, kernel_name = _choose("grouped matmul of tokens", a, b, tokens.num_rows, impl, True)
     operands = a, b, tokens.rows, tokens.starts, tokens.lengths, scale, row_scale, column_scale
     static = fast, current_target().free_multiprocessors
 
@@ -156,7 +167,7 @@ def grouped_matmul_dw(
         return run(choice, impl, *operands, kernel=kernel, reference=loop)  # type: ignore[no-any-return]
 
 
-def _choose(operation: str, a: Any, b: Any, length: int, impl: str) -> tuple[Choice, Any]:
+def _choose(operation: str, a: Any, b: Any, length: int, impl: str, scales_are_shared: bool) -> tuple[Choice, Any]:
     """Return and record the implementation for `run`, and the kernel's name.
 
     Raises:
@@ -164,7 +175,7 @@ def _choose(operation: str, a: Any, b: Any, length: int, impl: str) -> tuple[Cho
     """
     choice, kernel_name = Choice("xla", "asked for"), None
     if impl != "xla" and (impl == "mosaic" or on_cuda()):
-        choice, kernel_name = grouped_hopper.choose_kernel(a, b, length)
+        choice, kernel_name = grouped_hopper.choose_kernel(a, b, length, scales_are_shared)
         if impl == "mosaic" and kernel_name is None:
             raise ValueError(f"impl 'mosaic' cannot run: {choice.reason}")
     elif impl == "auto":
@@ -176,6 +187,8 @@ def _spec(x: Any) -> str:
     """Return a key of an operand's static parts."""
     if isinstance(x, DeferredMatrices | UnpaddedRows):
         return f"{type(x).__name__} {_spec(x.values)} {x.encoder!r}"
+    if isinstance(x, FallbackTensor):
+        return f"{x.base.spec} with residuals"
     return str(x.spec) if isinstance(x, QTensor) else str(x.dtype)
 
 
@@ -186,20 +199,29 @@ def _token_notation(x: Operand | UnpaddedRows, name: str) -> Any:
     return (values,) if isinstance(values, str) else values
 
 
-def _notation(x: Operand | DeferredMatrices, names: str, prefix: str = "") -> Any:
+def _notation(x: Operand | DeferredMatrices | FallbackTensor, names: str, prefix: str = "") -> Any:
     """Return the notation of an operand, whose leading axes are `prefix`."""
     if isinstance(x, DeferredMatrices):
         return tuple(" ".join("-" * leaf.ndim) for leaf in jax.tree.leaves(x))
+    if isinstance(x, FallbackTensor):
+        base = _notation(x.base, names, prefix)
+        return base, base, base[-1]
     if not isinstance(x, QTensor):
         return prefix + names
     return tuple(prefix + text for text in notation(x.spec, x.shape[-2:], names))
 
 
 def _multiply_shard(
-    multiply: Callable[..., Array], dtype: Any, sharding: DimSharding, x: Any, w: Any, *bounds: Array
+    multiply_whole: Callable[..., Array],
+    multiply_shard: Callable[..., Array],
+    dtype: Any,
+    sharding: DimSharding,
+    x: Any,
+    w: Any,
+    *bounds: Array,
 ) -> Array:
-    """Return the product of a device's rows with its part of the matrices."""
-    rows = x.shape[0]
+    """Return the product of a device's rows, all or a shard, with its part of the matrices."""
+    rows, multiply = x.shape[0], multiply_shard if "t" in sharding.axes else multiply_whole
     groups = Groups(*bounds).shift(sharding.shard_offset("t", rows), rows)
     sum_dtype = _sum_dtype(x, w, dtype) if "k" in sharding.axes else dtype
     y = multiply(sum_dtype, x, w, *groups)
@@ -232,6 +254,9 @@ def _sum_dtype(a: Any, b: Any, dtype: Any) -> Any:
 
 def _multiply_tile(fast: bool, dtype: DTypeLike, a: Any, b: Any) -> Array:
     """Return a @ b.T by XLA, for matrices of one group. That of arrays is computed in the dtype of `a`."""
+    if isinstance(a, FallbackTensor) and not on_cuda():
+        products = (_multiply_tile(fast, jnp.float32, part, b) for part in (a.base, a.masked_residual()))
+        return sum(products, jnp.zeros((), jnp.float32)).astype(dtype)
     if isinstance(a, Array) and isinstance(b, Array):
         numbers = (((1,), (1,)), ((), ()))
         return dot_general(a, b.astype(a.dtype), numbers, preferred_element_type=jnp.float32).astype(dtype)

@@ -10,15 +10,16 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import formats
-from fp8jax.core.groups import Groups, block_table
+from fp8jax.core.groups import Groups, PaddedTokens, block_table
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import Choice, capability, current_target, missing_triton
-from fp8jax.ops.matmul.hopper import HOPPER
+from fp8jax.ops.matmul.hopper import HOPPER, strip_residual
 from fp8jax.ops.matmul.matmul import Operand
+from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.quantize import transpose
 
-KernelName = Literal["codes", "block", "bf16"]
+KernelName = Literal["codes", "block", "int8 block", "bf16"]
 
 
 class Encoder(Protocol):
@@ -82,22 +83,26 @@ def find_spec(x: Any) -> QuantSpec | None:
     """Return the spec of the codes that an operand has when it is multiplied; None for an array."""
     if isinstance(x, DeferredMatrices | UnpaddedRows) and x.encoder is not None:
         return x.encoder.spec
-    x = x.values if isinstance(x, UnpaddedRows) else x
+    x = strip_residual(x.values if isinstance(x, UnpaddedRows) else x)
     return x.spec if isinstance(x, QTensor) else None
 
 
-def choose_kernel(a: Any, b: Any, length: int) -> tuple[Choice, KernelName | None]:
+def choose_kernel(a: Any, b: Any, length: int, scales_are_shared: bool) -> tuple[Choice, KernelName | None]:
     """Return the choice on a CUDA GPU, and the kernel's name (None for the loop of XLA).
 
     Args:
         a, b: operands of `grouped_matmul` or `grouped_matmul_dw`.
         length: the largest number of products in a sum.
+        scales_are_shared: as of `grouped_matmul`.
     """
     if (reason := _missing_kernel(a, b)) is not None:
         return Choice("xla", f"a loop over tiles, not the kernel: {reason}"), None
     specs = find_spec(a), find_spec(b)
-    if _is_in_blocks(*specs, contracts_tokens=isinstance(b, UnpaddedRows) or len(b.shape) == 2):
+    contracts_tokens = isinstance(b, UnpaddedRows) or len(b.shape) == 2
+    if _is_in_blocks(*specs, contracts_tokens=contracts_tokens):
         return Choice("mosaic", "the kernel for groups and blocks of 128"), "block"
+    if scales_are_shared and _is_in_int8_blocks(*specs, contracts_tokens=contracts_tokens):
+        return Choice("mosaic", "the kernel for int8 blocks of 128"), "int8 block"
     if specs[0] is not None and specs[1] is not None:
         if (reason := _unsupported_codes(specs[0], specs[1], length)) is None:
             return Choice("mosaic", "the kernel for scales of groups, rows and columns"), "codes"
@@ -126,6 +131,14 @@ def _is_in_blocks(a: QuantSpec | None, b: QuantSpec | None, *, contracts_tokens:
         return False
     kinds = (a.granularity, a.group_size, b.granularity, b.group_size)
     return kinds == ("group", 128, "group" if contracts_tokens else "block", 128) and not (a.expand or b.expand)
+
+
+def _is_in_int8_blocks(a: QuantSpec | None, b: QuantSpec | None, *, contracts_tokens: bool) -> bool:
+    """Return whether codes are int8 in blocks of 128x128. Those of rows have a scale per row of a block."""
+    if a is None or b is None or not a.format == b.format == "int8":
+        return False
+    kinds = (a.granularity, a.group_size, b.granularity, b.group_size)
+    return kinds == ("block" if contracts_tokens else "group", 128, "block", 128)
 
 
 def _unsupported_codes(a: QuantSpec, b: QuantSpec, length: int) -> str | None:
@@ -164,6 +177,8 @@ def _multiply_rows(
         w = jax.vmap(w.encoder)(w.values, w.scale)
     out_dtype, first_row = _kernel_dtype(dtype), groups.starts[0]
     with reserved_sms(n_reserved):
+        if kernel_name == "int8 block":
+            return lax.optimization_barrier(_multiply_int8_blocks(x, w, groups, out_dtype).astype(dtype))
         if kernel_name == "block":
             x_scale, w_scale = (q.scale.astype(jnp.float32) for q in (x, w))
             y = grouped_block_matmul(
@@ -189,6 +204,27 @@ def _multiply_rows(
             )
     # Without the barrier, XLA duplicates the call if a loop saves the result (dynamic slice fusion).
     return lax.optimization_barrier(_zero_other_rows(y.astype(dtype), groups))
+
+
+def _multiply_int8_blocks(x: QTensor | FallbackTensor, w: QTensor, groups: Groups, dtype: DTypeLike) -> Array:
+    """Return the product of rows in int8 blocks. The kernel reads them where each group starts at a block."""
+    from pallas_kernels.matmul.grouped_int8_mosaic import grouped_int8_block_matmul
+    from pallas_kernels.matmul.matmul_int8_mosaic import BLOCK, FallbackResidual
+
+    tokens = PaddedTokens.from_groups(groups, x.shape[0], BLOCK)
+
+    def pad(q: QTensor) -> tuple[Array, Array]:
+        return tokens.pad(q.codes), tokens.reduce_blocks(q.scale.astype(jnp.float32), BLOCK)
+
+    base, residual = strip_residual(x), None
+    if isinstance(x, FallbackTensor):
+        is_fallback = tokens.reduce_blocks(x.fallback_mask.astype(jnp.int32), BLOCK) > 0
+        residual = FallbackResidual(*pad(x.residual), is_fallback)
+    codes, scale = pad(base)
+    y = grouped_int8_block_matmul(
+        codes, w.codes, scale, w.scale, tokens.block_groups, residual=residual, out_dtype=dtype
+    )
+    return jnp.take(y, tokens.places, axis=0, mode="fill", fill_value=0)
 
 
 def _row_scales(x: QTensor, w: QTensor) -> tuple[Array | None, Array | None, Array | None]:
@@ -239,6 +275,7 @@ def _multiply_tokens(
     column_scale: Array | None,
 ) -> Array:
     from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul_dw
+    from pallas_kernels.matmul.grouped_int8_mosaic import grouped_int8_block_matmul_dw
     from pallas_kernels.matmul.grouped_mosaic import grouped_matmul_dw
     from pallas_kernels.matmul.hopper import reserved_sms
 
@@ -248,9 +285,10 @@ def _multiply_tokens(
         a, b = (_pad(_to_bf16(x.values), rows) for x in (a, b))
     else:
         a, b = (_columns(x, rows) for x in (a, b))
-        if kernel_name == "block":
+        if kernel_name in ("block", "int8 block"):
+            multiply_blocks = grouped_block_matmul_dw if kernel_name == "block" else grouped_int8_block_matmul_dw
             with reserved_sms(n_reserved):
-                dw = grouped_block_matmul_dw(
+                dw = multiply_blocks(
                     a.codes, b.codes, a.scale, b.scale, starts, ends - starts, out_dtype=_kernel_dtype(dtype)
                 )
             if scale is not None:

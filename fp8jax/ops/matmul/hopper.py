@@ -1,5 +1,6 @@
 """Choice and call of the GPU kernel for a product of two quantized matrices."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats
 from fp8jax.core.products import dot_general
 from fp8jax.core.qtensor import QTensor
+from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch import sharding
 from fp8jax.ops.dispatch.choice import Choice, capability, current_target, missing_triton, product_name_scope
 from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
@@ -20,9 +22,13 @@ from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.microscaling import fold_microscales, is_foldable
 
 
-def is_unpacked_quantized(*operands: Any) -> bool:
-    """Return whether all operands are quantized and unpacked."""
-    return all(isinstance(q, QTensor | FallbackTensor) and not strip_residual(q).spec.is_packed for q in operands)
+def is_shardable(*operands: Any) -> bool:
+    """Return whether all operands are quantized, and packed in no way that shards would cut."""
+
+    def is_cut(spec: QuantSpec) -> bool:
+        return spec.is_packed and not (formats.get(spec.format).is_fp4 and spec.axis in (-1, 1))
+
+    return all(isinstance(q, QTensor | FallbackTensor) and not is_cut(strip_residual(q).spec) for q in operands)
 
 
 def sharded_matmul(
@@ -44,14 +50,15 @@ def sharded_matmul(
         function: (dtype, a, b) -> product. It must not close over arrays.
         static: hashable key of the function.
         dtype: dtype of the result.
-        a, b: (M, K) and (N, K), quantized or not. Without `is_unpacked_quantized` XLA partitions the product.
+        a, b: (M, K) and (N, K), quantized or not. Without `is_shardable` XLA partitions the product.
         out_spec: as in `fp8jax.ops.matmul.matmul.matmul`.
         kernel: as in `fp8jax.ops.dispatch.partition.run_partitioned`.
     """
-    if not is_unpacked_quantized(a, b) or 0 in (*a.shape, *b.shape):
+    if not is_shardable(a, b) or 0 in (*a.shape, *b.shape):
         return sharding.matmul_sharded(functools.partial(function, dtype), a, b, out_spec)
 
     def multiply_shard(dim_sharding: DimSharding, a: Any, b: Any) -> Array:
+        a, b = (dataclasses.replace(q, length=2 * q.codes.shape[1]) if _is_packed(q) else q for q in (a, b))
         out = jnp.dtype(jnp.bfloat16 if "k" in dim_sharding.axes else dtype)  # a np.dtype, so that jit caches hit
         with product_name_scope(strip_residual(a), b):  # XLA's partitioner traces this again
             return dim_sharding.psum(function(out, a, b), "k", "m n").astype(dtype)
@@ -74,7 +81,13 @@ def strip_residual(q: Any) -> Any:
     return q.base if isinstance(q, FallbackTensor) else q
 
 
-HOPPER, MICROSCALING, BLOCK_SIZE = 90, 100, 128
+def _is_packed(q: Any) -> bool:
+    return isinstance(q, QTensor) and q.spec.is_packed
+
+
+HOPPER, BLACKWELL, BLOCK_SIZE = 90, 100, 128
+# Groups of Blackwell's block-scaled formats, mxfp8 and nvfp4.
+MX_SIZE, NV_SIZE = 32, 16
 # GPUs of the Triton kernel: int8 matrix units and bf16, before Hopper.
 TRITON_CAPABILITIES = range(80, 90)
 
@@ -129,7 +142,7 @@ _K_MAJOR = (((1,), (1,)), ((), ()))
 KernelName = Literal["row", "block", "mx", "mx right", "int8"]
 
 
-def choose_kernel(a: Any, b: Any) -> tuple[Choice, KernelName | Literal["cublas", "native"] | None]:
+def choose_kernel(a: Any, b: Any) -> tuple[Choice, KernelName | Literal["cublas", "block_scaled"] | None]:
     """Return the choice on a CUDA GPU, and the kernel's name for `run` (None for the reference).
 
     With one scale per operand, our kernel and cuBLASLt are about equally fast (`experiments.bench gemm`). cuBLASLt can
@@ -137,6 +150,8 @@ def choose_kernel(a: Any, b: Any) -> tuple[Choice, KernelName | Literal["cublas"
     disabled (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false). Otherwise the kernel runs on Hopper, and the reference
     elsewhere. Row scales, group scales and int8 products use our kernels: XLA would need a second pass.
     """
+    if capability() >= BLACKWELL and is_block_scaled_pair(a, b):
+        return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own block scaling"), "block_scaled"
     kernel = find_kernel(a, b)
     if kernel == "int8":
         if (reason := unsupported_int8_reason(strip_residual(a), b)) is not None:
@@ -150,8 +165,6 @@ def choose_kernel(a: Any, b: Any) -> tuple[Choice, KernelName | Literal["cublas"
     cublas = fp8 and per_tensor and not e5m2 and capability() >= 89
     if cublas and _is_triton_gemm_off():
         return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
-    if capability() >= MICROSCALING and fp8 and _has_native_microscaling(a, b):
-        return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own microscaling"), "native"
     if (reason := _kernel_unsupported_reason(a, b)) is not None or kernel is None:
         remedy = f"; with XLA_FLAGS={_NO_TRITON_GEMM} cuBLASLt multiplies these codes" if cublas else ""
         return Choice("xla", f"not the kernel: {reason}{remedy}"), None
@@ -212,7 +225,7 @@ def _kernel_unsupported_reason(a: QTensor, b: QTensor) -> str | None:
 
 def contraction_length(q: QTensor) -> int:
     """Return the length along the contraction that shares a scale, or 0 if all of it does."""
-    if q.spec.granularity == "mx":
+    if q.spec.has_microscales:
         return q.spec.group_size or 0
     length = q.spec.block_shape(q.shape)[1]
     return 0 if blocks.is_whole_axis(length, q.shape[1]) else length
@@ -222,10 +235,11 @@ def find_kernel(a: Any, b: Any) -> KernelName | None:
     """Return the kernel for such scales, or None. `unsupported_reason` may still reject the operands."""
     if isinstance(a, FallbackTensor) or is_int8_blocks(a, b):
         return "int8"
-    micro = [q.spec.granularity == "mx" for q in (a, b)]
+    micro = [q.spec.has_microscales for q in (a, b)]
     if any(micro):
         mx_operand, other_operand = (a, b) if micro[0] else (b, a)
-        if all(micro) or mx_operand.spec.group_size != 32 or contraction_length(other_operand):
+        is_mx32 = (mx_operand.spec.granularity, mx_operand.spec.group_size) == ("mx", 32)
+        if all(micro) or not is_mx32 or contraction_length(other_operand):
             return None
         return "mx" if micro[0] else "mx right"
     sizes = {contraction_length(a), contraction_length(b)}
@@ -234,14 +248,22 @@ def find_kernel(a: Any, b: Any) -> KernelName | None:
     return "block" if sizes <= {0, 128} and _is_fp8_pair(a, b) else None
 
 
-def _has_native_microscaling(a: QTensor, b: QTensor) -> bool:
+def is_block_scaled_pair(a: Any, b: Any) -> bool:
+    """Return whether Blackwell's matrix units multiply the operands: mxfp8 by mxfp8, or nvfp4 by nvfp4.
+
+    FP8 codes under scales of tensors or rows count as mxfp8 with powers of 1. Outer scales are applied to the sums.
+    """
+    if not (isinstance(a, QTensor) and isinstance(b, QTensor)) or 0 in (*a.shape, *b.shape):
+        return False
+    if all(q.spec.is_block_scaled and formats.get(q.spec.format).is_fp4 for q in (a, b)):
+        return a.shape[1] % NV_SIZE == 0
     kinds = {q.spec.granularity for q in (a, b)}
-    fits = all(q.spec.granularity != "mx" or q.spec.group_size == 32 for q in (a, b))
-    return "mx" in kinds and kinds <= {"mx", "tensor", "token"} and fits and a.shape[1] % 32 == 0
+    fits = all(q.spec.granularity != "mx" or q.spec.group_size == MX_SIZE for q in (a, b)) and _is_fp8_pair(a, b)
+    return "mx" in kinds and kinds <= {"mx", "tensor", "token"} and fits and a.shape[1] % MX_SIZE == 0
 
 
 def run(
-    kernel_name: KernelName | Literal["cublas", "native"],
+    kernel_name: KernelName | Literal["cublas", "block_scaled"],
     exact: bool,
     fast: bool,
     dtype: DTypeLike,
@@ -253,8 +275,8 @@ def run(
 
     A sharded contraction is summed over devices. `out_spec` is the result's sharding on Explicit mesh axes, or None.
     """
-    if kernel_name == "native":
-        return _scaled_matmul(a, b).astype(dtype)
+    if kernel_name == "block_scaled":
+        return sharded_matmul(_block_scaled, kernel_name, jnp.dtype(dtype), a, b, out_spec)
     if kernel_name == "mx" and not exact and is_foldable(a):
         kernel_name, a = "row", fold_microscales(a)
     if kernel_name == "mx right" and not exact and is_foldable(b):
@@ -359,13 +381,28 @@ def _mx(a: QTensor, b: QTensor, dtype: DTypeLike) -> Array:
     )
 
 
-def _scaled_matmul(a: QTensor, b: QTensor) -> Array:
-    """Return the product in fp32 by the tensor cores' microscaling, followed by the outer scales."""
+def _block_scaled(dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
+    """Return the product of block-scaled codes by one call of cuDNN, followed by the outer scales.
 
-    def powers(q: QTensor) -> Array:
-        one = jnp.full((q.shape[0], q.shape[1] // 32), 127, jnp.uint8)
-        return lax.bitcast_convert_type(one if q.microscale is None else q.microscale, jnp.float8_e8m0fnu)[None]
+    The call rounds its fp32 sums to bf16 if the result is bf16. Outer scales then round once more.
+    """
+    out = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
+    (left, left_scales), (right, right_scales) = map(_block_scaled_operand, (a, b))
+    sums = jax.nn.scaled_matmul(left, right, left_scales, right_scales, preferred_element_type=out)[0]
+    if all(q.spec.outer_granularity == "none" for q in (a, b)):
+        return sums.astype(dtype)
+    return (sums.astype(jnp.float32) * (row_scales(a) * row_scales(b).T)).astype(dtype)
 
-    sums = jax.nn.scaled_matmul(
-        a.codes[None], b.codes[None], powers(a), powers(b), preferred_element_type=jnp.float32)[0]  # fmt: skip
-    return sums * row_scales(a) * row_scales(b).T
+
+def _block_scaled_operand(q: QTensor) -> tuple[Array, Array]:
+    """Return codes (1, rows, K) and scales (1, rows, K / size) in the dtypes of `jax.nn.scaled_matmul`."""
+    if formats.get(q.spec.format).is_fp4:
+        codes = lax.bitcast_convert_type(q.codes, jnp.float4_e2m1fn).reshape(q.codes.shape[0], -1)
+        scales, scale_dtype, size = q.microscale, jnp.float8_e4m3fn, NV_SIZE
+    else:
+        codes, scales, scale_dtype, size = q.codes, q.microscale, jnp.float8_e8m0fnu, MX_SIZE
+    count = (codes.shape[0], codes.shape[1] // size)
+    if scales is None:
+        scales = jnp.full(count, 127, jnp.uint8)  # powers of 1
+    scales = blocks.broadcast_blocks(scales, count, (NV_SIZE if q.spec.granularity == "nvblock" else 1, 1))
+    return codes[None], lax.bitcast_convert_type(jnp.broadcast_to(scales, count), scale_dtype)[None]

@@ -1,5 +1,6 @@
 """Products of quantized matrices. Both operands are contracted along their last axis, as 8-bit matrix units require."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from fp8jax.core import blocks, formats
+from fp8jax.core import blocks, encoding, formats
 from fp8jax.core.products import dot_general
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import TRANSPOSABLE
@@ -28,7 +29,8 @@ from fp8jax.ops.dispatch.choice import (
 from fp8jax.ops.matmul import hopper
 from fp8jax.ops.matmul.hopper import (
     contraction_length,
-    is_unpacked_quantized,
+    is_block_scaled_pair,
+    is_shardable,
     row_scales,
     sharded_matmul,
     strip_residual,
@@ -111,7 +113,7 @@ def matmul(
         kernel = functools.partial(
             sharded_matmul, dot_in_16_bits(transposed), (capability() >= _BF16_CAPABILITY, transposed)
         )
-    elif on_cuda() and is_unpacked_quantized(a, b):
+    elif on_cuda() and is_shardable(a, b):
         kernel = functools.partial(sharded_matmul, dense_reference, fast)
 
     def reference(a: Any, b: Operand) -> Array:
@@ -158,7 +160,8 @@ def _choose_kernel(a: Operand | FallbackTensor, b: Operand, impl: str, cuda: boo
         return Choice("xla", "asked for"), None
     reason = None if cuda else "it needs a CUDA GPU"
     left = strip_residual(a)
-    if not (isinstance(left, QTensor) and isinstance(b, QTensor) and has_matmul_codes(left) and has_matmul_codes(b)):
+    has_codes = isinstance(left, QTensor) and isinstance(b, QTensor) and has_matmul_codes(left) and has_matmul_codes(b)
+    if not has_codes and not is_block_scaled_pair(a, b):
         reason = reason or "an operand has no codes that matrix units take"
     elif reason is None:
         if impl == "auto":
@@ -196,10 +199,24 @@ def _dot_decoded(dtype: DTypeLike, a: Any, b: Any, transposed: bool = False) -> 
     def decode(x: Any) -> Array:
         return x.astype(jnp.bfloat16) if isinstance(x, Array) else x.dequantize(jnp.bfloat16)
 
+    if _are_block_scaled(a, b):
+        return _dot_block_scaled(dtype, a, b)
     if transposed and isinstance(b, QTensor) and b.spec.granularity in TRANSPOSABLE:
         # XLA cancels the two transpositions and reuses the decoded codes.
         return _dot_fp32_sums(decode(a), decode(transpose(b, impl="xla")).T, dtype)
     return _dot_fp32_sums(decode(a), decode(b), dtype)
+
+
+def _are_block_scaled(*operands: Any) -> bool:
+    return all(isinstance(q, QTensor) and q.spec.is_block_scaled for q in operands)
+
+
+def _dot_block_scaled(dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
+    """Return the product of mxfp8 or nvfp4 operands: codes times block scales are exact in bf16."""
+    left, right = (dataclasses.replace(q, scale=jnp.ones_like(q.scale)).dequantize(jnp.bfloat16) for q in (a, b))
+    if all(q.spec.outer_granularity == "none" for q in (a, b)):
+        return _dot_fp32_sums(left, right, dtype)
+    return (_dot_fp32_sums(left, right, jnp.float32) * (row_scales(a) * row_scales(b).T)).astype(dtype)
 
 
 def _dot_fp16(dtype: DTypeLike, a: Any, b: Any) -> Array:
@@ -247,6 +264,8 @@ def reference_matmul(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Ar
     if 0 in (*a.shape, *b.shape):
         # An empty matrix has no blocks, hence no scales.
         return mark_varying(lambda *_: jnp.zeros((a.shape[0], b.shape[0]), dtype))(a, b)
+    if _are_block_scaled(a, b):
+        return _dot_block_scaled(dtype, a, b)
     if not (isinstance(a, QTensor) and isinstance(b, QTensor) and has_matmul_codes(a) and has_matmul_codes(b)):
         wide = _dense_dtype(a, b)
         a, b = (x.dequantize(wide) if isinstance(x, QTensor) else x.astype(wide) for x in (a, b))
@@ -260,7 +279,7 @@ def reference_matmul(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Ar
 
 def has_matmul_codes(q: QTensor) -> bool:
     """Return whether matrix units support the codes directly."""
-    along = {"channel": 1, "token": 0, "group": 0, "mx": 0}.get(q.spec.granularity)
+    along = {"channel": 1, "token": 0, "group": 0, "mx": 0, "nv": 0}.get(q.spec.granularity)
     if along is not None and q.spec.axis % 2 == along:
         raise ValueError(
             f"{q.spec} along axis {q.spec.axis} has a scale for each index of the contraction, which no product of "
@@ -306,6 +325,8 @@ def _section_scales(q: QTensor, size: int, n_sections: int) -> Array:
     scale = blocks.broadcast_blocks(q.scale.astype(jnp.float32), q.shape, q.spec.block_shape(q.shape))
     scale = jnp.broadcast_to(scale, q.shape)
     if q.microscale is not None:
-        power = blocks.broadcast_blocks(formats.decode_e8m0(q.microscale), q.shape, q.spec.micro_shape(q.shape))
+        power = blocks.broadcast_blocks(
+            encoding.decode_microscales(q.microscale, q.spec), q.shape, q.spec.micro_shape(q.shape)
+        )
         scale = scale * power
     return jnp.pad(scale[:, ::size], ((0, 0), (0, n_sections - scale[:, ::size].shape[1])))[: shape[0]]

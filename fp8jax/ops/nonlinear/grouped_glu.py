@@ -185,7 +185,7 @@ def _kernel_operation(name: str, gate_up: Array, spec: QuantSpec | None, recipe:
     shares_codes = all(use == SAME for use in (linear.x_residual, linear.x_wgrad, linear.dy_wgrad))
     recomputes = context.spec is None or context.recompute_activations
     group = 16 if spec is None else spec.group_size or 16
-    if not (is_per_tensor and shares_codes and recomputes) or explicit_mesh(gate_up) is not None:
+    if not (is_per_tensor and shares_codes and recomputes) or linear.states or explicit_mesh(gate_up) is not None:
         return None
     if gate_up.shape[1] % (2 * math.lcm(group, 16)):
         return None

@@ -15,6 +15,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.autodiff.checkpointing import NORM, PRODUCT_AUX, with_checkpoint_name
+from fp8jax.ops.autodiff.observations import current_place, observe_codes
 from fp8jax.ops.autodiff.residuals import (
     NO_FACTS,
     ArrayFacts,
@@ -246,6 +247,9 @@ def normalize(
         recomputable, (x, scale, bias), residuals, y, returns_input=returns_input, name="a norm"
     )
     facts = fused_outputs.make_array_facts(context, recomputable, residuals, fused_output, consumer, out_scale, codes)
+    if context.spec is not None:
+        saved = statistics(value, eps, centered=True)[0] if centered else value
+        y = observe_codes(y, current_place("norm"), "context", saved, residuals.codes)
     y = derivatives.check_differentiable_dtypes("a norm", y, x, scale, bias)
     return y, passthrough, facts
 

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, derivatives, formats
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.scaling import Stateful, Threshold
+from fp8jax.ops.autodiff.observations import Observation, current_place, observe
 from fp8jax.ops.autodiff.residuals import NO_INPUT_FACTS, ArrayFacts, InputFacts
 from fp8jax.ops.dispatch.sharding import (
     OutSharding,
@@ -101,7 +102,8 @@ def dot_general(
         precision: None, or JAX's default in another spelling.
         preferred_element_type: dtype of the result; None takes that of `lhs`.
         recipe, key, out_sharding: as of `linear`.
-        quantized: result of `quantize_weight` for `rhs` as a matrix (inputs, outputs); without batch axes.
+        quantized: result of `quantize_weight` for `rhs` as a matrix (inputs, outputs), or as (batch, inputs, outputs)
+            with one batch axis.
         input_facts: facts about `lhs`, as `fp8jax.transform` has them: what it is made from, and its codes.
         bias: (outputs,) for all free axes of `rhs`, added in the dtype of `lhs`; without batch axes.
         step_weight: as of `recipe_dot`, in place of `quantized`.
@@ -132,14 +134,19 @@ def dot_general(
     if batch:
         if bias is not None:
             raise ValueError(f"a bias serves one product, not one for each of the batch axes {lhs_batch}")
-        if quantized is not None or step_weight.dgrad_codes is not None:
+        if quantized is None and step_weight.forward_codes is not None and step_weight.dgrad_codes is not None:
+            quantized = QuantizedWeight(step_weight.forward_codes, step_weight.dgrad_codes)
+        if quantized is not None and (len(batch) > 1 or quantized.dgrad.codes.ndim != 3):
             raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
         keys = None if key is None else reshard(jax.random.split(key, x.shape[0]), spec_of(x)[:1], x)
         batched_spec = (merge_spec(out_spec, (len(batch), len(tokens), len(outputs))) or (None,))[1:] or None
-        each = StepWeight(layout_policy=step_weight.layout_policy)
-        y = jax.vmap(
-            lambda x, w, key: recipe_dot(Input(x), w, linear_recipe, key, step_weight=each, out_spec=batched_spec)
-        )(x, w, keys)
+        layout_policy = step_weight.layout_policy
+
+        def multiply(x: Array, w: Array, key: Array | None, quantized: QuantizedWeight | None) -> Any:
+            codes = StepWeight.from_codes(quantized, layout_policy)
+            return recipe_dot(Input(x), w, linear_recipe, key, step_weight=codes, out_spec=batched_spec)
+
+        y = jax.vmap(multiply)(x, w, keys, quantized)
     else:
         # Products share the codes of an array, whatever axes they contract. So they must all contract the last axes.
         is_shareable = list(lhs_contract) == list(range(len(tokens), lhs.ndim))
@@ -359,7 +366,9 @@ def require_stateless(recipe: Recipe | Linear | str) -> Linear:
     for operand, strategy in linear_recipe.states.items():
         if strategy.collects_stats:
             kind = linear_recipe.scaling_name(operand)
-            raise ValueError(f"{kind} scaling has a state: call fp8jax.scaled_linear, or take scaling='current'")
+            raise ValueError(
+                f"{kind} scaling has a state: call fp8jax.scaled_linear or scaled_ragged_dot, or take scaling='current'"
+            )
     return linear_recipe
 
 
@@ -397,7 +406,7 @@ def init_scaling(recipe: Recipe | Linear | str, w: Array | None = None) -> Scali
         ValueError: the recipe's scaling has no state.
     """
     state = ScalingState()
-    for operand, strategy in _stateful_strategies(recipe).items():
+    for operand, strategy in stateful_strategies(recipe).items():
         state = state._replace(**{operand: strategy.init(w if operand == "w" else None)})
     return state
 
@@ -438,7 +447,7 @@ def scaled_linear(
     Raises:
         ValueError: shapes do not match, the recipe's scaling has no state, or a slot or a key is missing.
     """
-    strategies, linear_recipe, matrix = _stateful_strategies(recipe), linear_part(recipe), flatten_tokens(x, w)
+    strategies, linear_recipe, matrix = stateful_strategies(recipe), linear_part(recipe), flatten_tokens(x, w)
     values = dict(zip(("x", "w"), lax.stop_gradient((matrix, w)), strict=True))
     state = lax.stop_gradient(state)
     scales: Scales | None = None
@@ -450,14 +459,14 @@ def scaled_linear(
             raise ValueError(
                 f"{linear_recipe.scaling} scaling observes gradients: give scaled_linear amax_slot=jnp.zeros([])"
             )
-        dy_amax = strategies["dy"].expected_amax(_operand_state(state, "dy"))
+        dy_amax = strategies["dy"].expected_amax(operand_state(state, "dy"))
         scales = (scales or Scales())._replace(dy_amax=dy_amax, amax_slot=amax_slot)
     step_weight = step_weight if quantized is None else StepWeight.from_codes(quantized)
     out_spec = output_spec(x, w, out_sharding)
     stats: dict[str, Array] = {}
     threshold, x_source = strategies.get("x"), None
     if isinstance(threshold, Threshold):
-        x_source = fallback_input_source(matrix, linear_recipe, key, _operand_state(state, "x"), input_facts)
+        x_source = fallback_input_source(matrix, linear_recipe, key, operand_state(state, "x"), input_facts)
     y = recipe_dot(
         Input(matrix, x, input_facts=input_facts),
         w,
@@ -470,9 +479,11 @@ def scaled_linear(
         bias=bias,
     )
     if isinstance(threshold, Threshold) and x_source is not None:
+        place = current_place(f"linear {'x'.join(map(str, w.shape))}")
+        y = observe(y, place, "x", Observation({}, {"fallback_threshold": operand_state(state, "x")}))
         stats["x"] = threshold.count_fallbacks(x_source.fallback_tensor.fallback_mask)
     stats |= {
-        n: strategies[n].collect_stats(_operand_state(state, n), values[n])
+        n: strategies[n].collect_stats(operand_state(state, n), values[n])
         for n in values
         if collects_stats(linear_recipe, n) and n not in stats
     }
@@ -490,7 +501,7 @@ def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str
     linear_recipe = linear_part(recipe)
     return (
         _scale("w", lax.stop_gradient(w), lax.stop_gradient(state), linear_recipe)
-        if "w" in _stateful_strategies(recipe)
+        if "w" in stateful_strategies(recipe)
         else None
     )
 
@@ -504,14 +515,13 @@ def update_scaling(state: ScalingState, stats: ScalingStats, recipe: Recipe | Li
         recipe: a recipe with a stateful scaling.
     """
     new = {}
-    for operand, strategy in _stateful_strategies(recipe).items():
-        operand_state, operand_stats = _operand_state(state, operand), getattr(stats, operand)
+    for operand, strategy in stateful_strategies(recipe).items():
+        new[operand], operand_stats = operand_state(state, operand), getattr(stats, operand)
         if strategy.collects_stats:
             update = strategy.update
             for _ in range(jnp.ndim(operand_stats) - len(strategy.stats_shape)):
                 update = jax.vmap(update)
-            operand_state = update(operand_state, operand_stats)
-        new[operand] = operand_state
+            new[operand] = update(new[operand], operand_stats)
     return ScalingState(**new)
 
 
@@ -524,17 +534,17 @@ def collects_stats(linear_recipe: Linear, operand: str) -> bool:
 def _scale(name: str, value: Array, state: ScalingState, linear_recipe: Linear) -> Array:
     spec = linear_recipe.spec(name)
     assert spec is not None
-    return linear_recipe.states[name].scale(_operand_state(state, name), value, formats.get(spec.format))
+    return linear_recipe.states[name].scale(operand_state(state, name), value, formats.get(spec.format))
 
 
-def _operand_state(state: ScalingState, operand: str) -> Array:
+def operand_state(state: ScalingState, operand: str) -> Array:
     value = getattr(state, operand)
     if value is None:
         raise ValueError(f"the scaling of {operand} keeps a state, and none is given: take that of init_scaling")
     return value
 
 
-def _stateful_strategies(recipe: Recipe | Linear | str) -> dict[str, Stateful]:
+def stateful_strategies(recipe: Recipe | Linear | str) -> dict[str, Stateful]:
     linear_recipe = linear_part(recipe)
     if not linear_recipe.states:
         raise ValueError(

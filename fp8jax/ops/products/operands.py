@@ -7,7 +7,7 @@ have one contract:
     residual = source.residual(matrix, operand, side)   # what is saved for the backward pass
     operand = residual.operand(side, cotangent_facts)   # codes for the backward product, from the residual alone
 
-`cotangent_facts` are the facts about the gradient of an input. `residual.token_scale` is the scale of its codes, one or
+`cotangent_facts` are the facts about the gradient of an input. `residual.codes_scale` is the scale of its codes, one or
 one per token, if the scales of the gradient may be chosen to go with it, else None.
 
 | source | its codes | its residual |
@@ -59,6 +59,7 @@ from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.quantization import fallback, fused_outputs, microscaling
 from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.quantize import quantize, transpose
+from fp8jax.ops.quantization.rotation import rotate_rows
 
 # What a forward product reads.
 ForwardOperand = Operand | FallbackTensor
@@ -76,6 +77,8 @@ class Side(NamedTuple):
         strategy: of per-tensor scales, as of `fp8jax.ops.quantization.quantize.quantize`.
         shares_token_scales: whether the operand of the backward product has the scales per token of both operands
             (`fp8jax.ops.quantization.microscaling`).
+        rotation: length of the transformation of the operand of the backward product along its contraction
+            (`fp8jax.ops.quantization.rotation`), or None.
     """
 
     forward: QuantSpec | None
@@ -84,19 +87,25 @@ class Side(NamedTuple):
     transposed: bool
     strategy: Scaling
     shares_token_scales: bool = False
+    rotation: int | None = None
 
     @property
     def is_per_tensor(self) -> bool:
         """Whether both products use one scale per tensor, which is saved."""
         spec = self.forward
-        return spec is not None and spec == self.backward and spec.granularity == "tensor"
+        is_same = spec is not None and spec == self.backward and self.rotation is None
+        return is_same and spec.granularity == "tensor"  # type: ignore[union-attr]
 
 
 def input_side(recipe: Linear) -> Side:
     """The side of the input x (tokens, inputs), which wgrad reads transposed."""
     specs = recipe.spec("x"), recipe.spec("x_wgrad"), recipe.spec("x_residual")
     return Side(
-        *specs, transposed=False, strategy=recipe.stateless_scaling("x"), shares_token_scales=recipe.shares_token_scales
+        *specs,
+        transposed=False,
+        strategy=recipe.stateless_scaling("x"),
+        shares_token_scales=recipe.shares_token_scales,
+        rotation=recipe.rotation,
     )
 
 
@@ -120,17 +129,17 @@ class ArrayResidual:
     values: Array
     scale: Array | None
     is_scale_clamped: bool
-    token_scale = None
+    codes_scale = None
 
     def __str__(self) -> str:
         return f"the input itself in {self.values.dtype}, since the recipe saves no codes"
 
     def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
         return encode(
-            self.values,
+            rotate_rows(self.values, side.rotation),
             side.backward,
             side.strategy,
-            scale=self.scale,
+            scale=None if side.rotation else self.scale,
             is_scale_clamped=self.is_scale_clamped,
             transposed=True,
         )
@@ -147,7 +156,7 @@ class CodesResidual:
         return f"codes, {self.codes.spec}"
 
     @property
-    def token_scale(self) -> Array:
+    def codes_scale(self) -> Array:
         return self.codes.scale
 
     def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
@@ -158,11 +167,11 @@ class CodesResidual:
             return microscaling.rescale_rows_pow2(codes, cotangent_facts.codes)
         if spec is None:
             return codes.dequantize(jnp.bfloat16).T
-        if spec == codes.spec and spec.granularity in TRANSPOSABLE:
+        if spec == codes.spec and spec.granularity in TRANSPOSABLE and side.rotation is None:
             return transpose(codes)
         # Without the barrier XLA decodes the codes once for both products, and keeps the fp32 values.
         codes = from_bytes(lax.optimization_barrier(self.codes))
-        return encode(codes.dequantize(), spec, side.strategy, transposed=True)
+        return encode(rotate_rows(codes.dequantize(), side.rotation), spec, side.strategy, transposed=True)
 
 
 @functools.partial(
@@ -177,7 +186,7 @@ class RecomputeResidual:
     scale: Array | None
     shape: tuple[int, int]
     dtype: DTypeLike
-    token_scale = None
+    codes_scale = None
 
     def __str__(self) -> str:
         return "nothing; the operation before makes it again"
@@ -186,10 +195,13 @@ class RecomputeResidual:
         assert cotangent_facts is not None
         array, fused_output, cotangent_facts.predicted = self.operation.recompute(self.residuals, cotangent_facts)
         matrix = reshape_to_matrix(array.astype(self.dtype), *self.shape)
-        scale = self.scale if side.backward == side.residual else None
+        scale = self.scale if side.backward == side.residual and side.rotation is None else None
         fused_output = (
-            None if fused_output is None or array.shape[-1] != matrix.shape[-1] else fused_output.cast(self.dtype)
+            None
+            if fused_output is None or array.shape[-1] != matrix.shape[-1] or side.rotation
+            else fused_output.cast(self.dtype)
         )
+        matrix = rotate_rows(matrix, side.rotation)
         operand: Operand
         if side.shares_token_scales:
             assert self.scale is not None

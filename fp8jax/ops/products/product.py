@@ -24,6 +24,7 @@ from fp8jax.core.blocks import expand_to_rank
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.ops.autodiff.checkpointing import PRODUCT
+from fp8jax.ops.autodiff.observations import Place, current_place, observe_codes
 from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, CotangentFacts, GradientFacts, current_gradient_facts
 from fp8jax.ops.dispatch.choice import cast_varying_over, match_varying_axes, record_residual, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, OutSharding, merge_spec, product_sharding, reshape
@@ -43,6 +44,7 @@ from fp8jax.ops.products.weights import NO_CODES, FrozenSource, FrozenWeight, La
 from fp8jax.ops.quantization import fused_outputs, microscaling
 from fp8jax.ops.quantization.fused_reference import column_sums
 from fp8jax.ops.quantization.quantize import PackedMatrix, concatenate_packed, quantize_and_sum, split_weight
+from fp8jax.ops.quantization.rotation import rotate_rows
 
 
 class CotangentOperands(NamedTuple):
@@ -67,7 +69,7 @@ def encode_cotangent(
     scale: Array | None,
     facts: ArrayFacts,
     shares_token_scales: bool,
-    x_token_scale: Array | None,
+    x_codes_scale: Array | None,
     with_sums: bool,
 ) -> CotangentOperands:
     """The operands of dgrad and wgrad, in one pass over the gradient if the formats allow it.
@@ -80,22 +82,31 @@ def encode_cotangent(
         facts: what is known about `dy`.
         shares_token_scales: whether its scales go with those of the input's tokens
             (`fp8jax.ops.quantization.microscaling`).
-        x_token_scale: scale of the input's codes, one or one per token; None if it is unknown.
+        x_codes_scale: scale of the input's codes, one or one per token; None if it is unknown.
         with_sums: whether to compute the gradient of a bias.
     """
     fused_output = facts.fused_output
     row_spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")
     operands: tuple[Operand, Operand]
-    if row_spec is None or column_spec is None or row_spec.is_folded or column_spec.is_folded:
+    if row_spec is None or column_spec is None or row_spec.is_folded or column_spec.is_folded or recipe.rotation:
         dy = concatenate_packed(dy)
         if shares_token_scales and row_spec is not None and row_spec.is_folded:
-            operands = microscaling.gradient_operands(dy, row_spec, x_token_scale, fused_output)
+            operands = microscaling.gradient_operands(dy, row_spec, x_codes_scale, fused_output)
             return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
         keys = (None, None) if key is None else jax.random.split(key)
-        operands = (
-            encode(dy, row_spec, strategy, key=keys[0], scale=scale, fused_output=fused_output),
-            encode(dy, column_spec, strategy, key=keys[1], scale=scale, transposed=True, fused_output=fused_output),
+        rows = encode(dy, row_spec, strategy, key=keys[0], scale=scale, fused_output=fused_output)
+        if recipe.rotation:
+            scale = fused_output = None  # they are of `dy` itself
+        columns = encode(
+            rotate_rows(dy, recipe.rotation),
+            column_spec,
+            strategy,
+            key=keys[1],
+            scale=scale,
+            transposed=True,
+            fused_output=fused_output,
         )
+        operands = rows, columns
         return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
     transposed = SAME if recipe.dy_wgrad == SAME else column_spec
     (row_codes, column_codes), sums_over_tokens = quantize_and_sum(
@@ -151,6 +162,7 @@ class ProductConfig(NamedTuple):
         gradient_facts: what earlier operations of the backward pass attached to the gradients that they returned.
         name: of the product, for error messages.
         split_sizes: widths of the arrays into which the result is split along its last axis; None for one array.
+        place: where its operands are observed, or None.
     """
 
     recipe: Linear
@@ -158,6 +170,7 @@ class ProductConfig(NamedTuple):
     gradient_facts: GradientFacts
     name: str
     split_sizes: tuple[int, ...] | None
+    place: Place | None
 
 
 class Operands(NamedTuple):
@@ -258,6 +271,7 @@ def recipe_dot(
         gradient_facts=current_gradient_facts(),
         name=name,
         split_sizes=split_sizes,
+        place=current_place(f"linear {'x'.join(map(str, w.shape))}"),
     )
     operands = Operands(
         x=value,
@@ -281,6 +295,7 @@ def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: OutSharding) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(config: ProductConfig, operands: Operands) -> Any:
+    """The product of two quantized operands, whose gradients are quantized products, too."""
     return _forward(config, operands)[0]
 
 
@@ -322,6 +337,9 @@ def _forward(config: ProductConfig, operands: Operands) -> tuple[Any, Residuals]
     )
 
     ys = _matmuls(config, operands.x, operands.bias, x_operand, w_operand)
+    ys[0] = observe_codes(ys[0], config.place, "x", x, x_operand)
+    if w is not None:
+        ys[0] = observe_codes(ys[0], config.place, "w", w, w_operand, transposed=True)
     if guard is not None:
         ys = derivatives.differentiable_once(config.name, ys, guard)
     return ys[0] if config.split_sizes is None else tuple(ys), residuals
@@ -392,7 +410,7 @@ def _gradients(
             scale=dy_scale,
             facts=dy_facts,
             shares_token_scales=x_side.shares_token_scales,
-            x_token_scale=residuals.x.token_scale,
+            x_codes_scale=residuals.x.codes_scale,
             with_sums=bias_kind is not None,
         )
 
@@ -419,11 +437,15 @@ def _gradients(
             dtype=w_kind.dtype,
             fast="wgrad" in recipe.fast_accumulation,
             out_spec=w_kind.spec,
-            transposed=recipe.dy_wgrad == SAME,
+            transposed=recipe.dy_wgrad == SAME and recipe.rotation is None,
         )
         if isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
             # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
             dx, dw = lax.optimization_barrier((dx, dw))
+        is_row_operand = isinstance(dy_rows, QTensor)
+        dw = observe_codes(
+            dw, config.place, "dy", dy, dy_rows if is_row_operand else dy_columns, transposed=not is_row_operand
+        )
 
     operand_cotangents = Operands(
         x=dx,
@@ -446,16 +468,26 @@ def _scale_of_dy(
         ValueError: the slot of the amax does not vary over the mesh axes of `dy`.
     """
     expected, slot = (None, None) if scales is None else (scales.dy_amax, scales.amax_slot)
+    check_slot_varies(slot, dy)
+    if expected is None:
+        return dy, dy_facts.scale_for(recipe.spec("dy"), recipe.spec("dy_wgrad")), None
+    matrix = concatenate_packed(dy)
+    amax = scaling.compute_amax(matrix)
+    return matrix, expected_scale(recipe, expected, amax), amax
+
+
+def check_slot_varies(slot: Array | None, dy: Any) -> None:
+    """Raise ValueError if the slot of an amax does not vary over the mesh axes of `dy`."""
     if slot is not None and (axes := varying_axes(dy) - varying_axes(slot)):
         raise ValueError(
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the amax_slot of its scaling does not: JAX "
             f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
         )
+
+
+def expected_scale(recipe: Linear, expected: Array, amax: Array) -> Array:
+    """Return the scale of the output's gradient from its expected amax, or from its own where that is 0."""
     spec = recipe.spec("dy")
-    if expected is None:
-        return dy, dy_facts.scale_for(spec, recipe.spec("dy_wgrad")), None
     assert spec is not None
-    matrix = concatenate_packed(dy)
-    amax = scaling.compute_amax(matrix)
     amax_for_scale = jnp.where(expected > 0, expected, recipe.strategy("dy").reduce_amax(amax))
-    return matrix, scaling.to_scale(amax_for_scale, formats.get(spec.format)), amax
+    return scaling.to_scale(amax_for_scale, formats.get(spec.format))

@@ -153,15 +153,30 @@ class FrozenSource:
     """The source of a frozen weight, and its residual.
 
     Attributes:
-        codes: as bytes, (outputs, inputs); (inputs, outputs) if `transposed`.
+        codes: as bytes, (outputs, inputs), or a stack of such; (inputs, outputs) if `transposed`.
     """
 
     codes: QTensor
     transposed: bool = dataclasses.field(default=False, metadata={"static": True})
-    token_scale = None
+    codes_scale = None
 
     def forward(self, matrix: Array | None, side: Side) -> ForwardOperand:
-        return transpose(from_bytes(self.codes)) if self.transposed else from_bytes(self.codes)
+        return self._transpose_codes() if self.transposed else from_bytes(self.codes)
+
+    def _transpose_codes(self) -> QTensor:
+        q = self.codes
+        if q.codes.ndim == 2:
+            return transpose(from_bytes(q))
+        # As bytes: XLA for CPUs without optimization returned wrong values for transposed FP8 constants.
+        codes, scale = (jnp.swapaxes(x, 1, 2) for x in (q.codes, q.scale))
+        return from_bytes(dataclasses.replace(q, codes=codes, scale=scale))
+
+    def dgrad_codes(self) -> Operand:
+        """Matrices (groups, inputs, outputs) of a stack. Codes that do not serve dgrad are decoded to 16 bits."""
+        spec = self.codes.spec
+        if spec.granularity in TRANSPOSABLE and not spec.expand:
+            return from_bytes(self.codes) if self.transposed else self._transpose_codes()
+        return jnp.swapaxes(jax.vmap(lambda q: from_bytes(q).dequantize(jnp.bfloat16))(self.codes), 1, 2)
 
     def residual(self, matrix: Array | None, operand: ForwardOperand, side: Side) -> "FrozenSource":
         return self
@@ -234,7 +249,7 @@ class StepWeight:
     transposed: bool = False
     is_scale_clamped: bool = False
     layout_policy: LayoutPolicy = LayoutPolicy.EACH_WHEN_READ
-    token_scale = None
+    codes_scale = None
 
     @classmethod
     def from_codes(

@@ -118,7 +118,9 @@ def quantize(
 def _activation(operation: Any) -> Callable[[Array], Array]:
     from pallas_kernels.nonlinear import operations_triton
 
-    return ACTIVATIONS.get(operations_triton.ACTIVATIONS[operation.activation], lambda x: x)
+    if operation.activation == operations_triton.IDENTITY:
+        return lambda x: x
+    return ACTIVATIONS[operations_triton.ACTIVATIONS[operation.activation]]
 
 
 def column_sums(x: Array) -> Array:

@@ -8,7 +8,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, encoding, formats, noise, scaling
@@ -18,6 +18,7 @@ from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.matmul.grouped import UnpaddedRows
 from fp8jax.ops.matmul.matmul import Operand
+from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.microscaling import fold_rows
 from fp8jax.ops.quantization.quantize import quantize, transpose
 
@@ -69,7 +70,14 @@ class BlockTransposer:
 
 
 def quantize_rows(
-    x: Array, spec: QuantSpec, strategy: Scaling, tokens: PaddedTokens, key: Array | None = None
+    x: Array,
+    spec: QuantSpec,
+    strategy: Scaling,
+    tokens: PaddedTokens,
+    key: Array | None = None,
+    *,
+    scale: Array | None = None,
+    axes: tuple[str, ...] = (),
 ) -> QTensor:
     """Quantize a matrix that a product contracts along its columns.
 
@@ -79,6 +87,8 @@ def quantize_rows(
         strategy: stateless scaling for per-tensor scales.
         tokens: the groups of rows.
         key: PRNG key, used if the spec rounds stochastically.
+        scale: fp32 (groups,), given for granularity "tensor" without expansion; None computes it from `x`.
+        axes: mesh axes of `jax.shard_map` whose devices share the scale of a group.
 
     Returns:
         QTensor (rows, n) with scales per row: granularity "tensor" becomes "token", and "block" becomes "group".
@@ -91,12 +101,15 @@ def quantize_rows(
         spec_by_row = dataclasses.replace(spec, granularity=granularity)
         return _first(quantize(x, spec_by_row, strategy=strategy, key=key if spec.rounding == "stochastic" else None))
     fmt, size = formats.get(spec.format), spec.group_size or 1
-    row_amax = _block_amax(x, (1, x.shape[1]))
     if spec.granularity == "block":
-        block_amax = _block_amax(x, (1, size))
-        block_amax = tokens.take_blocks(tokens.reduce_blocks(block_amax, size), size)
+        block_amax = tokens.take_blocks(_padded_block_amax(x, size, tokens), size)
         return _quantize_with_scale(x, spec, size, scaling.to_scale(block_amax, fmt), key)
-    group_amax = tokens.take_groups(group_maxima(row_amax, tokens))
+    if spec.granularity == "tensor" and scale is not None:
+        row_scale = tokens.take_groups(scale[:, None])
+        return _quantize_with_scale(x, spec, None, jnp.where(row_scale > 0, row_scale, 1), key)
+    row_amax = _block_amax(x, (1, x.shape[1]))
+    group_amax = group_maxima(row_amax, tokens)
+    group_amax = tokens.take_groups(lax.pmax(group_amax, axes) if axes else group_amax)
     if spec.granularity == "tensor":
         return _quantize_with_scale(x, spec, None, scaling.to_scale(strategy.reduce_amax(group_amax), fmt), key)
     outer_scale = scaling.to_scale(group_amax, fmt)
@@ -104,6 +117,44 @@ def quantize_rows(
         return _quantize_with_scale(x, spec, None, scaling.pow2_scale(row_amax, outer_scale, fmt), key)
     block_amax = _block_amax(x, (1, size))
     return _quantize_with_scale(x, spec, size, _two_level_scale(block_amax, outer_scale, spec), key)
+
+
+class FallbackRows(NamedTuple):
+    """Result of `quantize_fallback_rows`.
+
+    Attributes:
+        fallback_tensor: (rows, n), with scales and a mask per row and `spec.group_size` columns.
+        counts: fp32 (groups, 2), of each group the blocks that fall back, and all blocks.
+    """
+
+    fallback_tensor: FallbackTensor
+    counts: Array
+
+
+def quantize_fallback_rows(x: Array, spec: QuantSpec, thresholds: Array, tokens: PaddedTokens) -> FallbackRows:
+    """Quantize a matrix to int8 blocks within each group, as `fp8jax.ops.quantization.fallback.quantize`.
+
+    Args:
+        x, tokens: as in `quantize_rows`.
+        spec: int8 of granularity "block".
+        thresholds: fp32 (groups,). Blocks with a larger amax fall back.
+    """
+    assert spec.group_size is not None
+    size, unit = spec.group_size, tokens.alignment
+    base = quantize_rows(x, spec, scaling.Current(), tokens)
+    block_thresholds = tokens.spread_groups(thresholds[:, None], size, fill_value=jnp.inf)
+    # A block with NaN or Inf does not fall back. Its scale is NaN.
+    is_finite = ~jnp.isnan(tokens.reduce_blocks(base.scale, size))
+    is_fallback = is_finite & (_padded_block_amax(x, size, tokens) > block_thresholds)
+    mask = tokens.take_blocks(is_fallback, size)
+    element_mask = blocks.broadcast_blocks(mask, x.shape, (1, size))
+    remainder = jnp.where(element_mask, x.astype(jnp.float32) - base.dequantize(), 0)
+    residual = quantize_rows(remainder, spec, scaling.Current(), tokens)
+    is_used = tokens.rows[::size] < tokens.num_rows
+    block_counts = jnp.stack([jnp.sum(is_fallback, 1), is_used * is_fallback.shape[1]], 1).astype(jnp.float32)
+    counts = jnp.zeros((tokens.num_groups + 1, 2), jnp.float32)
+    counts = counts.at[jnp.repeat(tokens.block_groups, unit // size)].add(block_counts, indices_are_sorted=True)
+    return FallbackRows(FallbackTensor(base, residual, mask), counts[:-1])
 
 
 def transpose_rows(q: QTensor, spec: QuantSpec, tokens: PaddedTokens) -> TokenColumns:
@@ -126,6 +177,7 @@ def quantize_columns(
     tokens: PaddedTokens,
     key: Array | None = None,
     *,
+    scale: Array | None = None,
     dtype: DTypeLike | None = None,
 ) -> TokenColumns:
     """Quantize the transpose of a matrix, which a product contracts along its rows, within each group.
@@ -134,7 +186,7 @@ def quantize_columns(
         x: floating array (rows, n), or codes of `quantize_rows`, which are decoded.
         spec: of the transposed matrix, without expansion. Its groups and tokens run along the rows of `x`. None gives
             the array itself.
-        strategy, tokens, key: as in `quantize_rows`.
+        strategy, tokens, key, scale: as in `quantize_rows`.
         dtype: of decoded values; None is fp32.
     """
     dtype = jnp.float32 if dtype is None else dtype
@@ -147,7 +199,7 @@ def quantize_columns(
     if spec is None:
         return TokenColumns(UnpaddedRows(x))
     if spec.granularity == "tensor":
-        return transpose_rows(quantize_rows(x, spec, strategy, tokens, key), spec, tokens)
+        return transpose_rows(quantize_rows(x, spec, strategy, tokens, key, scale=scale), spec, tokens)
     padded, key = tokens.pad(x), key if spec.rounding == "stochastic" else None
     if spec.granularity in ("group", "block"):
         columns = quantize(padded, None, spec, key=key)[1]
@@ -171,13 +223,18 @@ def quantize_columns(
     return TokenColumns(_unscaled(q.codes, spec), channel_scale=channel_scale)
 
 
+def amax_per_group(x: Array, tokens: PaddedTokens) -> Array:
+    """Return the largest finite magnitude of each group's rows of a matrix (rows, n), fp32 (groups,)."""
+    return group_maxima(_block_amax(x, (1, x.shape[1])), tokens)[:, 0]
+
+
 def group_maxima(values: Array, tokens: PaddedTokens) -> Array:
     """The maxima over each group of fp32 numbers >= 0 for each row, (rows, n) to (groups, n); NaN if one is NaN."""
     return tokens.reduce_groups(tokens.reduce_blocks(values, tokens.alignment))
 
 
 def alignment(*specs: QuantSpec | None) -> int:
-    """The alignment of groups in a token axis that blocks of these specs divide."""
+    """The multiple of tokens to which each group is padded, so that no block of these specs spans two groups."""
     return math.lcm(ALIGNMENT, *(spec.group_size for spec in specs if spec is not None and spec.group_size is not None))
 
 
@@ -196,6 +253,11 @@ def _block_amax(x: Array, size: tuple[int, int]) -> Array:
     where = formats.where if x.dtype == jnp.float32 else jnp.where
     magnitudes = where(jnp.isfinite(x), jnp.abs(x), 0.0)
     return blocks.reduce(magnitudes, size, jnp.max, 0.0).astype(jnp.float32)
+
+
+def _padded_block_amax(x: Array, size: int, tokens: PaddedTokens) -> Array:
+    """Return the largest finite magnitudes of blocks of `size` places and columns, (length / size, columns / size)."""
+    return tokens.reduce_blocks(_block_amax(x, (1, size)), size)
 
 
 def _two_level_scale(amax: Array, outer_scale: Array, spec: QuantSpec) -> Array:

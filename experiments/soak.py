@@ -1,0 +1,403 @@
+"""What a training run survives: `python -m experiments.soak --kills 50 --steps 10000`.
+
+Small runs of `experiments.train` are killed, stopped, starved of disk space and started twice. Each is started again
+until it is done. Its last checkpoint must then have the bits of a run that was left alone. A table is printed;
+`--results FOLDER` also writes it to FOLDER/cpu/soak.json. The exit code is 1 if a case fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import random
+import re
+import resource
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from experiments.errors import BusyError, DiskError
+from experiments.results import record
+from experiments.results.report import table
+from experiments.train.checkpoint import Checkpoints, digest
+from experiments.train.hosts import GONE
+
+RECIPE, STEPS, CHECKPOINT_EVERY = "coat_optimizer", 40, 5
+MODEL = (
+    "--layers", "1", "--dim", "64", "--heads", "4", "--kv-heads", "2", "--mlp-dim", "128", "--seq-len", "32", "--batch",
+    "8", "--eval-batches", "2", "--eval-every", "20", "--sample-tokens", "0", "--recipe", RECIPE, "--steps", str(STEPS),
+    "--checkpoint-every", str(CHECKPOINT_EVERY),
+)  # fmt: skip
+# Kills of one run; after them it comes to its end.
+KILLS_PER_RUN = 3
+# Where a kill comes. Each fifth one is a stop, after which the process goes on.
+MOMENTS = ("compilation", "steps", "checkpoint")
+# Seconds in which something must happen, and between two looks whether it has.
+PATIENCE, PAUSE = 900, 0.002
+# Most bytes that a step may leave in memory: the log keeps a row of each.
+GROWTH = 4096
+# The training program with a clock that is a day behind.
+LATE_CLOCK = """
+import runpy, time
+now, now_ns = time.time, time.time_ns
+time.time, time.time_ns = lambda: now() - 86400, lambda: now_ns() - 86400 * 10**9
+runpy.run_module("experiments.train", run_name="__main__", alter_sys=True)
+"""
+
+
+class Case(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        name: what was done.
+        count: how many times.
+        failure: what went wrong, or "".
+        detail: where kills came, or what was measured.
+    """
+
+    name: str
+    count: int
+    failure: str
+    detail: str = ""
+
+
+class SoakError(Exception):
+    """A process did what it must not do. The message says what."""
+
+
+class Layout(NamedTuple):
+    """The numbers of a run's processes, and of the devices of each."""
+
+    processes: int = 1
+    devices: int = 1
+
+
+ONE = Layout()
+
+
+class Soak:
+    """Runs of the training program in one folder.
+
+    Args:
+        folder: of the text and the runs.
+        seed: of the moments of kills.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.random = folder, random.Random(seed)
+        self._expected: dict[Layout, dict[str, str]] = {}
+        self._logs: dict[int, Path] = {}
+        (folder / "text").mkdir()
+        for i in range(4):
+            words = " ".join(f"w{(i * 37 + j * j) % 101}" for j in range(1500))
+            (folder / "text" / f"{i}.txt").write_text(f"document {i}\n{words}\n")
+
+    def start(
+        self, run: str, *options: str, layout: Layout = ONE, program: Sequence[str] = ("-m", "experiments.train"),
+        **popen: Any,
+    ) -> list[subprocess.Popen[str]]:  # fmt: skip
+        """Starts the processes of a run.
+
+        Args:
+            run: its name.
+            options: of the training program, besides those of all runs.
+            layout: of its processes.
+            program: what Python runs.
+            popen: arguments of `subprocess.Popen`.
+        """
+        flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+        # Most of the time goes into starts: programs are compiled without optimization.
+        flags += f" --xla_backend_optimization_level=0 --xla_force_host_platform_device_count={layout.devices}"
+        env = os.environ | {"XLA_FLAGS": flags}
+        env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(record.ROOT), "JAX_LOG_COMPILES": "1"}
+        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        command = [sys.executable, "-u", *program, *MODEL, "--run", run, "--out", str(self.folder)]
+        command += [
+            "--data",
+            str(self.folder / "text"),
+            "--mesh",
+            f"fsdp={layout.processes * layout.devices}",
+            *options,
+        ]
+        shared = ["--coordinator", f"localhost:{_free_port()}", "--process-count", str(layout.processes)]
+        own = [[*shared, "--process-id", str(i)] if layout.processes > 1 else [] for i in range(layout.processes)]
+        # Not pipes: a process would wait for whoever reads its pipe.
+        started = []
+        for i, words in enumerate(own):
+            log = self.folder / f"{run}.{i}.txt"
+            with log.open("w") as file:
+                started.append(
+                    subprocess.Popen([*command, *words], stdout=file, stderr=file, text=True, env=env, **popen)
+                )
+            self._logs[started[-1].pid] = log
+        return started
+
+    def end(self, process: subprocess.Popen[str]) -> tuple[int, str]:
+        """Waits for a process; its exit code and what it printed."""
+        try:
+            code = process.wait(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = None
+        output = self._logs[process.pid].read_text()
+        if code is None:
+            raise SoakError(f"a process did not end within {PATIENCE} s: {output[-500:]}")
+        return code, output
+
+    def finish(self, run: str, *options: str, **start: Any) -> None:
+        """Trains a run to its end."""
+        for code, output in map(self.end, self.start(run, *options, **start)):
+            if code:
+                raise SoakError(f"{run} ended with code {code}: {output[-500:]}")
+
+    def check(self, run: str, layout: Layout = ONE) -> str:
+        """What of a finished run's last state differs from that of a run that was left alone, or ""."""
+        if layout not in self._expected:
+            alone = f"alone_{layout.processes}_{layout.devices}"
+            self.finish(alone, layout=layout)
+            self._expected[layout] = self.last_state(alone)
+        expected, found = self._expected[layout], self.last_state(run)
+        differ = [name for name in expected if found.get(name) != expected[name]]
+        return f"{run}: {len(differ)} of {len(expected)} arrays differ, such as {differ[0]}" if differ else ""
+
+    def last_state(self, run: str) -> dict[str, str]:
+        """The digest of each array of the last checkpoint, whose own digests are compared, too."""
+        with Checkpoints(self.folder / run / RECIPE / "checkpoints", 2, clean=False) as checkpoints:
+            leaves = checkpoints.read_meta(STEPS)["leaves"]
+            abstract = {k: jax.ShapeDtypeStruct(x["shape"], x["dtype"]) for k, x in leaves.items()}
+            arrays, _ = checkpoints.restore(STEPS, abstract)
+        return {name: digest(np.asarray(x)) for name, x in arrays.items()}
+
+    def progress(self, run: str) -> int:
+        """Lines that the run has logged."""
+        with contextlib.suppress(OSError):
+            return (self.folder / run / RECIPE / "metrics.jsonl").read_bytes().count(b"\n")
+        return 0
+
+    def is_saving(self, run: str) -> bool:
+        """Whether a checkpoint is being written."""
+        return any((self.folder / run / RECIPE / "checkpoints").glob("*.orbax-checkpoint-tmp"))
+
+    def break_off(self, run: str) -> None:
+        """Starts a run and kills it after some checkpoints."""
+        processes = self.start(run)
+        wait_for(lambda: self.progress(run) > 2 * CHECKPOINT_EVERY, processes)
+        processes[0].kill()
+        self.end(processes[0])
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return int(one.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], bool], processes: Sequence[subprocess.Popen[str]]) -> bool:
+    """Waits for a condition; False if a process ends before."""
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        if any(process.poll() is not None for process in processes):
+            return False
+        if time.monotonic() > until:
+            raise SoakError(f"nothing came within {PATIENCE} s")
+        time.sleep(PAUSE)
+    return True
+
+
+def interrupt(soak: Soak, run: str, moment: str, processes: Sequence[subprocess.Popen[str]], stops: bool) -> bool:
+    """Kills, or stops and continues, one of the processes at a moment; False if they end before."""
+    before = soak.progress(run)
+    conditions = {
+        "compilation": (lambda: (soak.folder / run / RECIPE).is_dir(), 2.0),
+        "steps": (lambda: soak.progress(run) > before, 0.5),
+        "checkpoint": (lambda: soak.progress(run) > before and soak.is_saving(run), 0.02),
+    }
+    condition, most = conditions[moment]
+    if not wait_for(condition, processes):
+        return False
+    time.sleep(soak.random.uniform(0, most))
+    victim = soak.random.choice(processes)
+    if victim.poll() is not None:
+        return False
+    if not stops:
+        victim.kill()
+        return True
+    victim.send_signal(signal.SIGSTOP)
+    time.sleep(soak.random.uniform(0.5, 3))
+    victim.send_signal(signal.SIGCONT)
+    return True
+
+
+def kill_often(soak: Soak, count: int, *layouts: Layout) -> Case:
+    """Runs that are killed or stopped `count` times in all, at each kind of moment in turn.
+
+    Args:
+        soak: of the runs.
+        count: kills and stops.
+        layouts: of a run's processes; the next one after each kill. All have as many devices.
+    """
+    kinds, numbers, failures = Counter[str](), itertools.count(), []
+    name = ", then ".join(f"{one.processes} process{'es' * (one.processes > 1)} of {one.devices}" for one in layouts)
+    runs = 0
+    while sum(kinds.values()) < count and not failures:
+        run, codes, start = f"killed_{'_'.join(f'{p}x{d}' for p, d in layouts)}_{runs}", {1}, 0
+        while codes != {0} and not failures:
+            number = next(numbers)
+            moment, stops = MOMENTS[number % len(MOMENTS)], number % 5 == 4
+            if moment == "compilation":
+                shutil.rmtree(soak.folder / ".xla_cache", ignore_errors=True)
+            processes = soak.start(run, layout=layouts[start % len(layouts)])
+            start += 1
+            if start <= KILLS_PER_RUN and interrupt(soak, run, moment, processes, stops):
+                kinds[f"stopped in {moment}" if stops else f"killed in {moment}"] += 1
+            outcomes = [soak.end(process) for process in processes]
+            codes = {code for code, _ in outcomes}
+            if codes - {0, -signal.SIGKILL, GONE}:
+                failures.append(f"{run} ended with {sorted(codes)}: {outcomes[0][1][-500:]}")
+        runs += 1
+        failures = failures or list(filter(None, [soak.check(run, layouts[0])]))
+    detail = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+    return Case(f"kills: {name}", sum(kinds.values()), "; ".join(failures), f"{runs} runs; {detail}")
+
+
+def clock_set_back(soak: Soak) -> Case:
+    """A run that goes on with a clock a day behind, after files of the future."""
+    soak.break_off("clock")
+    future = time.time() + 86400
+    for path in (soak.folder / "clock").rglob("*"):
+        os.utime(path, (future, future))
+    soak.finish("clock", program=("-c", LATE_CLOCK))
+    return Case("clock set back by a day", 1, soak.check("clock"))
+
+
+def disk_full(soak: Soak) -> Case:
+    """A run whose files cannot grow, and that goes on when they can again."""
+    soak.break_off("disk")
+
+    def limit_files() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
+
+    code, output = soak.end(soak.start("disk", preexec_fn=limit_files)[0])
+    if code != DiskError.exit_code:
+        return Case("disk full", 1, f"exit code {code}: {output[-500:]}")
+    soak.finish("disk")
+    return Case("disk full", 1, soak.check("disk"), f"exit code {code}, then resumed")
+
+
+def two_in_one_folder(soak: Soak) -> Case:
+    """A run that is started again while it is under way."""
+    (first,) = soak.start("twice")
+    wait_for(lambda: soak.progress("twice") > 0, [first])
+    first.send_signal(signal.SIGSTOP)  # so that it is not done before the second one has started
+    (second,) = soak.start("twice")
+    code, output = soak.end(second)
+    first.send_signal(signal.SIGCONT)
+    if code != BusyError.exit_code:
+        first.kill()
+        return Case("two runs in one folder", 1, f"exit code {code} of the second: {output[-500:]}")
+    code, output = soak.end(first)
+    failure = f"exit code {code} of the first: {output[-500:]}" if code else soak.check("twice")
+    return Case("two runs in one folder", 1, failure, f"exit code {BusyError.exit_code} of the second")
+
+
+def many_steps(soak: Soak, steps: int) -> Case:
+    """A long run with metrics: growth of its resident memory, and programs compiled after its first validation."""
+    every = str(max(steps // 20, 1))
+    options = ["--steps", str(steps), "--checkpoint-every", every, "--eval-every", every, "--log-every", every]
+    (process,), sizes = soak.start("many", *options), list[tuple[int, int]]()
+    while process.poll() is None:
+        sizes.append((soak.progress("many"), _resident(process.pid)))
+        time.sleep(0.2)
+    _, text = soak.end(process)
+    if process.returncode:
+        return Case("steps with metrics", steps, f"exit code {process.returncode}: {text[-500:]}")
+    late = np.array([x for x in sizes if x[0] > steps / 2 and x[1]])
+    growth = float(np.polyfit(*late.T, 1)[0]) if len(late) > 4 else float("nan")
+    under_way = text.partition("\nvalid ")[2].partition(f"\nvalid {steps}/")[0]
+    compiled = under_way.count("Finished XLA compilation")
+    failure = "" if growth < GROWTH and not compiled else f"{growth:.0f} bytes a step more, {compiled} recompilations"
+    mib = late[-1, 1] / 2**20 if len(late) else float("nan")
+    return Case(
+        "steps with metrics", steps, failure, f"{mib:.0f} MiB, {growth:+.0f} bytes a step, {compiled} recompilations"
+    )
+
+
+def _resident(pid: int) -> int:
+    """Bytes of a process in memory; 0 if it has ended."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the cases, prints their table, and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50, help="of one process, of two, and of changing numbers, in all")
+    parser.add_argument("--steps", type=int, default=10_000, help="of the long run")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of kills")
+    parser.add_argument("--results", type=Path, help="folder of results, to write cpu/soak.json to")
+    options = parser.parse_args(argv)
+    if options.kills < 3 or options.steps < 100:
+        parser.error("--kills must be at least 3, and --steps at least 100")
+    jax.config.update("jax_platforms", "cpu")
+    share = options.kills // 3
+    two, changing = [Layout(2, 1)], [Layout(2, 1), Layout(1, 2)]
+    cases = []
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        soak = Soak(Path(folder), options.seed)
+        for run in (
+            lambda: kill_often(soak, options.kills - 2 * share, ONE),
+            lambda: kill_often(soak, share, *two),
+            lambda: kill_often(soak, share, *changing),
+            lambda: clock_set_back(soak),
+            lambda: disk_full(soak),
+            lambda: two_in_one_folder(soak),
+            lambda: many_steps(soak, options.steps),
+        ):
+            try:
+                cases.append(run())
+            except SoakError as error:
+                cases.append(Case("did not end", 1, str(error)))
+            print(cases[-1].name, cases[-1].failure or "passed", cases[-1].detail, sep=": ", flush=True)
+    print(
+        table(["case", "count", "result", ""], [[x.name, str(x.count), x.failure or "passed", x.detail] for x in cases])
+    )
+    if options.results:
+        rows = [
+            {
+                "case": x.name,
+                "impl": RECIPE,
+                "metric": metric,
+                "value": value,
+                "unit": "1",
+                "baseline": "",
+                "ratio": None,
+            }
+            for x in cases
+            for metric, value in (("count", x.count), ("failures", int(bool(x.failure))))
+        ]
+        record.write(
+            options.results, "soak", title="Training that is killed, stopped and starved", device="cpu", rows=rows,
+            command=shlex.join(["python", "-m", "experiments.soak", *(sys.argv[1:] if argv is None else argv)]),
+            notes=[f"{x.name}: {x.failure or x.detail}." for x in cases if x.failure or x.detail],
+        )  # fmt: skip
+    return int(any(case.failure for case in cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

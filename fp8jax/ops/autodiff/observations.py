@@ -1,0 +1,234 @@
+"""Observations: statistics of the tensors of a step, which `fp8jax.telemetry` takes out of its program.
+
+An operation adds `observe` to an array that it returns. This is an identity primitive whose further operands are
+statistics. It exists only in functions that are traced by `fp8jax.telemetry`: elsewhere `current_place` is None, and
+programs stay as they are. The flag is part of the key of JAX's caches.
+
+Each statistic is a sum or a maximum. Those of microbatches, devices and several products of a weight are then merged
+exactly. `summarize` computes ratios from the merged ones.
+"""
+
+import contextlib
+import dataclasses
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from fp8jax.core import formats
+from fp8jax.core.qtensor import QTensor
+from fp8jax.ops.autodiff.residuals import from_bytes
+from fp8jax.ops.quantization.fallback import FallbackTensor
+
+# Whether functions are traced for telemetry.
+is_observing: Any = jax.make_user_context(False)
+
+
+class Place(NamedTuple):
+    """Where an observation is made.
+
+    Attributes:
+        layer: the path of the layer or parameter.
+        layer_axes: for each of the innermost loops around it, outermost first, whether it iterates over stacked layers.
+    """
+
+    layer: str = ""
+    layer_axes: tuple[bool, ...] = ()
+
+
+class _CurrentPlace(threading.local):
+    place = Place()
+
+
+_current = _CurrentPlace()
+
+
+@contextlib.contextmanager
+def at_layer(layer: str, layer_axes: tuple[bool, ...]) -> Iterator[None]:
+    """A context in which observations are made at this place."""
+    previous, _current.place = _current.place, Place(layer, layer_axes)
+    try:
+        yield
+    finally:
+        _current.place = previous
+
+
+def current_place(default_layer: str) -> Place | None:
+    """The place of observations, or None if there are none; `default_layer` names a layer outside of `at_layer`."""
+    if not is_observing.value:
+        return None
+    return _current.place if _current.place.layer else _current.place._replace(layer=default_layer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """The statistics of one tensor, fp32 scalars by name.
+
+    Attributes:
+        sums: those that are merged by addition.
+        maxima: those that are merged by the maximum.
+    """
+
+    sums: Mapping[str, Array]
+    maxima: Mapping[str, Array]
+
+    def merge(self, other: "Observation") -> "Observation":
+        """The statistics of both tensors together."""
+        sums, maxima = dict(self.sums), dict(self.maxima)
+        for name, x in other.sums.items():
+            sums[name] = sums[name] + x if name in sums else x
+        for name, x in other.maxima.items():
+            maxima[name] = jnp.maximum(maxima[name], x) if name in maxima else x
+        return Observation(sums, maxima)
+
+    def reduce(self, axes: tuple[int, ...]) -> "Observation":
+        """The statistics merged over axes."""
+        return Observation(
+            {name: jnp.sum(x, axes) for name, x in self.sums.items()},
+            {name: jnp.max(x, axes) for name, x in self.maxima.items()},
+        )
+
+
+def compare(x: Array, codes: Any, *, is_relative: bool = False) -> Observation:
+    """The statistics of a tensor and of what its codes lose.
+
+    Args:
+        x: the tensor.
+        codes: of its shape: a `QTensor`, also as bytes, or a `FallbackTensor`. An array, or None, loses nothing.
+        is_relative: whether squares are of values relative to the amax, because they would underflow.
+    """
+    x = lax.stop_gradient(x).astype(jnp.float32)
+    total = lambda condition: jnp.sum(condition, dtype=jnp.float32)  # noqa: E731
+    finite = jnp.isfinite(x)
+    sums = {"size": total(jnp.ones_like(x)), "nonfinite": total(~finite)}
+    x = jnp.where(finite, x, 0)
+    magnitude = jnp.abs(x)
+    maxima = {"amax": jnp.max(magnitude, initial=0.0)}
+    if not isinstance(codes, (QTensor, FallbackTensor)):
+        return Observation(sums, maxima)
+    codes = lax.stop_gradient(codes)
+    codes = from_bytes(codes) if isinstance(codes, QTensor) else codes
+    decoded = codes.dequantize()
+    difference = jnp.where(finite & jnp.isfinite(decoded), x - decoded, 0)
+    unit = jnp.maximum(maxima["amax"], formats.TINY) if is_relative else 1.0
+    nonzero = magnitude >= formats.TINY
+    sums |= {
+        "signal": total(jnp.square(x / unit)),
+        "noise": total(jnp.square(difference / unit)),
+        "nonzero": total(nonzero),
+        "lost": total(nonzero & (decoded == 0)),
+    }
+    base: QTensor = codes.base if isinstance(codes, FallbackTensor) else codes
+    if isinstance(codes, FallbackTensor):
+        sums |= {"fallback": total(codes.fallback_mask), "blocks": total(jnp.ones_like(codes.fallback_mask))}
+    if not base.spec.is_packed:
+        limit, tolerance = _largest_values(base), _half_ulp_of_largest(formats.get(base.spec.format))
+        sums["saturated"] = total(magnitude > limit * (1 + tolerance))
+        maxima["range_ratio"] = jnp.max(jnp.where(nonzero, magnitude / limit, 0), initial=0.0)
+        exponent = jnp.log2(limit)
+        for name, sign in (("largest_scale", 1), ("smallest_scale", -1)):
+            maxima[name] = jnp.max(jnp.where(nonzero, sign * exponent, -jnp.inf), initial=-jnp.inf)
+    if base.expansion is not None:
+        exponents = base.expansion.astype(jnp.float32)
+        sums |= {"exponents": total(exponents), "groups": total(jnp.ones_like(exponents))}
+        maxima |= {"largest_exponent": jnp.max(exponents), "smallest_exponent": jnp.max(-exponents)}
+    return Observation(sums, maxima)
+
+
+def _largest_values(codes: QTensor) -> Array:
+    """The largest magnitude that each element's scale can represent."""
+    fmt = formats.get(codes.spec.format)
+    return codes.with_codes(jnp.full_like(codes.codes, fmt.encode(jnp.float32(fmt.max)))).dequantize()
+
+
+def _half_ulp_of_largest(fmt: formats.Format) -> float:
+    """Half the distance of the largest code to the next one, relative to the largest: smaller excess is rounded."""
+    ulp = 2.0 ** (math.floor(math.log2(fmt.max)) - fmt.mantissa_bits) if fmt.is_float else 1.0
+    return ulp / 2 / fmt.max
+
+
+def summarize(observation: Observation) -> dict[str, Array]:
+    """The statistics of a tensor for a reader, by name; `fp8jax.telemetry` describes them."""
+    sums, maxima, found = observation.sums, observation.maxima, dict[str, Array]()
+    if "signal" in sums:
+        signal, noise = sums["signal"], sums["noise"]
+        found["snr_db"] = 10 * (jnp.log10(signal) - jnp.log10(jnp.maximum(noise, 1e-20 * signal)))
+    for name, part, whole in (
+        ("saturated", "saturated", "size"),
+        ("lost", "lost", "nonzero"),
+        ("nonfinite", "nonfinite", "size"),
+        ("fallback_rate", "fallback", "blocks"),
+        ("expansion", "exponents", "groups"),
+    ):
+        if part in sums:
+            found[name] = sums[part] / jnp.maximum(sums[whole], 1)
+    if "squared_update" in sums:
+        weight = jnp.maximum(sums["squared_weight"], formats.TINY)
+        found["update_ratio"] = jnp.sqrt(sums["squared_update"] / weight)
+    found |= {name: maxima[name] for name in ("amax", "range_ratio", "fallback_threshold", "factor") if name in maxima}
+    for name, kind in (("scale_spread", "scale"), ("expansion_spread", "exponent")):
+        if f"largest_{kind}" in maxima:
+            found[name] = jnp.maximum(maxima[f"largest_{kind}"] + maxima[f"smallest_{kind}"], 0)
+    return found
+
+
+def observe(y: Array, place: Place | None, role: str, observation: Observation) -> Array:
+    """`y`, unchanged; the observation leaves the program with it.
+
+    Args:
+        y: an array that the program needs. It has a tangent of its own.
+        place: where it is made; None observes nothing.
+        role: of the tensor, such as "x".
+        observation: of the tensor.
+    """
+    if place is None:
+        return y
+    arrays = lax.stop_gradient((*observation.sums.values(), *observation.maxima.values()))
+    return OBSERVE.bind(  # type: ignore[no-any-return]
+        y, *arrays, place=place, role=role, sums=tuple(observation.sums), maxima=tuple(observation.maxima)
+    )
+
+
+def observe_codes(y: Array, place: Place | None, role: str, x: Any, codes: Any, *, transposed: bool = False) -> Array:
+    """`observe` of a tensor and its codes.
+
+    Args:
+        y, place, role: as of `observe`.
+        x: the tensor, or the matrices that it consists of, side by side.
+        codes: as of `compare`; of the transposed matrix if `transposed`.
+    """
+    if place is None:
+        return y
+    x = jnp.concatenate(jax.tree.leaves(x), -1) if isinstance(x, tuple) else x
+    return observe(y, place, role, compare(x.T if transposed else x, codes))
+
+
+def from_values(sums: Sequence[str], maxima: Sequence[str], values: Array) -> Observation:
+    """The observation with statistics of these names, from their values (..., statistics)."""
+    columns = dict(zip((*sums, *maxima), jnp.moveaxis(values, -1, 0), strict=True))
+    return Observation({name: columns[name] for name in sums}, {name: columns[name] for name in maxima})
+
+
+def _batch(operands: Any, dims: Any, **params: Any) -> tuple[Array, Any]:
+    """An observation of a batch is that of all its members together."""
+    y, *arrays = operands
+    merged = [
+        x if dim is None else (jnp.sum if i < len(params["sums"]) else jnp.max)(x, dim)
+        for i, (x, dim) in enumerate(zip(arrays, dims[1:], strict=True))
+    ]
+    return OBSERVE.bind(y, *merged, **params), dims[0]
+
+
+OBSERVE = Primitive("fp8jax_observe")
+OBSERVE.def_impl(lambda y, *_, **__: y)
+OBSERVE.def_abstract_eval(lambda y, *_, **__: y)
+# The tangent itself, not a copy: facts about cotangents are found by identity.
+ad.primitive_jvps[OBSERVE] = lambda primals, tangents, **params: (OBSERVE.bind(*primals, **params), tangents[0])
+batching.primitive_batchers[OBSERVE] = _batch
+mlir.register_lowering(OBSERVE, lambda context, y, *_, **__: [y])

@@ -1,0 +1,256 @@
+"""`fp8jax.telemetry`: a function that also returns the statistics of its quantized tensors.
+
+The function is traced with observations (`fp8jax.ops.autodiff.observations`). An interpreter of its jaxpr returns their
+operands as further outputs, through calls, scans, checkpoints, conds and meshes.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import Literal
+
+from fp8jax.core import derivatives
+from fp8jax.ops.autodiff import observations
+from fp8jax.ops.autodiff.observations import OBSERVE, Observation
+from fp8jax.rewrite import primitives
+from fp8jax.rewrite.primitives import Equation, SubJaxpr
+
+# Statistics by the path of a layer, the role of a tensor, and name.
+Telemetry = dict[str, dict[str, dict[str, Array]]]
+
+_DIFFERENTIATED = (
+    "fp8jax.telemetry observes a function that computes gradients, and is not differentiated itself: write "
+    "fp8jax.telemetry(jax.value_and_grad(loss_fn)), or take the telemetry of the whole step"
+)
+
+
+def telemetry(fn: Callable) -> Callable[..., tuple[Any, Telemetry]]:
+    """A function that returns the results of `fn` and the statistics of the quantized tensors in it.
+
+        step_with_telemetry = jax.jit(fp8jax.telemetry(train_step))
+        (params, opt_state, loss), found = step_with_telemetry(params, opt_state, batch)
+        print(found["layers/mlp/up"]["x"]["snr_db"])
+
+    The results are those of `fn`. The program of `fn` itself does not change: call either of the two in a step. `fn`
+    may contain transformed functions, quantized Flax models and our operations, in `jax.grad`, scans, checkpoints,
+    meshes and loops over microbatches. The roles of tensors:
+        x, w, dy: operands of a quantized product; dy is the gradient of its result.
+        context: what a norm or an activation saves for the backward pass.
+        m, v: the first moment of an optimizer in 8 bits, and any other one, by the parameter's path.
+        update: the change of a parameter by `fp8jax.compressed_adamw` or `fp8lm_adamw`, by its path.
+        gradient: a sum of gradients in 8 bits with a factor.
+
+    Stacked layers in a scan of a transformed function have a value each. Iterations of other loops, microbatches,
+    devices and products of one weight have one value together. Not observed are grouped products, gradients of frozen
+    weights, and what runs in `jax.lax.while_loop`.
+
+    The statistics, fp32:
+        snr_db: signal-to-noise ratio of the codes in decibels.
+        saturated: share of values above the largest one that their scale can represent.
+        lost: share of nonzero values that decode to zero.
+        nonfinite: share of values that are NaN or Inf; the other statistics leave these out.
+        amax: largest magnitude.
+        range_ratio: largest magnitude over the largest one that its scale can represent. Far below 1, a scale is stale.
+        scale_spread: binary logarithm of the ratio between the largest and the smallest scale.
+        fallback_rate, fallback_threshold: share of blocks in 16 bits, and the magnitude above which they are.
+        expansion, expansion_spread: mean of the exponents of groups, and the largest less the smallest.
+        update_ratio: norm of a parameter's change over the norm of the parameter.
+        factor: mu, the factor of gradients before they are summed in 8 bits.
+
+    Args:
+        fn: any function that `jax.jit` can compile. Arrays are traced; other leaves of the arguments are settings.
+
+    Returns:
+        A function with the arguments of `fn`. It returns the results, and a dict by layer, role and name. A value has
+        the axes of stacked layers.
+
+    Raises:
+        ValueError: from a call that is differentiated.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, Telemetry]:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        traced = [i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray, np.generic))]
+        results: list[Any] = []
+
+        def flat(arrays: Sequence[Any]) -> list[Array]:
+            merged = list(leaves)
+            for i, x in zip(traced, arrays, strict=True):
+                merged[i] = x
+            args, kwargs = jax.tree.unflatten(structure, merged)
+            results[:] = jax.tree.flatten(fn(*args, **kwargs))
+            return [x for x in results[0] if isinstance(x, jax.Array)]
+
+        arrays = derivatives.error_if_differentiated(_DIFFERENTIATED, [leaves[i] for i in traced])
+        with observations.is_observing(True):
+            program = jax.make_jaxpr(flat)(arrays)
+            whole = SubJaxpr(program.jaxpr, program.consts, range(0))
+            outputs, observed = _run(whole, arrays)
+        output_iter = iter(outputs)
+        results[0] = [next(output_iter) if isinstance(x, jax.Array) else x for x in results[0]]
+        return jax.tree.unflatten(results[1], results[0]), _summarize(_find(whole), observed)
+
+    return call
+
+
+class _Expected(NamedTuple):
+    """An observation in a jaxpr.
+
+    Attributes:
+        params: of its equation.
+        sizes: of the loops and meshes around it in the jaxpr, outermost first.
+    """
+
+    params: dict[str, Any]
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def neutral(self) -> Array:
+        """The values of an observation that is not made, (*sizes, statistics)."""
+        num_sums, num_maxima = len(self.params["sums"]), len(self.params["maxima"])
+        values = jnp.array([0.0] * num_sums + [-jnp.inf] * num_maxima, jnp.float32)
+        return jnp.broadcast_to(values, (*self.sizes, *values.shape))
+
+
+def _find(program: SubJaxpr) -> list[_Expected]:
+    """The observations in a jaxpr that can be returned, in the order of `_run`."""
+    found = []
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive is OBSERVE:
+            found.append(_Expected(eqn.params))
+        elif eqn.primitive.name != "while":
+            info = primitives.loop_info(eqn)
+            sizes = () if info is None else (info.size,)
+            inner = [each for body in primitives.sub_jaxprs(eqn) for each in _find(body)]
+            found += [each._replace(sizes=(*sizes, *each.sizes)) for each in inner]
+    return found
+
+
+def _run(program: SubJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], list[Array]]:
+    """The outputs of a jaxpr, and the values of the observations in it, each (*sizes, statistics)."""
+    values: dict[Any, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    values |= zip(program.jaxpr.invars, inputs, strict=True)
+    observed: list[Array] = []
+
+    def value_of(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in program.jaxpr.eqns:
+        operands = [value_of(atom) for atom in eqn.invars]
+        expected = [] if eqn.primitive.name == "while" else [*map(_find, primitives.sub_jaxprs(eqn))]
+        if eqn.primitive is OBSERVE:
+            results = operands[:1]
+            observed.append(jnp.stack(operands[1:]))
+        elif any(expected):
+            with primitives.equation_context(eqn, str(eqn.source_info.name_stack)):
+                results, inner = _run_nested(eqn, operands, expected)
+            observed += inner
+        else:
+            results = Equation(eqn, "")(operands)
+        values |= zip(eqn.outvars, results, strict=True)
+    return [value_of(atom) for atom in program.jaxpr.outvars], observed
+
+
+def _run_nested(
+    eqn: Any, operands: list[Any], expected: Sequence[Sequence[_Expected]]
+) -> tuple[list[Any], list[Array]]:
+    """`_run` of an equation with observations in its jaxprs, those `expected` in each."""
+    programs = primitives.sub_jaxprs(eqn)
+    if primitives.runs_once(eqn):
+        return _run(programs[0], primitives.separate_recomputation(eqn, operands))
+
+    def run_body(index: int, inputs: Sequence[Any], *_: Any) -> list[Any]:
+        outputs, observed = _run(programs[index], inputs)
+        others = [[each.neutral for each in branch] for branch in expected]
+        return [*outputs, *(x for i, branch in enumerate(others) for x in (observed if i == index else branch))]
+
+    bodies = [functools.partial(run_body, i) for i in range(len(programs))]
+    results = primitives.rebind_control_flow(eqn, operands, bodies, num_extra_outputs=sum(map(len, expected)))
+    count = len(eqn.outvars)
+    return results[:count], results[count:]
+
+
+def _summarize(expected: Sequence[_Expected], observed: Sequence[Array]) -> Telemetry:
+    """The statistics by layer and role, those of one tensor merged."""
+    merged: dict[tuple[str, str], Observation] = {}
+    for each, values in zip(expected, observed, strict=True):
+        place, params = each.params["place"], each.params
+        is_layer = (*[False] * (values.ndim - 1 - len(place.layer_axes)), *place.layer_axes)
+        observation = observations.from_values(params["sums"], params["maxima"], values)
+        observation = observation.reduce(tuple(i for i, keep in enumerate(is_layer) if not keep))
+        key = place.layer, params["role"]
+        merged[key] = merged[key].merge(observation) if key in merged else observation
+    found: Telemetry = {}
+    for (layer, role), observation in merged.items():
+        found.setdefault(layer, {})[role] = observations.summarize(observation)
+    return found
+
+
+class Fault(NamedTuple):
+    """A tensor whose statistics its format and a scale of its own do not explain.
+
+    Attributes:
+        layer, role: of the tensor, as in `fp8jax.telemetry`.
+        indices: of the layer in a stack, such as (3,); () without a stack.
+        statistic, value: the one that stands out: "nonfinite", "saturated", "snr_db" or "lost".
+    """
+
+    layer: str
+    role: str
+    indices: tuple[int, ...]
+    statistic: str
+    value: float
+
+    @property
+    def reason(self) -> str:
+        """What stands out, in words."""
+        if self.statistic == "snr_db":
+            return f"SNR {self.value:.1f} dB"
+        names = {"nonfinite": "NaN or Inf", "saturated": "saturated", "lost": "lost to zero"}
+        return f"{self.value:.2%} of values {names[self.statistic]}"
+
+    def __str__(self) -> str:
+        indices = f"[{', '.join(map(str, self.indices))}]" if self.indices else ""
+        return f"{self.layer}{indices} {self.role}: {self.reason}"
+
+
+# The bounds of statistics, most serious first, and whether a value beyond it is above the bound. e5m2 has about 25 dB.
+_BOUNDS = {"nonfinite": (0.0, True), "saturated": (0.01, True), "snr_db": (20.0, False), "lost": (0.5, True)}
+# Small gradients and first moments are lost without a large error.
+_MAY_BE_LOST = ("dy", "m")
+
+
+def find_faults(found: Telemetry) -> list[Fault]:
+    """The tensors with NaN or Inf, with 1 % of values saturated, an SNR below 20 dB, or half of the values lost.
+
+        for fault in fp8jax.find_faults(found):
+            print(f"step {step}: {fault}")
+
+    Args:
+        found: statistics from `fp8jax.telemetry`, concrete.
+
+    Returns:
+        A `Fault` for each such tensor, the most serious first. Lost values of "dy" and "m" do not count.
+    """
+    faults = []
+    for layer, roles in found.items():
+        for role, statistics in roles.items():
+            names = [name for name in _BOUNDS if name in statistics and not (name == "lost" and role in _MAY_BE_LOST)]
+            columns = {name: np.asarray(statistics[name]) for name in names}
+            shape = next((column.shape for column in columns.values()), (0,))
+            for index in np.ndindex(*shape):
+                values = [(name, float(columns[name][index])) for name in names]
+                first = next(((name, value) for name, value in values if _is_out_of_bounds(name, value)), None)
+                faults += [] if first is None else [Fault(layer, role, index, *first)]
+    return sorted(faults, key=lambda fault: (list(_BOUNDS).index(fault.statistic), -abs(fault.value)))
+
+
+def _is_out_of_bounds(name: str, value: float) -> bool:
+    bound, is_upper = _BOUNDS[name]
+    return value > bound if is_upper else value < bound

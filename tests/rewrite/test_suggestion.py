@@ -1,0 +1,112 @@
+"""`fp8jax.find_faults` and `fp8jax.suggest`: planted faults are named, and the suggested rules mend them."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax.ops.dispatch import choice
+from fp8jax.rewrite import training
+
+WIDTH, INNER, TOKENS = 32, 64, 64
+
+
+def normal(i, *shape):
+    return jax.random.normal(jax.random.key(i), shape)
+
+
+PARAMS = {f"block{i}": {"up": normal(i, WIDTH, INNER) / 6, "down": normal(i + 9, INNER, WIDTH) / 8} for i in range(2)}
+X = normal(20, TOKENS, WIDTH)
+
+
+def loss_fn(params, x):
+    y = x
+    for block in params.values():
+        y = y / jnp.sqrt(jnp.mean(jnp.square(y), -1, keepdims=True))
+        y = y + jnp.tanh(y @ block["up"]) @ block["down"]
+    return jnp.mean(jnp.square(y - x[:, ::-1]))
+
+
+def observed_step(fast, params, x, states):
+    loss = lambda params, states: fast(params, x, states=states)  # noqa: E731
+    with training.suppress_training_checks():  # each step is a program of its own
+        return jax.jit(fp8jax.telemetry(jax.value_and_grad(loss, argnums=(0, 1))))(params, states)
+
+
+def test_scaled_weights_and_a_stuck_scale_are_named_and_mended():
+    """Delayed scales of before: weights that grew by 1e4 saturate; a scale that stays too large loses values."""
+    fast = fp8jax.transform(loss_fn, "te_delayed")
+    states, params = fast.init(PARAMS, X), jax.tree.map(lambda w: w, PARAMS)
+    (_, (_, observed)), found = observed_step(fast, params, X, states)
+    assert fp8jax.find_faults(found) == []
+    states = fast.advance(states, observed)
+    params["block0"]["up"] = 1e4 * params["block0"]["up"]
+    stuck = states["block1/down"].state
+    states["block1/down"] = dataclasses.replace(states["block1/down"], state=stuck._replace(x=1e6 * stuck.x))
+    (loss, _), found = observed_step(fast, params, X, states)
+    faults = fp8jax.find_faults(found)
+    assert [(f.layer, f.role, f.statistic) for f in faults][:1] == [("block0/up", "w", "saturated")]
+    assert {(f.layer, f.role) for f in faults if f.statistic == "snr_db"} >= {("block1/down", "x")}
+    assert {f.layer for f in faults if f.role in ("x", "w")} == {"block0/up", "block1/down"}
+
+    suggestion = fp8jax.suggest(loss_fn, "te_delayed", params, X, found=found)
+    wanted = float(jax.jit(loss_fn)(params, X))
+    assert suggestion.unquantized_loss == pytest.approx(wanted, rel=1e-5)
+    assert abs(float(loss) - wanted) > 0.05 * wanted
+    mended = fp8jax.transform(loss_fn, suggestion.rules)
+    states = {path: states[path] for path in mended.init(params, X)}
+    assert not {"block0/up", "block1/down"} & set(states)
+    (loss, _), found = observed_step(mended, params, X, states)
+    assert abs(float(loss) - wanted) < 0.02 * wanted
+    assert not {"block0/up", "block1/down"} & {f.layer for f in fp8jax.find_faults(found) if f.role in ("x", "w")}
+
+    code = str(suggestion)
+    assert re.search(r"# w: 9\d\.\d\d% of values saturated; te_current has 3\d\.\d dB\n", code)
+    names = {"fp8jax": fp8jax}
+    exec(code, names)
+    assert fp8jax.transform(loss_fn, names["rules"]).explain(params, X).rows == mended.explain(params, X).rows
+
+
+def test_outliers_get_finer_scales_and_what_nothing_mends_16_bits():
+    """A large token takes the range of its tensor, and of no other group; a large channel takes that of each group."""
+    x = np.array(normal(3, 2, TOKENS, 128))
+    x[0, 0] *= 1e8
+    x[1, :, 0] *= 1e8
+    params = {"a": normal(1, 128, 32), "b": normal(2, 128, 32)}
+    suggestion = fp8jax.suggest(lambda p, x: jnp.tanh(x[0] @ p["a"]) + x[1] @ p["b"], "te_current", params, x)
+    assert suggestion.rules == (fp8jax.Rule("a", "deepseek"), fp8jax.Rule("b", None))
+    assert suggestion.unmended == ()
+    assert suggestion.reasons["b"] == f"x: {127 / 128:.2%} of values lost to zero; in 16 bits it has none"
+
+
+def test_nan_is_reported_and_not_mended():
+    x = X.at[3, 5].set(jnp.nan)
+    suggestion = fp8jax.suggest(loss_fn, "te_current", PARAMS, x)
+    assert suggestion.rules == ("te_current",)
+    assert ("block0/up", "x", "nonfinite") in [(f.layer, f.role, f.statistic) for f in suggestion.unmended]
+    assert "# no rule mends block0/up x" in str(suggestion)
+
+
+def test_products_that_gain_nothing():
+    # Such small products are slower in 8 bits on each GPU.
+    with choice.target(capability=90):
+        suggestion = fp8jax.suggest(lambda p, x: x @ p["up"], "te_current", PARAMS["block0"], X)
+    assert suggestion.rules == (fp8jax.Rule("up", None),)
+    assert suggestion.reasons == {"up": "(32, 64) gains nothing in 8 bits at 64 tokens"}
+    assert suggestion.loss_before != suggestion.loss_before
+
+
+def test_nnx_models():
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(WIDTH, INNER, rngs=rngs), nnx.tanh, nnx.Linear(INNER, WIDTH, rngs=rngs))
+    model.layers[0].kernel[...] = model.layers[0].kernel[...].at[0, 0].set(1e7)
+    loss = lambda model, x: jnp.mean(jnp.square(model(x) - x))  # noqa: E731
+    suggestion = fp8jax.nnx.suggest(loss, "int8_block", model, X)
+    assert suggestion.rules == (fp8jax.Rule("layers/0", None), "int8_block")
+    quantized = fp8jax.nnx.quantize(model, suggestion.rules)
+    assert float(jax.jit(loss)(quantized, X)) == pytest.approx(suggestion.loss_after, rel=1e-4)

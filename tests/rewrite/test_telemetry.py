@@ -1,0 +1,277 @@
+"""`fp8jax.telemetry`: statistics against NumPy, in loops, checkpoints, meshes and frameworks; programs without it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import PartitionSpec as P
+
+import fp8jax
+
+LAYERS, WIDTH, INNER, TOKENS = 3, 32, 64, 16
+
+
+def normal(i, *shape):
+    return jax.random.normal(jax.random.key(i), shape) / 4
+
+
+def wide(i, *shape):
+    """Values of many magnitudes."""
+    return normal(i, *shape) * jnp.exp(4 * normal(i + 100, *shape) * 4)
+
+
+def quantized(x, dtype):
+    """float64 values of codes under the scale of the amax, by ml_dtypes."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+    scale = np.float32(np.max(np.abs(x)) / np.float32(largest))
+    return np.asarray(np.asarray(x / scale, np.float32).astype(dtype), np.float64) * float(scale)
+
+
+def snr_db(x, decoded):
+    x, decoded = np.asarray(x, np.float64), np.asarray(decoded, np.float64)
+    return 10 * np.log10(np.sum(x**2) / np.sum((x - decoded) ** 2))
+
+
+def stacked_mlp(p, x):
+    """Layers in a scan, recomputed in the backward pass."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        return x + jax.nn.silu(x @ w["up"]) @ w["down"], None
+
+    return jax.lax.scan(layer, x, p["layers"])[0]
+
+
+STACKED = {"layers": {"up": normal(0, LAYERS, WIDTH, INNER), "down": normal(1, LAYERS, INNER, WIDTH)}}
+BATCH = normal(2, 4, TOKENS, WIDTH)
+
+
+def train_step(fn, tx):
+    def step(p, state, batch):
+        def add(total, x):
+            loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.square(fn(p, x) - 1)))(p)
+            return jax.tree.map(jnp.add, total, grads), loss
+
+        zeros = jax.tree.map(jnp.zeros_like, p)
+        grads, losses = jax.lax.scan(add, zeros, batch.reshape(2, 2, TOKENS, WIDTH))
+        return *tx.step(grads, state, p), jnp.mean(losses)
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def stacked_step():
+    """A step in microbatches of stacked layers: its results without and with telemetry, and the statistics."""
+    tx = fp8jax.compressed_adamw(1e-2)
+    step = train_step(fp8jax.transform(stacked_mlp, "coat"), tx)
+    arguments = STACKED, tx.init(STACKED), BATCH
+    text = jax.jit(step).lower(*arguments).as_text()
+    results, found = jax.jit(fp8jax.telemetry(step))(*arguments)
+    return jax.jit(step)(*arguments), results, found, text, jax.jit(step).lower(*arguments).as_text()
+
+
+def test_results_and_programs_are_those_without_telemetry(stacked_step):
+    plain, observed, _, text, text_after = stacked_step
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(observed), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    # The traced functions of the run with telemetry are not found in JAX's caches.
+    assert text == text_after
+
+
+def test_each_stacked_layer_has_a_value(stacked_step):
+    _, _, found, *_ = stacked_step
+    roles = {"x", "w", "dy", "update"}
+    # Rows of 32 elements are too short for moments in 8 bits.
+    expected = {"layers/up": {*roles, "m", "v"}, "layers/down": {*roles, "context"}}
+    assert {layer: set(found[layer]) for layer in found} == expected
+    for name in ("up", "down"):
+        w = found[f"layers/{name}"]["w"]
+        expected = [snr_db(x, quantized(x, ml_dtypes.float8_e4m3fn)) for x in np.asarray(STACKED["layers"][name])]
+        np.testing.assert_allclose(w["snr_db"], expected, atol=0.2)
+        np.testing.assert_array_equal(w["amax"], np.max(np.abs(STACKED["layers"][name]), (1, 2)))
+    # The input of the first layer is the batch: both microbatches together.
+    x = found["layers/up"]["x"]
+    np.testing.assert_array_equal(x["amax"][0], np.max(np.abs(BATCH)))
+    halves = [quantized(x, ml_dtypes.float8_e4m3fn) for x in np.asarray(BATCH).reshape(2, -1)]
+    assert abs(float(x["snr_db"][0]) - snr_db(np.asarray(BATCH).reshape(2, -1), halves)) < 0.02
+    assert x["snr_db"].shape == found["layers/down"]["context"]["snr_db"].shape == (LAYERS,)
+
+
+def linear_loss(recipe):
+    """The gradient of the result of `fn` is its third argument."""
+    fn = fp8jax.transform(lambda p, x: x @ p["w"], recipe)
+    return jax.grad(lambda p, x, dy: jnp.sum(fn(p, x) * dy))
+
+
+def test_the_gradient_of_a_result():
+    p, x, dy = {"w": normal(0, WIDTH, INNER)}, normal(1, TOKENS, WIDTH), wide(2, TOKENS, INNER)
+    dtype = ml_dtypes.float8_e5m2
+    _, found = jax.jit(fp8jax.telemetry(linear_loss("te_current")))(p, x, dy)
+    dy = np.asarray(dy)
+    decoded, stats = quantized(dy, dtype), found["w"]["dy"]
+    assert abs(float(stats["lost"]) - np.mean(decoded == 0)) <= 2 / dy.size
+    assert 0 < float(stats["lost"]) < 1
+    assert abs(float(stats["snr_db"]) - snr_db(dy, decoded)) < 0.05
+    assert float(stats["amax"]) == np.max(np.abs(dy))
+    assert float(stats["saturated"]) == float(stats["nonfinite"]) == 0
+
+
+def test_a_stale_scale_and_values_that_are_not_finite():
+    p, x = {"w": normal(0, WIDTH, INNER)}, np.asarray(normal(1, TOKENS, WIDTH)).copy()
+    fn = fp8jax.transform(lambda p, x: x @ p["w"], "te_delayed")
+    states = fn.init(p, x)
+    stale = float(np.max(np.abs(x))) / 4
+    state = states["w"].state._replace(x=jnp.full_like(states["w"].state.x, stale))
+    states = {"w": dataclasses.replace(states["w"], state=state)}
+    x[0, 0] = np.nan
+    run = jax.jit(fp8jax.telemetry(lambda p, x, states: fn(p, x, states=states)))
+    stats = run(p, x, states)[1]["w"]["x"]
+    magnitude = np.abs(x[np.isfinite(x)])
+    assert float(stats["nonfinite"]) == pytest.approx(1 / x.size)
+    np.testing.assert_allclose(stats["range_ratio"], np.max(magnitude) / stale, rtol=1e-5)
+    # The largest code is 448; up to 464 values are rounded to it.
+    np.testing.assert_allclose(stats["saturated"], np.sum(magnitude > stale * 464 / 448) / x.size, rtol=1e-5)
+    assert float(stats["saturated"]) > 0.1
+
+
+def test_blocks_that_fall_back():
+    p, x = {"w": normal(0, 256, 128)}, np.asarray(normal(1, 256, 256)).copy()
+    x[:128, 128:] *= 100
+    fn = fp8jax.transform(lambda p, x: x @ p["w"], "int8_fallback")
+    states = fn.init(p, x)
+    threshold = float(states["w"].state.x)
+    run = jax.jit(fp8jax.telemetry(lambda p, x, states: fn(p, x, states=states)))
+    stats = run(p, x, states)[1]["w"]["x"]
+    amax = np.max(np.abs(x).reshape(2, 128, 2, 128), (1, 3))
+    assert float(stats["fallback_rate"]) == np.mean(amax > threshold)
+    assert float(stats["fallback_threshold"]) == threshold
+    np.testing.assert_allclose(stats["scale_spread"], np.log2(np.max(amax) / np.min(amax)), rtol=1e-4)
+
+
+OPTIMIZERS = {
+    "compressed_adamw": fp8jax.compressed_adamw(1e-2, weight_decay=0.0),
+    "fp8lm_adamw": fp8jax.fp8lm_adamw(1e-2),
+    "compress_state": fp8jax.compress_state(optax.adam(1e-2)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_and_updates(name):
+    tx = OPTIMIZERS[name]
+    p, grads = {"w": normal(0, 64, 128)}, {"w": 1e-12 * wide(1, 64, 128)}
+    (updates, state), found = jax.jit(fp8jax.telemetry(tx.update))(grads, tx.init(p), p)
+    g = np.asarray(grads["w"], np.float64)
+    stats, mu, nu = found["w"], *(optax.tree_utils.tree_get(state, key)["w"] for key in ("mu", "nu"))
+    assert abs(float(stats["m"]["snr_db"]) - snr_db(0.1 * g, mu.dequantize())) < 0.1
+    assert ("update" in stats) == (name != "compress_state")
+    if "update" in stats:
+        expected = np.linalg.norm(updates["w"]) / np.linalg.norm(p["w"])
+        np.testing.assert_allclose(stats["update"]["update_ratio"], expected, rtol=1e-4)
+    if name != "fp8lm_adamw":
+        assert abs(float(stats["v"]["snr_db"]) - snr_db(g**2 * float(np.float32(1 - 0.999)), nu.dequantize())) < 0.1
+        exponents = np.asarray(nu.expansion, np.float64)
+        np.testing.assert_allclose(stats["v"]["expansion"], np.mean(exponents), rtol=1e-5)
+        np.testing.assert_allclose(stats["v"]["expansion_spread"], np.ptp(exponents), rtol=1e-5)
+
+
+@pytest.mark.parametrize("manual", [True, False])
+def test_devices_have_one_value_together(manual):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    p, x, dy = {"w": normal(0, WIDTH, INNER)}, wide(1, TOKENS, WIDTH), wide(2, TOKENS, INNER)
+    gradient = linear_loss("deepseek")  # no scale spans two devices
+    whole = jax.jit(fp8jax.telemetry(gradient))(p, x, dy)[1]
+    rows = jax.NamedSharding(mesh, P("data"))
+    if manual:
+        own = gradient
+        gradient = jax.shard_map(
+            lambda *arrays: jax.lax.psum(own(*arrays), "data"),
+            mesh=mesh,
+            in_specs=(P(), P("data"), P("data")),
+            out_specs=P(),
+            check_vma=False,
+        )
+    with jax.set_mesh(mesh):
+        found = jax.jit(fp8jax.telemetry(gradient))(p, *jax.device_put((x, dy), rows))[1]
+    for role in ("x", "w", "dy"):
+        for name, value in whole["w"][role].items():
+            np.testing.assert_allclose(found["w"][role][name], value, rtol=1e-4, err_msg=f"{role} {name}")
+
+
+def test_sums_of_gradients_in_8_bits():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    grads = {"mlp": {"w": jnp.broadcast_to(normal(0, 64, 128), (2, 64, 128)), "bias": normal(1, 2, 128)}}
+    factors = fp8jax.dist.init_factors(jax.tree.map(lambda g: g[0], grads), 1)
+
+    def reduce(grads, factors):
+        own = jax.tree.map(lambda g: g[0], grads)
+        return fp8jax.dist.all_reduce_gradients(own, "data", fp8jax.recipes.fp8_lm(), factors=factors)
+
+    mapped = jax.shard_map(reduce, mesh=mesh, in_specs=(P("data"), P()), out_specs=P(), check_vma=False)
+    (_, new), found = jax.jit(fp8jax.telemetry(mapped))(grads, factors)
+    stats = found["mlp/w"]["gradient"]
+    # Equal gradients of both devices sum up to twice the largest code.
+    assert float(stats["factor"]) == float(factors.mu["mlp"]["w"])
+    assert float(stats["saturated"]) == float(new.saturated["mlp"]["w"]) > 0
+    assert set(found) == {"mlp/w"}
+
+
+def test_branches_and_loops():
+    p, x = {"w": normal(0, WIDTH, WIDTH)}, normal(1, TOKENS, WIDTH)
+    fn = fp8jax.transform(lambda p, x: x @ p["w"], "te_current")
+
+    def program(p, x, flag):
+        y = jax.lax.cond(flag, lambda x: fn(p, x), lambda x: fp8jax.linear(2 * x, p["w"], recipe="te_current"), x)
+        return jax.lax.while_loop(lambda c: c[1] < 2, lambda c: (fn(p, c[0]), c[1] + 1), (y, 0))[0]
+
+    run = jax.jit(fp8jax.telemetry(program))
+    for flag, amax, other in ((True, 1, "linear 32x32"), (False, 2, "w")):
+        found = run(p, x, flag)[1]
+        taken = found["w"] if flag else found["linear 32x32"]
+        np.testing.assert_array_equal(taken["x"]["amax"], amax * np.max(np.abs(x)))
+        assert np.isnan(found[other]["x"]["snr_db"])
+
+
+def test_a_differentiated_call_is_refused():
+    with pytest.raises(ValueError, match="is not differentiated itself"):
+        jax.grad(lambda x: fp8jax.telemetry(lambda x: 2 * x)(x)[0])(jnp.ones([]))
+
+
+def test_models_of_each_framework_have_the_same_statistics():
+    """The same layers as a function, in Flax NNX and Linen, and in Equinox."""
+    equinox = pytest.importorskip("equinox")
+    w, x = normal(0, WIDTH, INNER), normal(1, TOKENS, WIDTH)
+
+    class Linen(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(INNER, use_bias=False, name="up")(x)
+
+    class Equinox(equinox.Module):
+        up: jax.Array
+
+        def __call__(self, x):
+            return x @ self.up
+
+    layer = nnx.Linear(WIDTH, INNER, use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel[...] = w
+    module = nnx.Sequential(layer)
+    quantized, dense = fp8jax.nnx.quantize(module, "te_current"), fp8jax.linen.quantize(Linen(), "te_current")
+    function = fp8jax.transform(lambda p, x: x @ p["up"], "te_current")
+    eqx = fp8jax.filter_transform(lambda model, x: model(x), "te_current")
+    loss = lambda fn: lambda model, *args: jnp.sum(jnp.sin(fn(model, *args)))  # noqa: E731
+    variables = {"params": {"up": {"kernel": w}}}
+    founds = [
+        jax.jit(fp8jax.telemetry(jax.grad(loss(function))))({"up": w}, x)[1],
+        nnx.jit(fp8jax.nnx.telemetry(nnx.grad(loss(lambda model, x: model(x)))))(quantized, x)[1],
+        jax.jit(fp8jax.telemetry(jax.grad(loss(dense.apply))))(variables, x)[1],
+        jax.jit(fp8jax.telemetry(equinox.filter_grad(loss(eqx))))(Equinox(w), x)[1],
+    ]
+    assert [list(found) for found in founds] == [["up"], ["layers/0"], ["up"], ["up"]]
+    for found in founds:
+        (stats,) = found.values()
+        jax.tree.map(np.testing.assert_array_equal, stats, founds[0]["up"])
