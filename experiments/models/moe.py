@@ -42,6 +42,24 @@ class ExpertProducts:
         array: jax.Array = kept.astype(dtype)
         return array
 
+    def mlp(
+        self, x_NxD: jax.Array, tokens: Any, norm: "Norm | None", gate_up_ExDx2F: jax.Array, down_ExFxD: jax.Array,
+        weights_R: jax.Array, routes: "Routes",
+    ) -> jax.Array:  # fmt: skip
+        """The sum over each token's experts of weight x down(silu(gate) x up), (N, D).
+
+        Args:
+            x_NxD: the tokens.
+            tokens: their encoding, without gradient.
+            norm: of the tokens, or None.
+            gate_up_ExDx2F, down_ExFxD: the matrices.
+            weights_R: of each row's choice, fp32.
+            routes: the rows of each expert and token.
+        """
+        gate_up_Rx2F = recomputed(gate_and_up, self, x_NxD, tokens, gate_up_ExDx2F, routes, norm)
+        kept = jax.lax.stop_gradient(self.encode(gate_up_Rx2F))
+        return reduce_experts(self, gate_up_Rx2F.dtype, gate_up_Rx2F, kept, down_ExFxD, weights_R, routes)
+
 
 class Routes(NamedTuple):
     """Which experts take which tokens.
@@ -331,8 +349,5 @@ class MoE(nnx.Module):
         if self.has_losses:
             self.balance_loss[...], self.z_loss[...] = balance_loss(logits_NxE, routes.sizes_E), z_loss(logits_NxE)
         routes = products.share(routes)
-        gate_up, down = self.experts.gate_up.kernel[...], self.experts.down.kernel[...]
-        gate_up_Rx2F = recomputed(gate_and_up, products, x_NxD, tokens, gate_up, routes, of_norm)
-        rows = jax.lax.stop_gradient(products.encode(gate_up_Rx2F))
-        weights_R = routes.per_row(weights_NxK)
-        return reduce_experts(products, gate_up_Rx2F.dtype, gate_up_Rx2F, rows, down, weights_R, routes)
+        matrices = self.experts.gate_up.kernel[...], self.experts.down.kernel[...]
+        return products.mlp(x_NxD, tokens, of_norm, *matrices, routes.per_row(weights_NxK), routes)

@@ -17,7 +17,7 @@ from fp8jax.rewrite import primitives, unplanned
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.graph import Graph, Node, Value
-from fp8jax.rewrite.operations import ActivationOperation, NormOperation
+from fp8jax.rewrite.operations import ActivationOperation, NormOperation, RaggedOperation
 from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.run import Schedule
 
@@ -339,7 +339,8 @@ def _operation_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> flo
         if entry.has_saved_input or entry.recomputes_input or (operation.canonical_data, spec) in counted:
             return 0
         counted.add((operation.canonical_data, spec))
-        return _value_bytes(operation.data, spec, operation.num_inputs)
+        data = operation.saved_tokens if isinstance(operation, RaggedOperation) else operation.data
+        return _value_bytes(data, spec, operation.num_inputs)
     if isinstance(operation, NormOperation):
         rows = math.prod(operation.x.shape) // operation.x.shape[-1]
         return _value_bytes(operation.x, operation.recipe.context.spec) + 4 * rows

@@ -132,7 +132,9 @@ def test_tokens_and_gate_and_up_are_all_that_is_kept_but_for_what_the_router_giv
     rows = bytes_of_element * (config.dim + chosen * 2 * config.mlp_dim)
     # Logits, and for each choice its weight, its expert, its row and the choice of that row; and sizes of experts.
     router = 4 * (config.experts + 4 * chosen)
-    assert found == 32 * (rows + router) + 4 * config.experts
+    # For 8-bit products also the token of each row, groups and scales of experts and, in coat, a scale of each token.
+    per_row, per_token, per_expert = {"bf16": (0, 0, 4), "coat": (4, 4, 24), "deepseek": (4, 0, 24)}[recipe]
+    assert found == 32 * (rows + router + per_token + chosen * per_row) + per_expert * config.experts
 
 
 def task_of(recipe, config=TINY, rows=None, **settings):
