@@ -125,14 +125,9 @@ class Soak:
         env = os.environ | {"XLA_FLAGS": flags}
         env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(record.ROOT), "JAX_LOG_COMPILES": "1"}
         env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        command = [sys.executable, "-u", *program, *MODEL, "--run", run, "--out", str(self.folder)]
-        command += [
-            "--data",
-            str(self.folder / "text"),
-            "--mesh",
-            f"fsdp={layout.processes * layout.devices}",
-            *options,
-        ]
+        where = ["--out", str(self.folder), "--data", str(self.folder / "text")]
+        mesh = ["--mesh", f"fsdp={layout.processes * layout.devices}"]
+        command = [sys.executable, "-u", *program, *MODEL, "--run", run, *where, *mesh, *options]
         shared = ["--coordinator", f"localhost:{_free_port()}", "--process-count", str(layout.processes)]
         own = [[*shared, "--process-id", str(i)] if layout.processes > 1 else [] for i in range(layout.processes)]
         # Not pipes: a process would wait for whoever reads its pipe.
