@@ -748,6 +748,7 @@ def _input_columns(recipe: Linear, residuals: _Residuals, tokens: PaddedTokens, 
         bound = functools.partial(jnp.full, (dx.shape[0],), jnp.inf)  # the gradient's row bounds are unknown
         x = residual.operation.recompute(residual.residuals, CotangentFacts(dx, None, bound)).array.astype(dtype)
         residual = reshape_to_matrix(x, *dx.shape)
+    assert residual is not None
     return quantize_columns(residual, side.backward, side.strategy, tokens, scale=scale)
 
 
