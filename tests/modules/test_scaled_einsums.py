@@ -201,7 +201,7 @@ def test_evaluation_reads_the_states_of_einsums_and_writes_none():
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model, fp8jax.nnx.ScalingVariable))
     model.train()
     model(X)
-    np.testing.assert_allclose(model.q.fp8jax_w.seen_x[...], [9, 0])
+    np.testing.assert_allclose(model.q.fp8jax_w.seen_x[0], 9)
 
 
 class LinenAttention(nn.Module):
