@@ -43,7 +43,7 @@ LAST, MEAN = "loss of step 21", "mean loss of 21 steps"
 SMALL, MEDIUM = Setting(), Setting(dim=1024, layers=5, heads=8, mlp_dim=2816, length=1024, steps=400, warmup=40)
 PRESETS = ("coat", "coat_fast", "moss", "fast", "te_current", "deepseek", "int8_fallback", "int8_block", "fp8_lm",
            "fp8_lm_two_phase", "coat_optimizer", "coat_activations", "mxfp8", "nvfp4")  # fmt: skip
-NVFP4_PARTS = {
+NVFP4_PARTS: dict[str, dict[str, Any]] = {
     "no rotation": {"rotation": None},
     "nearest": {"dy": "e2m1:nv16", "dy_wgrad": "e2m1:nv16"},
     "1x16 weights": {"w": "e2m1:nv16", "w_dgrad": "e2m1:nv16"},
