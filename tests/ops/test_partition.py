@@ -268,7 +268,7 @@ def stand_ins(monkeypatch):
         amax,
         round_up_bf16,
         seed,
-        place,
+        rng_offset,
         sums,
         compute_capability,
     ):
@@ -283,7 +283,7 @@ def stand_ins(monkeypatch):
             name = {jnp.dtype(f): n for n, f in formats.items()}[coding.dtype]
             if seed is not None:
                 i, j = (lax.broadcasted_iota(jnp.uint32, y.shape, axis) for axis in (0, 1))
-                number = (i // 4) * place[0] + j + place[1] + seed[0]
+                number = (i // 4) * rng_offset[0] + j + rng_offset[1] + seed[0]
                 codes = (number % 251).astype(jnp.uint8).view(jnp.int8)
                 return types.SimpleNamespace(codes=codes, scale=None, microscale=None)
             sized = coding.kind in ("group", "block")
