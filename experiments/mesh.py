@@ -67,7 +67,7 @@ def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Devic
             f"devices of several processes, which must all be used; give sizes whose product is {len(devices)}, and a "
             f"--batch that it divides"
         )
-    mesh = make(**sizes, devices=devices)
+    mesh = make(sizes["data"], sizes["fsdp"], devices, tensor=sizes["tensor"], expert=sizes["expert"])
     shares = replicas(mesh)
     if rows % shares:  # never of an empty text
         part = f"{rows} sequences of a microbatch (--batch {batch}, --microbatches {microbatches})"

@@ -64,13 +64,13 @@ class Case(NamedTuple):
 
     Attributes:
         name: what was done.
-        count: how many times.
+        times: how often.
         failure: what went wrong, or "".
         detail: where kills came, or what was measured.
     """
 
     name: str
-    count: int
+    times: int
     failure: str
     detail: str = ""
 
@@ -125,14 +125,9 @@ class Soak:
         env = os.environ | {"XLA_FLAGS": flags}
         env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(record.ROOT), "JAX_LOG_COMPILES": "1"}
         env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        command = [sys.executable, "-u", *program, *MODEL, "--run", run, "--out", str(self.folder)]
-        command += [
-            "--data",
-            str(self.folder / "text"),
-            "--mesh",
-            f"fsdp={layout.processes * layout.devices}",
-            *options,
-        ]
+        where = ["--out", str(self.folder), "--data", str(self.folder / "text")]
+        mesh = ["--mesh", f"fsdp={layout.processes * layout.devices}"]
+        command = [sys.executable, "-u", *program, *MODEL, "--run", run, *where, *mesh, *options]
         shared = ["--coordinator", f"localhost:{_free_port()}", "--process-count", str(layout.processes)]
         own = [[*shared, "--process-id", str(i)] if layout.processes > 1 else [] for i in range(layout.processes)]
         # Not pipes: a process would wait for whoever reads its pipe.
@@ -250,7 +245,7 @@ def kill_often(soak: Soak, count: int, *layouts: Layout) -> Case:
         count: kills and stops.
         layouts: of a run's processes; the next one after each kill. All have as many devices.
     """
-    kinds, numbers, failures = Counter[str](), itertools.count(), []
+    kinds, numbers, failures = Counter[str](), itertools.count(), list[str]()
     name = ", then ".join(f"{one.processes} process{'es' * (one.processes > 1)} of {one.devices}" for one in layouts)
     runs = 0
     while sum(kinds.values()) < count and not failures:
@@ -327,7 +322,7 @@ def many_steps(soak: Soak, steps: int) -> Case:
     if process.returncode:
         return Case("steps with metrics", steps, f"exit code {process.returncode}: {text[-500:]}")
     late = np.array([x for x in sizes if x[0] > steps / 2 and x[1]])
-    growth = float(np.polyfit(*late.T, 1)[0]) if len(late) > 4 else float("nan")
+    growth = float(np.polyfit(late[:, 0], late[:, 1], 1)[0]) if len(late) > 4 else float("nan")
     under_way = text.partition("\nvalid ")[2].partition(f"\nvalid {steps}/")[0]
     compiled = under_way.count("Finished XLA compilation")
     failure = "" if growth < GROWTH and not compiled else f"{growth:.0f} bytes a step more, {compiled} recompilations"
@@ -375,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cases.append(Case("did not end", 1, str(error)))
             print(cases[-1].name, cases[-1].failure or "passed", cases[-1].detail, sep=": ", flush=True)
     print(
-        table(["case", "count", "result", ""], [[x.name, str(x.count), x.failure or "passed", x.detail] for x in cases])
+        table(["case", "times", "result", ""], [[x.name, str(x.times), x.failure or "passed", x.detail] for x in cases])
     )
     if options.results:
         rows = [
@@ -389,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "ratio": None,
             }
             for x in cases
-            for metric, value in (("count", x.count), ("failures", int(bool(x.failure))))
+            for metric, value in (("times", x.times), ("failures", int(bool(x.failure))))
         ]
         record.write(
             options.results, "soak", title="Training that is killed, stopped and starved", device="cpu", rows=rows,

@@ -55,8 +55,8 @@ TASKS = {
         linen.update_weight_amax_bounds linen.reset_weight_amax_bounds track_weight_amax with_weight_bounds
         max_adam_step get_weight_amax_bounds reset_weight_amax_bounds init_scaling update_scaling weight_scale""",
     "Layers and losses": """
-        linear scaled_linear dot_general einsum ragged_dot rms_norm layer_norm glu activation norm_linear
-        glu_linear attention_output linear_cross_entropy quantize_weight QuantizedWeight""",
+        linear scaled_linear dot_general einsum ragged_dot scaled_ragged_dot rms_norm layer_norm glu activation
+        norm_linear glu_linear attention_output linear_cross_entropy quantize_weight QuantizedWeight""",
     "Rematerialization": "save_quantized checkpoint_policies.with_products CHECKPOINT_NAMES",
     "LoRA and frozen weights": """
         freeze FrozenWeight nnx.lora nnx.adapters nnx.merge_lora nnx.FrozenParam lora.init lora.linear

@@ -132,8 +132,9 @@ class Loop:
             self.trace.before(calls, state)
             tokens_BxT, calls = next(self.batches), calls + 1
             loader = self.batches.get_state()
-            is_observed = self.observed_step is not None and done % self.settings.telemetry == 0
-            step = self.observed_step if self.observed_step is not None and is_observed else self.step
+            step = self.step
+            if self.observed_step is not None and done % self.settings.telemetry == 0:
+                step = self.observed_step
             state, metrics = step(state, mesh.place(tokens_BxT, self.rows), *self._noted())
             self._done += 1
             # Only now is the step before this one waited for, so that the device always has work.

@@ -288,9 +288,8 @@ def _mean_beside_experts(grads: Any, comm: Comm, mesh: Any, min_size: int) -> An
 
     sums, others = means(True, ("data",)), means(False, ("data", experts.AXIS))
     devices = mesh.shape[experts.AXIS]
-    return structure.unflatten(
-        [next(sums) / devices if meshes.has_experts(path) else next(others) for path, _ in leaves]
-    )
+    found = [next(sums) / devices if meshes.has_experts(path) else next(others) for path, _ in leaves]
+    return jax.tree.unflatten(structure, found)
 
 
 def _reduced(

@@ -280,7 +280,7 @@ class RunLog:
         """Records the statistics of a step's tensors, and tells of new faults."""
         self._write(observed.to_row(step, found))
         for line in self._faults.lines(step, found):
-            self._console.print(line)
+            self.say(line)
 
     def has_valid(self, step: int) -> bool:
         """Whether a validation after `step` is recorded."""

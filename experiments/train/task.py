@@ -315,8 +315,10 @@ class Task:
             how = self.gradients, self.recipe, self.rows.mesh
             losses, grads, model_state, factors = parallel.gradients(*how, *inputs, factors, base)
         grad_norm = global_norm(grads)  # that which clipping finds: XLA computes it once
-        is_finite = functools.reduce(jnp.logical_and, map(_all_finite, jax.tree.leaves((model_state, factors))), True)
-        healthy, sticky, monitor, counts = self._judged(state, losses["loss"], jnp.isfinite(grad_norm) & is_finite)
+        is_finite = jnp.isfinite(grad_norm)
+        for x in jax.tree.leaves((model_state, factors)):
+            is_finite &= _all_finite(x)
+        healthy, sticky, monitor, counts = self._judged(state, losses["loss"], is_finite)
 
         def keep_or(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda new, old: jnp.where(healthy, new, old), new, old)

@@ -96,8 +96,9 @@ def encode(
             microscale = compute_microscales(largest * (1 / scale_fp32), spec, fmt)
             if bad is not None:
                 has_bad = blocks.reduce(bad.astype(jnp.float32), micro_shape, jnp.max, 0.0) > 0
-                microscale = jnp.where(has_bad, _NAN_BYTES[spec.microscale_format], microscale)
-        if spec.microscale_format == "e8m0":
+                nan = np.uint8(0xFF if spec.microscale_format == "e8m0" else 0x7F)
+                microscale = jnp.where(has_bad, nan, microscale)
+        if microscale is not None and spec.microscale_format == "e8m0":
             # Apply the power first: y / outer scale alone may be subnormal, which only some devices flush.
             power = jnp.ldexp(jnp.float32(1), 127 - microscale.astype(jnp.int32))
             y = y * blocks.broadcast_blocks(power, x.shape, micro_shape)
@@ -108,7 +109,7 @@ def encode(
             unit = jnp.where(scale_fp32 > 2.0**125, np.float32(2.0**-32), 1.0)
             y = y * blocks.broadcast_blocks(unit, x.shape, block_shape)
             y = y * blocks.broadcast_blocks(1 / (scale_fp32 * unit), x.shape, block_shape)
-        if spec.microscale_format == "e4m3":
+        if microscale is not None and spec.microscale_format == "e4m3":
             factor = decode_microscales(microscale, spec)
             # A group far below the tensor has scale 0, and codes 0.
             factor = jnp.where(factor > 0, 1 / factor, 0)
@@ -182,10 +183,6 @@ def _max_scale(scale_format: str, name: str) -> float:
     bits = np.asarray(limit, dtype).view(np.uint16)  # limits are positive
     largest = (bits - np.uint16(1)).view(dtype) if float(bits.view(dtype)) > limit else bits.view(dtype)
     return float(largest)
-
-
-# Bytes of NaN, by format of the microscales.
-_NAN_BYTES = {"e8m0": np.uint8(0xFF), "e4m3": np.uint8(0x7F)}
 
 
 def compute_microscales(amax: Array, spec: QuantSpec, fmt: formats.Format) -> Array:

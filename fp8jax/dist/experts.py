@@ -1,7 +1,7 @@
 """Experts on several devices: tokens travel to the devices of their experts as codes, and results travel back.
 
-What is sent to experts is quantized once: tokens in the forward pass, and gradients of results in the backward pass.
-What experts send back are terms of sums over a token's experts. They travel in their own dtype.
+Rows that travel to experts are quantized once: tokens in the forward pass, and gradients of results in the backward
+pass. Rows that travel back are terms of sums over a token's experts. They keep their dtype.
 """
 
 import dataclasses
@@ -128,10 +128,10 @@ class TokenExchange:
         starts = jnp.cumsum(sizes.reshape(devices, -1), axis=1).reshape(sizes.shape) - sizes
         # By (destination, expert, source), the order of received rows.
         arriving = jnp.moveaxis(sizes, 0, 2)
-        ends = jnp.cumsum(arriving.reshape(devices, -1), axis=1)
-        overflow = jnp.sum(jnp.maximum(ends[:, -1] - capacity, 0))
-        places, ends = (jnp.minimum(at, capacity).reshape(arriving.shape) for at in (ends - _flat(arriving), ends))
-        fitting, here = ends - places, lax.axis_index(names)
+        ends = jnp.cumsum(arriving.reshape(devices, -1), axis=1).reshape(arriving.shape)
+        overflow = jnp.sum(jnp.maximum(ends[:, -1, -1] - capacity, 0))
+        places = jnp.minimum(ends - arriving, capacity)
+        fitting, here = jnp.minimum(ends, capacity) - places, lax.axis_index(names)
         sent = _Slices(starts[here], fitting[:, :, here], places[:, :, here])
         received = _Slices(places[here].T, fitting[here].T, starts[:, here])
         return cls(fitting[here].sum(1), overflow, groups, sent, received, names, num_rows, capacity)
@@ -189,7 +189,7 @@ class TokenExchange:
         message = self._move(message, self.sent, self.received, self.capacity)
         parts = split(message, [leaf.shape[1] * leaf.dtype.itemsize for leaf in leaves])
         leaves = [_from_bytes(part, leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
-        q: QTensor = structure.unflatten(leaves)
+        q: QTensor = jax.tree.unflatten(structure, leaves)
         return q.dequantize(x.dtype)
 
     def _send_back(self, y: Array) -> Array:
@@ -232,10 +232,6 @@ _combine.defvjp(
     lambda wire, y, exchange: (_combine(wire, y, exchange), exchange),
     lambda wire, exchange, ct: (exchange._send_to_experts(ct, wire), None),
 )
-
-
-def _flat(table: Array) -> Array:
-    return table.reshape(table.shape[0], -1)
 
 
 def _packed_rows(slices: _Slices, length: int, fill: int) -> Array:

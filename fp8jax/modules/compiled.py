@@ -211,6 +211,7 @@ _REMEDY_BY_REASON = (
     ("switched off", "trace it without fp8jax.ops.dispatch.choice.target(kernels=False)"),
     ("asked for", "leave impl='xla' out"),
     ("XLA_FLAGS=", "set that before JAX starts"),
+    ("needs a Blackwell GPU", "fp8jax.recipes.for_device() is a recipe for this GPU"),
     ("no kernel for scales", "scales of tensors, rows, groups of 128 or blocks of 128x128 have kernels"),
     ("int8 kernels take", _INT8_ROWS),
     ("Ampere, Ada or Hopper", _INT8_ROWS),

@@ -10,7 +10,6 @@ from fp8jax.ops.products.ragged import unsupported_ragged_reason
 from fp8jax.rewrite import activations, biases, cost_model, frozen_params, grouped, norms, primitives
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
-from fp8jax.rewrite.frozen_params import FrozenGroupedOperation, FrozenMatmulOperation
 from fp8jax.rewrite.graph import (
     Graph,
     Node,
@@ -39,6 +38,7 @@ from fp8jax.rewrite.operations import (
     LayoutStep,
     NormOperation,
     ProductOperation,
+    RaggedOperation,
     stored_experts,
 )
 from fp8jax.rewrite.primitives import (
@@ -209,8 +209,10 @@ def _has_axis_of_experts(p: WeightMatmul) -> bool:
     if p.weight.further_paths:
         return False
     if p.node.kind != "dot_general":
+        if p.node.weight_axes is None:  # no grouped product
+            return False
         axes = stored_experts(p)[1] if p.choice.linear is not None else p.node.weight_axes
-        return axes is not None and axes[0] == 0
+        return axes[0] == 0
     if p.weight.layout or p.weight.is_relayouted:
         return False
     return tuple(p.node.eqn.params["dimension_numbers"][1][p.side]) == (0,)
@@ -262,7 +264,7 @@ def _number_uses(products: list[WeightMatmul], levels: Mapping[Node, tuple[LoopL
     for p in products:
         operation = (p.operation_node or p.node).operation
         linear, path = p.choice.linear, p.weight.path
-        if operation is None or linear is None or isinstance(operation, FrozenMatmulOperation | FrozenGroupedOperation):
+        if linear is None or not isinstance(operation, ProductOperation | RaggedOperation):
             continue
         if p.concatenated:
             if _collects_stats(linear):

@@ -185,7 +185,11 @@ def _summarize(expected: Sequence[_Expected], observed: Sequence[Array]) -> Tele
         observation = observations.from_values(params["sums"], params["maxima"], values)
         observation = observation.reduce(tuple(i for i, keep in enumerate(is_layer) if not keep))
         key = place.layer, params["role"]
-        merged[key] = merged[key].merge(observation) if key in merged else observation
+        previous = merged.get(key)
+        if previous is not None and previous.shape != observation.shape:
+            # Products of one weight in loops of different lengths.
+            previous, observation = (x.reduce(tuple(range(len(x.shape)))) for x in (previous, observation))
+        merged[key] = observation if previous is None else previous.merge(observation)
     found: Telemetry = {}
     for (layer, role), observation in merged.items():
         found.setdefault(layer, {})[role] = observations.summarize(observation)

@@ -285,6 +285,9 @@ def test_the_line_about_the_mesh_says_which_recipes_gather_all_parameters_before
     )
     assert said.endswith("and has 1 of 2 parts of each large matrix and its moments")
     assert "has 1 of 4 parts of each large matrix" in mesh.told(mesh.make(1, 2, tensor=2), recipes[:1])
+    assert "data=2,fsdp=1,expert=2: each device takes 1 of 4 parts of a batch, with 1 of 2 parts of the experts" in (
+        mesh.told(mesh.make(2, 1, expert=2))
+    )
     assert mesh.told(mesh.make(2, 1)).endswith(
         "takes 1 of 2 parts of a batch, and has all parameters and their moments"
     )

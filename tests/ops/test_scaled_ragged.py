@@ -27,7 +27,10 @@ W *= np.array([1, 1, 30, 1e-3], np.float32)[:, None, None]
 # Rows in no group may hold anything.
 X[ROWS:], DY[ROWS:] = 1e30, np.nan
 DELAYED = dataclasses.replace(fp8jax.recipes.te_delayed().linear, amax_history_length=3)
-FALLBACK = fp8jax.recipes.int8_fallback().linear
+BLOCK = 64  # half of the alignment of groups
+INT8 = f"int8:block{BLOCK}"
+BLOCKS = {"x": INT8, "w": INT8, "dy": f"{INT8}+stochastic", "x_residual": f"{INT8}+stochastic"}
+FALLBACK = dataclasses.replace(fp8jax.recipes.int8_fallback().linear, **BLOCKS)
 
 
 def init(recipe):
@@ -100,17 +103,17 @@ def test_each_group_has_a_threshold_of_its_own():
 
     for e, first in enumerate(np.cumsum(SIZES) - SIZES):
         w = np.zeros(W[e].shape)
-        for i in range(0, INPUTS, 128):
-            for j in range(0, OUTPUTS, 128):
-                w[i : i + 128, j : j + 128] = codes(W[e, i : i + 128, j : j + 128].astype(np.float64))
-        for at in range(first, first + SIZES[e], 128):
-            rows = slice(at, min(at + 128, first + SIZES[e]))
-            for i in range(0, INPUTS, 128):
-                block = X[rows, i : i + 128].astype(np.float64)
+        for i in range(0, INPUTS, BLOCK):
+            for j in range(0, OUTPUTS, BLOCK):
+                w[i : i + BLOCK, j : j + BLOCK] = codes(W[e, i : i + BLOCK, j : j + BLOCK].astype(np.float64))
+        for at in range(first, first + SIZES[e], BLOCK):
+            rows = slice(at, min(at + BLOCK, first + SIZES[e]))
+            for i in range(0, INPUTS, BLOCK):
+                block = X[rows, i : i + BLOCK].astype(np.float64)
                 falls_back = np.abs(block).max() > thresholds[e]
                 counts[e] += falls_back, 1
                 base = codes(block)
-                want[rows] += (base + (codes(block - base) if falls_back else 0)) @ w[i : i + 128]
+                want[rows] += (base + (codes(block - base) if falls_back else 0)) @ w[i : i + BLOCK]
     np.testing.assert_array_equal(stats.x, counts)
     assert 0 < counts[0, 0] < counts[0, 1]
     assert (np.abs(y[:ROWS] - want).max(1) < 1e-4 * np.abs(want).max(1)).all()

@@ -275,3 +275,33 @@ def test_models_of_each_framework_have_the_same_statistics():
     for found in founds:
         (stats,) = found.values()
         jax.tree.map(np.testing.assert_array_equal, stats, founds[0]["up"])
+
+
+def test_members_of_a_batch_have_one_value_together():
+    w, x = normal(0, 2, WIDTH, INNER), wide(1, 2, TOKENS, WIDTH)
+    stacked = jax.vmap(lambda x, w: fp8jax.linear(x, w, recipe="deepseek"))
+    (stats,) = jax.jit(fp8jax.telemetry(stacked))(x, w)[1].values()
+    one_by_one = jax.jit(fp8jax.telemetry(lambda x, w: [fp8jax.linear(x[i], w[i], recipe="deepseek") for i in (0, 1)]))
+    (expected,) = one_by_one(x, w)[1].values()
+    assert stats["x"]["amax"].shape == ()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), stats, expected)
+
+
+def test_a_weight_in_loops_of_different_lengths_has_one_value():
+    weights, x = normal(0, 3, WIDTH, WIDTH), normal(1, TOKENS, WIDTH)
+    body = lambda x, w: (x @ w, None)  # noqa: E731
+    fn = fp8jax.transform(lambda p, x: jax.lax.scan(body, x, p["w"])[0] + jax.lax.scan(body, x, p["w"][:2])[0], "coat")
+    _, found = jax.jit(fp8jax.telemetry(fn))({"w": weights}, x)
+    assert {name: value.shape for name, value in found["w"]["w"].items()} == dict.fromkeys(found["w"]["w"], ())
+    np.testing.assert_array_equal(found["w"]["w"]["amax"], np.max(np.abs(weights)))
+
+
+def test_jitted_functions_inside_are_traced_anew():
+    """JAX's caches of functions that were traced with telemetry, or without it, do not serve the other."""
+    x = normal(0, TOKENS, WIDTH)
+    functions = [jax.jit(lambda x: fp8jax.linear(x, normal(1, WIDTH, INNER), recipe="te_current")) for _ in range(2)]
+    for fn, is_plain_first in zip(functions, (True, False), strict=True):
+        outer = lambda x, fn=fn: fn(x) + 1  # noqa: E731
+        plain = str(jax.make_jaxpr(outer)(x)) if is_plain_first else None
+        assert list(jax.jit(fp8jax.telemetry(outer))(x)[1]) == [f"linear {WIDTH}x{INNER}"]
+        assert "fp8jax_observe" not in (plain or str(jax.make_jaxpr(outer)(x)))

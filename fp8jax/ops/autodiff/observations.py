@@ -78,6 +78,11 @@ class Observation:
     sums: Mapping[str, Array]
     maxima: Mapping[str, Array]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The axes of stacked layers."""
+        return next(x.shape for x in (*self.sums.values(), *self.maxima.values()))
+
     def merge(self, other: "Observation") -> "Observation":
         """The statistics of both tensors together."""
         sums, maxima = dict(self.sums), dict(self.maxima)

@@ -26,7 +26,7 @@ from jax import Array, lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from fp8jax.core import blocks
+from fp8jax.core import blocks, formats
 from fp8jax.core.spec import SIZED_GRANULARITIES, QuantSpec
 
 
@@ -225,7 +225,7 @@ def notation(spec: QuantSpec, shape: Sequence[int], names: str) -> tuple[str, ..
     exponents = [scale] if spec.expand else []
     micro_scales = [block_dims(spec.micro_shape(shape))] if spec.has_microscales else []
     codes = names.split()
-    if spec.is_packed:  # two 4-bit codes in a byte
+    if formats.get(spec.format).is_fp4:  # two codes in a byte
         codes[spec.axis] += "/2"
     return " ".join(codes), *exponents, *micro_scales, scale
 

@@ -83,7 +83,7 @@ def grouped_matmul(
     choice, kernel_name = _choose("grouped matmul", x, w, x.shape[1], impl, scales_are_shared)
     static = transposed, fast, current_target().free_multiprocessors
     # Blocks of 128 rows may belong to two shards.
-    shard_kernel_name = "bf16" if kernel_name == "int8 block" else kernel_name
+    shard_kernel_name: Any = "bf16" if kernel_name == "int8 block" else kernel_name
 
     def multiply(multiply_whole: Callable[..., Array], multiply_shard: Any, is_kernel: bool, *operands: Any) -> Array:
         x, w, *_ = operands
@@ -99,10 +99,9 @@ def grouped_matmul(
 
     loop_over_tiles = functools.partial(_loop_over_tiles, transposed, fast)
     loop = functools.partial(multiply, loop_over_tiles, loop_over_tiles, False)
-    kernels = (
-        functools.partial(grouped_hopper.multiply_rows, name, *static) for name in (kernel_name, shard_kernel_name)
-    )
-    kernel = functools.partial(multiply, *kernels, True)
+    multiply_whole = functools.partial(grouped_hopper.multiply_rows, kernel_name, *static)
+    multiply_shard = functools.partial(grouped_hopper.multiply_rows, shard_kernel_name, *static)
+    kernel = functools.partial(multiply, multiply_whole, multiply_shard, True)
     with product_name_scope(strip_residual(x), w):
         return run(choice, impl, x, w, *groups, kernel=kernel, reference=loop)  # type: ignore[no-any-return]
 

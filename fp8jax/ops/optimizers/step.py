@@ -243,7 +243,7 @@ def _observe_step(adam: Adam, place: Place, leaf: Leaf, result: StepResult) -> S
     moments = (("m", leaf.mu, mu, adam.b1, gradient), ("v", leaf.nu, result.nu, adam.b2, jnp.square(gradient)))
     for role, old, new, decay, value in moments:
         if isinstance(new, QTensor):
-            exact: Array = decay * load(old) + (1 - decay) * value
+            exact: Any = decay * load(old) + (1 - decay) * value
             exact = exact if adam.apply_if is None else jnp.where(adam.apply_if, exact, load(old))
             tie = observe(tie, place, role, compare(exact, new, is_relative=True))
     new_weight, old_weight = (

@@ -830,6 +830,7 @@ def _input_columns(recipe: Linear, residuals: _Residuals, tokens: PaddedTokens, 
         if spec is not None and spec == side.residual and spec.granularity in TRANSPOSABLE:
             return transpose_rows(codes, spec, tokens), predicted
         return quantize_columns(codes, spec, side.strategy, tokens, scale=scale, dtype=dtype), predicted
+    assert residual is not None
     return quantize_columns(residual, side.backward, side.strategy, tokens, scale=scale), predicted
 
 
