@@ -800,6 +800,7 @@ def _gradient_operands(
 def _input_columns(recipe: Linear, residuals: _Residuals, tokens: PaddedTokens, dx: Array) -> tuple[TokenColumns, Any]:
     """Return the input as wgrad reads it, which has the shape of `dx`, and facts about cotangents that follow."""
     side, residual, dtype = input_side(recipe), residuals.x, residuals.x_kind.dtype
+    assert residual is not None
     scale = convert_scale_to_spec(residuals.scales and residuals.scales.x, side.forward, side.backward)
     predicted = None
     if isinstance(residual, QTensor | TokenCodes):
