@@ -205,8 +205,10 @@ def _has_axis_of_experts(p: WeightMatmul) -> bool:
     if p.weight.further_paths:
         return False
     if p.node.kind != "dot_general":
-        axes = stored_experts(p)[1] if p.choice.linear is not None else p.node.weight_axes
-        return axes is not None and axes[0] == 0
+        if p.node.weight_axes is None:
+            return False  # no grouped product
+        axes = p.node.weight_axes if p.choice.linear is None else stored_experts(p)[1]
+        return axes[0] == 0
     if p.weight.layout or p.weight.is_relayouted:
         return False
     return tuple(p.node.eqn.params["dimension_numbers"][1][p.side]) == (0,)
