@@ -36,7 +36,7 @@ from experiments.results.report import table
 from experiments.train.checkpoint import Checkpoints, digest
 from experiments.train.hosts import GONE
 
-RECIPE, STEPS, CHECKPOINT_EVERY = "coat_optimizer", 60, 5
+RECIPE, STEPS, CHECKPOINT_EVERY = "coat_optimizer", 40, 5
 MODEL = (
     "--layers", "1", "--dim", "64", "--heads", "4", "--kv-heads", "2", "--mlp-dim", "128", "--seq-len", "32", "--batch",
     "8", "--eval-batches", "2", "--eval-every", "20", "--sample-tokens", "0", "--recipe", RECIPE, "--steps", str(STEPS),
@@ -64,13 +64,13 @@ class Case(NamedTuple):
 
     Attributes:
         name: what was done.
-        count: how many times.
+        times: how often.
         failure: what went wrong, or "".
         detail: where kills came, or what was measured.
     """
 
     name: str
-    count: int
+    times: int
     failure: str
     detail: str = ""
 
@@ -100,6 +100,7 @@ class Soak:
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.random = folder, random.Random(seed)
         self._expected: dict[Layout, dict[str, str]] = {}
+        self._logs: dict[int, Path] = {}
         (folder / "text").mkdir()
         for i in range(4):
             words = " ".join(f"w{(i * 37 + j * j) % 101}" for j in range(1500))
@@ -123,22 +124,38 @@ class Soak:
         flags += f" --xla_backend_optimization_level=0 --xla_force_host_platform_device_count={layout.devices}"
         env = os.environ | {"XLA_FLAGS": flags}
         env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(record.ROOT), "JAX_LOG_COMPILES": "1"}
-        command = [sys.executable, "-u", *program, *MODEL, "--run", run, "--out", str(self.folder)]
-        command += [
-            "--data",
-            str(self.folder / "text"),
-            "--mesh",
-            f"fsdp={layout.processes * layout.devices}",
-            *options,
-        ]
+        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        where = ["--out", str(self.folder), "--data", str(self.folder / "text")]
+        mesh = ["--mesh", f"fsdp={layout.processes * layout.devices}"]
+        command = [sys.executable, "-u", *program, *MODEL, "--run", run, *where, *mesh, *options]
         shared = ["--coordinator", f"localhost:{_free_port()}", "--process-count", str(layout.processes)]
         own = [[*shared, "--process-id", str(i)] if layout.processes > 1 else [] for i in range(layout.processes)]
-        popen = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env} | popen
-        return [subprocess.Popen([*command, *words], **popen) for words in own]
+        # Not pipes: a process would wait for whoever reads its pipe.
+        started = []
+        for i, words in enumerate(own):
+            log = self.folder / f"{run}.{i}.txt"
+            with log.open("w") as file:
+                started.append(
+                    subprocess.Popen([*command, *words], stdout=file, stderr=file, text=True, env=env, **popen)
+                )
+            self._logs[started[-1].pid] = log
+        return started
+
+    def end(self, process: subprocess.Popen[str]) -> tuple[int, str]:
+        """Waits for a process; its exit code and what it printed."""
+        try:
+            code = process.wait(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = None
+        output = self._logs[process.pid].read_text()
+        if code is None:
+            raise SoakError(f"a process did not end within {PATIENCE} s: {output[-500:]}")
+        return code, output
 
     def finish(self, run: str, *options: str, **start: Any) -> None:
         """Trains a run to its end."""
-        for code, output in map(end, self.start(run, *options, **start)):
+        for code, output in map(self.end, self.start(run, *options, **start)):
             if code:
                 raise SoakError(f"{run} ended with code {code}: {output[-500:]}")
 
@@ -175,23 +192,13 @@ class Soak:
         processes = self.start(run)
         wait_for(lambda: self.progress(run) > 2 * CHECKPOINT_EVERY, processes)
         processes[0].kill()
-        end(processes[0])
+        self.end(processes[0])
 
 
 def _free_port() -> int:
     with socket.socket() as one:
         one.bind(("localhost", 0))
         return int(one.getsockname()[1])
-
-
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Waits for a process; its exit code and what it printed."""
-    try:
-        output = process.communicate(timeout=PATIENCE)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise SoakError(f"a process did not end within {PATIENCE} s: {process.communicate()[0][-500:]}") from None
-    return process.returncode, output
 
 
 def wait_for(condition: Callable[[], bool], processes: Sequence[subprocess.Popen[str]]) -> bool:
@@ -238,7 +245,7 @@ def kill_often(soak: Soak, count: int, *layouts: Layout) -> Case:
         count: kills and stops.
         layouts: of a run's processes; the next one after each kill. All have as many devices.
     """
-    kinds, numbers, failures = Counter[str](), itertools.count(), []
+    kinds, numbers, failures = Counter[str](), itertools.count(), list[str]()
     name = ", then ".join(f"{one.processes} process{'es' * (one.processes > 1)} of {one.devices}" for one in layouts)
     runs = 0
     while sum(kinds.values()) < count and not failures:
@@ -252,7 +259,7 @@ def kill_often(soak: Soak, count: int, *layouts: Layout) -> Case:
             start += 1
             if start <= KILLS_PER_RUN and interrupt(soak, run, moment, processes, stops):
                 kinds[f"stopped in {moment}" if stops else f"killed in {moment}"] += 1
-            outcomes = [end(process) for process in processes]
+            outcomes = [soak.end(process) for process in processes]
             codes = {code for code, _ in outcomes}
             if codes - {0, -signal.SIGKILL, GONE}:
                 failures.append(f"{run} ended with {sorted(codes)}: {outcomes[0][1][-500:]}")
@@ -280,7 +287,7 @@ def disk_full(soak: Soak) -> Case:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
 
-    code, output = end(soak.start("disk", preexec_fn=limit_files)[0])
+    code, output = soak.end(soak.start("disk", preexec_fn=limit_files)[0])
     if code != DiskError.exit_code:
         return Case("disk full", 1, f"exit code {code}: {output[-500:]}")
     soak.finish("disk")
@@ -291,11 +298,14 @@ def two_in_one_folder(soak: Soak) -> Case:
     """A run that is started again while it is under way."""
     (first,) = soak.start("twice")
     wait_for(lambda: soak.progress("twice") > 0, [first])
-    code, output = end(soak.start("twice")[0])
+    first.send_signal(signal.SIGSTOP)  # so that it is not done before the second one has started
+    (second,) = soak.start("twice")
+    code, output = soak.end(second)
+    first.send_signal(signal.SIGCONT)
     if code != BusyError.exit_code:
         first.kill()
         return Case("two runs in one folder", 1, f"exit code {code} of the second: {output[-500:]}")
-    code, output = end(first)
+    code, output = soak.end(first)
     failure = f"exit code {code} of the first: {output[-500:]}" if code else soak.check("twice")
     return Case("two runs in one folder", 1, failure, f"exit code {BusyError.exit_code} of the second")
 
@@ -304,17 +314,15 @@ def many_steps(soak: Soak, steps: int) -> Case:
     """A long run with metrics: growth of its resident memory, and programs compiled after its first validation."""
     every = str(max(steps // 20, 1))
     options = ["--steps", str(steps), "--checkpoint-every", every, "--eval-every", every, "--log-every", every]
-    log, sizes = soak.folder / "many.txt", list[tuple[int, int]]()
-    with log.open("w") as file:
-        (process,) = soak.start("many", *options, stdout=file)
-        while process.poll() is None:
-            sizes.append((soak.progress("many"), _resident(process.pid)))
-            time.sleep(0.2)
-    text = log.read_text()
+    (process,), sizes = soak.start("many", *options), list[tuple[int, int]]()
+    while process.poll() is None:
+        sizes.append((soak.progress("many"), _resident(process.pid)))
+        time.sleep(0.2)
+    _, text = soak.end(process)
     if process.returncode:
         return Case("steps with metrics", steps, f"exit code {process.returncode}: {text[-500:]}")
     late = np.array([x for x in sizes if x[0] > steps / 2 and x[1]])
-    growth = float(np.polyfit(*late.T, 1)[0]) if len(late) > 4 else float("nan")
+    growth = float(np.polyfit(late[:, 0], late[:, 1], 1)[0]) if len(late) > 4 else float("nan")
     under_way = text.partition("\nvalid ")[2].partition(f"\nvalid {steps}/")[0]
     compiled = under_way.count("Finished XLA compilation")
     failure = "" if growth < GROWTH and not compiled else f"{growth:.0f} bytes a step more, {compiled} recompilations"
@@ -362,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cases.append(Case("did not end", 1, str(error)))
             print(cases[-1].name, cases[-1].failure or "passed", cases[-1].detail, sep=": ", flush=True)
     print(
-        table(["case", "count", "result", ""], [[x.name, str(x.count), x.failure or "passed", x.detail] for x in cases])
+        table(["case", "times", "result", ""], [[x.name, str(x.times), x.failure or "passed", x.detail] for x in cases])
     )
     if options.results:
         rows = [
@@ -376,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "ratio": None,
             }
             for x in cases
-            for metric, value in (("count", x.count), ("failures", int(bool(x.failure))))
+            for metric, value in (("times", x.times), ("failures", int(bool(x.failure))))
         ]
         record.write(
             options.results, "soak", title="Training that is killed, stopped and starved", device="cpu", rows=rows,

@@ -149,6 +149,7 @@ CPU = (
     table("fp8_lm_gradients", 200),
     table("fp8_lm_reductions", 200),
     table("finetuning", 1500),
+    Job("soak", ("experiments.soak", "--results"), 1800, gpus=0),
 )
 # Studies whose question is settled: their files stay, and their commands are of the commits that the files name.
 SETTLED = (

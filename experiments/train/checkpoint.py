@@ -20,7 +20,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -200,15 +200,16 @@ class Checkpoints:
             DiskError: one of them could not be written.
         """
         try:
-            self._wait()
-            self._orbax.close()
+            with self._saving():
+                self._orbax.close()
         finally:
             self._links.close()
 
-    def _wait(self) -> None:
-        """Waits for saves under way; raises as `close`."""
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Turns what goes wrong in a save into a DiskError, unless another process has ended."""
         try:
-            self._orbax.wait()
+            yield
         except Exception as error:  # Orbax and TensorStore raise ValueError, OSError and more
             if hosts.gone(error):
                 raise
@@ -257,12 +258,8 @@ class Checkpoints:
         stored = {name: x for name, x in arrays.items() if x.size}
         # Shards of several processes are those of the state itself, which the next step overwrites.
         save = self._orbax.save_checkpointables if hosts.several() else self._orbax.save_checkpointables_async
-        try:
+        with self._saving():
             save(step, {"state": stored}, force=True, custom_metadata={"seal": _seal(meta), **meta})
-        except Exception as error:  # as in close
-            if hosts.gone(error):
-                raise
-            raise self._unwritten(error) from error
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """What `save` was given beside the state: step, loader, config, log; and leaves.
@@ -354,7 +351,8 @@ class Checkpoints:
         Raises:
             UserError: the checkpoint is of another configuration, or none is whole.
         """
-        self._wait()
+        with self._saving():
+            self._orbax.wait()
         damaged: dict[int, DamagedError] = {}
         for step in sorted([*(x.step for x in self._orbax.checkpoints), *self._unreadable], reverse=True):
             try:

@@ -38,7 +38,7 @@ class UnquantizedShare(NamedTuple):
 
     @property
     def is_notable(self) -> bool:
-        """Whether it is above a tenth."""
+        """Whether the fraction is large enough for a warning."""
         return self.fraction > _MAX_FRACTION
 
 

@@ -33,6 +33,7 @@ SLOW = {
     "gemm",
     "gemm_int8",
     "peers",
+    "profile",
     "scaling",
 }
 

@@ -149,7 +149,7 @@ def test_memory_is_listed_by_part_and_as_xla_counts_it():
 @pytest.fixture
 def drawn(monkeypatch):
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     return figures
 
 

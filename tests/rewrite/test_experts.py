@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import fp8jax
+from fp8jax.ops.dispatch.choice import target
 from tests.distance import relative
 from tests.programs import residuals
 from tests.rewrite import experts
@@ -96,6 +97,19 @@ def test_an_expert_of_small_weights_has_scales_of_its_own(name):
         errors = [relative(a, b) for a, b in zip(grads[weight], want[weight], strict=True)]
         assert 0 < errors[1] < 2 * np.mean([errors[0], *errors[2:]]), weight
     assert relative(dx, wanted_dx) < 0.2
+
+
+def test_tokens_are_quantized_before_they_are_gathered_and_the_glu_between_products_in_one_pass():
+    """On a GPU, whose kernels' references run here."""
+    written = experts.block(experts.sorted_tokens(lax.ragged_dot))
+    fast, rows = fp8jax.transform(written, "coat"), X.shape[0] * experts.CHOSEN
+    with target(capability=90):
+        program = str(jax.make_jaxpr(jax.grad(lambda p: jnp.sum(fast(p, X))))(JOINED))
+        saved = residuals(lambda p, x: fast(p, x), JOINED, X)
+        assert_near(fast, written, JOINED)
+    assert program.count("_quantize_cotangents") == 1
+    kept = [shape for dtype, shape in saved if dtype == "uint8" and len(shape) == 2 and shape[0] != X.shape[0]]
+    assert kept == [(rows, 2 * experts.INNER)]
 
 
 def test_codes_of_tokens_are_saved_once_for_all_experts():

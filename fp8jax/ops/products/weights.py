@@ -158,7 +158,7 @@ class FrozenSource:
 
     codes: QTensor
     transposed: bool = dataclasses.field(default=False, metadata={"static": True})
-    token_scale = None
+    codes_scale = None
 
     def forward(self, matrix: Array | None, side: Side) -> ForwardOperand:
         return self._transpose_codes() if self.transposed else from_bytes(self.codes)
@@ -249,7 +249,7 @@ class StepWeight:
     transposed: bool = False
     is_scale_clamped: bool = False
     layout_policy: LayoutPolicy = LayoutPolicy.EACH_WHEN_READ
-    token_scale = None
+    codes_scale = None
 
     @classmethod
     def from_codes(

@@ -1,0 +1,70 @@
+"""The soak sees a bit that differs, memory that grows and a program that is compiled again; its long run is slow."""
+
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from experiments import soak
+from experiments.results import record
+from experiments.train.checkpoint import Checkpoints
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A soak in whose folder no process is started."""
+    monkeypatch.setattr(soak.Soak, "finish", lambda *_, **__: None)
+    return soak.Soak(tmp_path, 0)
+
+
+def test_a_bit_of_the_last_state_that_differs_is_named(small):
+    x = np.arange(6, dtype=np.float32)
+    for run, y in (("alone_1_1", x), ("same", x), ("other", np.nextafter(x, 9, dtype=np.float32))):
+        with Checkpoints(small.folder / run / soak.RECIPE / "checkpoints", 2) as checkpoints:
+            checkpoints.save(soak.STEPS, {"a": x, "b": y}, loader={}, config={})
+    assert small.check("same") == ""
+    assert small.check("other") == "other: 1 of 2 arrays differ, such as b"
+
+
+STEPPER = """
+import pathlib, sys, time
+log, kept = pathlib.Path(sys.argv[1]), []
+log.parent.mkdir(parents=True)
+print("Finished XLA compilation of step", "valid 5/100 loss 1", sep="\\n", flush=True)
+with log.open("w", buffering=1) as file:
+    for step in range(1, 101):
+        kept.append(b"x" * int(sys.argv[2]))
+        print(step, file=file)
+        time.sleep(0.02)
+print(sys.argv[3], "valid 100/100 loss 1", sep="\\n", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "line", "failure"),
+    [
+        (10, "", ""),
+        (10**6, "", r"\d+ bytes a step more, 0 recompilations"),
+        (10, "Finished XLA compilation", r"-?\d+ bytes a step more, 1 recompilations"),
+    ],
+)
+def test_memory_that_grows_and_programs_that_are_compiled_again_are_failures(small, monkeypatch, size, line, failure):
+    log, start = small.folder / "many" / soak.RECIPE / "metrics.jsonl", soak.subprocess.Popen
+    stepper = [sys.executable, "-c", STEPPER, str(log), str(size), line]
+    monkeypatch.setattr(soak.subprocess, "Popen", lambda command, **options: start(stepper, **options))
+    case = soak.many_steps(small, 100)
+    assert re.fullmatch(failure, case.failure)
+
+
+def test_a_process_that_ends_is_not_waited_for(small):
+    (process,) = small.start("done", program=["-c", "print('done')"])
+    assert not soak.wait_for(lambda: False, [process])
+    assert small.end(process) == (0, "done\n")
+
+
+@pytest.mark.slow
+def test_runs_end_in_the_same_bits_whatever_happens_to_them(tmp_path):
+    assert soak.main(["--kills", "3", "--steps", "100", "--results", str(tmp_path)]) == 0
+    rows = record.load(tmp_path / "cpu" / "soak.json")["rows"]
+    assert all(row["value"] == 0 for row in rows if row["metric"] == "failures")
