@@ -206,8 +206,8 @@ def splits_first_axis(eqn: Any, operand: int) -> bool:
     info = loop_info(eqn)
     if info is None or not info.mesh_axes or operand < 0:
         return False
-    in_spec = tuple(eqn.params["in_specs"][operand])
-    return bool(in_spec) and blocks.spec_entry_axes(in_spec[0]) == info.mesh_axes
+    spec = tuple(eqn.params["in_specs"][operand])
+    return bool(spec) and blocks.spec_entry_axes(spec[0]) == info.mesh_axes
 
 
 def is_unrolled(eqn: Any, is_enclosing_unrolled: bool) -> bool:
