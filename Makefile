@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.12 $(PYENV_ROOT)/versions/3.12*/bin/python py
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help train test quick slow gpu planted results pages docs release stacks check clean
+.PHONY: help train test quick slow gpu planted results pages notebooks docs release stacks check clean
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -49,6 +49,9 @@ pages: .venv/test.stamp ## write RESULTS.md, results/pages, and the figures of R
 	$(BIN)/python -m experiments.papers.speeds
 	for study in recipes intervals fixed_batch; do $(BIN)/python -m experiments.papers.parity --study $$study --judge || exit; done
 	$(BIN)/python -m experiments.results.report
+
+notebooks: .venv/test.stamp ## run the notebooks and save their outputs (ARGS="01 05": two of them)
+	JAX_PLATFORMS=cpu $(BIN)/python .ci/notebooks.py $(ARGS)
 
 docs: .venv/docs.stamp ## build the site into docs/_build/html: no warnings, and no link within it leads nowhere
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import fp8jax
 
 Meshes = jax.sharding.Mesh | jax.sharding.AbstractMesh
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "expert")
 # Those that split a batch; the devices along "tensor" share sequences.
-ROWS = ("data", "fsdp")
+ROWS = ("data", "fsdp", "expert")
 # How "tensor" cuts the layers of a Llama: products before what is computed head by head or channel by channel along
 # their outputs, those after it along their inputs.
 OUTPUTS, INPUTS = ("q", "k", "v", "gate", "up"), ("out", "down")
@@ -34,7 +34,7 @@ def parse(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
         if name not in AXES:
-            raise ValueError(f"unknown axis {name!r}; an axis is data, fsdp or tensor, as in data=2,fsdp=1")
+            raise ValueError(f"unknown axis {name!r}; an axis is data, fsdp, tensor or expert, as in data=2,fsdp=1")
         if name in sizes:
             raise ValueError(f"names {name} twice; give each axis once, as in data=2,fsdp=1")
         if not size.isdecimal() or int(size) < 1:
@@ -59,7 +59,7 @@ def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Devic
     devices = jax.devices() if devices is None else devices
     rows = batch // microbatches
     largest = max(n for n in range(1, len(devices) + 1) if rows % n == 0)
-    sizes = parse(text) if text else {"data": largest, "fsdp": 1, "tensor": 1}
+    sizes = parse(text or f"data={largest}")
     used = math.prod(sizes.values())
     if used < len(devices) and len({device.process_index for device in devices}) > 1:
         raise ValueError(
@@ -67,7 +67,7 @@ def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Devic
             f"devices of several processes, which must all be used; give sizes whose product is {len(devices)}, and a "
             f"--batch that it divides"
         )
-    mesh = make(sizes["data"], sizes["fsdp"], devices, tensor=sizes["tensor"])
+    mesh = make(sizes["data"], sizes["fsdp"], devices, tensor=sizes["tensor"], expert=sizes["expert"])
     shares = replicas(mesh)
     if rows % shares:  # never of an empty text
         part = f"{rows} sequences of a microbatch (--batch {batch}, --microbatches {microbatches})"
@@ -84,26 +84,29 @@ def make(
     devices: Sequence[jax.Device] | None = None,
     *,
     tensor: int = 1,
+    expert: int = 1,
     kind: AxisType = AxisType.Auto,
 ) -> jax.sharding.Mesh:
-    """A mesh of `data` x `fsdp` x `tensor` devices.
+    """A mesh of `data` x `fsdp` x `tensor` x `expert` devices.
 
-    The first two split batches, `fsdp` also parameters and what belongs to them; `tensor` splits the work on a sequence
-    and the parameters (`experiments.train.tensor`). With Explicit axes the step is traced and run within `jax.set_mesh`
-    of it.
+    All but `tensor` split batches. `fsdp` also splits parameters and what belongs to them, `expert` those of experts.
+    `tensor` splits the work on a sequence and the parameters (`experiments.train.tensor`). With Explicit axes the step
+    is traced and run within `jax.set_mesh` of it.
 
     Raises:
         ValueError: there are not so many devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = (data, fsdp, tensor)
+    sizes = (data, fsdp, tensor, expert)
     if min(sizes) < 1 or math.prod(sizes) > len(devices):
-        asked = ",".join(f"{name}={size}" for name, size in zip(AXES, sizes, strict=True) if size != 1 or name in ROWS)
+        asked = ",".join(
+            f"{name}={size}" for name, size in zip(AXES, sizes, strict=True) if size != 1 or name in AXES[:2]
+        )
         raise ValueError(
             f"{asked} needs {math.prod(sizes)} devices, and there are {len(devices)}; "
             f"give sizes whose product is {len(devices)}"
         )
-    return jax.make_mesh(sizes, AXES, axis_types=(kind,) * 3, devices=devices[: math.prod(sizes)])
+    return jax.make_mesh(sizes, AXES, axis_types=(kind,) * len(AXES), devices=devices[: math.prod(sizes)])
 
 
 def replicas(mesh: Meshes) -> int:
@@ -134,8 +137,8 @@ def state(mesh: Meshes, tree: Any, partition: str = "") -> Any:
     """The shardings of a state, by the shapes and names of its arrays.
 
     Matrices are cut along the last axis but one over "fsdp", and over "tensor" as `OUTPUTS` and `INPUTS` say; those
-    outside of layers as over "fsdp". Scales are cut as their codes are, where their number divides. An axis that stacks
-    layers is not cut, but by a partition.
+    outside of layers as over "fsdp". Those of experts are cut over "expert" along the axis that stacks them. Scales are
+    cut as their codes are, where their number divides. An axis that stacks layers is not cut, but by a partition.
 
     Args:
         mesh: the devices.
@@ -162,9 +165,9 @@ def check_partition(partition: str, sizes: Mapping[str, int], layers: int) -> No
 
 
 def _places(mesh: Meshes, tree: Any, partition: str, shared: Callable[[Any], bool]) -> Any:
-    def spec(x: Any, stack: tuple[str, ...], rows: tuple[str, ...], columns: tuple[str, ...]) -> NamedSharding:
+    def spec(x: Any, stacks: list[tuple[str, ...]], rows: tuple[str, ...], columns: tuple[str, ...]) -> NamedSharding:
         wanted = ([()] * x.ndim + [rows, columns])[-x.ndim :] if x.ndim else []
-        wanted = [stack, *wanted[1:]] if stack else wanted
+        wanted = (stacks + wanted[len(stacks) :])[: x.ndim]
         axes = [_divide(mesh, n, names) for n, names in zip(x.shape, wanted, strict=True)]
         while axes and not axes[-1]:
             axes.pop()
@@ -183,14 +186,16 @@ def _places(mesh: Meshes, tree: Any, partition: str, shared: Callable[[Any], boo
             rows = ("tensor", *rows)
         elif kind == "outside" and large:
             rows = (*rows, "tensor")
-        stack: tuple[str, ...] = ()
+        stacks: list[tuple[str, ...]] = [()] * stacked(path)
+        if has_experts(path):
+            stacks[-1] = ("expert",)
         if partition == "tensors" and shared(path) and stacked(path):
-            stack = ("data",)
+            stacks[0] = ("data",)
         elif partition and shared(path) and large:
             rows = (*rows, "data")
         if matrix:
             rows = _divide(mesh, codes.shape[-2], rows)
-        return jax.tree.map(lambda part: spec(part, stack, rows, columns), x)
+        return jax.tree.map(lambda part: spec(part, stacks, rows, columns), x)
 
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=lambda x: isinstance(x, fp8jax.QTensor))
 
@@ -238,20 +243,27 @@ def on(tree: Any, placed: Any) -> Any:
 
 def stacked(path: Any) -> int:
     """How many leading axes of an array of a state stack layers, and in these experts, from its path."""
-    name = jax.tree_util.keystr(path)
-    return int("layers" in name) + int("experts" in name)
+    return int("layers" in jax.tree_util.keystr(path)) + int(has_experts(path))
+
+
+def has_experts(path: Any) -> bool:
+    """Whether an array of a state is of experts, from its path."""
+    return "experts" in jax.tree_util.keystr(path)
 
 
 def told(mesh: jax.sharding.Mesh, recipes: Iterable[fp8jax.Recipe] = ()) -> str:
     """What a mesh means, in words; of recipes whose sums of gradients have factors, what each device gathers, too."""
-    data, fsdp = (mesh.shape[name] for name in ROWS)
-    tensor = mesh.shape.get("tensor", 1)
+    data, fsdp, tensor, expert = (mesh.shape.get(name, 1) for name in AXES)
     named = f"data={data},fsdp={fsdp}" + (f",tensor={tensor}" if tensor > 1 else "")
+    named += f",expert={expert}" if expert > 1 else ""
     shared = f"{named}: each device takes 1 of {replicas(mesh)} parts of a batch"
     if tensor > 1:
         shared += f", with 1 of {tensor} parts of each layer's heads and channels, and of its tokens between layers"
+    if expert > 1:
+        shared += f", with 1 of {expert} parts of the experts, to which all devices along expert send their tokens"
     if fsdp * tensor == 1:
-        return f"{shared}, and has all parameters and their moments"
+        others = "other " if expert > 1 else ""
+        return f"{shared}, and has all {others}parameters and their moments"
     shared = f"{shared}, and has 1 of {fsdp * tensor} parts of each large matrix and its moments"
     whole = [f"{each.name} in {each.weights.param_format}" for each in recipes if each.comm.auto_scale]
     gathers = fsdp > 1 and whole

@@ -31,8 +31,7 @@ with needed() as missing:
     from flax import nnx
 
     from experiments.models.llama import Llama, LlamaConfig, products_saveable, rope_tables
-    from experiments.train import parallel, tensor
-    from experiments.train.experts import RecipeProducts
+    from experiments.train import experts, parallel, tensor
     from experiments.train.form import changes_layers, in_chunks
 
 _PROGRAM = "experiments.plan"
@@ -68,21 +67,28 @@ def _policy(primitive: Any, *operands: Any, **how: Any) -> bool:
     return products_saveable(primitive, *operands, **how) and all(x.dtype == jnp.bfloat16 for x in operands)
 
 
-def _residuals(run: Any, shared: int, *args: Any) -> list[Any]:
-    """What a function keeps for its backward pass, on each of the devices that share sequences."""
+def _residuals(run: Any, axis: str, devices: int, *args: Any) -> list[Any]:
+    """What a function keeps for its backward pass, on each of the devices along a mesh axis."""
     residuals = lambda *args: jax.tree.leaves(jax.vjp(run, *args)[1])  # noqa: E731
-    if shared == 1:
+    if devices == 1:
         return jax.eval_shape(residuals, *args)  # type: ignore[no-any-return]
-    where = jax.sharding.AbstractMesh((shared,), (tensor.AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    where = jax.sharding.AbstractMesh((devices,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
     of_one = jax.shard_map(
         lambda *args: [x[None] for x in residuals(*args)],
-        mesh=where, in_specs=jax.P(), out_specs=jax.P(tensor.AXIS), check_vma=False,
+        mesh=where, in_specs=jax.P(), out_specs=jax.P(axis), check_vma=False,
     )  # fmt: skip
     return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.eval_shape(of_one, *args)]
 
 
 @functools.cache
-def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool, shared: int = 1) -> float:
+def saved_per_token(
+    llama: LlamaConfig,
+    recipe: fp8jax.Recipe,
+    recompute: bool,
+    shared: int = 1,
+    expert: int = 1,
+    expert_capacity: float = 0.0,
+) -> float:
     """Bytes that one layer keeps of a token for its backward pass, with the kernels for Hopper GPUs.
 
     Args:
@@ -90,6 +96,8 @@ def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool, 
         recipe: what the layer computes with and keeps.
         recompute: whether only results of products and attention are kept, and the rest is computed again.
         shared: devices that share sequences; counted is what one of them keeps of a token of a sequence.
+        expert: devices that share experts.
+        expert_capacity: as of experiments.train.
     """
     own, boundary = llama, None
     if shared > 1:
@@ -99,7 +107,15 @@ def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool, 
         return _attention(query, key, value)
 
     length = 256 * shared
-    products = RecipeProducts(recipe) if llama.experts else None
+    axis, devices = (experts.AXIS, expert) if expert > 1 else (tensor.AXIS, shared)
+    products = None
+    if llama.experts:
+        sharing = experts.ExpertSharing(tensor.travels(recipe), expert_capacity) if expert > 1 else None
+        products = experts.RecipeProducts(recipe, sharing)
+
+    def own_shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        shape = x.shape[1:]
+        return jax.ShapeDtypeStruct((shape[0] // expert, *shape[1:]) if mesh.has_experts(path) else shape, x.dtype)
 
     def count(sequences: int) -> int:
         def make() -> Any:
@@ -107,12 +123,12 @@ def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool, 
             return (fp8jax.nnx.quantize(model, recipe) if changes_layers(recipe) else model).layers
 
         graph, block = nnx.split(nnx.eval_shape(make))
-        block = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), block)
+        block = jax.tree_util.tree_map_with_path(own_shape, block)
         tables = rope_tables(length, llama.head_dim, llama.rope_theta)
         run = lambda p, x: nnx.merge(graph, p)(x, *tables)  # noqa: E731
         run = jax.checkpoint(run, policy=_policy) if recompute else run
         x = jax.ShapeDtypeStruct((sequences * length // shared, llama.dim), jnp.bfloat16)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in _residuals(run, shared, block, x))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in _residuals(run, axis, devices, block, x))
 
     # What does not grow with the sequences, such as weights and rotary tables, is in both.
     with choice.target(capability=90), mock.patch.object(jax.nn, "dot_product_attention", attend):
@@ -136,6 +152,7 @@ def of(
     microbatches: int = 1,
     recompute: bool = False,
     partition: str = "",
+    expert_capacity: float = 0.0,
 ) -> Plan:
     """The plan of a model's step.
 
@@ -147,13 +164,21 @@ def of(
         microbatches: parts that a batch is computed in.
         recompute: as of `saved_per_token`.
         partition: as of `fp8jax.dist.plan`.
+        expert_capacity: as of experiments.train.
 
     Logits are there as `--logits auto` has them.
     """
     params = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
-    layer = sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(params) if mesh.stacked(path)) / llama.layers
-    shared = where.get(tensor.AXIS, 1)
-    activations = tokens * shared * llama.layers * saved_per_token(llama, recipe, recompute, shared)
+    shared, expert = where.get(tensor.AXIS, 1), where.get(experts.AXIS, 1)
+    layer = sum(
+        x.size / (expert if mesh.has_experts(path) else 1)
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+        if mesh.stacked(path)
+    )
+    if expert > 1:
+        experts.check_devices(llama, expert)
+    kept = saved_per_token(llama, recipe, recompute, shared, expert, expert_capacity)
+    activations = tokens * shared * llama.layers * kept
     dims: Any = -1
     crossings: list[Collective] = []
     if shared > 1:
@@ -163,6 +188,17 @@ def of(
             tokens * shared, llama.dim, shared, tensor.travels(recipe), recipe.weights.compute,
             times=2 * llama.layers * microbatches, forward_gathers=2 if recompute and _read_again(recipe.linear) else 1,
         )  # fmt: skip
+    expert_dims: Any = -1
+    if expert > 1:
+        expert_dims = jax.tree_util.tree_map_with_path(
+            lambda path, x: mesh.stacked(path) - 1 if mesh.has_experts(path) else -1, params
+        )
+        rows, times = int(tokens) * llama.experts_per_token, llama.layers * microbatches
+        # Tokens travel again in the backward pass; weights of choices and their gradients travel in fp32.
+        crossings = fp8jax.dist.expert_collectives(
+            rows, llama.dim, expert, tensor.travels(recipe), recipe.weights.compute, times=times, dispatches=2
+        )
+        crossings.append(Collective("ragged-all-to-all", "f32", 4 * rows, expert, 2 * times))
     # The last hidden state before and after its norm, and the head's matrix, in bf16; in chunks, its gradient in fp32.
     chunked = recipe.head.is_quantized or in_chunks("auto", tokens, llama.vocab)
     # Of a head of codes logits, their gradient and its codes take as many bytes together.
@@ -176,11 +212,12 @@ def of(
         where,
         layer_axes=parallel.stacked(params),
         tensor_dims=dims,
-        sequence_collectives=crossings,
+        expert_dims=expert_dims,
+        activation_collectives=crossings,
         microbatches=microbatches,
         activations=activations,
         logits=float(of_loss),
-        unsharded=2 * layer / shared,
+        unsharded=2 * layer / llama.layers / shared,
         partition=partition,
     )
     share = GAPS_OF_CONTEXTS if recipe.context.residual else 0.0
@@ -204,6 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--vocab", type=int, default=32_000)
     parser.add_argument("--partition", choices=("tensors", "slices"), default="", help="as of experiments.train")
+    parser.add_argument("--expert-capacity", type=float, default=0.0, help="as of experiments.train")
     parser.add_argument("--recompute", action="store_true", help="keep results of products and attention alone")
     options = parser.parse_args(argv)
     if missing:
@@ -217,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
         mesh.check_partition(options.partition, where, llama.layers)
         plan = of(
             llama, recipe, where, options.batch * options.length, microbatches=options.microbatches,
-            recompute=options.recompute, partition=options.partition,
+            recompute=options.recompute, partition=options.partition, expert_capacity=options.expert_capacity,
         )  # fmt: skip
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

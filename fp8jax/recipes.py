@@ -243,6 +243,19 @@ class Device(NamedTuple):
 
 DEVICES = (
     Device(
+        120,
+        "coat",
+        "products of linear layers in FP8 with one scale a tensor, by cuBLASLt (with XLA_FLAGS="
+        "--xla_gpu_enable_triton_gemm=false), contexts and optimizer states in 8 bits; attention, embedding and head in"
+        " bf16. Compiled for such a GPU, but not run by us on one",
+    ),
+    Device(
+        100,
+        "mxfp8",
+        "products of linear layers in MXFP8, by cuDNN's block-scaled matmul; all else as the model has it, optimizer "
+        "states in fp32. Compiled for a B200, but not run by us on one",
+    ),
+    Device(
         90,
         "fast",
         "products of linear layers in FP8, contexts of norms and activations and optimizer states in 8 bits; attention,"

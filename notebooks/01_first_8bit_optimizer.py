@@ -1,18 +1,18 @@
 # %% [markdown]
 # # Your first 8-bit optimizer
 #
-# Adam keeps two moments of every gradient, in fp32: 8 bytes a parameter. `fp8jax.compressed_adamw` keeps them as 8-bit
-# floats with a scale for each 128 of them, and takes 2.1. This notebook trains the same small network with both and
-# compares the losses and the bytes. It runs in under a minute on a CPU.
+# Adam stores two fp32 moments, 8 bytes per parameter. `fp8jax.compressed_adamw` stores them as 8-bit floats with one scale
+# for each group of 128, which takes 2.1 bytes per parameter. This notebook trains the same small network with both and
+# compares losses and bytes. It runs in under a minute on a CPU.
 #
-# On Colab any runtime will do. A T4 has no FP8 and computes bf16 as fp32, but 8-bit states save the same memory there: keep
-# models in fp16 or fp32.
+# Any Colab runtime works. A T4 has no FP8 and computes bf16 as fp32, but 8-bit states save the same memory there. Keep the
+# model in fp16 or fp32 on a T4.
 
 # %%
 # On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
 import importlib.util, os, pathlib, shutil, subprocess, sys
 
-# Where fp8jax comes from: the https address of its git repository, a folder that holds it, its wheel, or a name on a package index.
+# The source of fp8jax: the https address of its git repository, a folder, a wheel, or its name on a package index.
 SOURCE = os.environ.get("FP8JAX_SOURCE", "")
 
 gpu = shutil.which("nvidia-smi")
@@ -66,7 +66,7 @@ def loss(params, key):
 
 
 # %% [markdown]
-# Any optax transformation fits in: only `optax.adamw` becomes `fp8jax.compressed_adamw`.
+# The only change is `fp8jax.compressed_adamw` in place of `optax.adamw`. It works in any optax chain.
 
 # %%
 def train(adamw, steps=300):
@@ -93,7 +93,7 @@ print(f"final loss: fp32 {plain[-10:].mean():.5f}, 8-bit {eight[-10:].mean():.5f
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), width_ratios=[2, 1])
-left.semilogy(plain, label="fp32 moments")
+left.semilogy(plain, linewidth=3, alpha=0.5, label="fp32 moments")
 left.semilogy(eight, "--", label="8-bit moments")
 left.set(xlabel="step", ylabel="loss")
 left.legend()
@@ -103,9 +103,9 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# What is stored? Each moment is a `QTensor`: codes of the parameter's shape, and for each group of 128 a scale and an
-# exponent. The exponent expands the group's range to that of the format (COAT, section 4.2). Small parameters, like the
-# bias, stay in fp32.
+# Each moment is stored as a `QTensor`: codes of the parameter's shape, and a scale and an exponent for each group of 128.
+# The exponent expands the range of the group to that of the format (COAT, section 4.2). Small parameters, like the bias,
+# stay in fp32.
 
 # %%
 adam = optax.tree.get(state, "mu")

@@ -1,19 +1,19 @@
 # %% [markdown]
 # # Any Flax model in FP8
 #
-# `fp8jax.nnx.quantize(model, recipe)` gives a copy of a model whose linear layers multiply 8-bit codes, forward and
-# backward, and keep only codes of their inputs for the backward pass. The model's code stays as it is. This notebook
-# does that to a small Transformer and trains it beside the original. It runs in under a minute on a CPU, where XLA widens
-# FP8 products again: memory is saved there, time is not.
+# `fp8jax.nnx.quantize(model, recipe)` returns a copy of a model whose linear layers multiply 8-bit codes, forward and
+# backward. They save only the codes of their inputs for the backward pass. The model's source does not change. This
+# notebook quantizes a small Transformer and trains it beside the original. It runs in under a minute on a CPU. XLA widens
+# FP8 products on a CPU, which saves memory and no time.
 #
-# On Colab an L4, an H100 or a G4 multiplies FP8. An A100 decodes the codes and multiplies them in bf16, a T4 in fp16: there
-# take 8-bit optimizer states alone (the first notebook), or see what `fp8jax.recipes.for_device()` picks (the third).
+# On Colab, an L4, H100 or G4 multiplies FP8. An A100 decodes the codes and multiplies in bf16, a T4 in fp16. On these two,
+# use 8-bit optimizer states alone (notebook 1), or the recipe of `fp8jax.recipes.for_device()` (notebook 3).
 
 # %%
 # On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
 import importlib.util, os, pathlib, shutil, subprocess, sys
 
-# Where fp8jax comes from: the https address of its git repository, a folder that holds it, its wheel, or a name on a package index.
+# The source of fp8jax: the https address of its git repository, a folder, a wheel, or its name on a package index.
 SOURCE = os.environ.get("FP8JAX_SOURCE", "")
 
 gpu = shutil.which("nvidia-smi")
@@ -42,7 +42,7 @@ from flax import nnx
 import fp8jax
 
 # %% [markdown]
-# A model with no word of FP8 in it.
+# A plain Flax model:
 
 # %%
 VOCAB, LENGTH, WIDTH = 16, 32, 64
@@ -75,8 +75,8 @@ class Transformer(nnx.Module):
 
 
 # %% [markdown]
-# One line makes the FP8 model. `explain` says what became of each layer, what was left alone and why, and which products
-# really stand in the compiled program.
+# One line makes the FP8 model. `explain` lists each layer, whether it is quantized and why not, and the products of the
+# compiled program.
 
 # %%
 model = Transformer(nnx.Rngs(0))
@@ -86,7 +86,8 @@ quantized = fp8jax.nnx.quantize(model, recipe)
 print(fp8jax.explain(model, recipe, jnp.zeros((2, LENGTH), jnp.int32)))
 
 # %% [markdown]
-# Text in which the last two tokens decide the next one, nine times in ten; and a training loop as for any Flax model.
+# In the training text, the last two tokens determine the next one with probability 0.9. The training loop is that of any
+# Flax model.
 
 # %%
 table = jax.random.randint(jax.random.key(1), (VOCAB, VOCAB), 0, VOCAB)
@@ -127,24 +128,26 @@ def train(model, steps=80):
 rules = [fp8jax.Rule("blocks/0/attention/.*", None), fp8jax.Rule("blocks/.*", fp8jax.recipes.deepseek())]
 losses = {
     "bf16": train(Transformer(nnx.Rngs(0))),
-    "FP8, a scale a tensor": train(quantized),
-    "FP8, blocks; first attention in bf16": train(fp8jax.nnx.quantize(Transformer(nnx.Rngs(0)), rules)),
+    "FP8, per-tensor scales": train(quantized),
+    "FP8, block scales, first attention in bf16": train(fp8jax.nnx.quantize(Transformer(nnx.Rngs(0)), rules)),
 }
 for name, values in losses.items():
     print(f"{name}: {values[-10:].mean():.4f}")
 
 # %%
-figure, axes = plt.subplots(figsize=(7, 3))
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3))
+left.plot(losses["bf16"])
+left.set(xlabel="step", ylabel="loss in bf16")
 for (name, values), style in zip(losses.items(), ("-", "--", ":")):
-    axes.plot(values, style, label=name)
-axes.set(xlabel="step", ylabel="loss")
-axes.legend()
+    right.plot(values - losses["bf16"], style, label=name)
+right.set(xlabel="step", ylabel="loss minus loss in bf16")
+right.legend(fontsize="small")
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Parameters keep their names, shapes and values, so a checkpoint of one model loads into the other: here the FP8 model's
-# weights go into the plain one.
+# Parameters keep their names, shapes and values, so a checkpoint of one model loads into the other. Here the plain model
+# gets the weights of the FP8 model.
 
 # %%
 plain = Transformer(nnx.Rngs(1))
@@ -152,4 +155,4 @@ nnx.update(plain, nnx.state(quantized, nnx.Param))
 tokens = text(jax.random.key(1000))[:, :-1]
 predict = nnx.jit(lambda model, tokens: model(tokens).argmax(-1))
 agree = (predict(plain, tokens) == predict(quantized, tokens)).mean()
-print(f"the two predict the same next token in {agree:.1%} of the cases")
+print(f"both predict the same next token in {agree:.1%} of the cases")

@@ -1,17 +1,21 @@
 # %% [markdown]
 # # Which recipe
 #
-# A recipe says in what 8 bits a model multiplies, what it keeps for the backward pass, and how its optimizer stores its
-# states. This notebook trains one small model of today's kind (RMSNorm, SwiGLU) with four of them: bf16; `fast`, which
-# is MOSS's microscaled products with COAT's activations and optimizer; `int8_fallback`, INT8 with 16 bits for blocks
-# that have outliers; and `fp8_lm`, whose optimizer keeps 5 bytes a parameter, master weights included. It runs in a
-# minute on a CPU, where XLA widens 8-bit products again: what is shown there is loss and memory, not speed.
+# A recipe chooses the format of the products, the residuals of the backward pass, and the format of the optimizer state.
+# This notebook trains one small model (RMSNorm, SwiGLU) with four recipes:
+#
+# - `bf16`;
+# - `fast`: the microscaled products of MOSS with the activations and the optimizer of COAT;
+# - `int8_fallback`: INT8 products, with 16 bits for blocks that have outliers;
+# - `fp8_lm`: its optimizer stores 5 bytes per parameter, master weights included.
+#
+# It runs in a minute on a CPU. XLA widens 8-bit products on a CPU, so this notebook shows loss and memory, not speed.
 
 # %%
 # On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
 import importlib.util, os, pathlib, shutil, subprocess, sys
 
-# Where fp8jax comes from: the https address of its git repository, a folder that holds it, its wheel, or a name on a package index.
+# The source of fp8jax: the https address of its git repository, a folder, a wheel, or its name on a package index.
 SOURCE = os.environ.get("FP8JAX_SOURCE", "")
 
 gpu = shutil.which("nvidia-smi")
@@ -40,8 +44,8 @@ from flax import nnx
 import fp8jax
 
 # %% [markdown]
-# What a GPU multiplies decides. `fp8jax.recipes.for_device()`, or `recipe="auto"` in the training program, picks for the
-# one at hand.
+# The best recipe depends on the formats that the GPU multiplies. `fp8jax.recipes.for_device()` returns one for this
+# device. The training program has `--recipe auto`.
 
 # %%
 for name, capability in {"T4": 75, "A100": 80, "L4": 89, "H100": 90, "RTX PRO 6000": 120}.items():
@@ -51,7 +55,7 @@ here = fp8jax.recipes.device()
 print(f"here, {jax.devices()[0].device_kind}: {here.recipe}; {here.description}")
 
 # %% [markdown]
-# A model with no word of 8 bits in it.
+# A plain Flax model:
 
 # %%
 VOCAB, LENGTH, WIDTH, INNER = 16, 32, 64, 192
@@ -94,8 +98,8 @@ class Transformer(nnx.Module):
 
 
 # %% [markdown]
-# Text in which the last two tokens decide the next one, nine times in ten; and one training step for every recipe. A
-# recipe whose scales are state, as the thresholds of `int8_fallback`, ends its step with `advance_scaling`.
+# In the training text, the last two tokens determine the next one with probability 0.9. One training step serves every
+# recipe. If a recipe has scaling state, like the thresholds of `int8_fallback`, the step calls `advance_scaling`.
 
 # %%
 table = jax.random.randint(jax.random.key(1), (VOCAB, VOCAB), 0, VOCAB)
@@ -143,18 +147,21 @@ def train(name, steps=80):
 
 results = {name: train(name) for name in ("bf16", "fast", "int8_fallback", "fp8_lm")}
 for name, (losses, sizes) in results.items():
-    told = ", ".join(f"{part} {size / 1024:.0f} KiB" for part, size in sizes.items())
-    print(f"{name}: loss {losses[-10:].mean():.4f}; optimizer's state: {told}")
+    parts = ", ".join(f"{part} {size / 1024:.0f} KiB" for part, size in sizes.items())
+    print(f"{name}: loss {losses[-10:].mean():.4f}; optimizer state: {parts}")
 
 # %%
-figure, axes = plt.subplots(figsize=(7, 3))
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3))
+baseline, _ = results["bf16"]
+left.plot(baseline)
+left.set(xlabel="step", ylabel="loss in bf16")
 for (name, (losses, _)), style in zip(results.items(), ("-", "--", ":", "-.")):
-    axes.plot(losses, style, label=name)
-axes.set(xlabel="step", ylabel="loss")
-axes.legend()
+    right.plot(losses - baseline, style, label=name)
+right.set(xlabel="step", ylabel="loss minus loss in bf16")
+right.legend(fontsize="small")
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# `other` of `fp8_lm` holds the master weights in 16 bits: parameters themselves may then be bf16. `moss` and automatic
-# weight scales need `fp8jax.track_weight_amax` last in the optimizer's chain; their docstrings show it.
+# `other` of `fp8_lm` is the master weights in 16 bits, so the parameters may be bf16. `moss` and automatic weight scales
+# need `fp8jax.track_weight_amax` last in the optimizer chain. Their docstrings have an example.

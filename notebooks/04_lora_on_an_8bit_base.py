@@ -1,15 +1,15 @@
 # %% [markdown]
 # # LoRA on an 8-bit base
 #
-# A model that is trained already is adapted to another task. Its weights are held as 8-bit codes, one byte a parameter,
-# and are not trained; beside each matrix two thin factors are. This notebook compares that with adapters on an fp32 base, and
-# what each holds. It runs in under a minute on a CPU.
+# LoRA adapts a trained model to another task. The base weights are frozen and stored as 8-bit codes, one byte per
+# parameter. Only two low-rank factors per matrix are trained. This notebook compares the loss and the memory with adapters
+# on an fp32 base. It runs in under a minute on a CPU.
 
 # %%
 # On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
 import importlib.util, os, pathlib, shutil, subprocess, sys
 
-# Where fp8jax comes from: the https address of its git repository, a folder that holds it, its wheel, or a name on a package index.
+# The source of fp8jax: the https address of its git repository, a folder, a wheel, or its name on a package index.
 SOURCE = os.environ.get("FP8JAX_SOURCE", "")
 
 gpu = shutil.which("nvidia-smi")
@@ -37,7 +37,7 @@ import optax
 import fp8jax
 
 # %% [markdown]
-# A network with two hidden layers, and two tasks: the second is the first with its outputs mixed anew.
+# A network with two hidden layers, and two tasks. The second task is the first one with a linear map on its outputs.
 
 # %%
 WIDTH, BATCH = 256, 128
@@ -77,14 +77,15 @@ def fit(loss, start, steps, rate):
 
 
 # %% [markdown]
-# First the base is trained on the first task, in fp32.
+# The base is trained on the first task, in fp32.
 
 # %%
 plain = lambda params, x: network(x, lambda name, x: x @ params[name]["kernel"])
 base, _ = fit(lambda params, x: jnp.mean((plain(params, x) - task(x, False)) ** 2), init(jax.random.key(0)), 400, 2e-3)
 
 # %% [markdown]
-# Then adapters learn the second: beside the base as it is, and beside its codes. `fp8jax.lora.linear` multiplies both.
+# Adapters then learn the second task, once on the fp32 base and once on its codes. `fp8jax.lora.linear` multiplies by the
+# base and by the adapters.
 
 # %%
 def adapt(base, recipe, steps=300):
@@ -104,19 +105,22 @@ runs = {"fp32 base": adapt(base, "bf16"), "8-bit base": adapt(codes, "te_current
 nbytes = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
 for name, (adapters, losses) in runs.items():
     print(f"{name}: loss {losses[0]:.4f} to {losses[-10:].mean():.4f}")
-print(f"base {nbytes(base):,} bytes, as codes {nbytes(codes):,}; adapters {nbytes(adapters):,}")
+print(f"base: {nbytes(base):,} bytes in fp32, {nbytes(codes):,} as codes; adapters: {nbytes(adapters):,}")
 
 # %%
-figure, axes = plt.subplots(figsize=(7, 3))
-for (name, (_, losses)), style in zip(runs.items(), ("-", "--")):
-    axes.semilogy(losses, style, label=name)
-axes.set(xlabel="step", ylabel="loss")
-axes.legend()
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3))
+(_, exact), (_, quantized) = runs.values()
+left.semilogy(exact, linewidth=3, alpha=0.4, label="fp32 base")
+left.semilogy(quantized, "--", linewidth=1, label="8-bit base")
+left.set(xlabel="step", ylabel="loss")
+left.legend()
+right.plot(quantized - exact, linewidth=1)
+right.set(xlabel="step", ylabel="loss, 8-bit base minus fp32 base")
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# In the end adapters are merged into the weights, and the model is one as before.
+# `merge` adds the adapters to the decoded weights. The result is a plain model.
 
 # %%
 merged = fp8jax.lora.merge(codes, runs["8-bit base"][0])

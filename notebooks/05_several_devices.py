@@ -1,15 +1,15 @@
 # %% [markdown]
 # # Several devices
 #
-# Under `jit` nothing is to be done: arrays are sharded, and codes and scales do not depend on how. To send gradients in
-# 8 bits a step sums them itself, inside `jax.shard_map`. On a machine without several GPUs this notebook takes eight virtual
-# CPU devices: what is shown there are losses and bytes, not speed. It runs in under a minute.
+# Under `jit`, sharded arrays need no change: codes and scales do not depend on the sharding. To send gradients in 8 bits, a
+# step sums them itself inside `jax.shard_map`. Without several GPUs, this notebook uses eight virtual CPU devices, and
+# shows losses and bytes, not speed. It runs in under a minute.
 
 # %%
 # On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
 import importlib.util, os, pathlib, shutil, subprocess, sys
 
-# Where fp8jax comes from: the https address of its git repository, a folder that holds it, its wheel, or a name on a package index.
+# The source of fp8jax: the https address of its git repository, a folder, a wheel, or its name on a package index.
 SOURCE = os.environ.get("FP8JAX_SOURCE", "")
 
 gpu = shutil.which("nvidia-smi")
@@ -31,7 +31,7 @@ if "google.colab" in sys.modules and None in map(importlib.util.find_spec, neede
 # %%
 import os
 
-# Eight virtual devices where there is a CPU alone; JAX reads this when it starts.
+# Eight virtual devices on a CPU. JAX reads this flag when it starts.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
@@ -45,7 +45,7 @@ mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.
 print(mesh)
 
 # %% [markdown]
-# A network of plain arrays learns a random smooth function; each device has its part of the batch.
+# A network of plain arrays learns a random smooth function. Each device has a shard of the batch.
 
 # %%
 WIDTH, INNER = 128, 512
@@ -61,8 +61,8 @@ teacher = init(jax.random.key(1))
 loss = lambda p, x: jnp.mean((network(p, x) - network(teacher, x)) ** 2)
 
 # %% [markdown]
-# Gradients travel as fp32, as bf16, and as codes, in two forms: sent to who sums them in fp32 (two phases), or summed as codes (one).
-# A recipe's part `Comm` says which.
+# Gradients are sent in fp32, or as 8-bit codes in one of two algorithms. `two_phase` sends codes and sums them in fp32.
+# `one_phase` sums the codes. The part `Comm` of a recipe chooses.
 
 # %%
 forms = {
@@ -98,19 +98,21 @@ for name, values in losses.items():
     print(f"{name}: loss {values[-10:].mean():.5f}")
 
 # %%
-figure, axes = plt.subplots(figsize=(7, 3))
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3))
+left.semilogy(losses["fp32"])
+left.set(xlabel="step", ylabel="loss, gradients in fp32")
 for (name, values), style in zip(losses.items(), ("-", "--", ":")):
-    axes.semilogy(values, style, label=name)
-axes.set(xlabel="step", ylabel="loss")
-axes.legend()
+    right.plot(values - losses["fp32"], style, label=name)
+right.set(xlabel="step", ylabel="loss minus that with fp32")
+right.legend()
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# What a step of a large model holds and sends is planned before any run.
+# `fp8jax.dist.plan` estimates the memory of a step of a large model without running it.
 
 # %%
 params = {"layers": jax.ShapeDtypeStruct((32, 4096, 16384), jnp.float32)}
 for name in ("bf16", "coat", "fp8_lm_two_phase"):
     plan = fp8jax.dist.plan(params, name, {"fsdp": 8}, layer_axes=1)
-    print(f"{name}: {sum(plan.memory.values()) / 1e9:.1f} GB a device, at its peak in the {plan.peak}")
+    print(f"{name}: {sum(plan.memory.values()) / 1e9:.1f} GB per device at the peak, which is in the {plan.peak}")

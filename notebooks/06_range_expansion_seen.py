@@ -1,16 +1,16 @@
 # %% [markdown]
 # # Range expansion, seen
 #
-# Adam keeps two averages for each parameter. In 8 bits a group of 128 shares a scale, and e4m3 has about four and a half
-# decades of full precision: moments of a real model span fewer, or more. Range expansion (COAT, section 4.2) raises a
-# group to a power k before it is stored, so that it fills the format. This notebook trains a small model, looks at its own
-# moments, and trains it again with and without. Half a minute on a CPU.
+# Adam stores two moments per parameter. In 8 bits, a group of 128 shares a scale, and e4m3 has full precision over about
+# 4.5 decades. The moments of a group span fewer decades, or more. Range expansion (COAT, section 4.2) raises a group to a
+# power k before it is stored, so that it fills the range of the format. This notebook trains a small model, plots its
+# moments, and trains it again with and without expansion. It runs in half a minute on a CPU.
 
 # %%
 # On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
 import importlib.util, os, pathlib, shutil, subprocess, sys
 
-# Where fp8jax comes from: the https address of its git repository, a folder that holds it, its wheel, or a name on a package index.
+# The source of fp8jax: the https address of its git repository, a folder, a wheel, or its name on a package index.
 SOURCE = os.environ.get("FP8JAX_SOURCE", "")
 
 gpu = shutil.which("nvidia-smi")
@@ -39,8 +39,8 @@ import optax
 import fp8jax
 
 # %% [markdown]
-# A small network whose inputs are of different sizes and often zero, so that gradients differ widely within a row of the
-# first matrix (groups run along the last axis). The function to learn is another network of the same shape.
+# The inputs of this small network have different sizes and are often zero, so that gradients differ widely within a row of
+# the first matrix. Groups run along the last axis. The function to learn is another network of the same shape.
 
 # %%
 INPUTS, WIDTH, OUTPUTS, BATCH = 256, 256, 64, 128
@@ -91,15 +91,15 @@ params, (adam, *_), exact = train(optax.adamw(2e-3, b2=0.95))
 moments = {name: [np.asarray(x[name]).reshape(-1, 128) for x in (adam.mu, adam.nu)] for name in ("up", "down")}
 
 # %% [markdown]
-# How many decades a group of 128 spans, from its smallest to its largest second moment. Below the largest e4m3 has 4.5
-# decades of normal numbers, up to the dashed line; what is further down is rounded coarsely, or to zero. The groups of
-# `down` need one decade and waste the rest; those of `up` have inputs of all sizes in them and do not fit.
+# The histogram shows how many decades a group of 128 spans, from its smallest to its largest second moment. The dashed
+# line is the span of the normal numbers of e4m3, 4.5 decades. Smaller values are rounded coarsely or to zero. The groups of
+# `down` need one decade and waste the rest. Those of `up` mix inputs of all sizes and do not fit.
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3))
 for name, (_, nu) in moments.items():
-    kept = np.where(nu > 0, nu, np.nan)
-    axes.hist(np.log10(np.nanmax(kept, 1) / np.nanmin(kept, 1)), np.arange(0, 12, 0.25), alpha=0.7, label=name)
+    positive = np.where(nu > 0, nu, np.nan)
+    axes.hist(np.log10(np.nanmax(positive, 1) / np.nanmin(positive, 1)), np.arange(0, 12, 0.25), alpha=0.7, label=name)
 axes.axvline(np.log10(448 * 2**6), color="C3", linestyle="--", label="e4m3's normal numbers")
 axes.set(xlabel="decades between the smallest and the largest second moment of a group", ylabel="groups")
 axes.legend()
@@ -107,9 +107,9 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Which of e4m3's codes second moments use. As they are, narrow groups crowd below the largest code and wide ones lose their
-# small members to 0; expanded, both fill the format. k, the power of each group, is stored with its scale: above 1 it
-# stretches a group, below 1 it squeezes it.
+# The next histograms show the codes of the second moments. Without expansion, narrow groups crowd below the largest code
+# and wide groups lose their small members to 0. With expansion, both fill the format. The power k of each group is stored
+# with its scale. A k above 1 stretches a group, and a k below 1 squeezes it.
 
 # %%
 figure, axes = plt.subplots(2, 3, figsize=(10, 5))
@@ -119,49 +119,52 @@ for row, (name, (_, nu)) in zip(axes, moments.items()):
         codes = np.abs(np.asarray(q.codes.astype(jnp.float32)))
         axis.hist(np.log2(codes[codes > 0]), np.arange(-9.5, 9.5))
         zeros = np.mean((codes == 0) & (nu != 0))
-        axis.set(title=f"{name}, {'expanded' if q.expansion is not None else 'as it is'}", xlabel="log2 of a code")
-        axis.text(0.03, 0.9, f"{zeros:.1%} become 0", transform=axis.transAxes)
+        expanded = "expanded" if q.expansion is not None else "not expanded"
+        axis.set(title=f"{name}, {expanded}\n{zeros:.1%} become 0", xlabel="log2 of a code")
     row[2].hist(np.asarray(q.expansion, np.float32).ravel(), 30)
     row[2].set(title=f"{name}, k of the groups", xlabel="k")
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# An update is m / sqrt(v): what a second moment's error does is not seen in the moment but there. Each point is a
-# parameter's update from moments in 8 bits, against the exact one. As they are, a second moment that became 0 lets its
-# update explode (points at the edges).
+# Adam's update is m / sqrt(v), so the error of a second moment matters in the update. Each point compares the update from
+# 8-bit moments with the exact one. Without expansion, a second moment that became 0 makes its update explode (points at
+# the edges).
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), sharex=True, sharey=True)
 mu, nu = moments["up"]
 for axis, spec in zip(axes, ("e4m3:group128", "e4m3:group128+expand")):
     m, v = (np.asarray(fp8jax.quantize(jnp.asarray(x), spec).dequantize()) for x in (mu, nu))
-    seen = np.clip(m / (np.sqrt(np.maximum(v, 0)) + 1e-8), -4, 4)
-    axis.plot((mu / (np.sqrt(nu) + 1e-8)).ravel()[::5], seen.ravel()[::5], ".", ms=1.5)
+    clipped = np.clip(m / (np.sqrt(np.maximum(v, 0)) + 1e-8), -4, 4)
+    axis.plot((mu / (np.sqrt(nu) + 1e-8)).ravel()[::5], clipped.ravel()[::5], ".", ms=1.5)
     axis.set(title=spec, xlabel="exact update", ylim=(-4.2, 4.2))
-axes[0].set_ylabel("in 8 bits, cut at 4")
+axes[0].set_ylabel("update from 8 bits, clipped at 4")
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The same training with both moments in 8 bits, and how far from the exact optimizer's weights it ends. Without expansion
-# fp8jax does not let a second moment decode to zero that is not, so that nothing explodes as above; but it is further away.
+# The same training with both moments in 8 bits. The distance is that of the final weights from those of the exact optimizer.
+# Without expansion, fp8jax never decodes a nonzero second moment to zero, so no update explodes as above. The
+# distance is still larger.
 
 # %%
-figure, axes = plt.subplots(figsize=(8, 3.2))
-axes.semilogy(exact, label="optax, moments in fp32")
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2))
+left.semilogy(exact)
+left.set(xlabel="step", ylabel="loss of optax, moments in fp32")
 for expand, style in ((False, "--"), (True, ":")):
     tx = fp8jax.compressed_adamw(2e-3, b2=0.95, weight_decay=1e-4, nu="e4m3", expand=expand)
-    found, state, losses = train(tx)
-    away = optax.global_norm(jax.tree.map(jnp.subtract, found, params)) / optax.global_norm(params)
+    trained, state, losses = train(tx)
+    distance = optax.global_norm(jax.tree.map(jnp.subtract, trained, params)) / optax.global_norm(params)
     size = sum(fp8jax.state_bytes(state)[part] for part in ("mu", "nu")) / sum(x.size for x in jax.tree.leaves(params))
-    label = f"8 bits{', expanded' if expand else ''}: {size:.2f} bytes a parameter, {away:.2%} away"
-    axes.semilogy(losses, style, label=label)
-axes.set(xlabel="step", ylabel="loss")
-axes.legend()
+    name = "expanded" if expand else "not expanded"
+    print(f"{name}: {size:.2f} bytes per parameter, distance {distance:.2%}")
+    right.plot(losses - exact, style, label=f"8 bits, {name}")
+right.set(xlabel="step", ylabel="loss minus that of optax")
+right.legend()
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# `expand="coat"` takes the paper's own k, from the exact ratio of a group at each step. The errors of both on the moments of
-# a trained model are in the documentation's results.
+# `expand="coat"` computes k as in the paper, from the exact ratio of a group at each step. RESULTS.md has the errors of both
+# on the moments of a trained model.

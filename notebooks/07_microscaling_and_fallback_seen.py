@@ -1,16 +1,16 @@
 # %% [markdown]
 # # Microscaling and fallback, seen
 #
-# One scale for many numbers is decided by the largest of them. Two answers: *microscaling* gives each 32 their own power of
-# two, a byte, under one fp32 scale (MOSS); *fallback* stores blocks that have an outlier twice, as codes and as codes of
-# what these leave (INT8 training with dynamic block-level fallback). This notebook draws both on the same activations,
-# measures what they do to a product, and trains with them. A minute on a CPU.
+# The largest of many numbers determines their common scale. Two methods reduce the error. *Microscaling* (MOSS) adds a
+# power of two, one byte, for each group of 32, under one fp32 scale. *Fallback* (INT8 training with dynamic block-level
+# fallback) stores a block with an outlier twice: its codes, and the codes of the remainder. This notebook shows both on the
+# same activations, measures the error of a product, and trains with them. It runs in a minute on a CPU.
 
 # %%
 # On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
 import importlib.util, os, pathlib, shutil, subprocess, sys
 
-# Where fp8jax comes from: the https address of its git repository, a folder that holds it, its wheel, or a name on a package index.
+# The source of fp8jax: the https address of its git repository, a folder, a wheel, or its name on a package index.
 SOURCE = os.environ.get("FP8JAX_SOURCE", "")
 
 gpu = shutil.which("nvidia-smi")
@@ -40,7 +40,7 @@ from flax import nnx
 import fp8jax
 
 # %% [markdown]
-# Activations as those of language models are: most are of one size, a few channels are much larger, and one token is.
+# The activations resemble those of language models: a few channels are much larger than the rest, and so is one token.
 
 # %%
 TOKENS, CHANNELS, BLOCK = 256, 512, 32
@@ -64,30 +64,30 @@ def noise(x, back):
 
 
 x = activations(60.0)
-once = fp8jax.quantize(x, "int8:block32").dequantize()
-twice = once + fp8jax.quantize(x - once, "int8:block32").dequantize()
+int8 = fp8jax.quantize(x, "int8:block32").dequantize()
+int16 = int8 + fp8jax.quantize(x - int8, "int8:block32").dequantize()
 largest = jnp.abs(blocks(x)).max(-1)
 chosen = largest > jnp.quantile(largest, 0.75)
-mixed = jnp.where(jnp.repeat(jnp.repeat(chosen, BLOCK, 0), BLOCK, 1), twice, once)
-seen = {
-    "e4m3, a scale in all": fp8jax.quantize(x, "e4m3").dequantize(),
+mixed = jnp.where(jnp.repeat(jnp.repeat(chosen, BLOCK, 0), BLOCK, 1), int16, int8)
+decoded = {
+    "e4m3, one scale": fp8jax.quantize(x, "e4m3").dequantize(),
     "e4m3, mx32": fp8jax.quantize(x, "e4m3:mx32+token+exact").dequantize(),
-    "int8, a scale in all": fp8jax.quantize(x, "int8").dequantize(),
-    "int8, blocks": once,
+    "int8, one scale": fp8jax.quantize(x, "int8").dequantize(),
+    "int8, blocks": int8,
     "int8, a quarter falls back": mixed,
 }
 figure, axes = plt.subplots(2, 3, figsize=(10, 4.2))
 axes[0, 0].imshow(np.log10(np.asarray(largest)), aspect="auto")
-axes[0, 0].set(title="largest of each block, log10", xticks=[], yticks=[])
-for axis, (name, back) in zip(axes.flat[1:], seen.items()):
+axes[0, 0].set(title="amax of each block, log10", xticks=[], yticks=[])
+for axis, (name, back) in zip(axes.flat[1:], decoded.items()):
     image = axis.imshow(np.log10(noise(x, back) + 1e-5), aspect="auto", vmin=-4, vmax=0, cmap="magma")
     axis.set(title=name, xticks=[], yticks=[])
 figure.colorbar(image, ax=axes, label="error of a block, log10")
 plt.show()
 
 # %% [markdown]
-# One scale in all loses what is small under int8, which has one step for everything; e4m3 has an exponent of its own and
-# loses nothing until outliers are far away. What the powers of two of microscaling look like:
+# With one scale, int8 rounds small values to zero, because its step is uniform. e4m3 has an exponent and keeps them until
+# outliers are very large. The powers of two of microscaling follow the channels and the token:
 
 # %%
 q = fp8jax.quantize(x, "e4m3:mx32+token+exact")
@@ -102,52 +102,52 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# What it does to a layer's output. Each line is a product `x @ w` in 8 bits by a recipe, against the exact one, as the
-# outliers grow. `fp8jax.linear` is what a quantized model calls.
+# The next plot shows the error of the output of a layer. Each line compares the product `x @ w` of a recipe with the exact
+# one, as the outliers grow. `fp8jax.linear` is the function that a quantized model calls.
 
 # %%
 w = jax.random.normal(jax.random.key(2), (CHANNELS, 256)) / CHANNELS**0.5
 outliers = 2.0 ** np.arange(0, 13)
 lines = {
-    "te_current (e4m3, a scale in all)": fp8jax.recipes.te_current(),
+    "te_current (e4m3, one scale)": fp8jax.recipes.te_current(),
     "moss_mx (e4m3, microscaled)": fp8jax.recipes.moss_mx(),
     "int8_block (128 x 128)": fp8jax.recipes.int8_block(),
 }
-figure, axes = plt.subplots(figsize=(8, 3.4))
+figure, axes = plt.subplots(figsize=(10, 3.4))
 for (name, recipe), style in zip(lines.items(), ("o-", "s-", "^-")):
-    product = jax.jit(lambda x, recipe=recipe: fp8jax.linear(x, w, recipe=recipe, key=jax.random.key(0)))
+    product = jax.jit(lambda x, w, recipe=recipe: fp8jax.linear(x, w, recipe=recipe, key=jax.random.key(0)))
     errors = []
     for outlier in outliers:
         x = activations(outlier)
         exact = x @ w
-        # Of each token by itself: the large one does not hide the others.
-        errors.append(jnp.median(jnp.linalg.norm(product(x) - exact, axis=1) / jnp.linalg.norm(exact, axis=1)))
+        # The error of each token: the large token must not hide the others.
+        errors.append(jnp.median(jnp.linalg.norm(product(x, w) - exact, axis=1) / jnp.linalg.norm(exact, axis=1)))
     axes.loglog(outliers, errors, style, label=name)
 
 
-def fallen_back(x, block=128):
-    """Blocks of 128 by 128, of which a quarter has what int8 leaves in a second int8."""
+def with_fallback(x, block=128):
+    """x in int8 blocks of 128 by 128; a quarter of them has its remainder in a second int8."""
     base = fp8jax.quantize(x, f"int8:block{block}").dequantize()
-    rest = fp8jax.quantize(x - base, f"int8:block{block}").dequantize()
+    remainder = fp8jax.quantize(x - base, f"int8:block{block}").dequantize()
     peaks = jnp.abs(x).reshape(TOKENS // block, block, CHANNELS // block, block).max((1, 3))
-    kept = peaks >= jnp.quantile(peaks, 0.75)
-    return base + rest * jnp.repeat(jnp.repeat(kept, block, 0), block, 1)
+    falls_back = peaks >= jnp.quantile(peaks, 0.75)
+    return base + remainder * jnp.repeat(jnp.repeat(falls_back, block, 0), block, 1)
 
 
 errors = []
 for outlier in outliers:
     x = activations(outlier)
-    exact, found = x @ w, fallen_back(x) @ fp8jax.quantize(w, "int8:block128").dequantize()
-    errors.append(jnp.median(jnp.linalg.norm(found - exact, axis=1) / jnp.linalg.norm(exact, axis=1)))
-axes.loglog(outliers, errors, "v-", label="the same, a quarter of blocks falls back")
-axes.set(xlabel="how much larger outliers are", ylabel="error of a token's output")
-axes.legend()
+    exact, y = x @ w, with_fallback(x) @ fp8jax.quantize(w, "int8:block128").dequantize()
+    errors.append(jnp.median(jnp.linalg.norm(y - exact, axis=1) / jnp.linalg.norm(exact, axis=1)))
+axes.loglog(outliers, errors, "v-", label="int8_block, a quarter of the blocks falls back")
+axes.set(xlabel="size of the outliers", ylabel="median relative error of a token")
+axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Fallback in training. A layer's threshold is its state: after each step it is moved so that a tenth to three tenths of
-# blocks fall back. Here the inputs get outliers half way through, and the threshold follows.
+# In training, the threshold of a layer is state. After each step it moves so that 10 to 30 % of the blocks fall back. Here
+# the inputs get outliers half way through the training, and the thresholds follow.
 
 # %%
 LAYERS = 2
@@ -194,12 +194,15 @@ def train(name, steps=60):
 
 results = {name: train(name) for name in ("fp32", "int8_block", "int8_fallback", "moss_mx")}
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2))
+exact, _ = results["fp32"]
 for (name, (losses, _)), style in zip(results.items(), ("-", "--", ":", "-.")):
-    left.semilogy(losses, style, label=name)
-left.set(xlabel="step", ylabel="loss")
+    left.plot(100 * (losses / exact - 1), style, label=name)
+left.set(xlabel="step", ylabel="loss above that in fp32, %")
 left.legend()
-thresholds = [np.concatenate([x.ravel() for x in jax.tree.leaves(state)]) for state in results["int8_fallback"][1]]
-right.semilogy(thresholds)
-right.set(xlabel="step", ylabel="threshold", title="above it a block falls back; a line a layer")
+for i, style in enumerate(("-", "--")):
+    thresholds = [state["layers"][i]["dot_general"]["threshold_x"] for state in results["int8_fallback"][1]]
+    right.semilogy(thresholds, style, label=f"layer {i}")
+right.set(xlabel="step", ylabel="threshold", title="a block with a larger amax falls back")
+right.legend()
 figure.tight_layout()
 plt.show()

@@ -2,14 +2,14 @@
 # # Fine-tuning from a folder of Hugging Face
 #
 # The training program reads checkpoints of Hugging Face (Llama, Mistral, Qwen, OLMo, GPT-2), trains them on conversations
-# with any recipe, and writes them back. Here the checkpoint is made first, tiny, by the program itself, so that nothing is
-# downloaded: give `FOLDER` another one and the rest stays as it is. Two minutes on a CPU.
+# with any recipe, and writes them back. This notebook first makes a tiny checkpoint, so that nothing is downloaded. Set
+# `FOLDER` to another checkpoint, and the rest stays as it is. It runs in two minutes on a CPU.
 
 # %%
 # On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
 import importlib.util, os, pathlib, shutil, subprocess, sys
 
-# Where fp8jax comes from: the https address of its git repository, a folder that holds it, its wheel, or a name on a package index.
+# The source of fp8jax: the https address of its git repository, a folder, a wheel, or its name on a package index.
 SOURCE = os.environ.get("FP8JAX_SOURCE", "")
 
 gpu = shutil.which("nvidia-smi")
@@ -29,7 +29,8 @@ if "google.colab" in sys.modules and None in map(importlib.util.find_spec, neede
     raise SystemExit("Installed. Now restart: Runtime > Restart session, then Runtime > Run all.")
 
 # %% [markdown]
-# The training program is in the repository, not in the package: on Colab it is cloned, and what it needs is installed.
+# The training program is in the repository, not in the package. On Colab, this cell clones it and installs its
+# dependencies.
 
 # %%
 if "google.colab" in sys.modules and not pathlib.Path("fp8jax/experiments").is_dir():
@@ -57,15 +58,16 @@ FOLDER = WORK / "checkpoint"
 
 
 def program(name, *options):
-    """Runs a program of the clone, and shows the end of what it says."""
+    """Runs a program of the clone and prints the end of its output."""
     command = [sys.executable, "-m", f"experiments.{name}", *map(str, options)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    print("\n".join((done.stdout if done.returncode == 0 else done.stdout + done.stderr).rstrip().splitlines()[-8:]))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1", "TERM": "dumb"})
+    output = done.stdout if done.returncode == 0 else done.stdout + done.stderr
+    print("\n".join(output.replace(str(WORK), "WORK").rstrip().splitlines()[-10:]))
     done.check_returncode()
 
 # %% [markdown]
-# A base model: a few steps on Python's own sources, and its export. Everything that follows is the same with a folder that
-# `hf download` made.
+# The base model is trained for a few steps on Python source files and exported. Everything below works with a folder of
+# `hf download`, too.
 
 # %%
 shape = ("--layers", 2, "--dim", 64, "--heads", 4, "--kv-heads", 2, "--mlp-dim", 128)
@@ -81,8 +83,8 @@ program("hub", "--run", WORK / "runs" / "base", "--recipe", "bf16", "--out", FOL
 print(sorted(path.name for path in FOLDER.iterdir()))
 
 # %% [markdown]
-# Conversations, one a line, and how the model writes them, which a checkpoint that chats brings along
-# (`chat_template.jinja`). The loss is of the assistant's words alone.
+# The data has one conversation per line. `chat_template.jinja` formats a conversation as text; checkpoints of chat models
+# contain one. Only the words of the assistant count in the loss.
 
 # %%
 random.seed(0)
@@ -93,32 +95,32 @@ for _ in range(600):
     question = {"role": "user", "content": f"{giver} gives {taker} the {thing}. Who has it?"}
     lines.append(json.dumps({"messages": [question, {"role": "assistant", "content": f"{taker} has the {thing}."}]}))
 (WORK / "chat.jsonl").write_text("\n".join(lines))
-(FOLDER / "chat_template.jinja").write_text(
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-)
+template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+(FOLDER / "chat_template.jinja").write_text(template)
+print(lines[0])
 
 # %% [markdown]
-# The same fine-tuning in bf16, in FP8 with FP8 optimizer states (`coat`), and with adapters on a base that is held as codes
-# (LoRA on 8 bits: `--lora-rank`).
+# The same fine-tuning in bf16, in FP8 with FP8 optimizer states (`coat`), and with LoRA adapters on an 8-bit base
+# (`--lora-rank`).
 
 # %%
 start = ("--init", FOLDER, "--data", WORK / "chat.jsonl")
-train("tuned", *start, "--recipe", "bf16", "coat")
+train("tuned", *start, "--recipe", "bf16", "coat", lr=1e-3)
 train("adapted", *start, "--recipe", "te_current", "--lora-rank", 8, "--base", "e4m3:block128", lr=2e-2)
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3.2))
-for run, recipe, style in (("tuned", "bf16", "-"), ("tuned", "coat", "--"), ("adapted", "te_current", ":")):
+for run, recipe, style, width in (("tuned", "bf16", "-", 3), ("tuned", "coat", "--", 1), ("adapted", "te_current", ":", 2)):
     rows = [json.loads(line) for line in (WORK / "runs" / run / recipe / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
-    axes.plot(losses, style, label=recipe if run == "tuned" else "adapters of rank 8, base in 8 bits")
-axes.set(xlabel="step", ylabel="loss of the assistant's words")
+    axes.semilogy(losses, style, linewidth=width, label=recipe if run == "tuned" else "LoRA of rank 8 on an 8-bit base")
+axes.set(xlabel="step", ylabel="loss of the assistant")
 axes.legend()
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# And back: a folder in 8 bits, with the codes and scales that compressed-tensors and vLLM's readers know.
+# The last cell exports the model in 8 bits, in the layout of compressed-tensors, which vLLM reads.
 
 # %%
 program("hub", "--run", WORK / "runs" / "tuned", "--recipe", "coat", "--out", WORK / "eight", "--eight", "channel")

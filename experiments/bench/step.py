@@ -90,7 +90,8 @@ class StepArm(driver.Arm):
         devices = jax.devices()[:1] if where == "one" else jax.devices()
         sizes_of_axes = axes(where, len(devices))
         count = math.prod(sizes_of_axes.values())
-        self.mesh = mesh.make(sizes_of_axes["data"], sizes_of_axes["fsdp"], devices, tensor=sizes_of_axes["tensor"])
+        data, fsdp, tensor, expert = (sizes_of_axes[name] for name in mesh.AXES)
+        self.mesh = mesh.make(data, fsdp, devices, tensor=tensor, expert=expert)
         self.config, self.count, self.batch, self.length = model, count, batch, length
         recipe, remat, kernels, unroll, chunked = settings(name)
         chunked = in_chunks("auto", batch * length, model.vocab) if chunked is None else chunked

@@ -25,6 +25,10 @@ from experiments.models.shape import LlamaConfig
 class ExpertProducts:
     """How experts multiply, and what is kept of their inputs for the backward pass: JAX's own product, and arrays."""
 
+    def share(self, routes: "Routes") -> Any:
+        """Routes to the experts of all devices; on one device as they are."""
+        return routes
+
     def multiply(self, x_RxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
         """The product of consecutive rows, `sizes_E` for each expert, with its matrix; (R, F) in the dtype of x."""
         return jax.lax.ragged_dot(x_RxD, w_ExDxF.astype(x_RxD.dtype), sizes_E)
@@ -37,6 +41,24 @@ class ExpertProducts:
         """The array that `encode` was given, or one close to it."""
         array: jax.Array = kept.astype(dtype)
         return array
+
+    def mlp(
+        self, x_NxD: jax.Array, tokens: Any, norm: "Norm | None", gate_up_ExDx2F: jax.Array, down_ExFxD: jax.Array,
+        weights_R: jax.Array, routes: "Routes",
+    ) -> jax.Array:  # fmt: skip
+        """The sum over each token's experts of weight x down(silu(gate) x up), (N, D).
+
+        Args:
+            x_NxD: the tokens.
+            tokens: their encoding, without gradient.
+            norm: of the tokens, or None.
+            gate_up_ExDx2F, down_ExFxD: the matrices.
+            weights_R: of each row's choice, fp32.
+            routes: the rows of each expert and token.
+        """
+        gate_up_Rx2F = recomputed(gate_and_up, self, x_NxD, tokens, gate_up_ExDx2F, routes, norm)
+        kept = jax.lax.stop_gradient(self.encode(gate_up_Rx2F))
+        return reduce_experts(self, gate_up_Rx2F.dtype, gate_up_Rx2F, kept, down_ExFxD, weights_R, routes)
 
 
 class Routes(NamedTuple):
@@ -326,8 +348,6 @@ class MoE(nnx.Module):
         routes = Routes.from_choices(experts_NxK, config.experts)
         if self.has_losses:
             self.balance_loss[...], self.z_loss[...] = balance_loss(logits_NxE, routes.sizes_E), z_loss(logits_NxE)
-        gate_up, down = self.experts.gate_up.kernel[...], self.experts.down.kernel[...]
-        gate_up_Rx2F = recomputed(gate_and_up, products, x_NxD, tokens, gate_up, routes, of_norm)
-        rows = jax.lax.stop_gradient(products.encode(gate_up_Rx2F))
-        weights_R = routes.per_row(weights_NxK)
-        return reduce_experts(products, gate_up_Rx2F.dtype, gate_up_Rx2F, rows, down, weights_R, routes)
+        routes = products.share(routes)
+        matrices = self.experts.gate_up.kernel[...], self.experts.down.kernel[...]
+        return products.mlp(x_NxD, tokens, of_norm, *matrices, routes.per_row(weights_NxK), routes)

@@ -42,7 +42,12 @@ TRAINING, VALIDATION = "training loss", "validation loss"
 LAST, MEAN = "loss of step 21", "mean loss of 21 steps"
 SMALL, MEDIUM = Setting(), Setting(dim=1024, layers=5, heads=8, mlp_dim=2816, length=1024, steps=400, warmup=40)
 PRESETS = ("coat", "coat_fast", "moss", "fast", "te_current", "deepseek", "int8_fallback", "int8_block", "fp8_lm",
-           "fp8_lm_two_phase", "coat_optimizer", "coat_activations")  # fmt: skip
+           "fp8_lm_two_phase", "coat_optimizer", "coat_activations", "mxfp8", "nvfp4")  # fmt: skip
+NVFP4_PARTS = {
+    "no rotation": {"rotation": None},
+    "nearest": {"dy": "e2m1:nv16", "dy_wgrad": "e2m1:nv16"},
+    "1x16 weights": {"w": "e2m1:nv16", "w_dgrad": "e2m1:nv16"},
+}
 
 
 def linear(name: str, **settings: Any) -> ParityArm:
@@ -72,6 +77,10 @@ ARMS: dict[str, ParityArm] = {
     "w alone in e4m3": ParityArm(BF16, rounding=Rounding(w="e4m3")),
     "dy alone in e5m2": ParityArm(BF16, rounding=Rounding(dy="e5m2")),
     "dy alone in e5m2, stochastic": ParityArm(BF16, rounding=Rounding(dy="e5m2+stochastic")),
+    "mxfp8, rounded down": linear(
+        "mxfp8", **dict.fromkeys(("x", "w", "dy", "w_dgrad", "x_wgrad", "dy_wgrad"), "e4m3:mx32+ocp")
+    ),
+    **{f"nvfp4, {part}": linear("nvfp4", **settings) for part, settings in NVFP4_PARTS.items()},
     # Steps between measurements of the amax of weights; moss has 500.
     **{f"moss_interval_{steps}": linear("moss", weight_amax_interval=steps) for steps in (1, 100, 2000)},
 }
@@ -150,6 +159,15 @@ STUDIES = {
         "bf16 58.7 %, every step 59.3, 100 steps 59.4, 500 steps 59.4, 2,000 steps 58.1; we have neither, and give "
         "losses. In its Table 11 predicted scales are within 0.2 % of those of every step in three such accuracies; "
         "here stands the difference of the two losses. What scales cost is in results/pages/scaling.md.",
+    ),
+    "block_scaled": Study(
+        "MXFP8 and NVFP4 beside bf16, and NVFP4 without each of its parts", "recipe_parity_block_scaled",
+        "parity_block_scaled", SMALL, ("mxfp8", "nvfp4", "coat"),
+        ("mxfp8, rounded down", *(f"nvfp4, {part}" for part in NVFP4_PARTS)),
+        tuple((f"{arm} beside {arm.partition(', ')[0]}", arm, arm.partition(", ")[0])
+              for arm in ("mxfp8, rounded down", *(f"nvfp4, {part}" for part in NVFP4_PARTS))),
+        "A loop runs the layers of this model, so nvfp4 quantizes its first and last blocks, too. Codes are decoded to "
+        "bf16 before Blackwell.",
     ),
     "long": Study(
         "Seeds of a larger model, ten times as long, beside bf16's", "recipe_parity_long", "parity_65m",

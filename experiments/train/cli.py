@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import shlex
 import sys
@@ -34,7 +35,17 @@ with packages.needed() as missing:
     from experiments.models import sampling
     from experiments.text import data, packing
     from experiments.text.tokenizer import Tokenizer
-    from experiments.train import comparison, folders, introduction, lock, peft_files, report, start, wandb_log
+    from experiments.train import (
+        comparison,
+        folders,
+        introduction,
+        lock,
+        observed,
+        peft_files,
+        report,
+        start,
+        wandb_log,
+    )
     from experiments.train.adapters import joined, of_base
     from experiments.train.checkpoint import Checkpoints, digest_of, quiet
     from experiments.train.form import in_chunks, recomputed
@@ -58,6 +69,7 @@ _EVERYWHERE = (
     "remat",
     "logits",
     "unroll",
+    "telemetry",
     "on_bad_step",
     "max_bad_steps",
     "max_loss_jump",
@@ -274,6 +286,7 @@ def _train_recipe(
         partition=config.run.partition,
         balance_coefficient=optim.balance_coefficient,
         z_coefficient=optim.z_coefficient,
+        expert_capacity=config.run.expert_capacity,
         on_bad_step=config.run.on_bad_step,
         max_loss_jump=config.run.max_loss_jump,
     )
@@ -291,13 +304,16 @@ def _train_recipe(
     details.show(recipe.explain())
     with report.waiting(console, f"{label}  compiling"), record_choices() as told, record_residuals() as kept:
         # A state comes out as it went in: the next step is the same program.
-        step = jax.jit(
-            _signalled(task) if hosts.several() else task.step, donate_argnums=0, out_shardings=(placed, everywhere)
-        )
+        step = _signalled(task) if hosts.several() else task.step
         inputs: tuple[Any, ...] = (abstract, batch, base_shapes)
         if hosts.several():
             inputs = (*inputs, hosts.signals(devices, None))
-        compiled = step.lower(*inputs).compile()
+        compile_step = functools.partial(jax.jit, donate_argnums=0, out_shardings=(placed, everywhere))
+        compiled = compile_step(step).lower(*inputs).compile()
+    observed_step = None
+    if config.run.telemetry:
+        with report.waiting(console, f"{label}  compiling telemetry"):
+            observed_step = compile_step(observed.observed(step)).lower(*inputs).compile()
     introduction.show_plan(details, task, abstract, base_shapes, compiled)
     for line in [*computed_by(told, kept), *describe(compiled, told, jax.default_backend())]:
         details.show(line, 4)
@@ -338,7 +354,12 @@ def _train_recipe(
             valid = data.valid_batches(tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
             calls = with_base(compiled, jax.jit(task.loss, out_shardings=everywhere), base)
             loop = Loop(*calls, batches, valid, optim, config.run, checkpoints, identity, log, stop, rows, trace)
+            if observed_step is not None:
+                loop.observed_step, _ = with_base(observed_step, task.loss, base)
             state = loop.run(state)
+    if config.run.telemetry and hosts.first():
+        heat_maps = observed.plot(folder, report.read_metrics(folder / "metrics.jsonl"))
+        details.show(f"telemetry: {', '.join(path.name for path in heat_maps)} in {folder}")
     if task.lora is not None and hosts.first():
         _write_adapter(folder / "adapter", task, state, console)
     text = _write_text(config, task, state, base, tokens, tokenizer)

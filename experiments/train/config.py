@@ -52,7 +52,7 @@ class Config:
             (self.optim, ("steps", "microbatches"), 1),
             (self.run, ("log_every", "checkpoint_every", "keep", "eval_every", "max_bad_steps"), 1),
             (self.optim, ("warmup",), 0),
-            (self.run, ("sample_tokens", "profile"), 0),
+            (self.run, ("sample_tokens", "profile", "telemetry"), 0),
             (self, ("seed",), 0),
         )
         for section, names, least in sections:
@@ -69,6 +69,8 @@ class Config:
         for name in ("b1", "b2"):
             if not 0 <= getattr(self.optim, name) < 1:
                 raise UserError(f"{flag(name)} must be at least 0 and below 1, got {getattr(self.optim, name)}")
+        if self.run.expert_capacity and not 1 <= self.run.expert_capacity < float("inf"):
+            raise UserError(f"--expert-capacity must be at least 1, or 0, got {self.run.expert_capacity}")
         for name in ("balance_coefficient", "z_coefficient"):
             if not 0 <= getattr(self.optim, name) < float("inf"):
                 raise UserError(f"{flag(name)} must be finite and not negative, got {getattr(self.optim, name)}")

@@ -1,21 +1,97 @@
 """The products of experts by a recipe, and what is kept of their inputs for the backward pass."""
 
 import dataclasses
-from typing import Any
+import functools
+import math
+from typing import Any, NamedTuple
 
 import jax
 
 import fp8jax
-from experiments.models.moe import ExpertProducts
-from fp8jax.ops.autodiff.residuals import dequantize_residual, quantize_residual
+from experiments.models.moe import ExpertProducts, Norm, Routes, recomputed
+from experiments.models.shape import LlamaConfig
+from fp8jax.core.groups import Groups
+from fp8jax.dist import TokenExchange
+from fp8jax.ops.autodiff.residuals import (
+    ArrayFacts,
+    CotangentFacts,
+    InputFacts,
+    Recomputed,
+    dequantize_residual,
+    quantize_residual,
+)
+from fp8jax.ops.nonlinear.grouped_glu import grouped_glu
 from fp8jax.ops.products.linear import key_from_data
+from fp8jax.ops.products.token_rows import sum_rows
+from fp8jax.recipes import Linear
+
+AXIS = "expert"
+
+
+class ExpertSharing(NamedTuple):
+    """How devices along "expert" share experts, inside `jax.shard_map`.
+
+    Attributes:
+        wire_format: of what they send to each other's experts, as `fp8jax.dist.TokenExchange.dispatch` takes it.
+        capacity: rows that a device has room for, in multiples of those that it sends; 0 for those of all devices.
+    """
+
+    wire_format: Linear | str
+    capacity: float = 0.0
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["routes", "exchange"], meta_fields=["wire_format"])
+@dataclasses.dataclass(frozen=True)
+class SharedRoutes:
+    """Routes to the experts of several devices, whose rows are those that this device's experts receive.
+
+    Attributes:
+        routes: of the tokens of this device.
+        exchange: which of their rows go to which device.
+        wire_format: of what is sent to experts, as `fp8jax.dist.TokenExchange.dispatch` takes it.
+    """
+
+    routes: Routes
+    exchange: TokenExchange
+    wire_format: Linear | str
+
+    @property
+    def sizes_E(self) -> jax.Array:
+        """Rows of each expert of this device."""
+        return self.exchange.group_sizes
+
+    def permute(self, x_NxD: jax.Array) -> jax.Array:
+        """As of `Routes`."""
+        return self.exchange.dispatch(self.routes.permute(x_NxD), self.wire_format)
+
+    def combine(self, y_RxD: jax.Array) -> jax.Array:
+        """As of `Routes`."""
+        return self.routes.combine(self.exchange.combine(y_RxD, self.wire_format))
+
+    def per_row(self, weights_NxK: jax.Array) -> jax.Array:
+        """As of `Routes`."""
+        return self.exchange.dispatch(self.routes.per_row(weights_NxK)[:, None], "fp32")[:, 0]
 
 
 @dataclasses.dataclass(frozen=True)
 class RecipeProducts(ExpertProducts):
-    """Products by `fp8jax.ragged_dot`, also in 16 bits; kept are codes as the recipe's context says, else arrays."""
+    """Products by `fp8jax.ragged_dot`, also in 16 bits; kept are codes as the recipe's context says, else arrays.
+
+    Attributes:
+        recipe: of the products.
+        sharing: how devices share experts; None where each has all of them.
+    """
 
     recipe: fp8jax.Recipe
+    sharing: ExpertSharing | None = None
+
+    def share(self, routes: Routes) -> Any:
+        if self.sharing is None:
+            return routes
+        rows = routes.order_R.size
+        capacity = math.ceil(self.sharing.capacity * rows) or None
+        exchange = TokenExchange.from_sizes(routes.sizes_E, AXIS, rows, capacity=capacity)
+        return SharedRoutes(routes, exchange, self.sharing.wire_format)
 
     def multiply(self, x_RxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
         linear = self.recipe.linear
@@ -23,12 +99,70 @@ class RecipeProducts(ExpertProducts):
         key = key_from_data(x_RxD) if linear.is_stochastic else None
         return fp8jax.ragged_dot(x_RxD, w_ExDxF, sizes_E, recipe=linear, key=key)
 
+    def mlp(
+        self, x_NxD: jax.Array, tokens: Any, norm: Norm | None, gate_up_ExDx2F: jax.Array, down_ExFxD: jax.Array,
+        weights_R: jax.Array, routes: Routes,
+    ) -> jax.Array:  # fmt: skip
+        linear = self.recipe.linear
+        if not linear.is_quantized or linear.is_stochastic or type(routes) is not Routes:
+            return super().mlp(x_NxD, tokens, norm, gate_up_ExDx2F, down_ExFxD, weights_R, routes)
+        # Codes are made of tokens before they are permuted, and of gate and up where they are multiplied.
+        index_R, groups = routes.order_R // routes.rows_NxK.shape[1], routes.sizes_E
+        if norm is not None:
+            x_NxD = recomputed(_apply_norm, self, x_NxD, tokens, norm)
+        rule = _DecodeTokens(self, x_NxD.dtype), _DecodeTokens.Saved(tokens, norm)
+        facts = ArrayFacts(rule, row_source=(jax.lax.stop_gradient(x_NxD), index_R))
+        dot = lambda x, w, facts: fp8jax.ragged_dot(x, w, groups, recipe=linear, input_facts=InputFacts(facts))  # noqa: E731
+        gate_up_Rx2F = dot(routes.permute(x_NxD), gate_up_ExDx2F, facts)
+        row_groups = Groups.from_sizes(groups, index_R.size)
+        h_RxF, facts = grouped_glu(gate_up_Rx2F, row_groups, self.recipe, weights=weights_R)
+        return sum_rows(dot(h_RxF, down_ExFxD, facts), index_R, routes.rows_NxK)
+
     def encode(self, x: jax.Array) -> Any:
         spec = self.recipe.context.spec
         return x if spec is None else quantize_residual(x, spec)
 
     def decode(self, kept: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
         return dequantize_residual(kept).astype(dtype)
+
+
+def _apply_norm(products: ExpertProducts, x_NxD: jax.Array, norm: Norm) -> jax.Array:
+    return norm(x_NxD)
+
+
+@dataclasses.dataclass(frozen=True)
+class _DecodeTokens:
+    """Decodes tokens, and applies their norm: a `fp8jax.ops.autodiff.residuals.Recomputable` without a backward pass.
+
+    Attributes:
+        products: decode the tokens.
+        dtype: of the tokens.
+    """
+
+    class Saved(NamedTuple):
+        """Encoded tokens, and their norm."""
+
+        tokens: Any
+        norm: Norm | None
+
+    products: ExpertProducts
+    dtype: jax.typing.DTypeLike
+
+    def recompute(self, saved: Saved, gradient: CotangentFacts) -> Recomputed:
+        x_NxD = self.products.decode(saved.tokens, self.dtype)
+        return Recomputed(x_NxD if saved.norm is None else saved.norm(x_NxD))
+
+    def backward(self, *_: Any) -> Any:
+        raise TypeError("tokens that are decoded are no operation")
+
+
+def check_devices(llama: LlamaConfig, devices: int) -> None:
+    """Raises ValueError that says why so many devices cannot share experts, and the fix."""
+    if not llama.experts:
+        raise ValueError(f"expert={devices}: the model has no experts; take data={devices} or fsdp={devices}")
+    if llama.experts % devices:
+        fits = [n for n in range(1, llama.experts + 1) if llama.experts % n == 0]
+        raise ValueError(f"{devices} devices along expert do not divide {llama.experts} experts; expert may be {fits}")
 
 
 def check(recipe: fp8jax.Recipe) -> None:

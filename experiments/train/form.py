@@ -10,7 +10,7 @@ import fp8jax
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.models.parts import Boundary
 from experiments.train import adapters
-from experiments.train.experts import RecipeProducts
+from experiments.train.experts import ExpertSharing, RecipeProducts
 from experiments.train.sections import Lora
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import missing_triton
@@ -28,6 +28,7 @@ class Form:
         rows, boundary: how tokens lie on several devices, or how these share sequences, as `Llama` takes them.
         unroll: layers in a turn of the loop over them, as `Llama` takes it.
         lora: adapters, or None where all weights are trained.
+        sharing: how devices share experts, as `RecipeProducts` takes it.
     """
 
     llama: LlamaConfig
@@ -37,6 +38,7 @@ class Form:
     boundary: Boundary | None = None
     unroll: int | None = None
     lora: Lora | None = None
+    sharing: ExpertSharing | None = None
 
     def written(self, rngs: nnx.Rngs) -> Llama:
         """The model as it is written, with no word of 8 bits."""
@@ -46,7 +48,7 @@ class Form:
         dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (weights.compute, master))
         how: Any = {"rows": self.rows, "boundary": self.boundary, "unroll": self.unroll}
         if self.llama.experts:
-            how |= {"expert_products": RecipeProducts(self.recipe), "router_losses": True}
+            how |= {"expert_products": RecipeProducts(self.recipe, self.sharing), "router_losses": True}
         return Llama(self.llama, dtype=dtype, param_dtype=param_dtype, remat=self.remat, rngs=rngs, **how)
 
     def made(self, rngs: nnx.Rngs, params: Any = None) -> Llama:

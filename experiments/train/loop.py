@@ -67,6 +67,7 @@ class Loop:
         config: what a checkpoint records and compares.
         rows: how batches lie on several devices, or None.
         trace: of some steps.
+        observed_step: `step` with telemetry (`experiments.train.observed`), for each `settings.telemetry`-th step.
     """
 
     step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
@@ -81,6 +82,7 @@ class Loop:
     stop: StopSignals
     rows: jax.sharding.NamedSharding | None = None
     trace: Trace = dataclasses.field(default_factory=Trace)
+    observed_step: Callable[..., tuple[TrainState, dict[str, Any]]] | None = None
 
     def __post_init__(self) -> None:
         self._told = self._done = self._saved = 0
@@ -130,7 +132,10 @@ class Loop:
             self.trace.before(calls, state)
             tokens_BxT, calls = next(self.batches), calls + 1
             loader = self.batches.get_state()
-            state, metrics = self.step(state, mesh.place(tokens_BxT, self.rows), *self._noted())
+            step = self.step
+            if self.observed_step is not None and done % self.settings.telemetry == 0:
+                step = self.observed_step
+            state, metrics = step(state, mesh.place(tokens_BxT, self.rows), *self._noted())
             self._done += 1
             # Only now is the step before this one waited for, so that the device always has work.
             state, is_rewound = self._settle(behind, state)
@@ -155,7 +160,10 @@ class Loop:
         """
         if behind is None:
             return state, False
-        values = {name: value.item() for name, value in behind.metrics.items()}
+        metrics = dict(behind.metrics)
+        if (found := metrics.pop("telemetry", None)) is not None:
+            self.log.telemetry(behind.number, jax.device_get(found))
+        values = {name: value.item() for name, value in metrics.items()}
         self._told = values.get("signal", 0)
         if not values["healthy"]:
             return self._leave_out(behind, values, state)
@@ -215,7 +223,10 @@ class Loop:
         """Why a step is bad."""
         limit, jump = values.get("loss_limit", np.inf), self.settings.max_loss_jump
         if not np.isfinite([values["loss"], values["grad_norm"]]).all():
-            return "not finite"
+            room = self.settings.expert_capacity
+            return "not finite" + (
+                f", as if a device got more than --expert-capacity {room:g} times its rows" if room else ""
+            )
         if values["loss"] > limit:
             return f"a jump, above {limit:.4f}: {jump:g} spreads over the median of the last losses"
         return "a scaling state is not finite"

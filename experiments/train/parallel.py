@@ -19,7 +19,7 @@ import fp8jax
 from experiments import mesh as meshes
 from experiments.models.llama import Block, LlamaConfig
 from experiments.models.moe import RouterLoss
-from experiments.train import tensor
+from experiments.train import experts, tensor
 from experiments.train.adapters import BaseVariable, apart, joined
 from fp8jax.dist import (
     Factors,
@@ -147,6 +147,9 @@ def check(llama: LlamaConfig, recipe: fp8jax.Recipe, mesh: Any, tokens: int) -> 
         tokens: of a microbatch.
     """
     _check_factors(recipe.comm, mesh)
+    sharing = mesh.shape[experts.AXIS]
+    if sharing > 1:
+        experts.check_devices(llama, sharing)
     devices = mesh.shape[tensor.AXIS]
     if devices > 1:
         tensor.check(llama, devices)
@@ -154,7 +157,8 @@ def check(llama: LlamaConfig, recipe: fp8jax.Recipe, mesh: Any, tokens: int) -> 
 
 
 def _check_factors(comm: Comm, mesh: Any) -> None:
-    if comm.auto_scale and all(mesh.shape[name] > 1 for name in meshes.ROWS):
+    axes = [name for name in meshes.ROWS if mesh.shape.get(name, 1) > 1]
+    if comm.auto_scale and (len(axes) > 1 or experts.AXIS in axes):
         raise ValueError(
             "comm.auto_scale has one factor a parameter; give --mesh one axis, data=N or fsdp=N, or take two "
             "phases, as the recipe fp8_lm_two_phase does"
@@ -211,7 +215,7 @@ def gradients(
     """
     comm, compute, base = reduction(recipe), recipe.weights.compute, dict(base)
     places, base_places = (jax.tree.map(lambda x: x.spec, meshes.state(mesh, tree)) for tree in (params, base))
-    data, fsdp, shared = (mesh.shape[name] for name in meshes.AXES)
+    data, fsdp, shared, sharing = (mesh.shape[name] for name in meshes.AXES)
     depths = stacked(params)
     at_once = isinstance(factors, Factors)
     layerwise = None if at_once or fsdp == 1 else Whole(comm, cut(params, mesh) | cut(base, mesh), compute)
@@ -242,8 +246,10 @@ def gradients(
             )
         if shared > 1:
             losses, grads = lax.psum(losses, tensor.AXIS), tensor.summed(grads, places, compute)
-        if data > 1:
-            min_size = MIN_SIZE // (fsdp * shared)
+        min_size = MIN_SIZE // (fsdp * shared)
+        if sharing > 1:
+            grads = _mean_beside_experts(grads, comm, mesh, min_size)
+        elif data > 1:
             grads, factors = _reduced(
                 all_reduce_gradients, grads, "data", comm, factors, layer_axes=depths, min_size=min_size
             )
@@ -267,6 +273,23 @@ def cut(params: Any, mesh: Any) -> frozenset[str]:
     leaves = jax.tree_util.tree_leaves_with_path(meshes.state(mesh, params))
     names = ((jax.tree_util.keystr(path, simple=True, separator="."), x.spec) for path, x in leaves)
     return frozenset(name for name, spec in names if meshes.over(spec, "fsdp") is not None)
+
+
+def _mean_beside_experts(grads: Any, comm: Comm, mesh: Any, min_size: int) -> Any:
+    """Means over "data" and "expert". The gradient of a device's experts is a sum of all tokens along "expert"."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
+
+    def means(of_experts: bool, axes: tuple[str, ...]) -> Any:
+        part = [(path, g) for path, g in leaves if meshes.has_experts(path) == of_experts]
+        if all(mesh.shape[name] == 1 for name in axes):
+            return iter([g for _, g in part])
+        depths = [meshes.stacked(path) for path, _ in part]
+        return iter(all_reduce_gradients([g for _, g in part], axes, comm, layer_axes=depths, min_size=min_size))
+
+    sums, others = means(True, ("data",)), means(False, ("data", experts.AXIS))
+    devices = mesh.shape[experts.AXIS]
+    found = [next(sums) / devices if meshes.has_experts(path) else next(others) for path, _ in leaves]
+    return jax.tree.unflatten(structure, found)
 
 
 def _reduced(

@@ -22,6 +22,7 @@ from tensorboardX.summary import scalar
 
 from experiments.errors import UserError
 from experiments.files import open_to_append, parse_json, read_bytes, write_bytes, write_text, writing
+from experiments.train import observed
 from experiments.train.result import RECENT, Result
 from fp8jax.core.tables import sentence
 
@@ -151,13 +152,14 @@ class RunLog:
         rows = [row for row in read_metrics(self._path) if row["step"] <= resumed]
         self.train = {row["step"]: row for row in [*rows, *recent] if "loss" in row}
         self._valid = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
+        self._faults = observed.Faults()
         if gaps := missing(self.train, resumed):
             console.print(f"{self._path} lacks steps {gaps}: loss.png has a gap there; training goes on exactly")
         self._bar: progress.Progress | None = None
         self._started, self._resumed = time.monotonic(), resumed
         if not writes:
             return
-        self._open_file()
+        self._open_file(resumed)
         board = folder / "tensorboard"
         with writing(board):
             board.mkdir(exist_ok=True)
@@ -177,9 +179,10 @@ class RunLog:
             )
             self._task = self._bar.add_task(label or recipe, total=steps, completed=resumed, note="")
 
-    def _open_file(self) -> None:
-        """Writes metrics.jsonl again, of the known rows, and opens it for those that follow."""
+    def _open_file(self, step: int) -> None:
+        """Writes metrics.jsonl again, of the rows up to a step, and opens it for those that follow."""
         entries = [*self.train.values(), *({"step": s, "valid_loss": loss} for s, loss in self._valid.items())]
+        entries += [row for row in read_metrics(self._path) if _is_observed(row) and row["step"] <= step]
         entries.sort(key=lambda row: row["step"])
         write_text(self._path, "".join(json.dumps(row) + "\n" for row in entries))
         with writing(self._path):
@@ -256,7 +259,7 @@ class RunLog:
         self._valid = {s: loss for s, loss in self._valid.items() if s <= step}
         if self._writes:
             self._file.close()
-            self._open_file()
+            self._open_file(step)
             with writing(self._path.with_name("tensorboard")):
                 self._purge(step)
 
@@ -272,6 +275,12 @@ class RunLog:
             self._console.print(f"valid {step}/{self._steps} loss {loss:.4f} recipe {self._recipe}")
         elif step == self._steps:
             self._bar.update(self._task, note=f"validation loss {loss:.4f}")
+
+    def telemetry(self, step: int, found: Mapping[str, Any]) -> None:
+        """Records the statistics of a step's tensors, and tells of new faults."""
+        self._write(observed.to_row(step, found))
+        for line in self._faults.lines(step, found):
+            self.say(line)
 
     def has_valid(self, step: int) -> bool:
         """Whether a validation after `step` is recorded."""
@@ -329,9 +338,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             row = parse_json(line)
             numbers = isinstance(row, dict) and all(type(value) in (int, float) for value in row.values())
-            if numbers and isinstance(row.get("step"), int) and ("valid_loss" in row or set(row) >= _ROW):
+            is_known = numbers and ("valid_loss" in row or set(row) >= _ROW or _is_observed(row))
+            if is_known and isinstance(row.get("step"), int):
                 rows.append(row)
     return rows
+
+
+def _is_observed(row: Mapping[str, Any]) -> bool:
+    """Whether a row has the statistics of a step's tensors."""
+    return any(name.startswith(observed.PREFIX) for name in row)
 
 
 def missing(steps: Iterable[int], last: int) -> str:

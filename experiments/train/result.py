@@ -36,11 +36,6 @@ class Result:
     tokens_per_s: float
     text: str
 
-    @property
-    def moment_bytes(self) -> float:
-        """Bytes of both moments per parameter."""
-        return (self.state_bytes["mu"] + self.state_bytes["nu"]) / self.parameters
-
 
 def read_result(path: Path) -> tuple[Result, dict[str, Any]]:
     """What result.json holds: the result, and the configuration that it is of.

@@ -202,8 +202,12 @@ class Run:
     """Length of the text that the trained model writes at the end, its prompt included; 0 for none."""
     mesh: str = ""
     """Devices by axis, as data=2,fsdp=4: both split the batch, fsdp parameters and moments, too. Those along tensor
-    share sequences: each computes some of a layer's heads and channels, and holds their parameters. Empty: data
-    parallel over all of them, or over as many as divide a microbatch. Several processes use all of theirs."""
+    share sequences: each computes some of a layer's heads and channels, and holds their parameters. Those along expert
+    split the batch, and each holds some of the experts. Empty: data parallel over all of them, or over as many as
+    divide a microbatch. Several processes use all of theirs."""
+    expert_capacity: float = 0.0
+    """With --mesh expert=N: rows of tokens that a device has room for, in multiples of those that it sends. No row is
+    dropped: where more arrive, the loss is NaN and training stops. 0: room for the rows of all N devices."""
     partition: Literal["", "tensors", "slices"] = ""
     """How devices along data, which have the same parameters, share what the optimizer holds (ZeRO's first stage):
     whole tensors, each layer's on one device, or slices of each. Empty: all have all of it."""
@@ -219,6 +223,9 @@ class Run:
     None: all on a GPU, else one."""
     profile: int = 0
     """Steps to trace, after the first two, to OUT/RUN/RECIPE/profile, for TensorBoard or Perfetto; 0 for none."""
+    telemetry: int = 0
+    """Steps between those whose tensors are observed, the first one included: SNR, saturation and more by layer and
+    operand, as rows of metrics.jsonl and as heat maps, OUT/RUN/RECIPE/telemetry_ROLE.png; 0 for none."""
     on_bad_step: Literal["stop", "skip", "rewind"] = "stop"
     """After a step whose loss, gradients or scales are not finite, or whose loss jumps. skip: leave its batch out.
     rewind: go back to the newest checkpoint, and on with the batch after the bad one."""

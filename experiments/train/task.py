@@ -23,6 +23,7 @@ from experiments.models.moe import router_losses
 from experiments.text import packing
 from experiments.train import adapters, parallel, tensor
 from experiments.train.adapters import BaseVariable
+from experiments.train.experts import AXIS, ExpertSharing
 from experiments.train.form import Form
 from experiments.train.losses import accumulate, cross_entropy
 from experiments.train.released import LAYERS, ReleasedOptimizer, layer_of
@@ -72,7 +73,7 @@ class Task:
         chunked: the loss takes the head's logits a chunk of tokens at a time (`fp8jax.linear_cross_entropy`), as it
             does where the recipe has a head of its own.
         partition: how the devices along "data" share what the optimizer holds, as `experiments.mesh.state` takes it.
-        own: `graphdef` of a device's heads and channels, where devices along "tensor" share sequences, else None.
+        own: `graphdef` of a device's heads, channels or experts, where devices share sequences or experts, else None.
         balance_coefficient, z_coefficient: of the losses of routers, which are added to the loss.
         on_bad_step: "stop", "skip" or "rewind", as `Run` has it.
         max_loss_jump: as of `fp8jax.skip_bad_steps`; 0 for none.
@@ -113,6 +114,7 @@ class Task:
         partition: str = "",
         balance_coefficient: float = Optim.balance_coefficient,
         z_coefficient: float = Optim.z_coefficient,
+        expert_capacity: float = Run.expert_capacity,
         on_bad_step: str = Run.on_bad_step,
         max_loss_jump: float = Run.max_loss_jump,
     ) -> "Task":
@@ -130,6 +132,8 @@ class Task:
             if isinstance(tx, ReleasedOptimizer):
                 raise ValueError("gradients are summed over tensor after the backward pass: leave out --release")
             own = tensor.of_device(form, rows.mesh.shape["tensor"]).structure()
+        elif rows is not None and rows.mesh.shape[AXIS] > 1:
+            own = dataclasses.replace(form, sharing=ExpertSharing(tensor.travels(recipe), expert_capacity)).structure()
         how = microbatches, rows, unroll, lora, chunked or recipe.head.is_quantized, partition, own
         coefficients = balance_coefficient, z_coefficient
         policy = on_bad_step, max_loss_jump

@@ -126,7 +126,7 @@ def check_tokens(recipe: fp8jax.Recipe, devices: int, tokens: int) -> None:
 
 def dimensions(params: Any, devices: int) -> Any:
     """The dimension of each parameter that is cut where a layer uses it, or -1."""
-    mesh = jax.sharding.AbstractMesh((1, 1, devices), meshes.AXES)
+    mesh = jax.sharding.AbstractMesh((1, 1, devices, 1), meshes.AXES)
 
     def one(path: Any, place: jax.sharding.NamedSharding) -> int:
         where = meshes.over(place.spec, AXIS) if meshes.stacked(path) else None

@@ -106,6 +106,7 @@ def _forbidden_tangent_transpose(cotangents: Any, *operands: Any, operation: str
 
 
 def _batch_once(primitive: Primitive, axis: Any, operands: Any, dims: Any, *, count: int, **params: Any) -> Any:
+    """The batching rule of a primitive that returns its first `count` operands: the batch axis comes first in all."""
     if all(d is None for d in dims):
         return primitive.bind(*operands, count=count, **params), [None] * count
     axis_args = axis.size, axis.explicit_mesh_axis

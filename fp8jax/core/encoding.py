@@ -96,8 +96,9 @@ def encode(
             microscale = compute_microscales(largest * (1 / scale_fp32), spec, fmt)
             if bad is not None:
                 has_bad = blocks.reduce(bad.astype(jnp.float32), micro_shape, jnp.max, 0.0) > 0
-                microscale = jnp.where(has_bad, _NAN_BYTES[spec.microscale_format], microscale)
-        if spec.microscale_format == "e8m0":
+                nan = np.uint8(0xFF if spec.microscale_format == "e8m0" else 0x7F)
+                microscale = jnp.where(has_bad, nan, microscale)
+        if microscale is not None and spec.microscale_format == "e8m0":
             # Apply the power first: y / outer scale alone may be subnormal, which only some devices flush.
             power = jnp.ldexp(jnp.float32(1), 127 - microscale.astype(jnp.int32))
             y = y * blocks.broadcast_blocks(power, x.shape, micro_shape)
@@ -108,7 +109,7 @@ def encode(
             unit = jnp.where(scale_fp32 > 2.0**125, np.float32(2.0**-32), 1.0)
             y = y * blocks.broadcast_blocks(unit, x.shape, block_shape)
             y = y * blocks.broadcast_blocks(1 / (scale_fp32 * unit), x.shape, block_shape)
-        if spec.microscale_format == "e4m3":
+        if microscale is not None and spec.microscale_format == "e4m3":
             factor = decode_microscales(microscale, spec)
             # A group far below the tensor has scale 0, and codes 0.
             factor = jnp.where(factor > 0, 1 / factor, 0)
@@ -184,25 +185,18 @@ def _max_scale(scale_format: str, name: str) -> float:
     return float(largest)
 
 
-# Bytes of NaN, by format of the microscales.
-_NAN_BYTES = {"e8m0": np.uint8(0xFF), "e4m3": np.uint8(0x7F)}
-
-
 def compute_microscales(amax: Array, spec: QuantSpec, fmt: formats.Format) -> Array:
     """Bytes of the scales of groups from their amax in units of the outer scale."""
     if spec.microscale_format == "e4m3":
         # arXiv 2509.25149, appendix B, rounded to nearest: the largest codes of a group may saturate by 1/16.
         return jax.lax.bitcast_convert_type(formats.E4M3.encode(amax * np.float32(1 / fmt.max)), jnp.uint8)
-    if spec.outer_scale == "none" and spec.exponent_rounding == "up":
-        # arXiv 2506.08027, section 3; Transformer Engine and torchao (RCEIL).
-        exponent = formats.encode_e8m0(jnp.maximum(amax * np.float32(1 / fmt.max), formats.TINY), "up")
-        return jnp.where(amax > 0, exponent, 127).astype(jnp.uint8)
-    if spec.outer_scale == "none":
+    if spec.outer_scale == "none" and spec.exponent_rounding == "down":
         # OCP Microscaling Formats 1.0, section 6.3: the exponent of the largest element minus that of the format.
         exponent = formats.encode_e8m0(amax, "down").astype(jnp.int32) - int(np.log2(fmt.max))
         return jnp.where(amax > 0, jnp.maximum(exponent, 0), 127).astype(jnp.uint8)
-    # MOSS, equation 3: the group's own scale over the outer scale, rounded up, so that no code saturates. Groups of
-    # zeros get the smallest power, so that another group has the largest of the row.
+    # MOSS, equation 3, and arXiv 2506.08027, section 3: the group's own scale over the outer scale, if there is one,
+    # rounded up, so that no code saturates. Groups of zeros get the smallest power, so that another group has the
+    # largest of the row.
     return formats.encode_e8m0(jnp.maximum(amax * np.float32(1 / fmt.max), formats.TINY), "up")
 
 

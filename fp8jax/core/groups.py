@@ -115,11 +115,7 @@ class PaddedTokens:
 
     def pad(self, x: Array) -> Array:
         """The rows of x (rows, n) at their places, (length, n), and zeros in between."""
-        is_fp8 = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
-        # Off GPUs, XLA widens FP8 arrays to gather from them.
-        padded = lax.bitcast_convert_type(x, jnp.uint8) if is_fp8 else x
-        padded = jnp.take(padded, self.rows, axis=0, mode="fill", fill_value=0)
-        return lax.bitcast_convert_type(padded, x.dtype) if is_fp8 else padded
+        return take_rows(x, self.rows)
 
     def reduce_blocks(self, values: Array, size: int) -> Array:
         """The maxima over blocks of `size` places of numbers >= 0 for each row, (rows, n) to (length / size, n)."""
@@ -143,3 +139,24 @@ class PaddedTokens:
     def take_groups(self, values: Array) -> Array:
         """The value of each row's group, (groups, n) to (rows, n); 0 for a row in no group."""
         return self.take_blocks(self.spread_groups(values, self.alignment), self.alignment)
+
+
+def take_rows(x: Array, rows: Array) -> Array:
+    """The rows of x (T, n) with these indices, and zeros for an index of T or more."""
+    is_fp8 = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
+    # Off GPUs, XLA widens FP8 arrays to gather from them.
+    taken = lax.bitcast_convert_type(x, jnp.uint8) if is_fp8 else x
+    taken = jnp.take(taken, rows, axis=0, mode="fill", fill_value=0)
+    return lax.bitcast_convert_type(taken, x.dtype) if is_fp8 else taken
+
+
+def block_table(rows: Array, num_rows: int) -> Array:
+    """For each block of `ALIGNMENT` places its first row, and how many rows it has: int32 (2, blocks).
+
+    Args:
+        rows: as of `PaddedTokens`.
+        num_rows: number of rows.
+    """
+    places = rows.reshape(-1, ALIGNMENT)
+    counts = jnp.sum(places < num_rows, axis=1, dtype=jnp.int32)
+    return jnp.stack([jnp.where(counts > 0, places[:, 0], 0), counts])

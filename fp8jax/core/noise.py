@@ -42,11 +42,11 @@ def counter_noise(
     padded = tuple(shape) or (1,)
     sizes = padded if global_shape is None else tuple(global_shape)
     starts = [jnp.asarray(start).astype(jnp.uint32) for start in offsets or (0,) * len(padded)]
-    places = [jax.lax.broadcasted_iota(jnp.uint32, padded, axis) + start for axis, start in enumerate(starts)]
+    positions = [jax.lax.broadcasted_iota(jnp.uint32, padded, axis) + start for axis, start in enumerate(starts)]
     length = sizes[-1] if row_length is None else row_length
-    index, column = jnp.zeros(padded, jnp.uint32), places[-1]
-    for size, place in zip(sizes[:-1], places[:-1], strict=True):
-        index = index * _as_uint32(size) + place
+    index, column = jnp.zeros(padded, jnp.uint32), positions[-1]
+    for size, position in zip(sizes[:-1], positions[:-1], strict=True):
+        index = index * _as_uint32(size) + position
     # Eight rows have a multiple of eight elements, so 32-bit products are exact modulo 2^32.
     within = (index & 7) * _as_uint32(length) + column
     noise = ((index >> 3) * _as_uint32(length) + (within >> 3)) * np.uint32(STRIDE) + seed[0]

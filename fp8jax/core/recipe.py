@@ -293,8 +293,8 @@ class Linear:
             FP8 tensor cores. The others promote sums to fp32, as Transformer Engine's backward pass does.
         rotation: length of the randomized Hadamard transformation of both operands of wgrad along their tokens, one of
             `ROTATIONS` (arXiv 2509.25149, section 4.2, has 16); None for none. The codes of wgrad are then made from
-            transformed values, and "same" names their spec alone. Give `x_residual=None` to transform the input itself,
-            not the values of its saved codes.
+            transformed values, and "same" names their spec alone. `x_residual=None` with a named `x_wgrad` transforms
+            the input itself, not the values of its saved codes.
         skip_unprofitable: whether models quantize only the layers that get faster (`fp8jax.recipes.for_shapes`).
 
     Raises:

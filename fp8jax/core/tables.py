@@ -68,33 +68,34 @@ def fold_paths(paths: Sequence[str]) -> list[str]:
 
     The result stands for exactly these paths, each once.
     """
+    # For the texts between the numbers of a path: the paths that have them, as sets of numbers for each position.
     patterns: dict[tuple[str, ...], list[list[tuple[str, ...]]]] = {}
     for path in dict.fromkeys(paths):
         pieces = re.split(r"(\d+)", path)
         patterns.setdefault(tuple(pieces[::2]), []).append([(number,) for number in pieces[1::2]])
-    folded: dict[str, list[str]] = {}
-    for pattern, boxes in patterns.items():
+    names_by_parent: dict[str, list[str]] = {}
+    for pattern, number_sets in patterns.items():
         for i in range(len(pattern) - 1):
-            boxes = _merge_along(boxes, i)
-        for box in boxes:
-            numbers = [*map(_braces, box), ""]
+            number_sets = _merge_at_position(number_sets, i)
+        for sets in number_sets:
+            numbers = [*map(_braces, sets), ""]
             path = "".join(text + number for text, number in zip(pattern, numbers, strict=True))
             parent, separator, name = path.rpartition("/")
             # Braces are not nested.
-            folded.setdefault(path if "{" in name else parent + separator, []).append(name)
+            names_by_parent.setdefault(path if "{" in name else parent + separator, []).append(name)
     return [
         key if "{" in names[0] else key + (names[0] if len(names) == 1 else f"{{{','.join(names)}}}")
-        for key, names in folded.items()
+        for key, names in names_by_parent.items()
     ]
 
 
-def _merge_along(boxes: list[list[tuple[str, ...]]], axis: int) -> list[list[tuple[str, ...]]]:
-    """Boxes of numbers, of which those that are equal in all other axes are one."""
+def _merge_at_position(number_sets: list[list[tuple[str, ...]]], position: int) -> list[list[tuple[str, ...]]]:
+    """The entries of `number_sets`, with those joined that have the same numbers at all other positions."""
     merged: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
-    for box in boxes:
-        others = (*box[:axis], *box[axis + 1 :])
-        merged[others] = merged.get(others, ()) + box[axis]
-    return [[*others[:axis], numbers, *others[axis:]] for others, numbers in merged.items()]
+    for sets in number_sets:
+        rest = (*sets[:position], *sets[position + 1 :])
+        merged[rest] = merged.get(rest, ()) + sets[position]
+    return [[*rest[:position], numbers, *rest[position:]] for rest, numbers in merged.items()]
 
 
 def _braces(numbers: Sequence[str]) -> str:

@@ -1,5 +1,7 @@
 """Training on several devices: 8-bit collectives, partitions and memory plans."""
 
+from fp8jax.dist.experts import TokenExchange as TokenExchange
+from fp8jax.dist.experts import expert_collectives as expert_collectives
 from fp8jax.dist.gather import gather_weights as gather_weights
 from fp8jax.dist.partition import Partition as Partition
 from fp8jax.dist.partition import partition as partition
@@ -22,7 +24,9 @@ __all__ = [
     "Factors",
     "Partition",
     "Plan",
+    "TokenExchange",
     "all_reduce_gradients",
+    "expert_collectives",
     "fsdp_gather_weight",
     "gather_linear",
     "gather_quantized",

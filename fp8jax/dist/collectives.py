@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fp8jax.core.program_text import computations_of, runs_of
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 # XLA's names of formats on the wire.
 HLO_NAMES = {"e4m3": "f8e4m3fn", "e5m2": "f8e5m2", "int8": "s8", "bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 _OPERATION = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\((.*)")
@@ -18,9 +18,10 @@ class Collective(NamedTuple):
     """A collective of a program.
 
     Attributes:
-        kind: "all-gather", "all-reduce", "reduce-scatter", "all-to-all" or "collective-permute".
+        kind: one of `KINDS`.
         dtype: dtype on the wire in XLA's spelling: "u8", "f8e4m3fn", "bf16", "f32".
-        nbytes: bytes of the operands on a device.
+        nbytes: bytes of the operands on a device. `collectives` finds those of the result of a ragged all-to-all,
+            which is as long as what a device can receive.
         devices: number of devices in a group.
         times: number of runs, loops counted.
     """
@@ -36,7 +37,7 @@ class Collective(NamedTuple):
         """Bytes that a device sends in all runs, by a ring or directly.
 
         With n devices and S bytes of operands: 2 (n - 1) / n S for an all-reduce, (n - 1) / n S for a reduce-scatter or
-        all-to-all, (n - 1) S for an all-gather.
+        all-to-all, ragged or not, (n - 1) S for an all-gather.
         """
         n = self.devices
         share = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "collective-permute": 1}.get(

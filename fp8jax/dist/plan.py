@@ -66,7 +66,8 @@ def plan(
     *,
     layer_axes: Any = 0,
     tensor_dims: Any = -1,
-    sequence_collectives: Sequence[Collective] = (),
+    expert_dims: Any = -1,
+    activation_collectives: Sequence[Collective] = (),
     microbatches: int = 1,
     activations: float = 0.0,
     logits: float = 0.0,
@@ -91,6 +92,8 @@ def plan(
     used as shards. Other matrices are stored as shards, and gathered once per step in the compute dtype. Gradients of
     all parameters without one cover a device's own tokens, and are summed.
 
+    Over "expert" devices share experts, and everything else is replicated as over "data".
+
     With a partition each device along "data" updates its part of the parameters, and the new ones are gathered over
     "data" in their storage dtype. XLA then scatters gradients of slices, and sums those of whole tensors.
 
@@ -100,10 +103,12 @@ def plan(
     Args:
         params: tree of arrays or `jax.ShapeDtypeStruct`s: the whole parameters.
         recipe: a recipe or its name.
-        mesh: sizes of the axes "data", "fsdp" and "tensor"; other axes are ignored.
+        mesh: sizes of the axes "data", "fsdp", "tensor" and "expert"; other axes are ignored.
         layer_axes: number of leading axes of a parameter that stack layers; a tree of integers, or one for all.
         tensor_dims: dimension of each parameter that is sharded over "tensor" in use, or -1; a tree, or one for all.
-        sequence_collectives: collectives of a step's activations over "tensor": see `sequence_collectives`.
+        expert_dims: the same for "expert".
+        activation_collectives: collectives of a step's activations: see `sequence_collectives` and
+            `expert_collectives`.
         microbatches: number of microbatches in a batch.
         activations: bytes of residuals on one device, from its own model and microbatch.
         logits: bytes of logits and of the loss's intermediates.
@@ -122,15 +127,19 @@ def plan(
     recipe = resolve(recipe)
     if not isinstance(recipe, Recipe):
         raise TypeError(f"a plan is of a whole Recipe, not of {recipe!r}")
-    data, fsdp, tensor = (mesh.get(name, 1) for name in ("data", "fsdp", "tensor"))
-    if min(data, fsdp, tensor) < 1:
+    data, fsdp, tensor, expert = axes = [mesh.get(name, 1) for name in ("data", "fsdp", "tensor", "expert")]
+    if min(axes) < 1:
         raise ValueError(
-            f"a mesh has at least one device along each axis, not data={data}, fsdp={fsdp}, tensor={tensor}"
+            f"a mesh has at least one device along each axis, not data={data}, fsdp={fsdp}, tensor={tensor}, "
+            f"expert={expert}"
         )
     if partition not in ("", "tensors", "slices"):
         raise ValueError(f"partition {partition!r} is not 'tensors' or 'slices'")
-    leaves = jax.tree.leaves(params)
-    count = sum(math.prod(x.shape) for x in leaves)
+    expert_dims, tensor_dims, depths = (
+        jax.tree.leaves(jax.tree.broadcast(tree, params)) for tree in (expert_dims, tensor_dims, layer_axes)
+    )
+    sizes = _shard_shapes([x.shape for x in jax.tree.leaves(params)], expert_dims, expert)
+    count = sum(map(math.prod, sizes))
     local_count = count / (fsdp * tensor)
     stored = {role: size for role, _, _, size in recipe.plan()}
     param_format = formats.get(recipe.weights.param_format)
@@ -145,7 +154,8 @@ def plan(
     if microbatches > 1:
         memory["sums of gradients"] = local_count * 4
     gradients = {"gradients": local_count * param_format.bytes_per_element}
-    code_bytes = 2 * local_count if recipe.comm.spec is not None and data * fsdp > 1 else 0.0  # sent and received codes
+    sends_codes = recipe.comm.spec is not None and data * fsdp * expert > 1
+    code_bytes = 2 * local_count if sends_codes else 0.0  # sent and received codes
     stages = {
         "loss": {"activations": activations, "logits": logits},
         "backward pass": gradients,
@@ -155,26 +165,34 @@ def plan(
     memory |= {name: size for name, size in stages[peak].items() if size}
     if fsdp > 1:
         memory["gathered weights"] = unsharded
-    memory["runtime"] = RUNTIME_BYTES + (NCCL_BYTES if data * fsdp * tensor > 1 else 0)
-    depths = jax.tree.leaves(jax.tree.broadcast(layer_axes, params))
-    sizes = [tuple(x.shape) for x in leaves]
+    memory["runtime"] = RUNTIME_BYTES + (NCCL_BYTES if math.prod(axes) > 1 else 0)
     param_gathers = _param_gathers(sizes, depths, recipe, data, fsdp * tensor, partition) if data > 1 else []
-    if tensor == 1:
-        collectives = _data_parallel_collectives(sizes, depths, recipe, data, fsdp, partition=partition)
-        return Plan(memory, peak, (*collectives, *param_gathers))
-    if recipe.comm.gradients is None:
+    if tensor * expert > 1 and recipe.comm.gradients is None:
         plain = Comm("fp32" if recipe.weights.compute == "fp32" else "bf16")
         recipe = dataclasses.replace(recipe, comm=plain)
-    dims = jax.tree.leaves(jax.tree.broadcast(tensor_dims, params))
-    used_shapes = [
-        tuple(n // tensor if i == dim else n for i, n in enumerate(shape))
-        for shape, dim in zip(sizes, dims, strict=True)
+    collectives = _tensor_parallel_collectives(sizes, depths, tensor_dims, recipe, fsdp, tensor) if tensor > 1 else []
+    used_shapes = _shard_shapes(sizes, tensor_dims, tensor)
+    # The gradient of an expert is summed on its device.
+    for is_of_experts, replicas in ((False, data * expert), (True, data)):
+        at = [i for i, dim in enumerate(expert_dims) if (expert > 1 and dim >= 0) == is_of_experts]
+        collectives += _data_parallel_collectives(
+            [used_shapes[i] for i in at],
+            [depths[i] for i in at],
+            recipe,
+            replicas,
+            fsdp,
+            [tensor if tensor_dims[i] < 0 else 1 for i in at] if tensor > 1 else (),
+            partition=partition if tensor == 1 else "",
+        )
+    return Plan(memory, peak, (*activation_collectives, *collectives, *param_gathers))
+
+
+def _shard_shapes(shapes: Sequence[tuple[int, ...]], dims: Sequence[int], devices: int) -> list[tuple[int, ...]]:
+    """Shapes of a device's shards along one dimension of each array, or along none (-1)."""
+    return [
+        tuple(n // devices if i == dim else n for i, n in enumerate(shape))
+        for shape, dim in zip(shapes, dims, strict=True)
     ]
-    collectives = _tensor_parallel_collectives(sizes, depths, dims, recipe, fsdp, tensor)
-    collectives += _data_parallel_collectives(
-        used_shapes, depths, recipe, data, fsdp, [tensor if dim < 0 else 1 for dim in dims]
-    )
-    return Plan(memory, peak, (*sequence_collectives, *collectives, *param_gathers))
 
 
 def _tensor_parallel_collectives(

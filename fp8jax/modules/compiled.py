@@ -16,7 +16,7 @@ from fp8jax.core.tables import sentence
 from fp8jax.ops.dispatch.choice import Choice, record_choices, record_residuals, summary
 from fp8jax.rewrite.primitives import PRODUCTS
 
-_EIGHT_BITS = re.compile(r"float8\w*|u?int8|f8\w+|[su]8")
+_EIGHT_BITS = re.compile(r"float[48]\w*|u?int8|f[48]\w+|[su]8")
 _OPERAND = re.compile(r"(?:(?P<type>\w+)\[[^\]]*\]\S* )?%(?P<name>[\w.$-]+)")
 _OP_NAME, _TARGET = re.compile(r'op_name="([^"]*)"'), re.compile(r'custom_call_target="([^"]*)"')
 _REQUESTED = re.compile(r"fp8jax:(\w+)\*(\w+)")
@@ -48,7 +48,7 @@ class Product:
 
     @property
     def is_8bit(self) -> bool:
-        """Whether both operands have 8 bits."""
+        """Whether both operands have 8 bits, or 4."""
         return len(self.operands) == 2 and all(_EIGHT_BITS.fullmatch(name) for name in self.operands)
 
     @property
@@ -178,7 +178,7 @@ def _parse_kinds(lines: Iterable[Line]) -> Iterator[_Kind]:
         is_custom_kernel = any(word in operation for word in ("mosaic", "triton", "xla.gpu.ptx"))
         scopes = op_name[1].split("/")[:-1] if op_name and is_custom_kernel else []
         # XLA merges what reads other operands than these two, such as scales, into the call.
-        is_product = "matmul" in operation or "gemm" in operation or "mosaic" in operation or not target
+        is_product = not target or any(word in operation for word in ("matmul", "gemm", "mosaic", "blockScaledDot"))
         yield operation, dtypes, formats if is_product else "", scopes[-1] if scopes else ""
 
 
@@ -192,7 +192,8 @@ def describe_widened(
         choices: recorded while the program was traced (`fp8jax.ops.dispatch.choice.record_choices`).
         backend: what it was compiled for.
     """
-    reasons = list(dict.fromkeys(c.reason for name, c in choices if name == "matmul" and c.impl == "xla"))
+    is_wide = lambda choice: choice.impl == "xla" or "decoded" in choice.reason  # noqa: E731
+    reasons = list(dict.fromkeys(c.reason for name, c in choices if "matmul" in name and is_wide(c)))
     counts: dict[tuple[str, str], int] = collections.defaultdict(int)
     for product in products:
         if (wide := product.widened_dtype) is not None:
@@ -210,6 +211,7 @@ _REMEDY_BY_REASON = (
     ("switched off", "trace it without fp8jax.ops.dispatch.choice.target(kernels=False)"),
     ("asked for", "leave impl='xla' out"),
     ("XLA_FLAGS=", "set that before JAX starts"),
+    ("needs a Blackwell GPU", "fp8jax.recipes.for_device() is a recipe for this GPU"),
     ("no kernel for scales", "scales of tensors, rows, groups of 128 or blocks of 128x128 have kernels"),
     ("int8 kernels take", _INT8_ROWS),
     ("Ampere, Ada or Hopper", _INT8_ROWS),

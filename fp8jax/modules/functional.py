@@ -194,8 +194,9 @@ def telemetry(step: Callable) -> Callable[..., tuple[Any, rewrite_telemetry.Tele
         graph, state = nnx.split((args, kwargs))
 
         def run_on_copies(state: Any) -> Any:
-            copies = nnx.merge(graph, state)
-            results = step(*copies[0], **copies[1])
+            copies: Any = nnx.merge(graph, state)
+            copied_args, copied_kwargs = copies
+            results = step(*copied_args, **copied_kwargs)
             return results, nnx.state(copies, nnx.Variable)
 
         (results, changed), found = rewrite_telemetry.telemetry(run_on_copies)(state)
@@ -219,7 +220,8 @@ def suggest(
         model: the model before `fp8jax.nnx.quantize`; it is not changed.
         args: further arguments of `loss_fn`.
     """
-    graph, params, others = nnx.split(model, nnx.Param, ...)
+    parts: Any = nnx.split(model, nnx.Param, ...)
+    graph, params, others = parts
     call = lambda params, others, *args: loss_fn(nnx.merge(graph, params, others), *args)  # noqa: E731
     return suggestion.suggest(call, rules, nnx.to_pure_dict(params), others, *args, found=found)
 

@@ -13,7 +13,7 @@ import jax
 from fp8jax.core import products
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.modules.calls import wrong_model_message
-from fp8jax.modules.methods_linen import Place, QuantizedRoot, init_method, plan_method, transform_method
+from fp8jax.modules.methods_linen import Path, QuantizedRoot, init_method, plan_method, transform_method
 from fp8jax.ops.products.linear import dot_general, key_from_data
 from fp8jax.recipes import linear_part
 from fp8jax.rewrite.planned import CallPlan, Notices
@@ -33,8 +33,8 @@ class LinenClassConfig(NamedTuple):
     """
 
     rules: RuleSet
-    bound_path: Place | None = None
-    field_path: Place = ()
+    bound_path: Path | None = None
+    field_path: Path = ()
 
     def make_root(self, scope: Any) -> QuantizedRoot:
         path = tuple(scope.path) if self.bound_path is None else self.bound_path
@@ -51,8 +51,7 @@ def quantize(module: Model, rules: Rules) -> Model:
 
     Rules match paths in the tree of parameters, joined by "/", without the last step. If a module has several matrices,
     the last step may be added. The copy can be pickled, and can be a part of a larger model. The same rules apply to
-    its
-    submodules: `copy.bind(variables).encoder(x)`, or `copy.encoder.apply(...)` for those in fields.
+    its submodules: `copy.bind(variables).encoder(x)`, or `copy.encoder.apply(...)` for those in fields.
 
     A call outside of a compiled function is jitted, once per structure of its arguments, like under `nn.jit`. Methods
     cannot branch on values of arrays. Other arguments are static. A method may return anything but modules.
@@ -62,9 +61,8 @@ def quantize(module: Model, rules: Rules) -> Model:
     quantized module, an error names the `variable_axes` that `nn.scan` needs.
 
     A recipe, unlike a rule, does not quantize embeddings, heads and routers. They are found by name, or by a result
-    that
-    is returned or goes into softmax, top_k, argmax or sort. A result with the shape of a floating-point argument is no
-    head, nor is any matmul if only heads would be left.
+    that is returned or goes into softmax, top_k, argmax or sort. A result with the shape of a floating-point argument
+    is no head, nor is any matmul if only heads would be left.
 
     `fp8jax.explain(model, rules, *sample)` lists every matmul. A call raises if its rules match nothing.
 
@@ -80,8 +78,7 @@ def quantize(module: Model, rules: Rules) -> Model:
     Raises:
         TypeError: the model is no Linen module, or the rules are of another type.
         ValueError: the model is bound or quantized already. From `init` or `apply`: a rule matches nothing or there is
-            no
-            matmul of data with a parameter. Or a matmul asks for a precision that no quantized matmul has.
+            no matmul of data with a parameter. Or a matmul asks for a precision that no quantized matmul has.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(wrong_model_message("fp8jax.linen.quantize takes a Linen module", module))
@@ -193,7 +190,7 @@ def _quantized_copy(module: Any, settings: LinenClassConfig) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _quantized_subclass(cls: Any, settings: LinenClassConfig) -> Any:
-    """The class of quantized modules of a class."""
+    """A subclass of `cls` whose methods run with the rules of `settings`."""
     names = {name for base in cls.__mro__ if base not in nn.Module.__mro__ for name in vars(base)}
     names -= {"setup", *(f.name for f in dataclasses.fields(cls)), *(n for n in names if n.startswith("__"))}
     methods = {name: inspect.getattr_static(cls, name) for name in sorted(names | {"__call__"})}

@@ -39,9 +39,8 @@ def lora(
 
     Parameters become `FrozenParam`s: gradients and optimizer states of `nnx.Param` and of `nnx.LoRAParam` are those of
     adapters. Weights of layers with a recipe are stored in codes of 8 bits and multiplied as in `fp8jax.lora.linear`.
-    The
-    recipe "bf16" decodes them for 16-bit matmuls. The adapters of a parameter NAME are `nnx.LoRAParam`s in its module,
-    `NAME_adapter_a` and `NAME_adapter_b`. Save `nnx.state(model)` as usual, or `fp8jax.nnx.adapters(model)`.
+    The recipe "bf16" decodes them for 16-bit matmuls. The adapters of a parameter NAME are `nnx.LoRAParam`s in its
+    module, `NAME_adapter_a` and `NAME_adapter_b`. Save `nnx.state(model)` as usual, or `fp8jax.nnx.adapters(model)`.
 
     Args:
         model: a model that `quantize` returned, with current scaling; it is not changed.

@@ -51,7 +51,7 @@ from fp8jax.rewrite.states import (
 )
 from fp8jax.rewrite.transform import Transformed
 
-Place = tuple[str, ...]
+Path = tuple[str, ...]
 # The groups of collections: parameters, and all others.
 _COLLECTION_GROUPS = ("params", True)
 
@@ -67,8 +67,8 @@ class QuantizedRoot(NamedTuple):
     """
 
     rules: RuleSet
-    path: Place
-    field_path: Place = ()
+    path: Path
+    field_path: Path = ()
     is_submodule: bool = False
 
     def contains(self, scope: Any) -> bool:
@@ -79,7 +79,7 @@ class QuantizedRoot(NamedTuple):
         """The flags of a scope in such a run."""
         return scope.flags.copy({"fp8jax": (*scope.flags.get("fp8jax", ()), self._replace(is_submodule=False))})
 
-    def model_path(self, scope_path: Place) -> Place:
+    def model_path(self, scope_path: Path) -> Path:
         """The path in the model of the scope at `scope_path`."""
         relative_path = scope_path[len(self.path) :] if scope_path[: len(self.path)] == self.path else scope_path
         return (*self.field_path, *relative_path)
@@ -95,7 +95,7 @@ class LiftedCall(NamedTuple):
     """
 
     call: Call
-    param_locations: dict[str, tuple[int, Place]]
+    param_locations: dict[str, tuple[int, Path]]
     is_mutable: Sequence[bool]
 
 
@@ -108,18 +108,18 @@ def transform_method(method: Callable, root: QuantizedRoot, notices: Notices) ->
             planned_call.warn(notices)
         for use, linear in planned_call.uses.items():
             if linear.states:
-                scope_index, place = lifted.param_locations[use.path]
+                scope_index, param_path = lifted.param_locations[use.path]
                 weight, mutable = lifted.call.params.get(use.path), lifted.is_mutable[scope_index]
                 param_states[use.path] = _read_state(
-                    other_collections[scope_index], place, linear, use, weight, mutable
+                    other_collections[scope_index], param_path, linear, use, weight, mutable
                 )
         results, stats_by_path = planned_call.run_with_states(param_states)
         y, (params, written) = jax.tree.unflatten(results.structure, merge_leaves(results.leaves, iter(results.arrays)))
         written = tuple(unfreeze(collections) for collections in written)
         for path, stats in stats_by_path.items():
-            scope_index, place = lifted.param_locations[path]
+            scope_index, param_path = lifted.param_locations[path]
             if SCALING in written[scope_index]:
-                _merge_stats(written[scope_index], place, param_states[path].linear, stats)
+                _merge_stats(written[scope_index], param_path, param_states[path].linear, stats)
         return y, (params, written)
 
     return _lift_method(method, root, run)
@@ -133,12 +133,14 @@ def init_method(method: Callable, root: QuantizedRoot) -> Callable:
         planned_call = lifted.call.plan_call()
         layer_axes = {use.path: use.layer_axes for use in planned_call.uses}
         for path, tracked_scaling in planned_call.init().items():
-            scope_index, place = lifted.param_locations[path]
+            scope_index, param_path = lifted.param_locations[path]
             if not lifted.is_mutable[scope_index]:
                 raise missing_variables_error(
-                    _get_layer_name(place), tracked_scaling.linear, is_initializing=True, has_other_layers=False
+                    _get_layer_name(param_path), tracked_scaling.linear, is_initializing=True, has_other_layers=False
                 )
-            _add_variables(new_variables[scope_index], get_variables_path(place), tracked_scaling, layer_axes[path])
+            _add_variables(
+                new_variables[scope_index], get_variables_path(param_path), tracked_scaling, layer_axes[path]
+            )
         return None, (tuple({} for _ in other_collections), new_variables)
 
     return _lift_method(method, root, run, is_init=True)
@@ -227,10 +229,10 @@ def _copy_counters(counters: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _classify_leaves(
-    leaves: Sequence[tuple[Any, Any]], root: QuantizedRoot, scopes: Sequence[Place]
-) -> tuple[tuple[CallLeaf, ...], dict[str, tuple[int, Place]]]:
+    leaves: Sequence[tuple[Any, Any]], root: QuantizedRoot, scopes: Sequence[Path]
+) -> tuple[tuple[CallLeaf, ...], dict[str, tuple[int, Path]]]:
     """The kinds of the leaves of (variable groups, keys, args, kwargs), and the parameters' locations."""
-    kinds, param_locations = list[CallLeaf](), dict[str, tuple[int, Place]]()
+    kinds, param_locations = list[CallLeaf](), dict[str, tuple[int, Path]]()
     for path, x in leaves:
         if not (is_array(x) or is_frozen(x)):
             kinds.append(CallLeaf("setting", x))
@@ -238,9 +240,9 @@ def _classify_leaves(
             kinds.append(CallLeaf("argument"))
         elif path[0].idx == 0 and path[1].idx == 0:
             steps = [step for step in path[4:] if step != GetAttrKey("value")]  # metadata around a parameter
-            place, scope_index = tuple(keystr((step,), simple=True) for step in steps), path[2].idx
-            kinds.append(CallLeaf("parameter", "/".join((*root.model_path(scopes[scope_index]), *place))))
-            param_locations[kinds[-1].value] = scope_index, place
+            param_path, scope_index = tuple(keystr((step,), simple=True) for step in steps), path[2].idx
+            kinds.append(CallLeaf("parameter", "/".join((*root.model_path(scopes[scope_index]), *param_path))))
+            param_locations[kinds[-1].value] = scope_index, param_path
         else:
             kinds.append(CallLeaf("array"))
     return tuple(kinds), param_locations
@@ -355,10 +357,10 @@ def _is_intercepted() -> bool:
 
 
 def _read_state(
-    collections: Mapping[str, Any], place: Place, linear: Linear, use: WeightUse, weight: Any, is_mutable: bool
+    collections: Mapping[str, Any], param_path: Path, linear: Linear, use: WeightUse, weight: Any, is_mutable: bool
 ) -> ParameterState:
     """The state that the matmuls of a parameter, `weight` in this call, read from its scaling variables."""
-    path, layer = get_variables_path(place), _get_layer_name(place)
+    path, layer = get_variables_path(param_path), _get_layer_name(param_path)
     scaling, statistics = (_get_variables(collections, name, path) for name in (SCALING, STATISTICS))
     variables = {**scaling, **statistics}
     missing = set(state_names(linear).values()) - set(scaling)
@@ -369,11 +371,11 @@ def _read_state(
     return read_in_call(stored, weight, layer, training.LINEN, is_mutable=is_mutable)
 
 
-def _get_layer_name(place: Place) -> str:
-    return "/".join(place[:-1]) or "the layer"
+def _get_layer_name(param_path: Path) -> str:
+    return "/".join(param_path[:-1]) or "the layer"
 
 
-def _get_variables(collections: Mapping[str, Any], name: str, path: Place) -> Mapping[str, Any]:
+def _get_variables(collections: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
     """The variables at a path of a collection; {} if there is no such path."""
     node: Any = collections.get(name, {})
     for step in path:
@@ -381,15 +383,15 @@ def _get_variables(collections: Mapping[str, Any], name: str, path: Place) -> Ma
     return node if isinstance(node, Mapping) else {}
 
 
-def _merge_stats(collections: dict[str, Any], place: Place, linear: Linear, stats: Stats) -> None:
+def _merge_stats(collections: dict[str, Any], param_path: Path, linear: Linear, stats: Stats) -> None:
     """Merge the statistics of a call into those in the variables."""
-    variables: Any = _get_variables(collections, SCALING, get_variables_path(place))
+    variables: Any = _get_variables(collections, SCALING, get_variables_path(param_path))
     for operand, value in stats.items():
         variables[f"seen_{operand}"] = linear.states[operand].merge_stats(variables[f"seen_{operand}"], value)
 
 
 def _add_variables(
-    collections: dict[str, Any], path: Place, tracked_scaling: TrackedScaling, layer_axes: tuple[int, ...]
+    collections: dict[str, Any], path: Path, tracked_scaling: TrackedScaling, layer_axes: tuple[int, ...]
 ) -> None:
     """Add the variables of one scaling at a path."""
     linear, state = tracked_scaling.linear, tracked_scaling.state
@@ -400,7 +402,7 @@ def _add_variables(
         _put_variables(collections.setdefault(STATISTICS, {}), path, slot)
 
 
-def _put_variables(collection: dict[str, Any], path: Place, variables: dict[str, Any]) -> None:
+def _put_variables(collection: dict[str, Any], path: Path, variables: dict[str, Any]) -> None:
     for step in path:
         collection = collection.setdefault(step, {})
     collection |= variables

@@ -227,33 +227,29 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
 
     Parameters keep their names, shapes and values: checkpoints fit both ways. Calls of the copy are transformed like by
     `fp8jax.transform`. This covers layers of Flax and your own, in `nnx.jit`, `nnx.scan`, `nnx.remat`, loops and stacks
-    of
-    `nnx.vmap`. With a `Context`, norms and activations before such matmuls are replaced too. A call changes variables,
-    modules and random keys as before. Build the `nnx.Optimizer` from the copy. The copy is an instance of the model's
-    class and can be pickled; `unquantize` returns the original.
+    of `nnx.vmap`. With a `Context`, norms and activations before such matmuls are replaced too. A call changes
+    variables, modules and random keys as before. Build the `nnx.Optimizer` from the copy. The copy is an instance of
+    the model's class and can be pickled; `unquantize` returns the original.
 
     Submodules are transformed too when called from outside, as `model.layers[0](x)`. A method that is not in `methods`,
-    or
-    a call that branches on values of arrays, runs as written, with transformed submodules. A call outside of a compiled
-    function is jitted, once per structure of its arguments, like under `nnx.jit`. Python numbers among them are static.
+    or a call that branches on values of arrays, runs as written, with transformed submodules. A call outside of a
+    compiled function is jitted, once per structure of its arguments, like under `nnx.jit`. Python numbers among them
+    are static.
 
     Delayed scaling and `int8_fallback` add variables, which `fp8jax.nnx.value_and_grad` and `Optimizer` train. They are
-    in
-    `dot_general` or `einsum_op` of a Flax layer. In other classes they are in `fp8jax_NAME` for each parameter NAME of
-    two axes or more, with a state for each matrix in its last two axes, as of each expert. A product of the whole
+    in `dot_general` or `einsum_op` of a Flax layer. In other classes they are in `fp8jax_NAME` for each parameter NAME
+    of two axes or more, with a state for each matrix in its last two axes, as of each expert. A product of the whole
     parameter uses the first state. Matmuls with other batch axes, such as those of `nnx.Einsum`, run as written.
 
     A recipe, unlike a rule, does not quantize embeddings, output heads and routers. They are found by name, or by a
-    result
-    that is returned (heads) or goes into softmax, top_k or argmax (routers).
+    result that is returned (heads) or goes into softmax, top_k or argmax (routers).
 
     Args:
         model: any NNX module; it is not changed.
         rules: a `Recipe` or a preset's name, for all layers but embeddings, output heads and routers. Or a sequence of
             `fp8jax.Rule` on paths such as `"layers/attention/q"`, which such a recipe may follow; the first match wins.
             If a module has several matrices, a rule may name one, as `"mlp/w1"`. A recipe that quantizes no matmul,
-            such
-            as "bf16", changes nothing.
+            such as "bf16", changes nothing.
         methods: the names of methods that are transformed, of the model and its submodules.
 
     Returns:
@@ -262,8 +258,8 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     Raises:
         TypeError: the model is no NNX module, or the rules are of another type.
         ValueError: a rule matches no layer, the model has none or is quantized already, or no module has one of
-            `methods`.
-            From a call: nothing can be quantized. Or a matmul asks for a precision that no quantized matmul has.
+            `methods`. From a call: nothing can be quantized. Or a matmul asks for a precision that no quantized matmul
+            has.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(wrong_model_message("fp8jax.nnx.quantize takes an NNX module", model))
@@ -397,17 +393,17 @@ def _add_scaling(
     cls = _original_class(layer).__name__
     if isinstance(layer, LAYERS) and name == "kernel":
         einsum = isinstance(layer, nnx.Einsum)
-        place = "einsum_op" if einsum else "dot_general"
+        attr = "einsum_op" if einsum else "dot_general"
         jax_function = jnp.einsum if einsum else lax.dot_general
         scaling = LayerScaling(
-            linear, value, name, count_layer_axes(layer), f"an nnx.{cls}", getattr(layer, place), jax_function, record
+            linear, value, name, count_layer_axes(layer), f"an nnx.{cls}", getattr(layer, attr), jax_function, record
         )
     else:
-        place = f"{STATE_PREFIX}{name.replace('/', '_')}"
+        attr = f"{STATE_PREFIX}{name.replace('/', '_')}"
         scaling = LayerScaling(
             linear, value, name, count_stacked_axes(value.shape), f"a layer of class {cls}", record=record
         )
-    setattr(layer, place, nnx.data(scaling))
+    setattr(layer, attr, nnx.data(scaling))
 
 
 def _original_class(module: Any) -> type:

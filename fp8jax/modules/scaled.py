@@ -291,12 +291,12 @@ def update_trained_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Ar
         ValueError: the model has no layer with automatic weight scaling, or the optimizer is of another model.
     """
     layers = _layers_to_update(model)
-    trained = [(path, layer) for path, layer in layers if path in bounds]
-    if bounds and not trained:
+    layers_to_set = [(path, layer) for path, layer in layers if path in bounds]
+    if bounds and not layers_to_set:
         # An optimizer of embeddings or a head alone follows other parameters of this model.
         state_paths = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
-        trained = [] if state_paths & set(bounds) else layers
-    for path, layer in trained:
+        layers_to_set = [] if state_paths & set(bounds) else layers
+    for path, layer in layers_to_set:
         _set_bound(layer, path, bounds.get(path))
 
 
@@ -352,8 +352,8 @@ def _bounded_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScali
         raise ValueError("the model has no layer with automatic weight scaling")
     variables_by_path: dict[tuple[str, ...], nnx.Variable] = {}
     first_paths: dict[int, tuple[str, ...]] = {}
-    for place, node in nnx.iter_graph(model):
-        path = tuple(map(str, place))
+    for keys, node in nnx.iter_graph(model):
+        path = tuple(map(str, keys))
         if isinstance(node, nnx.Variable):
             first_paths[id(node)] = path
         elif isinstance(node, nnx.Module):
@@ -387,7 +387,7 @@ def value_and_grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **op
     def call(*args: Any, **kwargs: Any) -> Any:
         diff_args = [argnums] if is_single else list(argnums)
         arg_indices = [one.argnum if isinstance(one, nnx.DiffState) else one for one in diff_args]
-        stat_args = [i for i, place in enumerate(arg_indices) if place < len(args) and _has_statistics(args[place])]
+        stat_args = [i for i, arg in enumerate(arg_indices) if arg < len(args) and _has_statistics(args[arg])]
         stat_args = stat_args if _takes_state_grads(options) else []
         for i in stat_args:
             filters = diff_args[i].filter if isinstance(diff_args[i], nnx.DiffState) else nnx.Param

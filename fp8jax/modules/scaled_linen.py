@@ -50,9 +50,9 @@ def missing_variables_error(layer: str, linear: Linear, *, is_initializing: bool
     return ValueError(f"{layer} has {scaling_names(linear)} scaling: {fix}")
 
 
-def get_variables_path(place: tuple[str, ...]) -> tuple[str, ...]:
+def get_variables_path(param_path: tuple[str, ...]) -> tuple[str, ...]:
     """The path of the variables of a parameter's products in their collections."""
-    return place[:-1] if place[-1] == "kernel" else (*place[:-1], f"{STATE_PREFIX}{place[-1]}")
+    return param_path[:-1] if param_path[-1] == "kernel" else (*param_path[:-1], f"{STATE_PREFIX}{param_path[-1]}")
 
 
 def get_layer_path(path: tuple[str, ...]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from jax import Array
 from fp8jax.core import encoding, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize, quantize_decaying
 from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.autodiff.observations import Place, compare, current_place, observe
 from fp8jax.ops.optimizers.leaf import load, scale_and_clip, store
 from fp8jax.ops.optimizers.step import map_leaves
 from fp8jax.optim import checks, flax_variables, master_weights
@@ -186,9 +187,15 @@ def compress_state(
         stored_moments = iter(
             map_leaves(_store_like, None, dither, [row for row in rows if isinstance(row[0], QTensor)])
         )
-        new_state = plan.treedef.unflatten(
-            [next(stored_moments) if isinstance(row[0], QTensor) else _store_like(None, dither, row) for row in rows]
-        )
+        new_leaves = [
+            next(stored_moments) if isinstance(row[0], QTensor) else _store_like(None, dither, row) for row in rows
+        ]
+        if (place := current_place("")) is not None:
+            new_leaves = [
+                _observe(place._replace(layer=layer), role, value, new)
+                for layer, role, (_, value, _), new in zip(plan.layers, plan.roles, rows, new_leaves, strict=True)
+            ]
+        new_state = plan.treedef.unflatten(new_leaves)
         return changes, CountedState(count, new_state) if is_counted else new_state
 
     functions = (
@@ -197,8 +204,16 @@ def compress_state(
     return optax.GradientTransformationExtraArgs(*flax_variables.with_unboxed_variables(*functions))
 
 
+def _observe(place: Place, role: str | None, value: Array, new: Any) -> Any:
+    """A moment as it is stored, with the observation of its codes."""
+    if not isinstance(new, QTensor):
+        return new
+    observation = compare(value, new, is_relative=True)
+    return new.with_codes(observe(new.codes, place, "m" if role == "first" else "v", observation))
+
+
 class _MomentPlan(NamedTuple):
-    """The leaves of a state; for each its parameter, storage and role if it is a moment.
+    """The leaves of a state; for each its parameter with its path, storage and role if it is a moment.
 
     Roles are "first", "other", and None for a leaf that is not a moment.
     """
@@ -206,6 +221,7 @@ class _MomentPlan(NamedTuple):
     paths: list[Any]
     leaves: list[Any]
     params: list[Any]
+    layers: list[str]
     storages: list[_Storage | None]
     roles: list[str | None]
     treedef: jax.tree_util.PyTreeDef
@@ -264,7 +280,7 @@ def _make_plan(
         path: x for path, x in jax.tree_util.tree_leaves_with_path(params) if jnp.issubdtype(x.dtype, jnp.floating)
     }
     paths, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=storage.is_quantized)
-    plan = _MomentPlan([path for path, _ in paths], [leaf for _, leaf in paths], [], [], [], treedef)
+    plan = _MomentPlan([path for path, _ in paths], [leaf for _, leaf in paths], [], [], [], [], treedef)
     names, used_rules = set(), set()
     for path, leaf in paths:
         param_start = _find_param_start(path, params_by_path)
@@ -274,6 +290,8 @@ def _make_plan(
             where = jax.tree_util.keystr(path)
             raise ValueError(f"the moment {where} has shape {leaf.shape}, but its gradient has {shape}")
         plan.params.append(param)
+        param_path = () if param_start is None else path[param_start:]
+        plan.layers.append(jax.tree_util.keystr(param_path, simple=True, separator="/"))
         plan.storages.append(None)
         plan.roles.append(None)
         if leaf.shape != shape or not (isinstance(leaf, QTensor) or jnp.issubdtype(leaf.dtype, jnp.floating)):

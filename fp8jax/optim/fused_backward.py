@@ -281,6 +281,7 @@ class FusedBackwardBlock:
         return _updated_state(block_state, params, encoded_state, count, squares), tuple(inputs)
 
     def _plain_scan(self, block_state: FusedBlockState, x: Any, shared: tuple[Any, ...]) -> Any:
+        """The result of the stacked blocks, without updates in the backward pass."""
         return lax.scan(lambda x, params: (self._block(params, x, *shared), None), x, block_state.params)[0]
 
     def _scan_forward(self, block_state: FusedBlockState, x: Any, shared: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -73,7 +73,7 @@ class MaxAdamStep:
     weight_decay: float | Array
 
     def max_direction(self, count: Array) -> Array:
-        """The longest direction of Adam's step after `count` others, before rate and decay."""
+        """An upper bound on |m / sqrt(v)| in the Adam step after `count` earlier ones, before rate and decay."""
         return _CLIP_MARGIN * self._max_ratio(count)
 
     def __call__(self, count: Array, bounds: Array) -> Array:
@@ -83,7 +83,7 @@ class MaxAdamStep:
         return jnp.abs(rate) * (_ROUNDING_MARGIN * self._max_ratio(count) + _ROUNDING_MARGIN * decay)
 
     def _max_ratio(self, count: Array) -> Array:
-        """C_t of step t = count + 1."""
+        """The largest |m / sqrt(v)| of step t = count + 1, for any gradients."""
         shrinks = [0.0 if self.b1 == 0 else self.b1 * self.b1 / self.b2, self.b2, self.b1]
         logs = [np.float32(np.log(x)) if x > 0 else -np.float32(np.inf) for x in shrinks]
         steady = (1 - self.b1) / np.sqrt((1 - self.b2) * (1 - shrinks[0]))

@@ -57,7 +57,7 @@ def _broadcast_vector(value: Value, shape: tuple[int, ...], num_leading: int) ->
         output_axes = value.node.eqn.params["broadcast_dimensions"]
         (value,) = value.node.operands
     # Axes of length 1 are broadcast by JAX.
-    wide_axes = [place for place, n in zip(output_axes, value.shape, strict=True) if n != 1]
+    wide_axes = [axis for axis, n in zip(output_axes, value.shape, strict=True) if n != 1]
     return (
         strip_layout(value, (*IDENTITY_PRIMITIVES, *RESHAPES), is_order_preserving)
         if wide_axes == target_axes != []

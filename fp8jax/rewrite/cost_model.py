@@ -205,7 +205,7 @@ def _producer_kind(value: Value, reader: WeightMatmul) -> str:
         return ""
     if value.node.operation is not None:
         kinds = {NormOperation: "norm", ActivationOperation: "activation"}
-        return kinds.get(type(value.node.operation), "")
+        return next((name for kind, name in kinds.items() if isinstance(value.node.operation, kind)), "")
     with contextlib.nullcontext() if on_cuda() else target(capability=_DEFAULT_CAPABILITY):
         if not rewrites_nonlinear(reader.choice.recipe):
             return ""

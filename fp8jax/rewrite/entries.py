@@ -77,7 +77,7 @@ class PlanEntry(NamedTuple):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether a recipe takes it."""
+        """Whether a recipe quantizes it."""
         linear = None if self.choice is None else self.choice.linear
         return linear is not None and (linear.is_quantized or not self.is_product)
 
@@ -160,12 +160,12 @@ class WeightMatmul:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether a recipe takes it."""
+        """Whether a recipe quantizes it."""
         return self.choice.linear is not None and self.choice.linear.is_quantized
 
     @property
     def quantizes_stored_weight(self) -> bool:
-        """Whether the parameter is quantized as it is stored: all products quantize it, and nothing moves it."""
+        """Whether all products quantize the parameter in its stored layout, without a transpose or reshape before."""
         linear = self.choice.linear
         quantized = linear is not None and linear.spec("w") is not None and linear.spec("w_dgrad") is not None
         return quantized and not self.weight.is_relayouted

@@ -17,7 +17,7 @@ from fp8jax.rewrite import primitives, unplanned
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.graph import Graph, Node, Value
-from fp8jax.rewrite.operations import ActivationOperation, NormOperation
+from fp8jax.rewrite.operations import ActivationOperation, NormOperation, RaggedOperation
 from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.run import Schedule
 
@@ -55,12 +55,12 @@ class Explanation:
 
     @property
     def entries(self) -> tuple[PlanEntry, ...]:
-        """The rows that the rules cover."""
+        """The rows of operations that a rule could quantize."""
         return tuple(row for row in self.rows if row.is_planned)
 
     @property
     def quantized(self) -> tuple[PlanEntry, ...]:
-        """The entries that a recipe takes."""
+        """The entries that a recipe quantizes."""
         return tuple(entry for entry in self.entries if entry.is_quantized)
 
     @property
@@ -171,8 +171,8 @@ def _fold_rows(rows: Sequence[PlanEntry]) -> list[tuple[str, ...]]:
     """The cells of a section of the summary. Rows that differ in the numbers in their paths alone are one."""
     groups: dict[tuple[str, ...], list[PlanEntry]] = {}
     for row in rows:
-        place = (str(row.shape), "") if row.path else ("", row.line)
-        groups.setdefault((row.kind, _hide_numbers(_short_note(row)), *place), []).append(row)
+        location = (str(row.shape), "") if row.path else ("", row.line)
+        groups.setdefault((row.kind, _hide_numbers(_short_note(row)), *location), []).append(row)
     cells: list[tuple[str, ...]] = []
     for (kind, hidden_note, *_), group in groups.items():
         sizes = [row.residual_bytes for row in group if row.residual_bytes is not None]
@@ -301,7 +301,7 @@ def list_rows(
 
 
 def _walk_calls(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All nodes, calls and what is in them among them."""
+    """All nodes in program order, and after each call the nodes inside it."""
     for node in nodes:
         yield node
         yield from _walk_calls(node.inlined or ())
@@ -339,7 +339,8 @@ def _operation_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> flo
         if entry.has_saved_input or entry.recomputes_input or (operation.canonical_data, spec) in counted:
             return 0
         counted.add((operation.canonical_data, spec))
-        return _value_bytes(operation.data, spec, operation.num_inputs)
+        data = operation.saved_tokens if isinstance(operation, RaggedOperation) else operation.data
+        return _value_bytes(data, spec, operation.num_inputs)
     if isinstance(operation, NormOperation):
         rows = math.prod(operation.x.shape) // operation.x.shape[-1]
         return _value_bytes(operation.x, operation.recipe.context.spec) + 4 * rows

@@ -63,7 +63,7 @@ def frozen_leaf_predicate(params: Any) -> Callable[[Any], bool] | None:
 
 
 def as_shape_struct(x: Any) -> Any:
-    """The shape and dtype with which a program is traced."""
+    """The shape and dtype of a frozen parameter; any other value unchanged."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_frozen(x) else x
 
 

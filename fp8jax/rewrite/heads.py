@@ -54,11 +54,16 @@ OUTPUT_HEAD_REASON, _SELECTION_REASON = (
 )
 
 
+def block_number(path: str) -> re.Match[str] | None:
+    """The first number in a path, which is the layer's block."""
+    return re.search(r"\d+", path)
+
+
 def find_edge_blocks(paths: Collection[str], counts: tuple[int, int]) -> dict[str, str]:
     """The layers in the first and last blocks of a model, with the reason.
 
-    A block is the first number in a path. Paths that agree up to it are of one stack of blocks. If no other block of a
-    stack would be left, none is an edge.
+    Paths that agree up to the number of the block are of one stack. If no other block of a stack would be left, none is
+    an edge.
 
     Args:
         paths: of layers.
@@ -66,7 +71,7 @@ def find_edge_blocks(paths: Collection[str], counts: tuple[int, int]) -> dict[st
     """
     stacks: dict[str, dict[str, int]] = {}
     for path in paths:
-        if (number := re.search(r"\d+", path)) is not None:
+        if (number := block_number(path)) is not None:
             stacks.setdefault(path[: number.start()], {})[path] = int(number[0])
     reasons: dict[str, str] = {}
     for stack in stacks.values():
@@ -106,8 +111,7 @@ class Flow:
         """The matmuls that are heads or routers, with the reason.
 
         A result with the shape of a floating-point input is no output: the function may be a part of a model, such as
-        an MLP.
-        If every other matmul would be an output head, none is, as for projections that are returned.
+        an MLP. If every other matmul would be an output head, none is, as for projections that are returned.
         """
         reasons = dict[Node, str]()
         for node, name in self._selection_heads():

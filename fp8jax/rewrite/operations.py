@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fp8jax.core.groups import Groups
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, NO_FACTS, ArrayFacts, InputFacts
 from fp8jax.ops.dispatch.sharding import explicit_mesh, merge, merge_spec, named_sharding, product_sharding, reshape
 from fp8jax.ops.nonlinear.activation import activate
+from fp8jax.ops.nonlinear.grouped_glu import grouped_glu
 from fp8jax.ops.nonlinear.norm import normalize
 from fp8jax.ops.products.linear import (
     ScalingState,
@@ -29,10 +31,11 @@ from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
 from fp8jax.ops.products.ragged import ragged_dot, scaled_ragged_dot
 from fp8jax.ops.products.weights import QuantizedWeight, StepWeight, one_pass_spec
+from fp8jax.ops.quantization import fused_outputs
 from fp8jax.ops.quantization.quantize import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
-from fp8jax.rewrite.graph import Node, Value, canonical_value, stored_weight_axes
-from fp8jax.rewrite.primitives import GROUPED_CALL, Equation
+from fp8jax.rewrite.graph import Node, Value, canonical_value, stored_weight_axes, strip_layout
+from fp8jax.rewrite.primitives import CASTS, GROUPED_CALL, IDENTITY_PRIMITIVES, Equation
 from fp8jax.rewrite.states import UseInputs, WeightUse, stats_as_cotangents
 
 if TYPE_CHECKING:
@@ -322,12 +325,12 @@ class ProductOperation:
         return data, weight
 
     def _stored_arrays(self, interpreter: "Interpreter") -> list[Array]:
-        """The parameter, and the other operands of its layout."""
+        """The parameter, and the other operands of the equations that transpose, reshape or cast it."""
         operands = [self.weight, *(operand for step in self.layout for operand in step.node.operands[1:])]
         return [interpreter.array(value) for value in operands]
 
     def _step_weight(self, interpreter: "Interpreter", use_inputs: UseInputs, stored: list[Array]) -> StepWeight:
-        """The codes that are given of the parameter, or what the product's matrix is made from."""
+        """The weight of the product: given codes of the parameter, or the arrays to compute the matrix from."""
         if self.layout:
             last = self.layout[-1].node
             return StepWeight(
@@ -345,6 +348,48 @@ class ProductOperation:
         return tuple(contract) == tuple(range(num_experts, num_experts + len(contract)))
 
 
+class GatheredRows(NamedTuple):
+    """Rows that are gathered from tokens.
+
+    Attributes:
+        tokens: (tokens, inputs).
+        indices: int32 (rows, 1), the token of each row.
+        fills: whether a row of a token out of bounds is NaN; if not, the index is clipped.
+    """
+
+    tokens: Value
+    indices: Value
+    fills: bool
+
+    @property
+    def operands(self) -> tuple[Value, Value]:
+        return self.tokens, self.indices
+
+    def row_index(self, index: Array) -> Array:
+        """The index of each row, (rows,)."""
+        index = index.reshape(-1).astype(jnp.int32)
+        return index if self.fills else jnp.clip(index, 0, self.tokens.shape[0] - 1)
+
+
+def find_gathered_rows(value: Value) -> GatheredRows | None:
+    """The tokens that a matrix's rows are gathered from, before casts; None if they are not."""
+    value = strip_layout(value, (*CASTS, *IDENTITY_PRIMITIVES))
+    if value.kind != "gather" or value.node is None or value.node.operation is not None:
+        return None
+    (tokens, index), params = value.node.operands, value.node.eqn.params
+    numbers, modes = params["dimension_numbers"], lax.GatherScatterMode
+    takes_rows = (
+        numbers.offset_dims == (1,)
+        and numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
+        and not numbers.operand_batching_dims
+        and tokens.aval.ndim == index.aval.ndim == 2
+        and tuple(params["slice_sizes"]) == (1, tokens.shape[1])
+    )
+    fills, fill_value = params["mode"] == modes.FILL_OR_DROP, params["fill_value"]
+    has_other_fill = fills and fill_value is not None and fill_value == fill_value
+    return None if not takes_rows or has_other_fill else GatheredRows(tokens, index, fills)
+
+
 @dataclasses.dataclass(eq=False)
 class RaggedOperation:
     """A product of groups of tokens, each with a matrix of its own.
@@ -354,6 +399,7 @@ class RaggedOperation:
         data, weight, groups: the operands.
         weight_axes: the axes of the weight that are groups, inputs and outputs.
         canonical_data, use: as of `ProductOperation`.
+        gathered: the tokens of which the data are rows, and their indices; None if the data are not gathered.
     """
 
     linear: Linear
@@ -363,6 +409,7 @@ class RaggedOperation:
     weight_axes: tuple[int, int, int]
     canonical_data: Value
     use: WeightUse | None = None
+    gathered: GatheredRows | None = None
 
     @classmethod
     def supports(cls, node: Node, side: int) -> bool:
@@ -374,21 +421,33 @@ class RaggedOperation:
         """Replaces a product of a plan."""
         assert p.choice.linear is not None
         (data, _, groups), (w, axes) = p.node.operands, stored_experts(p)
-        operation = cls(p.choice.linear, data, w, groups, axes, canonical_value(data))
-        p.node.operands, p.node.operation = [data, w, groups], operation
+        gathered = find_gathered_rows(data)
+        operation = cls(p.choice.linear, data, w, groups, axes, canonical_value(data), gathered=gathered)
+        operands = () if gathered is None else gathered.operands
+        p.node.operands, p.node.operation = [data, w, groups, *operands], operation
 
     @property
     def num_inputs(self) -> int:
         return self.data.shape[-1]
+
+    @property
+    def saved_tokens(self) -> Value:
+        """The value whose codes are saved."""
+        spec = self.linear.spec("x_residual")
+        is_saved = self.gathered is not None and spec is not None and fused_outputs.supports(spec)
+        return self.gathered.tokens if self.gathered is not None and is_saved else self.data
 
     def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
         x, w, groups = (interpreter.array(value) for value in (self.data, self.weight, self.groups))
         has_outputs_first = self.weight_axes == (0, 2, 1)
         if not has_outputs_first and self.weight_axes != (0, 1, 2):
             w = w.transpose(self.weight_axes)
-        input_facts, key = interpreter.input_facts(
-            x, self.canonical_data, self.linear, interpreter.get_facts(self.canonical_data, x)
-        )
+        facts = interpreter.get_facts(self.canonical_data, x)
+        if self.gathered is not None:
+            tokens, index = (lax.stop_gradient(interpreter.array(value)) for value in self.gathered.operands)
+            facts = interpreter.get_facts(canonical_value(self.gathered.tokens), tokens)
+            facts = ArrayFacts(facts.recompute_rule, row_source=(tokens, self.gathered.row_index(index)))
+        input_facts, key = interpreter.input_facts(x, self.canonical_data, self.linear, facts)
         numbers = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(((1,), (2 if has_outputs_first else 1,)), ((), ())),
             lhs_ragged_dimensions=(0,),
@@ -516,13 +575,34 @@ class ActivationOperation:
         return [y.astype(result.dtype)]
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
+class GroupedGluOperation(ActivationOperation):
+    """A GLU between two grouped products, whose gate and up are the halves of one matrix.
+
+    Attributes:
+        gate_up: that matrix, the result of the product before it.
+        groups: the sizes of the groups.
+    """
+
+    gate_up: Value
+    groups: Value
+
+    def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
+        result, gate_up = node.results[0], interpreter.array(self.gate_up)
+        groups = Groups.from_sizes(interpreter.array(self.groups), gate_up.shape[0])
+        y, facts = grouped_glu(gate_up, groups, self.recipe, activation=self.name)
+        interpreter.facts[result] = facts if y.dtype == result.dtype else convert_facts(facts, y, result)
+        return [y.astype(result.dtype)]
+
+
 def convert_facts(facts: ArrayFacts, source: Any, x: Any) -> ArrayFacts:
     """Facts about `x`, which is `source` in another shape or dtype."""
     fused_output = facts.fused_output if source.shape[-1:] == x.shape[-1:] else None
     if fused_output is not None and source.dtype != x.dtype:
         fused_output = fused_output.cast(x.dtype)
     scale = facts.scale if x.dtype in (source.dtype, jnp.bfloat16) else None
-    return ArrayFacts(facts.recompute_rule, fused_output, scale)
+    is_same = (source.shape, source.dtype) == (x.shape, x.dtype)
+    return ArrayFacts(facts.recompute_rule, fused_output, scale, codes=facts.codes if is_same else None)
 
 
 def _reshape_if_needed(x: Array, shape: tuple[int, ...]) -> Array:

@@ -27,6 +27,7 @@ from fp8jax.rewrite.heads import (
     NARROW_REASON,
     OUTPUT_HEAD_REASON,
     Flow,
+    block_number,
     count_outputs,
     elementwise_sources,
     find_edge_blocks,
@@ -34,6 +35,7 @@ from fp8jax.rewrite.heads import (
 from fp8jax.rewrite.operations import (
     NON_DOT_OPERATIONS,
     ActivationOperation,
+    GroupedGluOperation,
     LayoutStep,
     NormOperation,
     ProductOperation,
@@ -109,6 +111,8 @@ def plan(
     error = reject_unsupported_precision(matmuls)
     for p in matmuls:
         shape, reason = p.weight.stored.shape, p.choice.reason
+        if rules.unquantized_blocks != (0, 0) and p.is_quantized and block_number(p.path) is None:
+            reason += "; its path has no number of a block"
         is_rematerialized = any(primitives.rematerializes_products(node.eqn) for node, _ in p.enclosing)
         entries[p.node] = PlanEntry(
             p.path,
@@ -205,8 +209,10 @@ def _has_axis_of_experts(p: WeightMatmul) -> bool:
     if p.weight.further_paths:
         return False
     if p.node.kind != "dot_general":
+        if p.node.weight_axes is None:  # no grouped product
+            return False
         axes = stored_experts(p)[1] if p.choice.linear is not None else p.node.weight_axes
-        return axes is not None and axes[0] == 0
+        return axes[0] == 0
     if p.weight.layout or p.weight.is_relayouted:
         return False
     return tuple(p.node.eqn.params["dimension_numbers"][1][p.side]) == (0,)
@@ -480,6 +486,9 @@ def _replace_producer(
         producers = (None if v is None or v.node is None else v.node.operation for v in (gate, up))
         has_bias = any(isinstance(o, ProductOperation) and o.bias is not None for o in producers)
         operation = ActivationOperation(choice.recipe, name, gate, up, has_bias)
+        if (between := _grouped_products_around(gate, up, group)) is not None:
+            operands = list(between)
+            operation = GroupedGluOperation(choice.recipe, name, gate, up, gate_up=between[0], groups=between[1])
     if kind and choice.linear is None and rules.has_contexts:
         entries[node] = PlanEntry(path, kind, value.shape, choice, choice.reason, node.line())
     if not kind or not rewrites_nonlinear(choice.recipe):
@@ -492,6 +501,35 @@ def _replace_producer(
             input_producer=kind, recomputes_input=choice.context.recompute_activations
         )
     return norm_paths
+
+
+def _grouped_products_around(gate: Value, up: Value | None, readers: list[WeightMatmul]) -> tuple[Value, Value] | None:
+    """The result of a grouped product whose halves are gate and up, and the sizes of its groups.
+
+    None if there is none, or if a reader of the activation is no grouped product of the same groups.
+    """
+    source, half = _half(gate)
+    if source is None or up is None or half != 0 or _half(up) != (source, 1):
+        return None
+    nodes = [strip_layout(source, (*CASTS, *IDENTITY_PRIMITIVES)).node, *(p.node for p in readers)]
+    if not readers or any(node is None or node.kind not in NON_DOT_OPERATIONS for node in nodes):
+        return None
+    sizes = {canonical_value(node.operands[2]): node.operands[2] for node in nodes if node is not None}
+    return (source, *sizes.values()) if len(sizes) == 1 else None  # type: ignore[return-value]
+
+
+def _half(value: Value) -> tuple[Value | None, int]:
+    """The matrix of which a value is the first (0) or the second (1) half of the columns; None for other values."""
+    node = value.node
+    if node is None or node.kind not in ("split", "slice") or node.operation is not None:
+        return None, 0
+    source, params = node.operands[0], node.eqn.params
+    if source.aval.ndim != 2 or value.shape != (source.shape[0], source.shape[1] // 2) or source.shape[1] % 2:
+        return None, 0
+    if node.kind == "split":
+        return source, node.results.index(value)
+    is_strided = params["strides"] is not None and any(stride != 1 for stride in params["strides"])
+    return (None if is_strided else source), int(params["start_indices"][1] > 0)
 
 
 def _saved_input(p: WeightMatmul) -> Value | None:

@@ -222,6 +222,7 @@ def is_unrolled(eqn: Any, is_enclosing_unrolled: bool) -> bool:
 
 
 def _manual_axes(params: dict[str, Any]) -> frozenset[str]:
+    """The mesh axes that a `shard_map` equation makes Manual."""
     return params.get("newly_manual_axes", params.get("manual_axes", frozenset()))  # type: ignore[no-any-return]
 
 
@@ -253,8 +254,7 @@ def rebind_control_flow(
         extra_consts: a pytree that each iteration receives.
         extra_xs: a pytree that is split into one row per iteration of a scan, or per device.
         num_extra_outputs: the number of outputs that the functions add at the end. A scan or mesh stacks them by
-            iteration
-            or device. A while loop drops them.
+            iteration or device. A while loop drops them.
     """
     name, params, body, num_outputs = eqn.primitive.name, eqn.params, body_fns[0], len(eqn.outvars)
     if name == "scan":

@@ -81,8 +81,7 @@ def read(
     """The graph of a program.
 
     A closed-over array is data, as it may be a batch. If it is multiplied with data of the call, it is a constant of
-    the
-    model.
+    the model.
 
     Args:
         closed_jaxpr: the program, with its constants.

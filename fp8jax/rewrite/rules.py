@@ -173,8 +173,7 @@ class RuleSet:
             path: the layer's path.
             aliases: other paths of the layer.
             heads: the reasons of layers that are heads, routers or narrow. The default recipe does not quantize them,
-                or uses
-                its part `head` for those that are output heads or have the name of one.
+                or uses its part `head` for those that are output heads or have the name of one.
         """
         i = self._first_match(path, *aliases)
         if i is None:
@@ -249,8 +248,7 @@ def as_rule_set(rules: Rules) -> RuleSet:
     Args:
         rules: a recipe, or a preset's name, for all layers but embeddings, routers and output heads; or ordered rules,
             which such a recipe may follow. If the recipe's part `head` is quantized, output heads use it. Layers that
-            no
-            rule matches are not quantized, nor are those of a recipe such as "bf16" or "coat_optimizer". A sequence
+            no rule matches are not quantized, nor are those of a recipe such as "bf16" or "coat_optimizer". A sequence
             may hold `GroupedProduct`s in any place.
 
     Raises:

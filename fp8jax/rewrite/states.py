@@ -149,8 +149,8 @@ class ParameterState(NamedTuple):
             stats = {o: linear.states[o].reduce_over_replicas(value, axis_name) for o, value in stats.items()}
         state = update_scaling(self.state, ScalingStats(**stats), linear)
         if keep_if_uncalled and (was_called := _was_called(linear, stats)) is not None:
-            kept = {o: _where_called(was_called, getattr(state, o), getattr(self.state, o)) for o in stats}
-            state = state._replace(**kept)
+            merged = {o: _where_called(was_called, getattr(state, o), getattr(self.state, o)) for o in stats}
+            state = state._replace(**merged)
         if apply_if is not None:
             state = jax.tree.map(lambda new, old: jnp.where(apply_if, new, old), state, self.state)
         return self._replace(state=state, stats=jax.tree.map(jnp.zeros_like, self.stats))
@@ -383,7 +383,7 @@ def first_matrix(x: Array, num_layer_axes: int, count: int) -> Array:
 def _broadcast_max_slot(
     slot: Array, axes_by_use: tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
 ) -> tuple[Array, ...]:
-    """A slot of each use, (*slot_axes,); the cotangent of `slot` is their largest."""
+    """`slot` broadcast to the shape of each use. The cotangent of `slot` is the maximum of the uses' cotangents."""
     return tuple(jnp.broadcast_to(jnp.expand_dims(slot, _indices(shared)), sizes) for sizes, shared in axes_by_use)
 
 
@@ -440,18 +440,18 @@ def read_in_call(
     names, observed = scaling_names(linear), observed_operands(linear)
     if slot is not None:
         message = interface.statistics_lost.format(layer=layer, names=names)
-        slot = training.raise_if_trained(slot, weight, message, unless_differentiated=True)
+        slot = training.raise_if_differentiated(slot, weight, message, unless_differentiated=True)
     if observed:
         value = getattr(state, observed[0])
         if not is_mutable:
             message = interface.not_mutable.format(layer=layer, names=names)
-            value = training.raise_if_trained(value, weight, message)
+            value = training.raise_if_differentiated(value, weight, message)
         warning = interface.never_advanced(training.ADVANCE, layer, names)
-        value = training.warn_if_trained(value, (weight, slot), warning, training.ADVANCE, record)
+        value = training.warn_if_never_advanced(value, (weight, slot), warning, training.ADVANCE, record)
         state = state._replace(**{observed[0]: value})
     if linear.needs_weight_bounds and state.w is not None and interface.bounds_code:
         warning = interface.never_advanced(training.BOUNDS, layer, names)
-        state = state._replace(w=training.warn_if_trained(state.w, weight, warning, training.BOUNDS, record))
+        state = state._replace(w=training.warn_if_never_advanced(state.w, weight, warning, training.BOUNDS, record))
     return stored._replace(state=state, stats=stored.stats._replace(dy=slot))
 
 

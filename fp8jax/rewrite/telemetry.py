@@ -41,12 +41,13 @@ def telemetry(fn: Callable) -> Callable[..., tuple[Any, Telemetry]]:
     meshes and loops over microbatches. The roles of tensors:
         x, w, dy: operands of a quantized product; dy is the gradient of its result.
         context: what a norm or an activation saves for the backward pass.
-        m, v, update: the moments in 8 bits of an optimizer, and the change of a parameter, by the parameter's path.
+        m, v: the first moment of an optimizer in 8 bits, and any other one, by the parameter's path.
+        update: the change of a parameter by `fp8jax.compressed_adamw` or `fp8lm_adamw`, by its path.
         gradient: a sum of gradients in 8 bits with a factor.
 
     Stacked layers in a scan of a transformed function have a value each. Iterations of other loops, microbatches,
-    devices and products of one weight have one value together. Not observed are `jax.lax.while_loop`, gradients of
-    frozen weights, grouped products, and the optimizers of other libraries.
+    devices and products of one weight have one value together. Not observed are grouped products, gradients of frozen
+    weights, and what runs in `jax.lax.while_loop`.
 
     The statistics, fp32:
         snr_db: signal-to-noise ratio of the codes in decibels.
@@ -184,7 +185,11 @@ def _summarize(expected: Sequence[_Expected], observed: Sequence[Array]) -> Tele
         observation = observations.from_values(params["sums"], params["maxima"], values)
         observation = observation.reduce(tuple(i for i, keep in enumerate(is_layer) if not keep))
         key = place.layer, params["role"]
-        merged[key] = merged[key].merge(observation) if key in merged else observation
+        previous = merged.get(key)
+        if previous is not None and previous.shape != observation.shape:
+            # Products of one weight in loops of different lengths.
+            previous, observation = (x.reduce(tuple(range(len(x.shape)))) for x in (previous, observation))
+        merged[key] = observation if previous is None else previous.merge(observation)
     found: Telemetry = {}
     for (layer, role), observation in merged.items():
         found.setdefault(layer, {})[role] = observations.summarize(observation)
@@ -196,13 +201,13 @@ class Fault(NamedTuple):
 
     Attributes:
         layer, role: of the tensor, as in `fp8jax.telemetry`.
-        index: of the layer in a stack, such as (3,); () without a stack.
+        indices: of the layer in a stack, such as (3,); () without a stack.
         statistic, value: the one that stands out: "nonfinite", "saturated", "snr_db" or "lost".
     """
 
     layer: str
     role: str
-    index: tuple[int, ...]
+    indices: tuple[int, ...]
     statistic: str
     value: float
 
@@ -215,8 +220,8 @@ class Fault(NamedTuple):
         return f"{self.value:.2%} of values {names[self.statistic]}"
 
     def __str__(self) -> str:
-        index = f"[{', '.join(map(str, self.index))}]" if self.index else ""
-        return f"{self.layer}{index} {self.role}: {self.reason}"
+        indices = f"[{', '.join(map(str, self.indices))}]" if self.indices else ""
+        return f"{self.layer}{indices} {self.role}: {self.reason}"
 
 
 # The bounds of statistics, most serious first, and whether a value beyond it is above the bound. e5m2 has about 25 dB.

@@ -214,33 +214,35 @@ TRANSFORM = Interface(
 )
 
 
-def _differentiable_arrays(trained: Any) -> list[Array]:
+def _differentiable_arrays(operands: Any) -> list[Array]:
     """The traced arrays that a gradient may be taken of."""
-    leaves = [x for x in jax.tree.leaves(trained) if isinstance(x, jax.core.Tracer)]
+    leaves = [x for x in jax.tree.leaves(operands) if isinstance(x, jax.core.Tracer)]
     return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-def warn_if_trained(state: Array, trained: Any, message: str, call: str, record: TrainingRecord | None = None) -> Array:
-    """`state`, unchanged. Warns once for each program that takes a gradient of `trained` and never advances the state.
+def warn_if_never_advanced(
+    state: Array, operands: Any, message: str, call: str, record: TrainingRecord | None = None
+) -> Array:
+    """`state`, unchanged. Warns once for each program that takes a gradient of `operands` and never advances the state.
 
     In a program, a primitive returns the state. Its JVP rule notes the gradient, and its lowering warns. Outside of a
     program, only gradients of an NNX model are counted. More than `_MAX_MICROBATCHES` of them without `call` warn.
 
     Args:
         state: the state of a scaling, as a product reads it.
-        trained: the weight and the slot of the product, in any structure.
+        operands: the weight and the slot of the product, in any structure.
         message: the text of the warning.
         call: the name of the call that advances the state, `ADVANCE` or `BOUNDS`.
         record: the record of an NNX model; None for other interfaces.
     """
-    arrays = _differentiable_arrays(trained)
+    arrays = _differentiable_arrays(operands)
     if not arrays or (record is not None and call in record.automatic_calls):
         return state
     program, outermost, differentiated = _outermost_program()
     if program is not None:
-        # `_read_jvp` sets the parameter `trained` if a gradient of `arrays` is taken.
+        # `_read_jvp` sets the parameter `is_differentiated` if a gradient of `arrays` is taken.
         return _READ.bind(  # type: ignore[no-any-return]
-            state, *arrays, message=message, call=call, record=record, program=program, trained=False
+            state, *arrays, message=message, call=call, record=record, program=program, is_differentiated=False
         )
     if differentiated and not _is_inspecting and record is not None and record.count_gradient(call, outermost):
         _warn(message)
@@ -260,9 +262,9 @@ def _user_stacklevel() -> int:
 
 
 def _lower_read(
-    context: Any, state: Any, *_: Any, message: str, call: str, record: Any, program: _Program, trained: bool
+    context: Any, state: Any, *_: Any, message: str, call: str, record: Any, program: _Program, is_differentiated: bool
 ) -> Any:
-    if trained and (record, call) not in program.advanced | program.warned:
+    if is_differentiated and (record, call) not in program.advanced | program.warned:
         program.warned.add((record, call))
         _warn(message)
     return [state]
@@ -270,22 +272,24 @@ def _lower_read(
 
 def _read_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Array, Any]:
     """JAX calls it if one of the operands is differentiated."""
-    return _READ.bind(*primals, **params | {"trained": params["trained"] or not _is_inspecting}), tangents[0]
+    return _READ.bind(
+        *primals, **params | {"is_differentiated": params["is_differentiated"] or not _is_inspecting}
+    ), tangents[0]
 
 
-def raise_if_trained(value: Array, trained: Any, message: str, *, unless_differentiated: bool = False) -> Array:
+def raise_if_differentiated(value: Array, weight: Any, message: str, *, unless_differentiated: bool = False) -> Array:
     """`value`, unchanged.
 
     Args:
         value: a state as a product reads it, or a slot whose cotangent is a statistic.
-        trained: the weight of the product, in any structure.
+        weight: the weight of the product, in any structure.
         message: of the error.
-        unless_differentiated: allow a gradient of `trained` that is also taken of `value`.
+        unless_differentiated: allow a gradient of `weight` that is also taken of `value`.
 
     Raises:
-        ValueError: a gradient of `trained` is taken.
+        ValueError: a gradient of `weight` is taken.
     """
-    arrays = _differentiable_arrays(trained)
+    arrays = _differentiable_arrays(weight)
     if not arrays:
         return value
     return _REQUIRE.bind(value, *arrays, message=message, unless_differentiated=unless_differentiated)  # type: ignore[no-any-return]

@@ -152,9 +152,8 @@ class Transformed:
             states = fast.advance(states, observed)
 
         The gradient of the states holds the statistics of a call, such as each operand's amax. It passes scans,
-        checkpoints,
-        conds and meshes. A call that is not differentiated collects none. Under `jax.vmap`, map the states too, or the
-        statistics are summed over the batch.
+        checkpoints, conds and meshes. A call that is not differentiated collects none. Under `jax.vmap`, map the states
+        too, or the statistics are summed over the batch.
 
         Args:
             args, kwargs: of a call. Automatic scaling has no bounds yet: it measures the weights in each call.
@@ -381,11 +380,10 @@ def transform(
         fn: any function that `jax.jit` can compile. Differentiate the result, not `fn`.
         rules: a `Recipe` or a preset's name, for all matmuls but those of embeddings, output heads and routers. Or a
             sequence of `fp8jax.Rule`, which such a recipe may follow; the first match wins. A rule matches a
-            parameter's
-            path, joined by "/", without a last step such as "kernel" or "w": "layers/mlp/up". The result of a head is
-            returned or goes into a softmax; that of a router goes into softmax, top_k, argmax or sort. A recipe that
-            quantizes no matmul, such as "bf16", changes nothing. A `fp8jax.GroupedProduct` among the rules names a
-            function with a custom derivative that computes a grouped product.
+            parameter's path, joined by "/", without a last step such as "kernel" or "w": "layers/mlp/up". The result of
+            a head is returned or goes into a softmax; that of a router goes into softmax, top_k, argmax or sort. A
+            recipe that quantizes no matmul, such as "bf16", changes nothing. A `fp8jax.GroupedProduct` among the rules
+            names a function with a custom derivative that computes a grouped product.
         params: the arguments with parameters, by position or name. The default is the first argument. If there are
             several, paths begin with their positions or names.
         static: arguments that are settings, like `static_argnums` of `jax.jit`. Leaves that are neither arrays nor

@@ -38,7 +38,7 @@ class UnquantizedShare(NamedTuple):
 
     @property
     def is_notable(self) -> bool:
-        """Whether it is above a tenth."""
+        """Whether the fraction is large enough for a warning."""
         return self.fraction > _MAX_FRACTION
 
 
@@ -274,6 +274,8 @@ def _activation_entry(program: _Program, node: Node) -> PlanEntry | None:
     value = node.results[0]
     if not value.is_data or not value.depends_on_params or value.aval.ndim < 1 or value.aval.size < 2:
         return None
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return None  # as of numbers of experts, which jnp.bincount clips at 0
     if is_relu and _is_statistic(program, value):
         return None
     label, is_read_by_recipe = name if is_named else "relu" if is_relu else node.kind, False

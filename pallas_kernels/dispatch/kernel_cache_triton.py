@@ -109,6 +109,7 @@ def _compile_and_record(*arguments: Any) -> Any:
 
 
 def _make_kernel(parts: list[Any]) -> Any:
+    """Return jaxlib's kernel from its constructor's arguments, which `kernel_parts` finds later."""
     kernel = _TRITON_KERNEL(*parts)
     _parts_by_id[id(kernel)] = kernel, parts
     return kernel
@@ -136,6 +137,8 @@ def install() -> None:
 
 
 def _cached_since_04(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `TritonFunction._compile_kernel` of jax-triton 0.4 or newer, with results from this cache if stored."""
+
     def call(self: Any, spec: Any, gpu_target: Any, backend: Any, options: Any) -> Any:
         compiled: list[Any] = []
 

@@ -87,7 +87,7 @@ def check_tile(tile: Tile) -> None:
 
 
 def a_block_stream(scales: jax.Array) -> hopper.Stream:
-    """Return the stream of block scales (M / 128, K / 128) of the first operand, or of the second left one."""
+    """Return the stream of block scales (M / 128, K / 128) of the left operand, or of its fallback residual."""
     return hopper.Stream.from_rows(scales, 1, lambda position: lax.div(position.a_row, BLOCK))
 
 

@@ -157,7 +157,7 @@ def quantize(
     side: int,
     *,
     seed: Array | None = None,
-    place: Array | None = None,
+    rng_offset: Array | None = None,
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> FallbackCodes:
@@ -168,7 +168,7 @@ def quantize(
         threshold: fp32 scalar.
         side: side of a block, 32 or 128.
         seed: two uint32 words, for `FallbackCodes.stochastic`; None omits it.
-        place, launch, compute_capability: as in `quantize_triton.quantize`.
+        rng_offset, launch, compute_capability: as in `quantize_triton.quantize`.
 
     Raises:
         ValueError: the kernel does not support these arguments; the message has the reason.
@@ -181,7 +181,7 @@ def quantize(
     blocks = (-(-m // side), -(-n // side))
     noise = jnp.zeros(4, jnp.uint32)
     if seed is not None:
-        noise = jnp.concatenate([seed, jnp.array([n, 0], jnp.uint32) if place is None else place])
+        noise = jnp.concatenate([seed, jnp.array([n, 0], jnp.uint32) if rng_offset is None else rng_offset])
     shape = jax.ShapeDtypeStruct
     shapes = [
         *(shape((m, n), jnp.uint8), shape(blocks, jnp.float32)),

@@ -36,6 +36,13 @@ def _codes(x: tl.tensor, factor: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _multiply_codes(x: tl.tensor, factor: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
+    """Return the FP8 codes of a factor times the values of codes."""
+    value = x.to(tl.float8e5 if CODING.format == "float8_e5m2" else tl.float8e4nv, bitcast=True).to(tl.float32)
+    return scaling.encode(value, scaling.apply_inverse_scale(value, factor, CODING), 0, CODING)
+
+
+@triton.jit
 def _load_slice(
     x_ptr: tl.tensor, index_ptr: tl.tensor, row: tl.tensor, is_row: tl.tensor, n: tl.tensor, N: tl.constexpr,
     HAS_INDEX: tl.constexpr,
@@ -101,7 +108,12 @@ def _quantize_groups(
             offsets = ((row + j).to(tl.int64) * N)[:, None] + n[None, :]
             tl.store(row_codes_ptr + offsets, _codes(slices[j], row_factor, ROW_CODING), mask=mask)
         if COLUMN_CODING.kind != "none":
-            words = strided_tiles.insert_byte(words, _codes(slices[j], column_factor, COLUMN_CODING), j, N % 4 == 0)
+            if COLUMN_CODING.kind == "copy" and COLUMN_CODING.by_row:
+                row_factor = tl.load(row_scale_ptr + row + j, mask=row_in_block + j < row_count, other=0.0)[:, None]
+                codes = _multiply_codes(slices[j], row_factor, COLUMN_CODING)
+            else:
+                codes = _codes(slices[j], column_factor, COLUMN_CODING)
+            words = strided_tiles.insert_byte(words, codes, j, N % 4 == 0)
     if COLUMN_CODING.kind != "none":
         strided_tiles.store_transposed(column_codes_ptr, top, left, i, n, words, M, N, MASKED)
 
@@ -125,6 +137,7 @@ def quantize_groups(
     columns: Coding | None = None,
     row_scale: Array | None = None,
     column_scale: Array | None = None,
+    row_factor: Array | None = None,
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array | None, Array | None]:
@@ -137,8 +150,9 @@ def quantize_groups(
         num_groups: number of groups.
         index: int32 (rows,), the row of x of each row; None if x has them in this order.
         rows, columns: codings of kind "tensor" or "token", with one scale for all rows, or one each; None for no
-            result. Columns have one for all groups, or one each. 8-bit codes take `columns` of their own dtype.
+            result. Columns have one for all groups, or one each. 8-bit codes take codings of their own dtype.
         row_scale: fp32 () or (rows,). column_scale: fp32 () or (groups,).
+        row_factor: fp32 (rows,), multiplied into the columns of FP8 codes; None for 1.
         launch: tuning; None for the default.
         compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
 
@@ -153,13 +167,16 @@ def quantize_groups(
     if reason := unsupported_reason(x.shape, x.dtype, (rows, columns)):
         raise ValueError(f"the kernel for groups cannot run: {reason}")
     is_copy = x.dtype.itemsize == 1
-    if is_copy and (rows is not None or columns is None or columns.dtype != x.dtype):
-        raise ValueError(f"the kernel for groups cannot run: it only transposes codes of {x.dtype}, to the same dtype")
+    if is_copy and any(c is not None and c.dtype != x.dtype for c in (rows, columns)):
+        raise ValueError(f"the kernel for groups cannot run: it copies codes of {x.dtype} to the same dtype alone")
     launch = launch or QuantizeLaunch()
     scales = [
-        jnp.ones(1, jnp.float32) if s is None else s.astype(jnp.float32).reshape(-1) for s in (row_scale, column_scale)
+        jnp.ones(1, jnp.float32) if s is None else s.astype(jnp.float32).reshape(-1)
+        for s in (row_factor if is_copy else row_scale, column_scale)
     ]
     constants = [scaling.NO_CODING if c is None else COPY if is_copy else c.constants for c in (rows, columns)]
+    if row_factor is not None and columns is not None:
+        constants[1] = columns.constants._replace(kind="copy", by_row=True)
     placeholder = (1, 1)
     shapes = [
         jax.ShapeDtypeStruct(placeholder if rows is None else (num_rows, n), jnp.uint8),

@@ -281,7 +281,7 @@ def quantize(
     amax: Array | None = None,
     round_up_bf16: bool = False,
     seed: Array | None = None,
-    place: Array | None = None,
+    rng_offset: Array | None = None,
     sums: bool = False,
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
@@ -300,7 +300,7 @@ def quantize(
             then returned.
         round_up_bf16: whether it is rounded up to bf16.
         seed: two uint32 random words, new in every call, for stochastic rounding.
-        place: for a part of a larger matrix, two uint32 words: the columns of that matrix, and the position of the
+        rng_offset: for a part of a larger matrix, two uint32 words: the columns of that matrix, and the position of the
             part. The position is a quarter of the first row (a multiple of 4) times these columns, plus the first
             column.
         sums: whether to return column sums.
@@ -319,7 +319,7 @@ def quantize(
         # Blocks of the transposed matrix are those of the matrix.
         if rows is not None and rows != columns:
             quantize_x = functools.partial(
-                quantize, x, seed=seed, place=place, launch=launch, compute_capability=compute_capability
+                quantize, x, seed=seed, rng_offset=rng_offset, launch=launch, compute_capability=compute_capability
             )
             first, _, column_sums = quantize_x(
                 rows, None, row_scale=row_scale, amax=amax, round_up_bf16=round_up_bf16, sums=sums
@@ -365,7 +365,7 @@ def quantize(
     constants[0] = constants[0]._replace(writes_codes=writes_rows)
     noise = jnp.zeros(4, jnp.uint32)
     if seed is not None:
-        noise = jnp.concatenate([seed, jnp.array([n, 0], jnp.uint32) if place is None else place])
+        noise = jnp.concatenate([seed, jnp.array([n, 0], jnp.uint32) if rng_offset is None else rng_offset])
     tiles_m = -(-m // launch.block_m)
     shapes.append(jax.ShapeDtypeStruct((tiles_m, n) if sums else (1, 1), jnp.float32))
     strides = StackStrides()

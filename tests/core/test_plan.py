@@ -130,7 +130,15 @@ def test_every_operand_of_a_product_is_the_field_of_its_name():
 
 @pytest.mark.parametrize(
     ("capability", "name"),
-    [(120, "fast"), (90, "fast"), (89, "coat"), (86, "int8_fallback"), (80, "coat_optimizer"), (75, "coat_optimizer")],
+    [
+        (120, "coat"),
+        (100, "mxfp8"),
+        (90, "fast"),
+        (89, "coat"),
+        (86, "int8_fallback"),
+        (80, "coat_optimizer"),
+        (75, "coat_optimizer"),
+    ],
 )
 def test_auto_goes_by_the_device_and_says_what_runs_in_8_bits(capability, name):
     assert fp8jax.recipes.for_device(capability) == fp8jax.recipes.get(name)

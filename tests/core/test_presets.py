@@ -47,6 +47,11 @@ _INT8, _INT8_SR = int8("block", 128), int8("block", 128, "stochastic")
 _INT8_LINEAR = all_of(_INT8, _INT8_SR) | {"x_residual": _INT8_SR, "x_wgrad": _INT8_SR}
 _TE = all_of(e4m3(), e5m2())
 _ROW = int8("token")
+_MXFP8 = e4m3("mx", 32)
+_NV, _NV_SR, _NV_BLOCK = (
+    ("e2m1", kind, 16, rounding) for kind, rounding in (("nv", "nearest"), ("nv", "stochastic"), ("nvblock", "nearest"))
+)
+_MXFP8_PAPER, _NVFP4_PAPER = "arXiv 2506.08027", "arXiv 2509.25149"
 # What products read and layers keep, as it is asked for, with one entry an operand.
 LINEAR = {
     "bf16": (all_of(SIXTEEN_BITS, SIXTEEN_BITS), "the baseline"),
@@ -62,6 +67,15 @@ LINEAR = {
     "deepseek": (
         all_of(_GROUP, _GROUP) | {"w": _BLOCK, "w_dgrad": _BLOCK},
         "arXiv 2412.19437, section 3.3.2: 1x128 for activations and gradients, 128x128 for weights, e4m3 everywhere",
+    ),
+    "mxfp8": (
+        all_of(_MXFP8, _MXFP8) | {"x_residual": None},
+        f"{_MXFP8_PAPER}, section 3.2: e4m3 for all tensors; 16-bit inputs are kept, {OURS}",
+    ),
+    "nvfp4": (
+        {"x": _NV, "w": _NV_BLOCK, "dy": _NV_SR, "w_dgrad": _NV_BLOCK, "x_wgrad": _NV, "dy_wgrad": _NV_SR,
+         "x_residual": None},
+        f"{_NVFP4_PAPER}, section 4: 16x16 for weights, 1x16 else, gradients stochastic; keeps 16-bit inputs, {OURS}",
     ),
     "switchback": (
         {"x": _ROW, "w": int8("tensor"), "w_dgrad": int8("tensor"), "dy": _ROW, "x_wgrad": None, "dy_wgrad": None,
@@ -115,6 +129,7 @@ SETTINGS = {
         ("context.recompute_activations", True): OURS,
     },
     "te_delayed": {("linear.scaling", "delayed"): "Transformer Engine, DelayedScaling"},
+    "nvfp4": {("linear.rotation", 16): f"{_NVFP4_PAPER}, section 4.2: 16x16 in the weight's gradient"},
     "int8_fallback": {
         ("linear.scaling", "threshold"): f"{INT8}, section 4.4 and appendix D",
         ("context.residual", "int10:group128"): f"{INT8}, section 5.2",
@@ -136,7 +151,8 @@ UNSAID = {
     "weights.master": "fp32", "weights.compute": "bf16",
     "optimizer.mu": "fp32", "optimizer.nu": "fp32", "optimizer.group_size": None, "optimizer.expand": False,
     "optimizer.nu_rounding": "auto", "linear.scaling": "current", "linear.w_scaling": None,
-    "linear.skip_unprofitable": False, "linear.fast_accumulation": ("forward",), "context.residual": None,
+    "linear.rotation": None, "linear.skip_unprofitable": False, "linear.fast_accumulation": ("forward",),
+    "context.residual": None,
     "context.recompute_activations": False, "context.amax": "exact",
     "comm.gradients": None, "comm.form": "two_phase", "comm.auto_scale": False,
 }  # fmt: skip
@@ -176,7 +192,16 @@ def test_operands_are_those_of_the_paper(name):
         assert spec is None or (not spec.expand and spec.scale_format == "fp32" and spec.axis == -1)
         if spec is not None and spec.granularity == "mx":
             assert spec.fold_scales == (name != "moss_mx"), "folded into rows, but in moss_mx"
-            assert spec.outer_scale == "token", f"{MOSS}, Figure 2: k1 of about 10,000 elements, here a row"
+            outer, rounding = ("none", "up") if name == "mxfp8" else ("token", "down")
+            assert spec.outer_scale == outer, f"{MOSS}, Figure 2: k1 of about 10,000 elements, here a row; MX has none"
+            assert spec.exponent_rounding == rounding, f"{_MXFP8_PAPER}, section 3.1: rounded up"
+
+
+def test_blocks_in_16_bits_are_the_first_and_the_last_of_nvfp4():
+    counts = {name: fp8jax.recipes.get(name).unquantized_blocks for name in LINEAR}
+    # arXiv 2509.25149, section 4.1: the first two and the last eight of 62 blocks; ours one of each.
+    assert {name for name, blocks in counts.items() if blocks != (0, 0)} == {"nvfp4"}
+    assert counts["nvfp4"] == (1, 1)
 
 
 def test_gradients_of_heads_that_reach_weights_have_the_wider_range_and_sums_all_bits():

@@ -267,7 +267,7 @@ def test_what_travels_is_what_the_sizes_of_the_parameters_say(case):
     crossings = [Collective("all-reduce", "f32", 50, 2, 2)] if tensor > 1 else []
     mesh = {"data": data, "fsdp": fsdp, "tensor": tensor}
     found = fp8jax.dist.plan(
-        params, recipe, mesh, layer_axes=stacked, tensor_dims=shared, sequence_collectives=crossings
+        params, recipe, mesh, layer_axes=stacked, tensor_dims=shared, activation_collectives=crossings
     )
     assert totals(found.collectives) == EXCHANGED[case]
 

@@ -88,7 +88,7 @@ def main() -> None:
             topology = topologies.get_topology_desc(
                 platform="cuda", target_config=target, topology=f"1x1x{math.prod(sizes)}"
             )
-            devices = jax.sharding.Mesh(np.array(topology.devices).reshape(sizes), mesh.AXES)
+            devices = jax.sharding.Mesh(np.array(topology.devices).reshape(*sizes, 1), mesh.AXES)
             with jax.set_mesh(devices):  # kernels are partitioned where there are several devices
                 step, recipe = compiled(name, devices, Comm(*comm), partition)
             tokens = BATCH * LENGTH

@@ -64,7 +64,7 @@ def test_wrong_input_is_one_line_that_names_it(argv, out, capsys, flags, message
 BOUNDS = {
     **{("data", name): (1, 0) for name in ("seq_len", "batch", "eval_batches")},
     **{("run", name): (1, 0) for name in ("log_every", "checkpoint_every", "keep", "eval_every", "unroll", "patience")},
-    **{("run", name): (0, -1) for name in ("sample_tokens", "profile")},
+    **{("run", name): (0, -1) for name in ("sample_tokens", "profile", "telemetry")},
     ("optim", "steps"): (1, 0),
     ("optim", "microbatches"): (1, 0),
     ("optim", "warmup"): (9, 10),

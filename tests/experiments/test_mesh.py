@@ -27,7 +27,7 @@ FLAGS = (  # noqa: SIM905 (a command line reads best as one)
     "--recipe mixed --microbatches 2 --batch 16 --checkpoint-every 2 --eval-every 3 --keep 9 --steps 6 "
     "--layers 1 --mlp-dim 128 --run"
 ).split()
-ROWS = P(("data", "fsdp"))
+ROWS = P(("data", "fsdp", "expert"))
 
 
 def mixed(_):
@@ -97,7 +97,7 @@ def test_training_goes_on_from_mesh_to_mesh_as_on_one_device(runs):
 def test_parameters_state_and_batches_lie_as_the_mesh_says(runs):
     _, seen, _ = runs
     assert seen[0].seen[0][1] is None
-    for loop, shape, among in ((seen[1], (4, 2, 1), ("fsdp", "data")), (seen[2], (1, 2, 2), "fsdp")):
+    for loop, shape, among in ((seen[1], (4, 2, 1, 1), ("fsdp", "data")), (seen[2], (1, 2, 2, 1), "fsdp")):
         shared = ("tensor",) if shape[2] > 1 else ()
         # The first and the last step: what comes out lies as what went in.
         for state, batch, size in (loop.seen[0], loop.seen[-1]):
@@ -139,7 +139,7 @@ def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--mesh model=2", "--mesh unknown axis 'model'; an axis is data, fsdp or tensor"),
+        ("--mesh model=2", "--mesh unknown axis 'model'; an axis is data, fsdp, tensor or expert"),
         ("--mesh data=2,data=4", "--mesh names data twice"),
         ("--mesh data=0", "--mesh data='0' is no number of devices"),
         ("--mesh data", "--mesh data='' is no number of devices"),
@@ -189,7 +189,7 @@ def test_a_wrong_mesh_is_one_line_that_names_it_and_the_fix(argv, capsys, flags,
 @pytest.mark.parametrize(("batch", "microbatches", "count"), [(8, 1, 8), (8, 2, 4), (12, 1, 6), (7, 1, 7), (3, 3, 1)])
 def test_without_one_a_batch_is_spread_over_as_many_devices_as_divide_it(batch, microbatches, count):
     found = mesh.choose("", batch, microbatches)
-    assert dict(found.shape) == {"data": count, "fsdp": 1, "tensor": 1}
+    assert dict(found.shape) == {"data": count, "fsdp": 1, "tensor": 1, "expert": 1}
 
 
 def test_several_processes_use_all_of_their_devices_and_rows_that_do_not_divide_are_everywhere():
@@ -251,10 +251,10 @@ def test_where_an_array_lies_follows_from_its_name_and_shape(path, shape, place,
     tree: Any = jax.ShapeDtypeStruct((4, 512, 256) if shape == "e4m3" else shape, dtype)
     for name in reversed(path.split(".")):
         tree = {name: tree}
-    devices = jax.sharding.AbstractMesh((2, 2, 2), mesh.AXES)
+    devices = jax.sharding.AbstractMesh((2, 2, 2, 1), mesh.AXES)
     only = lambda tree: [x.spec for x in jax.tree.leaves(tree)]  # noqa: E731
     assert only(mesh.state(devices, tree)) == [place]
-    assert only(mesh.state(jax.sharding.AbstractMesh((4, 1, 1), mesh.AXES), tree)) == [P()]
+    assert only(mesh.state(jax.sharding.AbstractMesh((4, 1, 1, 1), mesh.AXES), tree)) == [P()]
     sliced = place if sliced is SAME else sliced
     by_layers = P("data", *place[1:]) if path.startswith("layers") else sliced
     for partition, wanted in (("slices", sliced), ("tensors", by_layers)):
@@ -269,7 +269,7 @@ def test_scales_of_blocks_are_cut_no_further_than_their_codes():
     q = jax.eval_shape(lambda: fp8jax.quantize(jnp.zeros((4, 450, 512)), spec))
     assert q.scale.shape == (4, 4, 4)
     tree = {"layers": {"mlp": {"up": {"kernel": q}}}}
-    found = mesh.held(jax.sharding.AbstractMesh((2, 2, 2), mesh.AXES), tree, "slices")
+    found = mesh.held(jax.sharding.AbstractMesh((2, 2, 2, 1), mesh.AXES), tree, "slices")
     assert {x.spec for x in jax.tree.leaves(found)} == {UP}
 
 
@@ -285,6 +285,9 @@ def test_the_line_about_the_mesh_says_which_recipes_gather_all_parameters_before
     )
     assert said.endswith("and has 1 of 2 parts of each large matrix and its moments")
     assert "has 1 of 4 parts of each large matrix" in mesh.told(mesh.make(1, 2, tensor=2), recipes[:1])
+    assert "data=2,fsdp=1,expert=2: each device takes 1 of 4 parts of a batch, with 1 of 2 parts of the experts" in (
+        mesh.told(mesh.make(2, 1, expert=2))
+    )
     assert mesh.told(mesh.make(2, 1)).endswith(
         "takes 1 of 2 parts of a batch, and has all parameters and their moments"
     )

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from experiments.train.config import Config, parse
 from experiments.train.experts import RecipeProducts
 from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
+from fp8jax.dist.collectives import collectives
 from tests.distance import relative
 
 TINY = LlamaConfig(vocab=40, dim=16, layers=2, heads=2, kv_heads=1, mlp_dim=24, experts=6, experts_per_token=2)
@@ -129,7 +132,9 @@ def test_tokens_and_gate_and_up_are_all_that_is_kept_but_for_what_the_router_giv
     rows = bytes_of_element * (config.dim + chosen * 2 * config.mlp_dim)
     # Logits, and for each choice its weight, its expert, its row and the choice of that row; and sizes of experts.
     router = 4 * (config.experts + 4 * chosen)
-    assert found == 32 * (rows + router) + 4 * config.experts
+    # For 8-bit products also the token of each row, groups and scales of experts and, in coat, a scale of each token.
+    per_row, per_token, per_expert = {"bf16": (0, 0, 4), "coat": (4, 4, 24), "deepseek": (4, 0, 24)}[recipe]
+    assert found == 32 * (rows + router + per_token + chosen * per_row) + per_expert * config.experts
 
 
 def task_of(recipe, config=TINY, rows=None, **settings):
@@ -163,16 +168,18 @@ def test_losses_of_routers_enter_gradients_by_their_coefficients():
     assert sum(jax.tree.leaves(added)) == pytest.approx(0.5 * (first - second) / 2e-3, rel=0.02)
 
 
-def test_devices_that_share_a_batch_and_parameters_compute_what_one_does(monkeypatch):
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2}, {"data": 1, "fsdp": 2, "expert": 2}])
+def test_devices_that_share_a_batch_and_parameters_compute_what_one_does(sizes, monkeypatch):
     """But for the balance of each device's own tokens, which has no coefficient here."""
     monkeypatch.setattr(mesh, "SMALLEST", 256)
-    devices = mesh.make(2, 2, jax.devices()[:4])
+    devices = mesh.make(**sizes, devices=jax.devices()[:4])
     coefficients = {"balance_coefficient": 0.0, "z_coefficient": 0.5}
     one, many = (task_of(FP32, rows=rows, **coefficients) for rows in (None, mesh.batches(devices)))
     params, model_state = (state := drawn(one)).params, state.model_state
     placed = jax.device_put(params, mesh.state(devices, params))
     experts = jax.tree.leaves(placed["layers"]["mlp"]["experts"])
-    assert all(x.sharding.spec == jax.P(None, None, "fsdp") for x in experts)
+    by_expert = "expert" if "expert" in sizes else None
+    assert all(x.sharding.spec == jax.P(None, by_expert, "fsdp") for x in experts)
     part = functools.partial(parallel.gradients, many.gradients, FP32, devices)
     with jax.default_matmul_precision("highest"):
         losses, grads, _ = jax.jit(one.gradients)(params, model_state, BATCH)
@@ -217,6 +224,54 @@ def test_a_run_trains_logs_losses_of_routers_and_is_evaluated_and_exported(argv,
     assert generate.main(["--model", str(out / "exported"), "--prompt", "w1 w2", "--tokens", "4"]) == 0
 
 
+@pytest.mark.slow
+def test_devices_that_share_experts_train_as_one_does_and_go_on_to_the_same_bits(argv, out, capsys):
+    """Losses differ by what 16 or 8 bits round: outside of experts each device has scales of its own."""
+    flags = ["--model", "moe-tiny", "--recipe", "bf16", "coat", "--balance-coefficient", "0", "--log-every", "1"]
+    shared = [*argv, *flags, "--run", "shared", "--mesh", "expert=2,fsdp=2"]
+    assert cli.main([*argv, *flags, "--run", "alone"]) == 0 == cli.main(shared)
+    for recipe, difference in (("bf16", 1e-3), ("coat", 5e-3)):
+        one, many = (report.read_metrics(out / run / recipe / "metrics.jsonl") for run in ("alone", "shared"))
+        for a, b in zip(one, many, strict=True):
+            for name in {"loss", "valid_loss"} & a.keys():
+                assert b[name] == pytest.approx(a[name], rel=difference), (recipe, a["step"])
+    folder = out / "shared" / "coat" / "checkpoints"
+    leaves = lambda: json.loads((folder / "8/_CHECKPOINT_METADATA").read_text())["custom_metadata"]["leaves"]  # noqa: E731
+    ended = leaves()
+    shutil.rmtree(folder / "8")
+    (folder.parent / "result.json").unlink()
+    capsys.readouterr()
+    assert cli.main(shared) == 0
+    assert "resuming from step 4" in capsys.readouterr().out
+    assert leaves() == ended
+    full = [*argv, *flags, "--recipe", "bf16", "--run", "full", "--mesh", "expert=2", "--expert-capacity", "1"]
+    assert cli.main(full) == 1
+    assert "as if a device got more than --expert-capacity 1 times its rows" in capsys.readouterr().err
+
+
+def test_a_plan_counts_what_experts_exchange():
+    """A layer sends tokens twice forward and gradients of results once; XLA for CPUs fills up what a pair exchanges."""
+    recipe, devices = fp8jax.recipes.coat(), mesh.make(1, 1, jax.devices()[:2], expert=2)
+    task = task_of(recipe, rows=mesh.batches(devices))
+    state = jax.eval_shape(task.init)
+    program = jax.jit(task.step, in_shardings=(mesh.state(devices, state), mesh.batches(devices)))
+    found = collectives(program.lower(state, BATCH).compile().as_text())
+    planned = plan.of(TINY, recipe, dict(devices.shape), BATCH.shape[0] // 2 * 16)
+    assert planned.memory["parameters"] < plan.of(TINY, recipe, {}, 32).memory["parameters"] * 0.7
+    kept = [plan.saved_per_token(TINY, recipe, False, 1, 2, room) for room in (0.0, 2.0, 1.0)]
+    assert kept[0] == kept[1]
+    # With room for the rows that a device sends, it keeps codes of gate and up, and their weights, of half as many.
+    rows = TINY.experts_per_token * (2 * TINY.mlp_dim * (1 + 2 / 16) + 4)
+    assert kept[0] - kept[2] == pytest.approx(rows, rel=0.01)
+    sent = {"u8": 0, "f32": 0}
+    for one in planned.collectives:
+        if one.kind == "ragged-all-to-all":
+            # XLA for CPUs sends bf16 as f32.
+            sent["u8" if one.dtype == "u8" else "f32"] += 2 * one.times * one.nbytes * (2 if one.dtype == "bf16" else 1)
+    for dtype, nbytes in sent.items():
+        assert sum(x.nbytes * x.times for x in found if x.kind == "all-to-all" and x.dtype == dtype) == nbytes > 0
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -224,6 +279,10 @@ def test_a_run_trains_logs_losses_of_routers_and_is_evaluated_and_exported(argv,
         ("--lora-rank 4", "--lora-rank 4: experts have no adapters"),
         ("--release previous", "--release previous: it leaves out the losses of routers"),
         ("--mesh tensor=2 --batch 4", "2 devices along tensor do not share experts"),
+        ("--mesh expert=3 --batch 6", r"3 devices along expert do not divide 8 experts; expert may be \[1, 2, 4, 8\]"),
+        ("--model 5m --mesh expert=2 --batch 4", "expert=2: the model has no experts; take data=2"),
+        ("--recipe fp8_lm --mesh expert=2 --batch 4", "comm.auto_scale has one factor a parameter"),
+        ("--mesh expert=2 --expert-capacity 0.5", "--expert-capacity must be at least 1, or 0, got 0.5"),
         ("--experts-per-token 9", "experts_per_token must be from 1 to experts 8, got 9"),
         ("--experts 1", "experts must be 0, for one MLP, or at least 2, got 1"),
         ("--model 5m --z-coefficient 0.1", "--z-coefficient is for models with experts"),

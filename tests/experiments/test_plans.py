@@ -87,25 +87,25 @@ def test_the_command_plans_a_model_that_fits_no_machine_here(capsys, monkeypatch
 def test_every_option_of_the_command_arrives(capsys, monkeypatch):
     """`of` gets what is asked for, and the tokens of a microbatch on a device; its plan is what is printed."""
     asked, real = [], plan.of
-    monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute, shared=1: 1000.0 + recompute)
+    monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute, *shared: 1000.0 + recompute)
     monkeypatch.setattr(plan, "of", lambda *args, **how: asked.append((args, how)) or real(*args, **how))
     flags = "--model llama-1b --recipe fast --mesh data=2,fsdp=4,tensor=2 --batch 3 --length 100 --vocab 999"
     for more, how in (
-        ("", {"microbatches": 1, "recompute": False, "partition": ""}),
+        ("", {"microbatches": 1, "recompute": False, "partition": "", "expert_capacity": 0.0}),
         (
-            " --microbatches 5 --recompute --partition slices",
-            {"microbatches": 5, "recompute": True, "partition": "slices"},
+            " --microbatches 5 --recompute --partition slices --expert-capacity 2",
+            {"microbatches": 5, "recompute": True, "partition": "slices", "expert_capacity": 2.0},
         ),
     ):
         assert plan.main((flags + more).split()) == 0
-        args = sizes.get("1b", 999), fp8jax.recipes.fast(), {"data": 2, "fsdp": 4, "tensor": 2}, 300
+        args = sizes.get("1b", 999), fp8jax.recipes.fast(), {"data": 2, "fsdp": 4, "tensor": 2, "expert": 1}, 300
         assert asked.pop() == (args, how)
         assert real(*args, **how).table() in capsys.readouterr().out
 
 
 def test_a_plan_of_a_model_counts_its_layers_tokens_and_logits(monkeypatch):
     """Of a layer 1,000 bytes a token; at the loss six for each logit, and the head's input twice."""
-    monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute, shared=1: 1000.0 + recompute)
+    monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute, *shared: 1000.0 + recompute)
     llama, tokens = sizes.get("5m", 512), 64 * 512
     layer = 2 * llama.dim * (llama.dim + llama.kv_heads * llama.head_dim) + 3 * llama.dim * llama.mlp_dim
     layer += 2 * llama.dim  # its norms
@@ -137,7 +137,7 @@ def test_a_plan_of_a_model_counts_its_layers_tokens_and_logits(monkeypatch):
 def counted(monkeypatch):
     """What the planner of one device is told of a model, in which a layer keeps 1,000 bytes of a token."""
     real, told = plan.plan, []
-    monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute, shared=1: 1000.0)
+    monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute, *shared: 1000.0)
     monkeypatch.setattr(plan, "plan", lambda *args, **how: told.append(how) or real(*args, **how))
     return told
 

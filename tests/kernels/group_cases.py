@@ -28,6 +28,7 @@ class Case:
     dtype: str = "bfloat16"
     by_row: bool = False  # a scale for each row, and for each group, in place of one
     is_copy: bool = False
+    has_factor: bool = False  # of each row, for columns
 
 
 CASES = [
@@ -36,6 +37,8 @@ CASES = [
     Case((60, 70), 133, (133, 33), None, "int8", dtype="float32"),
     Case((5, 0), 7, (4, 130), "int8", None, has_index=True, by_row=True),
     Case((30, 128, 0, 20), 200, (50, 136), None, "e5m2", has_index=True, is_copy=True),
+    Case((130, 0, 20), 151, (40, 72), "e4m3", "e4m3", has_index=True, is_copy=True, has_factor=True),
+    Case((3, 2), 5, (5, 40), None, "e5m2", is_copy=True, has_factor=True),
     Case((0, 0), 3, (3, 64), "e5m2", "e4m3"),
 ]
 
@@ -44,7 +47,7 @@ def arguments(case: Case) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     x = rng.normal(size=case.shape) * np.exp2(rng.integers(-9, 9, (case.shape[0], 1)))
     if case.is_copy:
-        x = jnp.asarray(x.astype(FORMATS[case.columns or ""][0]))
+        x = jnp.asarray(x.astype(FORMATS[case.columns or ""][0])).at[1, 2].set(jnp.nan)
     else:
         x = jnp.asarray(x, case.dtype)
         x = x if "int8" in (case.rows, case.columns) else x.at[1, 2].set(jnp.nan).at[2, 3].set(1e30)
@@ -56,8 +59,11 @@ def arguments(case: Case) -> dict[str, Any]:
         "x": x,
         "sizes": jnp.asarray(case.sizes, jnp.int32),
         "index": jnp.asarray(rng.integers(0, case.shape[0], case.num_rows), jnp.int32) if case.has_index else None,
-        "row_scale": jnp.asarray(scales[0]) if case.rows else None,
+        "row_scale": jnp.asarray(scales[0]) if case.rows and not case.is_copy else None,
         "column_scale": jnp.asarray(scales[1]) if case.columns and not case.is_copy else None,
+        "row_factor": jnp.asarray(np.exp2(-rng.integers(0, 12, case.num_rows)), jnp.float32)
+        if case.has_factor
+        else None,
     }
 
 
@@ -70,15 +76,24 @@ def encode(x: np.ndarray, fmt: str, scale: Any) -> np.ndarray:
         return (np.rint(y) if fmt == "int8" else y).astype(dtype).view(np.uint8)
 
 
-def expected(case: Case, tokens: int, x: np.ndarray, index: Any, row_scale: Any, column_scale: Any) -> tuple[Any, Any]:
+def expected(
+    case: Case, tokens: int, x: np.ndarray, index: Any, row_scale: Any, column_scale: Any, row_factor: Any
+) -> tuple[Any, Any]:
     """Codes of the rows of groups, and transposed codes on an axis of so many tokens: group by group, as bytes."""
     n, ordered = case.shape[1], x if index is None else x[np.asarray(index)]
     row_codes, total = None, sum(case.sizes)
-    if case.rows:
+    if case.rows and case.is_copy:
+        row_codes = ordered[:total].view(np.uint8)
+    elif case.rows:
         row_codes = encode(ordered[:total], case.rows, np.broadcast_to(row_scale, case.num_rows)[:total])
     column_codes, token, row = np.zeros((n, tokens), np.uint8), 0, 0
     for group, size in enumerate(case.sizes):
         values = ordered[row : row + size]
+        if row_factor is not None:
+            values = encode(
+                values.astype(np.float32) * np.asarray(row_factor)[row : row + size, None], case.columns, np.ones(size)
+            )
+            values = values.view(ordered.dtype)
         if case.columns:
             scale = None if case.is_copy else np.broadcast_to(column_scale, len(case.sizes))[group]
             codes = values.view(np.uint8) if case.is_copy else encode(values, case.columns, np.full(size, scale))

@@ -230,7 +230,7 @@ def wrong_blocks(shape: tuple[int, int]) -> dict[str, int]:
     drawn = np.asarray(found.stochastic)
     for name, top, left in (("rows", 32, 0), ("columns", 0, 64)):
         place = jnp.array([shape[1], top // 4 * shape[1] + left], jnp.uint32)
-        part = run(jnp.asarray(x[top:, left:]), seed=words, place=place)
+        part = run(jnp.asarray(x[top:, left:]), seed=words, rng_offset=place)
         wrong[f"noise of a part, {name}"] = _differ(np.asarray(part.stochastic), drawn[top:, left:])
     wrong["noise of other words"] = sum(
         int((np.asarray(run(jnp.asarray(x), seed=jnp.array(other, jnp.uint32)).stochastic) == drawn).all())

@@ -7,6 +7,7 @@ and collectives is printed.
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -19,13 +20,14 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 # Compute capability by kind; each kind has a description for XLA beside this file.
-CAPABILITIES = {"t4": 75, "a100": 80, "l4": 89, "h200": 90, "rtx_pro_6000": 120}
+CAPABILITIES = {"t4": 75, "a100": 80, "l4": 89, "h200": 90, "b200": 100, "rtx_pro_6000": 120}
 MARK = "found: "
 _ARRAY = re.compile(r"(\w+)\[([\d,]+)\]")
 # Of functions whose programs take several GPUs.
 MESHES = {
     "sharded": {"fsdp": 2},
     "few_sharded": {"fsdp": 2},
+    "block_scaled_sharded": {"fsdp": 2},
     "switchback": {"fsdp": 2},
     "by_hand": {"data": 2, "fsdp": 2},
 }
@@ -130,6 +132,66 @@ def decoded() -> Programs:
     return {name: (_plain(_linear(fp8jax.recipes.get(name).linear)), shapes) for name in ("int8_block", "deepseek")}
 
 
+def block_scaled() -> Programs:
+    """Forward and backward of a linear in mxfp8 and in nvfp4, of sizes that block scales divide."""
+    import jax
+    import jax.numpy as jnp
+
+    import fp8jax
+
+    shapes = tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1024, 512), (512, 768), (1024, 768)))
+    return {name: (_linear(fp8jax.recipes.get(name).linear), shapes) for name in ("mxfp8", "nvfp4")}
+
+
+def block_scaled_sharded() -> Programs:
+    """The same with two GPUs that share the weight, its gradient and the input."""
+    import jax
+
+    rows = jax.P("fsdp", None)
+
+    def shared(program: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            y, (dx, dw) = program(*args)
+            return y, dx, jax.lax.with_sharding_constraint(dw, rows)
+
+        return run
+
+    return {name: (shared(program), shapes, (rows, rows, rows)) for name, (program, shapes) in block_scaled().items()}
+
+
+def block_scaled_models() -> Programs:
+    """Loss and gradients of a Llama in NNX in mxfp8, whose layers a loop runs, and of four Linen blocks in nvfp4."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    import fp8jax
+    from experiments.models.llama import Llama, LlamaConfig
+
+    class Blocks(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for i in range(4):
+                h = nn.silu(nn.Dense(256, name=f"up_{i}", dtype=jnp.bfloat16)(nn.RMSNorm(dtype=jnp.bfloat16)(x)))
+                x = x + nn.Dense(128, name=f"down_{i}", dtype=jnp.bfloat16)(h)
+            return nn.Dense(64, name="head", dtype=jnp.bfloat16)(x)
+
+    llama = nnx.eval_shape(lambda: Llama(LlamaConfig(256, 128, 2, 4, 2, 384), rngs=nnx.Rngs(0)))
+    graphdef, weights = nnx.split(llama)
+    tokens, rows = jax.ShapeDtypeStruct((8, 64), jnp.int32), jax.ShapeDtypeStruct((512, 128), jnp.bfloat16)
+    variables = jax.eval_shape(Blocks().init, jax.random.key(0), rows)
+
+    def program(model: Callable[..., Any], recipe: str) -> Callable[..., Any]:
+        fast = fp8jax.transform(model, recipe)
+        return jax.value_and_grad(lambda w, x: jnp.sum(fast(w, x).astype(jnp.float32) ** 2))
+
+    return {
+        "llama": (program(lambda w, tokens: nnx.merge(graphdef, w)(tokens), "mxfp8"), (weights, tokens)),
+        "linen": (program(Blocks().apply, "nvfp4"), (variables, rows)),
+    }
+
+
 def round_trips() -> Programs:
     """Values that codes stand for, which are made and read in one program."""
     import jax
@@ -214,6 +276,30 @@ def by_hand() -> Programs:
     return found
 
 
+def experts() -> Programs:
+    """Forward and backward of a grouped product in blocks: with a kernel for their scales, and without."""
+    import jax
+    import jax.numpy as jnp
+
+    import fp8jax
+
+    def int8_fallback(x: Any, w: Any, dy: Any, sizes: Any) -> Any:
+        recipe, state = fp8jax.recipes.int8_fallback().linear, fp8jax.init_scaling("int8_fallback")
+        states = jax.tree.map(lambda s: jnp.broadcast_to(s, (w.shape[0], *s.shape)), state)
+        run = lambda x, w: fp8jax.scaled_ragged_dot(x, w, sizes, states, recipe=recipe, key=jax.random.key(0))[0]  # noqa: E731
+        y, back = jax.vjp(run, x, w)
+        return y, back(dy)
+
+    def jetfire(x: Any, w: Any, dy: Any, sizes: Any) -> Any:
+        run = lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe="jetfire", key=jax.random.key(0))  # noqa: E731
+        y, back = jax.vjp(run, x, w)
+        return y, back(dy)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (4, 256, 384), (512, 384))]
+    arguments = (*shapes, jax.ShapeDtypeStruct((4,), jnp.int32))
+    return {"int8_fallback": (int8_fallback, arguments), "jetfire": (jetfire, arguments)}
+
+
 def ten_bits() -> Programs:
     """A norm and linears, a gated activation and a linear, of `int8_fallback`: forward and backward."""
     import jax
@@ -282,6 +368,12 @@ def _written(text: str, *dtypes: str) -> dict[str, int]:
     return dict(collections.Counter(shape for dtype, shape in arrays if dtype in dtypes and "," in shape))
 
 
+def _placed(sharding: Any, shape: Any) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
 def main() -> None:
     import jax
     import numpy as np
@@ -307,7 +399,7 @@ def main() -> None:
             for name, (program, shapes, *specs) in globals()[function]().items():
                 where = specs[0] if specs else [jax.P()] * len(shapes)
                 placed = [
-                    jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+                    jax.tree.map(functools.partial(_placed, jax.sharding.NamedSharding(mesh, spec)), s)
                     for s, spec in zip(shapes, where, strict=True)
                 ]
                 with choice.record_choices() as told:

@@ -318,7 +318,6 @@ def test_compiles_for_an_h200_without_spills(which: str) -> None:
         assert resources["stores"] == resources["loads"] == 0, f"{name} spills registers: {resources}"
         assert resources["waits"] == 0, f"the assembler makes {name} wait for products: {resources}"
     assert report["calls"].count("mosaic_gpu_v2") == len(getattr(programs, which))
-    assert which != "LARGEST" or report["copies"] == 0
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))

@@ -33,7 +33,8 @@ def test_codes_are_those_of_each_group_on_a_gpu(case: cases.Case) -> None:
         ({"rows": "bf16"}, "rows is 'bf16'; expected 'e4m3', 'e5m2' or 'int8'"),
         ({"x": jnp.ones((7, 4))}, "tokens has 8 rows and alignment 128; expected 200 and 128"),
         ({"x": jnp.ones((8, 4, 1))}, r"x has shape \(8, 4, 1\)"),
-        ({"x": jnp.ones((8, 4), jnp.float8_e4m3fn)}, "x has codes of float8_e4m3fn, which are only transposed"),
+        ({"x": jnp.ones((8, 4), jnp.float8_e4m3fn)}, "x has codes of float8_e4m3fn, which are copied"),
+        ({"row_factor": jnp.ones(8)}, "row_factor is for 8-bit codes, and x is float32"),
     ],
 )
 def test_errors_name_the_value_and_the_fix(changes: dict[str, Any], text: str) -> None:

@@ -1,6 +1,7 @@
 """What XLA makes of quantized products for GPUs of several kinds, and what of them is reported."""
 
 import functools
+import math
 import re
 from typing import Any
 
@@ -99,6 +100,30 @@ def test_weights_in_shards_are_gathered_as_codes_and_each_gpu_gets_its_part_of_t
         assert all(dtype in ("u8", "s8", "f8e4m3fn") for dtype, _ in gathered), (name, gathered)
 
 
+# Products of the plan: of a linear three; of seven linears in each of two layers; of two in each of two middle blocks.
+BLOCK_SCALED = {"mxfp8": 3, "nvfp4": 3, "llama": 3 * 7 * 2, "linen": 3 * 2 * 2}
+
+
+@pytest.mark.parametrize("function", ["block_scaled", slow("block_scaled_sharded"), slow("block_scaled_models")])
+def test_block_scaled_products_are_one_call_of_cudnn_on_a_b200(function: str) -> None:
+    """No decoded copy of an operand is written, and no other product reads codes."""
+    for name, program in targets.report(function, ["b200"])["b200"].items():
+        dtype = "f4e2m1fn" if name in ("nvfp4", "linen") else "f8e4m3fn"
+        listed = products(program)
+        assert {(p.operation, p.operands) for p in listed} == {("__cudnn$blockScaledDot", (dtype, dtype))}, (
+            name,
+            listed,
+        )
+        assert sum(p.executions for p in listed) == BLOCK_SCALED[name], name
+        assert not program["warnings"], name
+        if name == "mxfp8":
+            assert not program["written"], name
+            assert not program["wide"], name
+        if function == "block_scaled_sharded":
+            gathered = {dtype for dtype, shape in program["gathers"] if math.prod(shape) > 1024}
+            assert gathered <= {"u8", "f8e4m3fn"}, (name, program["gathers"])
+
+
 @pytest.mark.slow
 def test_rows_of_int8_are_multiplied_by_the_kernel_on_hopper_alone() -> None:
     """Sharded, too: codes travel, and where a contraction is cut its sums, in 16 bits."""
@@ -167,6 +192,18 @@ def test_every_recipe_on_every_gpu(flags: str) -> None:
     for kind, capability in targets.CAPABILITIES.items():
         ran = {p.operation for p in products(found[kind]["te_current"])}
         assert (ran == {"__cublas$lt$matmul$f8"}) == (bool(flags) and capability >= 89), (kind, ran)
+
+
+@pytest.mark.slow
+def test_experts_in_int8_blocks_are_multiplied_by_their_kernels_and_others_are_reported() -> None:
+    found = targets.report("experts", ["h200"])
+    check(found)
+    ran = {name: {(p.kernel, p.operands, p.executions) for p in products(f)} for name, f in found["h200"].items()}
+    int8, bf16 = ("s8", "s8"), ("bf16", "bf16")
+    assert ran["int8_fallback"] == {("int8_grouped_block", int8, 2), ("int8_grouped_block_dw", int8, 1)}
+    assert ran["jetfire"] == {("bf16_grouped", bf16, 2), ("bf16_grouped_dw", bf16, 1)}
+    (warning,) = found["h200"]["jetfire"]["warnings"]
+    assert "codes are decoded: its scales are of tensors and rows, not of int8:group32" in warning
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from pallas_kernels.dispatch import call_triton
 from pallas_kernels.matmul import matmul_int8_triton
 from pallas_kernels.nonlinear import operations_triton
 from pallas_kernels.quantization import encode_triton, quantize_triton
-from tests.kernels import group_cases, int8_cases, logits_cases, ptx
+from tests.kernels import glu_cases, group_cases, int8_cases, logits_cases, ptx
 from tests.kernels import quantize_cases as cases
 
 GUARD = 4096
@@ -260,6 +260,8 @@ def main() -> None:
         wrong |= {f"logits {case}: {name}": [n] for name, n in logits_cases.wrong(case, "triton").items() if n}
     for group_case in group_cases.CASES:
         wrong |= {f"{group_case}: {name}": [n] for name, n in group_cases.wrong(group_case, "triton").items() if n}
+    for glu_case in glu_cases.CASES:
+        wrong |= {f"{glu_case}: {name}": [text] for name, text in glu_cases.wrong(glu_case).items()}
     print(json.dumps(wrong))
 
 

@@ -17,7 +17,7 @@ from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import Choice
 from fp8jax.ops.quantization import quantize
 from tests.modules.architectures import LAYERS, LENGTH, WIDTH, MiniGPT, Nanodo
-from tests.rows import slow
+from tests.rows import covering, slow
 
 TE, DEEPSEEK = fp8jax.recipes.te_current(), fp8jax.recipes.deepseek()
 TOKENS = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
@@ -299,8 +299,9 @@ class PreciseLinen(nn.Module):
         return nn.Dense(16, precision="highest", name="wo")(x)
 
 
-@pytest.mark.parametrize("recipe", ["coat", "te_delayed"])
-@pytest.mark.parametrize("model", [lambda: Precise(nnx.Rngs(0)), PreciseLinen], ids=["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("model", "recipe"), covering([lambda: Precise(nnx.Rngs(0)), PreciseLinen], ["coat", "te_delayed"])
+)
 def test_layers_that_ask_for_a_precision_are_marked(model, recipe):
     report = fp8jax.explain(model(), recipe, jnp.ones((8, 16)))
     assert [layer.path for layer in report.quantized_layers] == ["mid"]

@@ -114,7 +114,7 @@ def test_transformations_change_no_value(how):
         assert np.linalg.norm(left - right) <= 0.02 * np.linalg.norm(left) + 1e-4
 
 
-@pytest.mark.parametrize("how", ["loop", "scan", "jit"])
+@pytest.mark.parametrize("how", [slow("loop"), "scan", slow("jit")])
 def test_init_and_parameters_are_those_of_the_plain_model(how):
     model = fp8jax.linen.quantize(Stack(how), TE)
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_rules_tell_apart_layers_that_share_a_trace_under_jit():
     assert eight_and_wide(others.apply, variables("jit"), X)[0] == 6
 
 
-@pytest.mark.parametrize("how", ["loop", "scan", "jit"])
+@pytest.mark.parametrize("how", ["loop", "scan", slow("jit")])
 def test_a_rule_that_matches_no_layer_raises_in_init_and_in_apply(how):
     for path in ("blocks_7/up", "head/bias", "blocks.*/LayerNorm_0"):
         model = fp8jax.linen.quantize(Stack(how), [fp8jax.Rule(path, TE)])

@@ -81,16 +81,19 @@ def train(step, name, model="layer", steps=3):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "call"),
-    [
-        ("te_delayed", "delayed", "advance_scaling"),
-        ("int8_fallback", "threshold", "advance_scaling"),
-        ("moss", "automatic", "update_weight_amax_bounds"),
-    ],
+    ("names", "model"),
+    covering(
+        [
+            ("te_delayed", "delayed", "advance_scaling"),
+            ("int8_fallback", "threshold", "advance_scaling"),
+            ("moss", "automatic", "update_weight_amax_bounds"),
+        ],
+        MODELS,
+    ),
 )
-@pytest.mark.parametrize("model", MODELS)
-def test_a_trainer_that_never_advances_states_is_told_for_each_model(name, kind, call, model):
+def test_a_trainer_that_never_advances_states_is_told_for_each_model(names, model):
     """The second model was trained without a word, by the program of the first one."""
+    name, kind, call = names
     for _ in range(2):
         (message,) = told(lambda: train(never, name, model))
         assert message.startswith(f"an nnx.Linear with {kind} {MESSAGE}fp8jax.nnx.{call}: ")

@@ -16,6 +16,7 @@ import fp8jax
 from tests.distance import relative
 from tests.modules import patches
 from tests.programs import dots
+from tests.rows import covering
 
 WIDTH, INNER, HEADS = 32, 64, 2
 X = jax.random.normal(jax.random.key(0), (2, 6, WIDTH))
@@ -64,8 +65,7 @@ def settled(m):
     return m
 
 
-@pytest.mark.parametrize("name", ["te_current", "te_delayed"])
-@pytest.mark.parametrize("library", ["pickle", "cloudpickle"])
+@pytest.mark.parametrize(("library", "name"), covering(["pickle", "cloudpickle"], ["te_current", "te_delayed"]))
 def test_a_quantized_model_is_pickled_with_its_state(library, name):
     pickler = pickle if library == "pickle" else pytest.importorskip("cloudpickle")
     one = settled(fp8jax.nnx.quantize(model(), name))

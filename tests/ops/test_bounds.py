@@ -16,6 +16,7 @@ from fp8jax.ops.products import operands, product
 from tests.distance import relative
 from tests.ops.test_contexts import CHANNELS, LEAN, LINEAR, OUTPUTS, TOKENS, layer, normal, parameters
 from tests.programs import residuals
+from tests.rows import covering
 
 COAT = fp8jax.recipes.coat()
 
@@ -223,8 +224,7 @@ def test_vmap_and_jit_give_what_a_loop_gives():
             assert relative(a, b) < 1e-2
 
 
-@pytest.mark.parametrize("how", [lambda f: f, jax.jit, jax.checkpoint])
-@pytest.mark.parametrize("recomputes", [True, False])
+@pytest.mark.parametrize(("recomputes", "how"), covering([True, False], [lambda f: f, jax.jit, jax.checkpoint]))
 def test_no_more_is_kept_under_bounds(recomputes, how):
     x, p = normal(9, 600, CHANNELS, dtype=jnp.bfloat16), parameters()
 

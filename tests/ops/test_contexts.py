@@ -186,8 +186,7 @@ def scanned(context, x, p, wrap=lambda f: f):
     return jax.lax.scan(wrap(lambda x, p: (layer(context, x, p), None)), x, p)[0]
 
 
-@pytest.mark.parametrize("how", ["plain", "scan", "jit", "remat"])
-@pytest.mark.parametrize("context", [FAITHFUL, LEAN], ids=str)
+@pytest.mark.parametrize(("how", "context"), covering(["plain", "scan", "jit", "remat"], [FAITHFUL, LEAN]), ids=str)
 def test_a_layer_keeps_each_input_once_and_in_codes(how, context):
     x, p = normal(9, TOKENS, CHANNELS, dtype=jnp.bfloat16), parameters()
     one = lambda x, p: layer(context, x, jax.tree.map(lambda a: a[0], p))  # noqa: E731

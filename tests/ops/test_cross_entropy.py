@@ -337,6 +337,7 @@ def test_heads_of_codes_have_one_fp8_scale_an_operand():
     assert coded == {"coat", "coat_activations", "coat_fast", "te_current", "fp8_lm", "fp8_lm_two_phase"}
     assert head.has_codes(fp8jax.recipes.HEAD)
     assert not head.has_codes(dataclasses.replace(fp8jax.recipes.HEAD, dy="e5m2+stochastic", dy_wgrad="same"))
+    assert not head.has_codes(dataclasses.replace(fp8jax.recipes.HEAD, rotation=16))
     with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))):
         x = jax.device_put(jnp.ones((4, CHANNELS)), P("data"))
         with pytest.raises(ValueError, match="whose operands have one FP8 scale each"):
@@ -401,8 +402,7 @@ def test_the_gradients_of_a_head_that_is_sure_of_its_labels_are_as_exact_as_othe
     assert relative(dx[others], (d @ w.T)[others]) < 2**-4
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("names", [{"data"}, {"data", "model"}], ids=["some axes", "all axes"])
+@pytest.mark.parametrize(("kind", "names"), covering(["Auto", "Explicit"], [{"data"}, {"data", "model"}]), ids=str)
 def test_gradients_of_devices_that_jax_checks_are_those_of_all_tokens(kind, names):
     """The weight and the bias do not vary over devices, their gradients on each do and are summed."""
     rng = np.random.default_rng(1)

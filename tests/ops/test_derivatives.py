@@ -92,8 +92,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), covering(OPERATIONS, NARROW))
-@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+@pytest.mark.parametrize(("name", "dtype", "recipe"), covering(OPERATIONS, NARROW, ["bf16", "coat"]))
 def test_a_cast_to_8_bits_before_an_operation_raises(dtype, name, recipe):
     def f(x):
         return total(OPERATIONS[name](x.astype(dtype), recipe=recipe))

@@ -17,7 +17,7 @@ from fp8jax.ops.matmul.matmul import _dot_decoded
 from fp8jax.ops.products.linear import key_from_data
 from fp8jax.ops.quantization import quantize as ops
 from tests.distance import relative
-from tests.rows import few
+from tests.rows import covering, few
 
 NAMES = fp8jax.recipes.NAMES
 STATELESS = [name for name in NAMES if not fp8jax.recipes.get(name).linear.states]
@@ -106,8 +106,9 @@ def test_a_mesh_changes_no_code_and_no_sharding(name):
         assert jax.typeof(a).sharding == jax.typeof(b).sharding
 
 
-@pytest.mark.parametrize("context", ["in jax.set_mesh", "by the arrays alone"])
-@pytest.mark.parametrize("name", ["coat", "int8_block"])
+@pytest.mark.parametrize(
+    ("name", "context"), covering(["coat", "int8_block"], ["in jax.set_mesh", "by the arrays alone"])
+)
 def test_data_parallelism_on_the_default_mesh_needs_nothing(name, context):
     recipe, mesh = fp8jax.recipes.get(name), jax.make_mesh((8,), ("data",))
     x, w = normal(8, 4, 32), normal(32, 16, scale=0.2)

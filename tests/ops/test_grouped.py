@@ -19,6 +19,7 @@ from fp8jax.ops.quantization.group_scales import quantize_fallback_rows
 from fp8jax.ops.quantization.quantize import quantize
 from pallas_kernels.matmul import grouped_block_mosaic, grouped_int8_mosaic, grouped_mosaic
 from tests.distance import relative
+from tests.rows import covering
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 300, 256, 192, 4
 SIZES = {
@@ -57,8 +58,7 @@ def forward(name):
     return lambda x: x if x_spec is None else quantize(x, x_spec)[0], w_values, run
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("name", "sizes"), covering(SPECS, SIZES))
 def test_rows_by_the_matrix_of_their_group(name, sizes):
     encode, w, run = forward(name)
     counts = np.array(SIZES[sizes])
@@ -71,8 +71,7 @@ def test_rows_by_the_matrix_of_their_group(name, sizes):
         assert not y[len(group) :].any()
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("name", "sizes"), covering(SPECS, SIZES))
 def test_tokens_of_each_group(name, sizes):
     x = jnp.asarray(X).at[sum(SIZES[sizes]) :].set(jnp.nan)
     a, b, dw, places = of_tokens(name)(x, np.array(SIZES[sizes]))
@@ -127,8 +126,7 @@ def test_scales_of_each_group_are_multiplied_to_the_result():
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("cut", ["t", "n", "k"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("cut", "kind"), covering(["t", "n", "k"], [AxisType.Auto, AxisType.Explicit]))
 def test_operands_on_several_devices(cut, kind):
     """Devices multiply their shards; no operand of another device is decoded there."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[:2])

@@ -17,7 +17,7 @@ from fp8jax.ops.dispatch.partition import run_partitioned
 from fp8jax.ops.quantization import quantize as ops
 from tests.distance import relative
 from tests.ops.test_partition import draw, same, stand_ins, statistics
-from tests.rows import covering, few
+from tests.rows import covering, few, slow
 
 __all__ = ["stand_ins"]
 NAMES = ("data", "fsdp", "tensor")
@@ -199,8 +199,7 @@ def test_gradients_reduced_by_hand(stand_ins, monkeypatch, kinds, check):
     assert relative(dx, jnp.concatenate([own[0][1], own[1][1]])) < 1e-6
 
 
-@pytest.mark.parametrize("spmd", [None, "rows"])
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize(("kind", "spmd"), covering([AUTO, EXPLICIT], [None, "rows"]))
 def test_under_vmap_of_an_axis_that_is_cut(kind, spmd):
     x = np.round(100 * np.asarray(draw(0, 4, 16, 32)))
     wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
@@ -212,7 +211,7 @@ def test_under_vmap_of_an_axis_that_is_cut(kind, spmd):
     assert found[0].sharding.spec[0] == "rows"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
+@pytest.mark.parametrize("layout", [slow(LAYOUTS[0]), slow(LAYOUTS[1]), LAYOUTS[2]], ids=str)
 def test_devices_in_any_order(layout):
     x = np.round(100 * np.asarray(draw(0, 2, 16, 32)))
     wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))

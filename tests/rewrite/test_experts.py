@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import fp8jax
+from fp8jax.ops.dispatch.choice import target
 from tests.distance import relative
 from tests.programs import residuals
 from tests.rewrite import experts
@@ -69,6 +70,8 @@ def test_a_writing_is_in_8_bits(name, recipe):
     assert {e.path for e in explained.quantized if e.is_product} == {"mixer", *experts_of(params)}
     assert {e.path: e.reason for e in explained.skipped if e.is_product} == {"router": "a router"}
     assert not explained.unquantized_note
+    # The numbers of chosen experts are clipped at 0 by jnp.bincount, which is no activation.
+    assert "relu" not in {e.kind for e in explained.rows}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +97,19 @@ def test_an_expert_of_small_weights_has_scales_of_its_own(name):
         errors = [relative(a, b) for a, b in zip(grads[weight], want[weight], strict=True)]
         assert 0 < errors[1] < 2 * np.mean([errors[0], *errors[2:]]), weight
     assert relative(dx, wanted_dx) < 0.2
+
+
+def test_tokens_are_quantized_before_they_are_gathered_and_the_glu_between_products_in_one_pass():
+    """On a GPU, whose kernels' references run here."""
+    written = experts.block(experts.sorted_tokens(lax.ragged_dot))
+    fast, rows = fp8jax.transform(written, "coat"), X.shape[0] * experts.CHOSEN
+    with target(capability=90):
+        program = str(jax.make_jaxpr(jax.grad(lambda p: jnp.sum(fast(p, X))))(JOINED))
+        saved = residuals(lambda p, x: fast(p, x), JOINED, X)
+        assert_near(fast, written, JOINED)
+    assert program.count("_quantize_cotangents") == 1
+    kept = [shape for dtype, shape in saved if dtype == "uint8" and len(shape) == 2 and shape[0] != X.shape[0]]
+    assert kept == [(rows, 2 * experts.INNER)]
 
 
 def test_codes_of_tokens_are_saved_once_for_all_experts():
@@ -173,17 +189,53 @@ def test_a_name_that_no_grouped_product_has_is_refused():
         fp8jax.GroupedProduct("gmm(")
 
 
-@pytest.mark.parametrize("recipe", ["te_delayed", "int8_fallback"])
-def test_grouped_products_under_a_scaling_with_a_state_are_left_with_a_reason(recipe):
-    written = experts.block(experts.sorted_tokens(lax.ragged_dot))
+STATEFUL = ["te_delayed", "int8_fallback", "moss"]
+
+
+@pytest.mark.parametrize("recipe", STATEFUL)
+@pytest.mark.parametrize("name", WRITINGS)
+def test_a_writing_has_a_state_for_each_expert(name, recipe):
+    """Slices of a parameter, in a loop or a switch, share one state."""
+    experts_of_block, params = WRITINGS[name]
+    fast = fp8jax.transform(experts.block(experts_of_block), recipe)
+    explained = fast.explain(params, X)
+    assert {e.path for e in explained.quantized if e.is_product} == {"mixer", *experts_of(params)}
+    assert {e.path for e in explained.skipped if e.is_product} == {"router"}
+    axes = {path: s.state.w.shape if recipe == "moss" else s.state.x.shape for path, s in fast.init(params, X).items()}
+    expected = () if name in ("loop", "switch") else (EXPERTS,)
+    assert {path: shape[: len(expected)] for path, shape in axes.items() if path != "mixer"} == dict.fromkeys(
+        experts_of(params), expected
+    )
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_writing_that_is_left_stops_no_state_of_the_rest(name):
+    layer, params, reason = LEFT[name]
+    fast = fp8jax.transform(experts.block(layer), "te_delayed")
+    explained = fast.explain(params, X)
+    assert {e.path for e in explained.skipped if e.reason.startswith(reason)} == experts_of(params)
+    assert list(fast.init(params, X)) == ["mixer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    few(
+        [(name, recipe) for name in WRITINGS for recipe in ("te_delayed", "int8_fallback")],
+        ("ragged_dot_general", "te_delayed"),
+        ("dense", "int8_fallback"),
+    ),
+)
+def test_steps_with_states_are_near_those_as_written(name, recipe):
+    written, params = experts.block(WRITINGS[name][0]), WRITINGS[name][1]
     fast = fp8jax.transform(written, recipe)
-    explained = fast.explain(P, X)
-    assert [e.path for e in explained.quantized if e.is_product] == ["mixer"]
-    assert {e.path for e in explained.skipped if "would need a state" in e.reason} == {"gate", "up", "down"}
-    states = fast.init(P, X)
-    assert list(states) == ["mixer"]
-    with pytest.warns(fp8jax.UnquantizedWarning):
-        assert 0 < relative(fast(P, X, states=states), written(P, X)) < 0.1
+    step, weights = make_step(fast), jnp.cos(jnp.arange(X.size, dtype=X.dtype)).reshape(X.shape)
+    states = fast.init(params, X)
+    for _ in range(2):
+        y, grads, states = step(params, states, X, weights)
+    want, (wanted, _) = values_and_gradients(written, params)
+    assert 0 < relative(y, want) < 0.1
+    for path in params:
+        assert relative(grads[path], wanted[path]) < 0.25, path
 
 
 BATCHED = {name: P[name] for name in ("gate", "up", "down")}
@@ -317,6 +369,30 @@ def over_devices(layer, check_vma=True):
     return jax.shard_map(experts.block(layer), mesh=mesh, check_vma=check_vma, **shardings)
 
 
+@pytest.mark.parametrize("layer", [all_to_all, ring, gathered_tokens])
+def test_experts_over_devices_have_a_state_each(layer):
+    """A state for each device and expert of it."""
+    fast = fp8jax.transform(over_devices(layer), "te_delayed")
+    assert {e.path for e in fast.explain(P, X).quantized if e.is_product} == {"mixer", "gate", "up", "down"}
+    assert {s.state.x.shape for path, s in fast.init(P, X).items() if path != "mixer"} == {(EXPERTS, 1, 1024)}
+
+
+@pytest.mark.slow
+def test_experts_over_devices_observe_what_they_observe_on_one():
+    fast, alone = (
+        fp8jax.transform(fn, "te_delayed")
+        for fn in (over_devices(gathered_tokens), experts.block(experts.sorted_tokens(lax.ragged_dot)))
+    )
+    found = [make_step(fn)(P, fn.init(P, X), X, jnp.ones_like(X)) for fn in (fast, alone)]
+    (y, _, states), (want, _, wanted) = found
+    assert relative(y, want) < 0.1
+    for path in ("gate", "up", "down"):
+        state, expected = (each[path].state for each in (states, wanted))
+        np.testing.assert_allclose(state.x[:, 0, 0], expected.x[:, 0], rtol=0.05)
+        np.testing.assert_allclose(state.w[:, 0, 0], expected.w[:, 0], rtol=1e-6)
+        np.testing.assert_allclose(state.dy[:, 0, 0], expected.dy[:, 0], rtol=0.2)
+
+
 @pytest.mark.parametrize(
     ("layer", "check_vma"),
     few(
@@ -340,6 +416,26 @@ def test_parameters_that_devices_gather_have_no_state():
     rows = fp8jax.transform(over_devices(layer), "te_delayed").explain(P, X)
     assert [e.path for e in rows.quantized] == ["mixer"]
     assert [e.path for e in rows.skipped if "gathers its parameter from devices" in e.reason] == ["gate"]
+
+
+@pytest.mark.parametrize("spec", ["e4m3:block128", "e4m3:token"])
+def test_frozen_experts_are_multiplied_as_codes(spec):
+    """Gradients flow through them to the tokens, and nothing of 16 bits is made of them."""
+    trained = {name: P[name] for name in ("mixer", "router")}
+    frozen = {name: fp8jax.freeze(P[name], spec) for name in P if name not in trained}
+    written = experts.block(experts.sorted_tokens(lax.ragged_dot))
+    fast = fp8jax.transform(written, "te_current")
+    rows = {e.path: e.reason for e in fast.explain(trained | frozen, X).quantized if e.is_product}
+    assert {path for path, reason in rows.items() if reason.endswith(f"frozen as {spec}")} == set(frozen)
+    got = values_and_gradients(lambda p, x: fast(p | frozen, x), trained)
+    want = values_and_gradients(lambda p, x: written(P | p, x), trained)
+    assert 0 < relative(got[0], want[0]) < 0.1
+    assert 0 < relative(got[1], want[1]) < 0.2
+    # Codes per output do not serve the transposed matrix: its values are multiplied in 16 bits.
+    stored = {name: fp8jax.freeze(TRANSPOSED[name], "e4m3:token") for name in frozen}
+    general = fp8jax.transform(experts.block(experts.sorted_tokens(experts.general_dot)), "te_current")
+    left = {e.path for e in general.explain(trained | stored, X).skipped if "values of 16 bits" in e.reason}
+    assert left == set(frozen)
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
+from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
@@ -151,20 +153,28 @@ def test_blocks_that_fall_back():
     np.testing.assert_allclose(stats["scale_spread"], np.log2(np.max(amax) / np.min(amax)), rtol=1e-4)
 
 
-@pytest.mark.parametrize("tx", [fp8jax.compressed_adamw(1e-2, weight_decay=0.0), fp8jax.fp8lm_adamw(1e-2)])
-def test_moments_and_updates(tx):
+OPTIMIZERS = {
+    "compressed_adamw": fp8jax.compressed_adamw(1e-2, weight_decay=0.0),
+    "fp8lm_adamw": fp8jax.fp8lm_adamw(1e-2),
+    "compress_state": fp8jax.compress_state(optax.adam(1e-2)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_and_updates(name):
+    tx = OPTIMIZERS[name]
     p, grads = {"w": normal(0, 64, 128)}, {"w": 1e-12 * wide(1, 64, 128)}
     (updates, state), found = jax.jit(fp8jax.telemetry(tx.update))(grads, tx.init(p), p)
     g = np.asarray(grads["w"], np.float64)
-    stats = found["w"]
-    assert abs(float(stats["m"]["snr_db"]) - snr_db(0.1 * g, state.mu["w"].dequantize())) < 0.1
-    assert float(stats["update"]["update_ratio"]) == pytest.approx(
-        np.linalg.norm(updates["w"]) / np.linalg.norm(p["w"]), rel=1e-4
-    )
-    if "v" in stats and state.nu["w"].expansion is not None:
-        nu = np.asarray(state.nu["w"].dequantize(), np.float64)
-        assert abs(float(stats["v"]["snr_db"]) - snr_db(g**2 * float(np.float32(1 - 0.999)), nu)) < 0.1
-        exponents = np.asarray(state.nu["w"].expansion, np.float64)
+    stats, mu, nu = found["w"], *(optax.tree_utils.tree_get(state, key)["w"] for key in ("mu", "nu"))
+    assert abs(float(stats["m"]["snr_db"]) - snr_db(0.1 * g, mu.dequantize())) < 0.1
+    assert ("update" in stats) == (name != "compress_state")
+    if "update" in stats:
+        expected = np.linalg.norm(updates["w"]) / np.linalg.norm(p["w"])
+        np.testing.assert_allclose(stats["update"]["update_ratio"], expected, rtol=1e-4)
+    if name != "fp8lm_adamw":
+        assert abs(float(stats["v"]["snr_db"]) - snr_db(g**2 * float(np.float32(1 - 0.999)), nu.dequantize())) < 0.1
+        exponents = np.asarray(nu.expansion, np.float64)
         np.testing.assert_allclose(stats["v"]["expansion"], np.mean(exponents), rtol=1e-5)
         np.testing.assert_allclose(stats["v"]["expansion_spread"], np.ptp(exponents), rtol=1e-5)
 
@@ -229,3 +239,69 @@ def test_branches_and_loops():
 def test_a_differentiated_call_is_refused():
     with pytest.raises(ValueError, match="is not differentiated itself"):
         jax.grad(lambda x: fp8jax.telemetry(lambda x: 2 * x)(x)[0])(jnp.ones([]))
+
+
+def test_models_of_each_framework_have_the_same_statistics():
+    """The same layers as a function, in Flax NNX and Linen, and in Equinox."""
+    equinox = pytest.importorskip("equinox")
+    w, x = normal(0, WIDTH, INNER), normal(1, TOKENS, WIDTH)
+
+    class Linen(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(INNER, use_bias=False, name="up")(x)
+
+    class Equinox(equinox.Module):
+        up: jax.Array
+
+        def __call__(self, x):
+            return x @ self.up
+
+    layer = nnx.Linear(WIDTH, INNER, use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel[...] = w
+    module = nnx.Sequential(layer)
+    quantized, dense = fp8jax.nnx.quantize(module, "te_current"), fp8jax.linen.quantize(Linen(), "te_current")
+    function = fp8jax.transform(lambda p, x: x @ p["up"], "te_current")
+    eqx = fp8jax.filter_transform(lambda model, x: model(x), "te_current")
+    loss = lambda fn: lambda model, *args: jnp.sum(jnp.sin(fn(model, *args)))  # noqa: E731
+    variables = {"params": {"up": {"kernel": w}}}
+    founds = [
+        jax.jit(fp8jax.telemetry(jax.grad(loss(function))))({"up": w}, x)[1],
+        nnx.jit(fp8jax.nnx.telemetry(nnx.grad(loss(lambda model, x: model(x)))))(quantized, x)[1],
+        jax.jit(fp8jax.telemetry(jax.grad(loss(dense.apply))))(variables, x)[1],
+        jax.jit(fp8jax.telemetry(equinox.filter_grad(loss(eqx))))(Equinox(w), x)[1],
+    ]
+    assert [list(found) for found in founds] == [["up"], ["layers/0"], ["up"], ["up"]]
+    for found in founds:
+        (stats,) = found.values()
+        jax.tree.map(np.testing.assert_array_equal, stats, founds[0]["up"])
+
+
+def test_members_of_a_batch_have_one_value_together():
+    w, x = normal(0, 2, WIDTH, INNER), wide(1, 2, TOKENS, WIDTH)
+    stacked = jax.vmap(lambda x, w: fp8jax.linear(x, w, recipe="deepseek"))
+    (stats,) = jax.jit(fp8jax.telemetry(stacked))(x, w)[1].values()
+    one_by_one = jax.jit(fp8jax.telemetry(lambda x, w: [fp8jax.linear(x[i], w[i], recipe="deepseek") for i in (0, 1)]))
+    (expected,) = one_by_one(x, w)[1].values()
+    assert stats["x"]["amax"].shape == ()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), stats, expected)
+
+
+def test_a_weight_in_loops_of_different_lengths_has_one_value():
+    weights, x = normal(0, 3, WIDTH, WIDTH), normal(1, TOKENS, WIDTH)
+    body = lambda x, w: (x @ w, None)  # noqa: E731
+    fn = fp8jax.transform(lambda p, x: jax.lax.scan(body, x, p["w"])[0] + jax.lax.scan(body, x, p["w"][:2])[0], "coat")
+    _, found = jax.jit(fp8jax.telemetry(fn))({"w": weights}, x)
+    assert {name: value.shape for name, value in found["w"]["w"].items()} == dict.fromkeys(found["w"]["w"], ())
+    np.testing.assert_array_equal(found["w"]["w"]["amax"], np.max(np.abs(weights)))
+
+
+def test_jitted_functions_inside_are_traced_anew():
+    """JAX's caches of functions that were traced with telemetry, or without it, do not serve the other."""
+    x = normal(0, TOKENS, WIDTH)
+    functions = [jax.jit(lambda x: fp8jax.linear(x, normal(1, WIDTH, INNER), recipe="te_current")) for _ in range(2)]
+    for fn, is_plain_first in zip(functions, (True, False), strict=True):
+        outer = lambda x, fn=fn: fn(x) + 1  # noqa: E731
+        plain = str(jax.make_jaxpr(outer)(x)) if is_plain_first else None
+        assert list(jax.jit(fp8jax.telemetry(outer))(x)[1]) == [f"linear {WIDTH}x{INNER}"]
+        assert "fp8jax_observe" not in (plain or str(jax.make_jaxpr(outer)(x)))

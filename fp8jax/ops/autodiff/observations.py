@@ -78,6 +78,11 @@ class Observation:
     sums: Mapping[str, Array]
     maxima: Mapping[str, Array]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The axes of stacked layers."""
+        return next(x.shape for x in (*self.sums.values(), *self.maxima.values()))
+
     def merge(self, other: "Observation") -> "Observation":
         """The statistics of both tensors together."""
         sums, maxima = dict(self.sums), dict(self.maxima)
@@ -219,7 +224,7 @@ def _batch(operands: Any, dims: Any, **params: Any) -> tuple[Array, Any]:
     """An observation of a batch is that of all its members together."""
     y, *arrays = operands
     merged = [
-        x if dim is batching.not_mapped else (jnp.sum if i < len(params["sums"]) else jnp.max)(x, dim)
+        x if dim is None else (jnp.sum if i < len(params["sums"]) else jnp.max)(x, dim)
         for i, (x, dim) in enumerate(zip(arrays, dims[1:], strict=True))
     ]
     return OBSERVE.bind(y, *merged, **params), dims[0]

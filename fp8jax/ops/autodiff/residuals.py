@@ -78,7 +78,7 @@ def current_gradient_facts() -> GradientFacts:
 
 @contextlib.contextmanager
 def gradient_facts_scope() -> Iterator[None]:
-    """A context in which operations are those of one run."""
+    """A context whose operations share facts about gradients, such as one run of a transformed function."""
     token = _run_facts.set(GradientFacts())
     try:
         yield
@@ -245,16 +245,19 @@ class ArrayFacts(NamedTuple):
         scale: a recipe or spec, and the fp32 scale under which its layers quantize the array.
         predicted: of a gradient, facts about the cotangents that follow from it
             (`fp8jax.ops.quantization.fused_outputs.CotangentPrediction`).
-        codes: a spec, and the codes of the array as a matrix (tokens, inputs) under that spec, as bytes.
+        codes: a spec, and the codes of the array as a matrix (tokens, inputs) under that spec, as bytes. For the
+            gradient of a grouped product, `fp8jax.ops.quantization.token_codes.RowsAndColumns`.
         amax: of a gradient, its largest finite magnitude, an fp32 scalar.
+        row_source: an array of tokens, and the int32 index (rows,) of the token that each row is.
     """
 
     recompute_rule: tuple[Recomputable, Any] | None = None
     fused_output: Any = None
     scale: tuple[Linear | QuantSpec, Array] | None = None
     predicted: Any = None
-    codes: tuple[QuantSpec, QTensor] | None = None
+    codes: tuple[QuantSpec, Any] | None = None
     amax: Array | None = None
+    row_source: tuple[Array, Array] | None = None
 
     def scale_for(self, *consumers: Linear | QuantSpec | None) -> Array | None:
         """The scale, if it is given for all of these consumers; else None."""
@@ -330,6 +333,7 @@ class _VjpConfig(NamedTuple):
 def _saved_vjp(
     config: _VjpConfig, inputs: tuple[Array | None, ...], residuals: Any, y: Array, guard: Array
 ) -> tuple[Array, Array | None]:
+    """`with_saved_vjp` for arrays: its results, whose gradients `config.operation` computes from the residuals."""
     return _forward(config, inputs, residuals, y, guard)[0]
 
 

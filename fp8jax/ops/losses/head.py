@@ -304,7 +304,7 @@ CODES_DIMS = (("v -", "- -"), ("- v", "- -"), "", "")
 def has_codes(linear_recipe: Linear | None) -> bool:
     """Return whether a recipe's head is a `QuantizedHead`.
 
-    This needs FP8 with one scale per operand, rounded to nearest, and operands that two products share.
+    This needs FP8 with one scale per operand, rounded to nearest, no rotation, and operands that two products share.
     """
     if linear_recipe is None:
         return False
@@ -316,7 +316,7 @@ def has_codes(linear_recipe: Linear | None) -> bool:
     same = linear_recipe.spec("x") == linear_recipe.spec("x_residual") == linear_recipe.spec(
         "x_wgrad"
     ) and linear_recipe.spec("w") == linear_recipe.spec("w_dgrad")
-    return plain and same
+    return plain and same and linear_recipe.rotation is None
 
 
 def quantize_head(x: Array, w: Array, axis: int, linear_recipe: Linear, max_cotangent: Array | None) -> HeadCodes:

@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import formats
-from fp8jax.core.groups import Groups, PaddedTokens
+from fp8jax.core.groups import Groups, PaddedTokens, block_table
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import Choice, capability, current_target, missing_triton
@@ -331,10 +331,8 @@ def _columns(x: Operand | UnpaddedRows, rows: Array) -> Operand:
         return transpose(x.values.with_codes(_pad(codes, rows)))
     from pallas_kernels.quantization import quantize_groups_triton
 
-    # The first row of each block of 128 places, and how many rows it has.
-    places = rows.reshape(-1, quantize_groups_triton.BLOCK)
-    counts = jnp.sum(places < codes.shape[0], axis=1, dtype=jnp.int32)
-    blocks = jnp.stack([jnp.where(counts > 0, places[:, 0], 0), counts, jnp.zeros_like(counts)])
+    table = block_table(rows, codes.shape[0])
+    blocks = jnp.concatenate([table, jnp.zeros_like(table[:1])])
     coding = quantize_groups_triton.Coding("tensor", codes.dtype)
     _, columns = quantize_groups_triton.quantize_groups(
         codes, blocks, 1, columns=coding, compute_capability=capability()

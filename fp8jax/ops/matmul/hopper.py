@@ -152,6 +152,9 @@ def choose_kernel(a: Any, b: Any) -> tuple[Choice, KernelName | Literal["cublas"
     """
     if capability() >= BLACKWELL and is_block_scaled_pair(a, b):
         return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own block scaling"), "block_scaled"
+    if not isinstance(a, FallbackTensor) and a.spec.is_block_scaled and b.spec.is_block_scaled:
+        needed = "a Blackwell GPU, codes of one format and a contraction of whole groups"
+        return Choice("xla", f"not block-scaled: that needs {needed}"), None
     kernel = find_kernel(a, b)
     if kernel == "int8":
         if (reason := unsupported_int8_reason(strip_residual(a), b)) is not None:

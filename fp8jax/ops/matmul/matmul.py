@@ -211,7 +211,7 @@ def _are_block_scaled(*operands: Any) -> bool:
     return all(isinstance(q, QTensor) and q.spec.is_block_scaled for q in operands)
 
 
-def _dot_block_scaled(dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
+def _dot_block_scaled(dtype: DTypeLike, a: Any, b: Any) -> Array:
     """Return the product of mxfp8 or nvfp4 operands: codes times block scales are exact in bf16."""
     left, right = (dataclasses.replace(q, scale=jnp.ones_like(q.scale)).dequantize(jnp.bfloat16) for q in (a, b))
     if all(q.spec.outer_granularity == "none" for q in (a, b)):

@@ -152,8 +152,8 @@ def _finite_product(codes: Array, scale: Array) -> Array:
 
 
 def _stored_amax(amax_in_units: Array, fmt: formats.Format, scale: Array) -> Array:
-    """The amax of a block after encoding, from that before, which is in units of the scale."""
-    # Beyond all codes the amax is that before, so that the next scale fits it.
+    """The amax of a block's decoded values, from its amax before encoding, in units of the scale."""
+    # If the block saturates, the result is the amax before encoding, so that the next scale fits it.
     stored = _finite_product(fmt.decode(fmt.encode(amax_in_units)), scale)
     return jnp.where(amax_in_units > fmt.max, amax_in_units * scale, stored)
 

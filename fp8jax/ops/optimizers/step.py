@@ -66,7 +66,7 @@ def map_leaves(body: Callable[..., Any], static: Hashable, scalars: Any, rows: S
     is_single_device = _is_single_device()
     for indices in kinds.values():
         if is_single_device and len(indices) >= MIN_LOOP_ROWS:
-            outputs = _call_in_loop(body, static, scalars, [rows[i] for i in indices])
+            outputs = _map_rows(body, static, scalars, [rows[i] for i in indices])
         else:
             outputs = [_call_body(body, static, scalars, rows[i]) for i in indices]
         for i, result in zip(indices, outputs, strict=True):
@@ -80,7 +80,9 @@ def _call_body(body: Callable[..., Any], static: Hashable, scalars: Any, row: An
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _call_in_loop(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequence[Any]) -> list[Any]:
+def _map_rows(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequence[Any]) -> list[Any]:
+    """The results of `body` on rows of one structure, by one loop over the stacked rows on a CPU."""
+
     def loop(scalars: Any, rows: Sequence[Any]) -> list[Any]:
         # If XLA fused the stack with its reader, it would select an operand for each element.
         stacked = lax.optimization_barrier(jax.tree.map(lambda *leaves: _bits(jnp.stack(leaves)), *rows))
@@ -103,6 +105,7 @@ def _call_in_loop(body: Callable[..., Any], static: Hashable, scalars: Any, rows
 
 
 def _unstack_row(index: Any, stacked: Any, like: Any) -> Any:
+    """Row `index` of stacked bits, in the dtypes of `like`."""
     return _from_bits(lax.dynamic_index_in_dim(stacked, index, keepdims=False, allow_negative_indices=False), like)
 
 
@@ -240,7 +243,7 @@ def _observe_step(adam: Adam, place: Place, leaf: Leaf, result: StepResult) -> S
     moments = (("m", leaf.mu, mu, adam.b1, gradient), ("v", leaf.nu, result.nu, adam.b2, jnp.square(gradient)))
     for role, old, new, decay, value in moments:
         if isinstance(new, QTensor):
-            exact = decay * load(old) + (1 - decay) * value
+            exact: Any = decay * load(old) + (1 - decay) * value
             exact = exact if adam.apply_if is None else jnp.where(adam.apply_if, exact, load(old))
             tie = observe(tie, place, role, compare(exact, new, is_relative=True))
     new_weight, old_weight = (
@@ -289,7 +292,7 @@ def _step_by_platform(optimizer: FusedOptimizer, adam: Adam, leaves: Sequence[Le
         results = optimizer.kernel(adam, [leaf.in_place_if_exact() for leaf in leaves])
         # A kernel's parts have whole groups. Arrays on Explicit axes get their own sharding back.
         results = [jax.tree.map(reshard_array_like, r, leaf.unchanged) for r, leaf in zip(results, leaves, strict=True)]
-        return [_cast_varying(adam, leaf, _exact_change(leaf, r)) for leaf, r in zip(leaves, results, strict=True)]
+        return [_cast_varying(adam, leaf, _as_update(leaf, r)) for leaf, r in zip(leaves, results, strict=True)]
 
     default = None if impl == "triton" else reshard_like(kernel, reference, (leaves,))
     results: list[StepResult] = jax.lax.platform_dependent(leaves, cuda=kernel, default=default)
@@ -308,7 +311,7 @@ def _step_by_reference(reference: LeavesStep, adam: Adam, leaves: Sequence[Leaf]
     quantized = iter(map_leaves(_step_leaf, (reference, static), scalars, rows))
     plain_leaves = [leaf for leaf in leaves if not leaf.quantized_arrays]
     results = reference(adam, [leaf.in_place_if_exact() for leaf in plain_leaves]) if plain_leaves else []
-    plain = iter([_gate(adam, leaf, _exact_change(leaf, r)) for leaf, r in zip(plain_leaves, results, strict=True)])
+    plain = iter([_apply_if(adam, leaf, _as_update(leaf, r)) for leaf, r in zip(plain_leaves, results, strict=True)])
     return [next(quantized if leaf.quantized_arrays else plain) for leaf in leaves]
 
 
@@ -317,18 +320,18 @@ def _step_leaf(static: Any, scalars: Any, row: tuple[Leaf, Any]) -> StepResult:
     (reference, constants), (leaf, salt) = static, row
     adam, leaf = Adam(**dict(constants), **scalars), dataclasses.replace(leaf, salt=salt)
     (result,) = reference(adam, [leaf.in_place_if_exact()])
-    return _gate(adam, leaf, _exact_change(leaf, result))
+    return _apply_if(adam, leaf, _as_update(leaf, result))
 
 
-def _exact_change(leaf: Leaf, result: StepResult) -> StepResult:
-    """The result with the change of an exact leaf in place of its new parameter, unless that is asked for."""
+def _as_update(leaf: Leaf, result: StepResult) -> StepResult:
+    """The result. An exact leaf that is not updated in place has the parameter's change as its `weight`."""
     if leaf.in_place or not leaf.is_exact:
         return result
     return result._replace(weight=exact_update(result.weight, leaf.weight))
 
 
-def _gate(adam: Adam, leaf: Leaf, result: StepResult) -> StepResult:
-    """The result, or what it replaces if the step is not taken."""
+def _apply_if(adam: Adam, leaf: Leaf, result: StepResult) -> StepResult:
+    """The result; `leaf.unchanged` if `adam.apply_if` is False."""
     if adam.apply_if is None:
         return result
     gated: StepResult = jax.tree.map(lambda new, old: jnp.where(adam.apply_if, new, old), result, leaf.unchanged)

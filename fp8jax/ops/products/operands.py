@@ -7,7 +7,7 @@ have one contract:
     residual = source.residual(matrix, operand, side)   # what is saved for the backward pass
     operand = residual.operand(side, cotangent_facts)   # codes for the backward product, from the residual alone
 
-`cotangent_facts` are the facts about the gradient of an input. `residual.token_scale` is the scale of its codes, one or
+`cotangent_facts` are the facts about the gradient of an input. `residual.codes_scale` is the scale of its codes, one or
 one per token, if the scales of the gradient may be chosen to go with it, else None.
 
 | source | its codes | its residual |
@@ -129,7 +129,7 @@ class ArrayResidual:
     values: Array
     scale: Array | None
     is_scale_clamped: bool
-    token_scale = None
+    codes_scale = None
 
     def __str__(self) -> str:
         return f"the input itself in {self.values.dtype}, since the recipe saves no codes"
@@ -156,7 +156,7 @@ class CodesResidual:
         return f"codes, {self.codes.spec}"
 
     @property
-    def token_scale(self) -> Array:
+    def codes_scale(self) -> Array:
         return self.codes.scale
 
     def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
@@ -186,7 +186,7 @@ class RecomputeResidual:
     scale: Array | None
     shape: tuple[int, int]
     dtype: DTypeLike
-    token_scale = None
+    codes_scale = None
 
     def __str__(self) -> str:
         return "nothing; the operation before makes it again"

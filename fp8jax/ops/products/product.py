@@ -69,7 +69,7 @@ def encode_cotangent(
     scale: Array | None,
     facts: ArrayFacts,
     shares_token_scales: bool,
-    x_token_scale: Array | None,
+    x_codes_scale: Array | None,
     with_sums: bool,
 ) -> CotangentOperands:
     """The operands of dgrad and wgrad, in one pass over the gradient if the formats allow it.
@@ -82,7 +82,7 @@ def encode_cotangent(
         facts: what is known about `dy`.
         shares_token_scales: whether its scales go with those of the input's tokens
             (`fp8jax.ops.quantization.microscaling`).
-        x_token_scale: scale of the input's codes, one or one per token; None if it is unknown.
+        x_codes_scale: scale of the input's codes, one or one per token; None if it is unknown.
         with_sums: whether to compute the gradient of a bias.
     """
     fused_output = facts.fused_output
@@ -91,7 +91,7 @@ def encode_cotangent(
     if row_spec is None or column_spec is None or row_spec.is_folded or column_spec.is_folded or recipe.rotation:
         dy = concatenate_packed(dy)
         if shares_token_scales and row_spec is not None and row_spec.is_folded:
-            operands = microscaling.gradient_operands(dy, row_spec, x_token_scale, fused_output)
+            operands = microscaling.gradient_operands(dy, row_spec, x_codes_scale, fused_output)
             return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
         keys = (None, None) if key is None else jax.random.split(key)
         rows = encode(dy, row_spec, strategy, key=keys[0], scale=scale, fused_output=fused_output)
@@ -295,6 +295,7 @@ def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: OutSharding) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(config: ProductConfig, operands: Operands) -> Any:
+    """The product of two quantized operands, whose gradients are quantized products, too."""
     return _forward(config, operands)[0]
 
 
@@ -409,7 +410,7 @@ def _gradients(
             scale=dy_scale,
             facts=dy_facts,
             shares_token_scales=x_side.shares_token_scales,
-            x_token_scale=residuals.x.token_scale,
+            x_codes_scale=residuals.x.codes_scale,
             with_sums=bias_kind is not None,
         )
 

@@ -11,6 +11,7 @@ dgrad read codes of rows. Wgrad reads transposed codes in an axis in which each 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +29,14 @@ from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT, PRODUCT_AUX, with_checkpoint_name
 from fp8jax.ops.autodiff.residuals import (
     ALREADY_SAVED,
+    NO_FACTS,
     NO_INPUT_FACTS,
+    ArrayFacts,
     CotangentFacts,
+    GradientFacts,
     InputFacts,
     Recomputable,
+    current_gradient_facts,
     derive_key,
     from_bytes,
     to_bytes,
@@ -48,7 +53,7 @@ from fp8jax.ops.products.linear import (
     require_stateless,
     stateful_strategies,
 )
-from fp8jax.ops.products.operands import convert_scale_to_spec, encode, gradient_key, input_side, weight_side
+from fp8jax.ops.products.operands import Side, convert_scale_to_spec, encode, gradient_key, input_side, weight_side
 from fp8jax.ops.products.product import Scales, check_slot_varies, expected_scale
 from fp8jax.ops.products.weights import (
     NO_CODES,
@@ -69,6 +74,7 @@ from fp8jax.ops.quantization.group_scales import (
     quantize_rows,
     transpose_rows,
 )
+from fp8jax.ops.quantization.token_codes import TokenCodes, quantize_tokens, supports
 from fp8jax.recipes import linear_part
 
 
@@ -224,8 +230,8 @@ def _run(
 
     facts, mesh = config.input_facts, explicit_mesh(x, w)
     if mesh is not None:
-        # What a call with Auto axes makes is not shared with other calls.
-        facts = InputFacts(facts.facts)
+        # What a call with Auto axes makes is not shared with other calls, and it reads no arrays but its operands.
+        facts = InputFacts(facts.facts._replace(codes=None, row_source=None))
         out = NamedSharding(mesh, PartitionSpec(*form.out_spec(spec_of(x), _weight_spec(w))))
         multiply = jax.sharding.auto_axes(
             multiply, axes=tuple(mesh.explicit_axes), out_sharding=(out, NamedSharding(mesh, PartitionSpec()))
@@ -359,13 +365,23 @@ def _distinct(first: Any, second: Any) -> tuple[Any, Any]:
     return first, rest or None
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["residuals"], meta_fields=["operation"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["residuals", "index", "scale"], meta_fields=["operation"]
+)
 @dataclasses.dataclass(frozen=True)
 class _RecomputeResidual:
-    """An input that is recomputed from the residuals of the preceding operation."""
+    """An input that is recomputed from the residuals of the preceding operation.
+
+    Attributes:
+        operation, residuals: of the operation.
+        index: the token of each row, if the operation recomputes tokens before they are permuted; else None.
+        scale: of the codes of these tokens, if the recipe quantizes tokens before they are permuted; else None.
+    """
 
     operation: Recomputable
     residuals: Any
+    index: Array | None = None
+    scale: Array | None = None
 
 
 class _Source(NamedTuple):
@@ -377,8 +393,8 @@ class _Source(NamedTuple):
         fallback: what the forward product reads if blocks fall back, else None.
     """
 
-    codes: QTensor | None
-    residual: QTensor | Array | _RecomputeResidual
+    codes: QTensor | TokenCodes | None
+    residual: QTensor | TokenCodes | Array | _RecomputeResidual
     fallback: FallbackTensor | None = None
 
 
@@ -390,18 +406,20 @@ class _Config(NamedTuple):
         dtype: of the result.
         transposed: whether the weight is (groups, outputs, inputs).
         name: of the product, for error messages.
+        gradient_facts: what earlier operations of the backward pass attached to the gradients that they returned.
     """
 
     recipe: Linear
     dtype: Any
     transposed: bool
     name: str
+    gradient_facts: GradientFacts
 
 
 class _Residuals(NamedTuple):
     """Residuals of a ragged product. With a frozen weight there is no `x` and no `w_kind`."""
 
-    x: QTensor | Array | _RecomputeResidual | None
+    x: QTensor | TokenCodes | Array | _RecomputeResidual | None
     w: StepWeight | FrozenSource
     groups: Groups
     key: Array | None
@@ -446,9 +464,8 @@ def _multiply_rows(
     if isinstance(w_source, StepWeight):
         w_source = dataclasses.replace(w_source, values=cast_varying_over(w_source.values, axes))
     token = derivatives.second_order_guard(name, x, trained_w)
-    result: Array = _ragged_product(
-        _Config(recipe, dtype, transposed, name), x, trained_w, source, w_source, groups, dy_key, scales, token
-    )
+    config = _Config(recipe, dtype, transposed, name, current_gradient_facts())
+    result: Array = _ragged_product(config, x, trained_w, source, w_source, groups, dy_key, scales, token)
     return result, counts
 
 
@@ -506,7 +523,7 @@ def _multiply_tokens(a: Array, b: Array, groups: Groups, recipe: Linear, key: Ar
     key = gradient_key(recipe, key)
     a, b = cast_varying_over((a, b), varying_axes((a, b, groups, key)))
     name = derivatives.qualified_op_name(f"ragged_dot of {a.shape} and {b.shape}")
-    config = _Config(recipe, dtype, False, name)
+    config = _Config(recipe, dtype, False, name, current_gradient_facts())
     result: Array = _token_product(config, a, b, groups, key, derivatives.second_order_guard(name, a, b))
     return result
 
@@ -593,22 +610,23 @@ def _input_source(
         sharing_keys: the arrays that define the groups. Products with the same ones share the codes of an input.
     """
     # Scales and codes of the whole array are not used: they may depend on rows outside of all groups.
-    side, recompute_rule, residual_spec = (
-        input_side(recipe),
-        input_facts.facts.recompute_rule,
-        recipe.spec("x_residual"),
-    )
+    facts, side, residual_spec = input_facts.facts, input_side(recipe), recipe.spec("x_residual")
+    recompute_rule, tokens = facts.recompute_rule, _tokens(recipe, groups, x.shape[0])
+    if scale is None and facts.row_source is not None and supports(facts.row_source[0], residual_spec, tokens):
+        return _token_source(*facts.row_source, side, tokens, input_facts, sharing_keys)
     if residual_spec is None:
         values = input_facts.get_or_compute((None, side.strategy, x.shape), lambda: lax.stop_gradient(x), None, None)
-        return _Source(None, values if recompute_rule is None else _recompute_residual(recompute_rule, x))
+        return _Source(None, values if recompute_rule is None else _recompute_residual(facts, x))
     subkey = derive_key(key, residual_spec, "x_residual")
 
     def make_residual() -> QTensor:
-        tokens = _tokens(recipe, groups, x.shape[0])
         residual_scale = convert_scale_to_spec(scale, side.forward, residual_spec)
-        codes = to_bytes(
-            quantize_rows(lax.stop_gradient(x), residual_spec, side.strategy, tokens, subkey, scale=residual_scale)
-        )
+        if scale is None and facts.codes is not None and facts.codes[0] == residual_spec:
+            codes = facts.codes[1]
+        else:
+            codes = to_bytes(
+                quantize_rows(lax.stop_gradient(x), residual_spec, side.strategy, tokens, subkey, scale=residual_scale)
+            )
         q = with_checkpoint_name(codes, INPUT)
         return q if recompute_rule is None else dataclasses.replace(q, scale=with_checkpoint_name(q.scale, PRODUCT_AUX))
 
@@ -617,12 +635,33 @@ def _input_source(
     codes: QTensor = input_facts.get_or_compute(use, make_residual, *sharing_keys, None if subkey is None else key)
     if recompute_rule is None or residual_spec.rounding == "stochastic":  # the codes depend on the key
         return _Source(codes, codes)
-    return _Source(codes, _recompute_residual(recompute_rule, x))
+    return _Source(codes, _recompute_residual(facts, x))
 
 
-def _recompute_residual(recompute_rule: tuple[Recomputable, Any], x: Array) -> _RecomputeResidual:
-    operation, residuals = recompute_rule
-    return _RecomputeResidual(operation, lax.stop_gradient(x) if operation == ALREADY_SAVED else residuals)
+def _token_source(
+    x: Array, index: Array, side: Side, tokens: PaddedTokens, input_facts: InputFacts, sharing_keys: tuple[Any, ...]
+) -> _Source:
+    """Return the source of rows that are tokens of `x` (tokens, inputs), which is quantized before."""
+    spec = side.residual
+    assert spec is not None
+    use = "tokens of rows", spec, side.strategy, x.shape
+    codes: TokenCodes = input_facts.get_or_compute(
+        use,
+        lambda: with_checkpoint_name(quantize_tokens(lax.stop_gradient(x), index, spec, side.strategy, tokens), INPUT),
+        *sharing_keys,
+    )
+    if input_facts.facts.recompute_rule is None:
+        return _Source(codes, codes)
+    operation, residuals = input_facts.facts.recompute_rule
+    scale = with_checkpoint_name(codes.codes.scale, PRODUCT_AUX)
+    return _Source(codes, _RecomputeResidual(operation, residuals, index, scale))
+
+
+def _recompute_residual(facts: ArrayFacts, x: Array) -> _RecomputeResidual:
+    assert facts.recompute_rule is not None
+    operation, residuals = facts.recompute_rule
+    index = None if facts.row_source is None else facts.row_source[1]
+    return _RecomputeResidual(operation, lax.stop_gradient(x) if operation == ALREADY_SAVED else residuals, index)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -655,12 +694,12 @@ def _forward(
     assert x_kind is not None
     x, w = lax.stop_gradient((x, w))
     x_operand: Operand | FallbackTensor = x
+    tokens = _tokens(recipe, groups, x.shape[0])
     if source.fallback is not None:
         x_operand = source.fallback
     elif source.codes is not None and side.residual == side.forward:
-        x_operand = from_bytes(source.codes)
+        x_operand = _rows_of(source.codes, tokens)
     elif side.forward is not None:
-        tokens = _tokens(recipe, groups, x.shape[0])
         x_operand = quantize_rows(x, side.forward, side.strategy, tokens, scale=scales and scales.x)
     w = _logical(w, config.transposed)
     w_operand = w_source.forward(w, w_side)  # type: ignore[arg-type]
@@ -683,26 +722,35 @@ def _is_in_blocks(spec: QuantSpec | None) -> bool:
     return spec is not None and spec.granularity == "block"
 
 
+def _rows_of(codes: QTensor | TokenCodes, tokens: PaddedTokens) -> QTensor:
+    rows = from_bytes(codes) if isinstance(codes, QTensor) else codes.gather(tokens, rows=True).rows
+    assert rows is not None
+    return rows
+
+
 def _ragged_bwd(config: _Config, residuals: _Residuals, dy: Array) -> tuple[Any, ...]:
-    gradients = _gradients(config, *lax.stop_gradient((residuals, dy)))
-    return derivatives.differentiable_once(config.name, gradients, (dy, residuals.token))
+    dy_facts = config.gradient_facts.pop(dy) or NO_FACTS
+    gradients, predicted = _gradients(config, *lax.stop_gradient((residuals, dy)), dy_facts)
+    gradients = derivatives.differentiable_once(config.name, gradients, (dy, residuals.token))
+    if predicted is not None:
+        config.gradient_facts.attach(gradients[0], ArrayFacts(predicted=predicted))
+    return gradients
 
 
 _ragged_product.defvjp(_ragged_fwd, _ragged_bwd)
 
 
-def _gradients(config: _Config, residuals: _Residuals, dy: Array) -> tuple[Any, ...]:
-    recipe, strategy = config.recipe, config.recipe.stateless_scaling("dy")
+def _gradients(config: _Config, residuals: _Residuals, dy: Array, dy_facts: ArrayFacts) -> tuple[tuple[Any, ...], Any]:
+    """Return the cotangents of all operands, and the facts about the cotangents that follow from that of the input."""
+    recipe, scales, w = config.recipe, residuals.scales, residuals.w
     tokens = _tokens(recipe, residuals.groups, dy.shape[0])
-    keys = _split(residuals.key)
-    spec, column_spec, scales = recipe.spec("dy"), recipe.spec("dy_wgrad"), residuals.scales
+    spec = recipe.spec("dy")
     scale = dy_amax = None
     if scales is not None and scales.dy_amax is not None:
         check_slot_varies(scales.amax_slot, dy)
         dy_amax = amax_per_group(dy, tokens)
         scale = expected_scale(recipe, scales.dy_amax, dy_amax)
-    dy_rows: Operand = dy if spec is None else quantize_rows(dy, spec, strategy, tokens, keys[0], scale=scale)
-    w = residuals.w
+    dy_rows, make_dy_columns = _gradient_operands(recipe, dy, dy_facts, tokens, residuals.key, scale)
     matrices = w.dgrad_codes() if isinstance(w, FrozenSource) else w.operand(weight_side(recipe), None)
     dx = grouped_matmul(
         dy_rows,
@@ -713,42 +761,75 @@ def _gradients(config: _Config, residuals: _Residuals, dy: Array) -> tuple[Any, 
         fast="dgrad" in recipe.fast_accumulation,
     )
     if not isinstance(w, StepWeight) or residuals.w_kind is None:
-        return dx, None, None, None, None, None, None, None
-    x_columns = _input_columns(recipe, residuals, tokens, dx)
-    if (
-        recipe.dy_wgrad == SAME
-        and isinstance(dy_rows, QTensor)
-        and spec is not None
-        and spec.granularity in TRANSPOSABLE
-    ):
-        dy_columns = transpose_rows(dy_rows, spec, tokens)
-    else:
-        scale = convert_scale_to_spec(scale, spec, column_spec)
-        dy_columns = quantize_columns(dy, column_spec, strategy, tokens, keys[1], scale=scale)
-    pair = (dy_columns, x_columns) if config.transposed else (x_columns, dy_columns)
+        return (dx, None, None, None, None, None, None, None), None
+    x_columns, predicted = _input_columns(recipe, residuals, tokens, dx)
+    pair = (make_dy_columns(), x_columns) if config.transposed else (x_columns, make_dy_columns())
     dw = multiply_columns(*pair, tokens, dtype=residuals.w_kind.dtype, fast="wgrad" in recipe.fast_accumulation)
     if w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
         # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
         dx, dw = lax.optimization_barrier((dx, dw))
-    return dx, dw, None, None, None, None, scales and Scales(amax_slot=dy_amax), None
+    return (dx, dw, None, None, None, None, scales and Scales(amax_slot=dy_amax), None), predicted
 
 
-def _input_columns(recipe: Linear, residuals: _Residuals, tokens: PaddedTokens, dx: Array) -> TokenColumns:
-    """Return the input as wgrad reads it, which has the shape of `dx`."""
+def _gradient_operands(
+    recipe: Linear, dy: Array, facts: ArrayFacts, tokens: PaddedTokens, key: Array | None, scale: Array | None
+) -> tuple[Operand, Callable[[], TokenColumns]]:
+    """Return the output's gradient as dgrad reads it, and a function that returns it as wgrad reads it."""
+    spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")
+    if recipe.dy_wgrad == SAME and spec is not None and scale is None:
+        codes = None
+        if facts.codes is not None and facts.codes[0] == spec:
+            codes = facts.codes[1]
+        elif facts.row_source is not None and supports(facts.row_source[0], spec, tokens):
+            codes = quantize_tokens(*facts.row_source, spec, strategy, tokens).gather(tokens, rows=True, columns=True)
+        if codes is not None:
+            return codes.rows, lambda: codes.columns
+    keys = _split(key)
+    rows: Operand = dy if spec is None else quantize_rows(dy, spec, strategy, tokens, keys[0], scale=scale)
+
+    def make_columns() -> TokenColumns:
+        is_transposable = spec is not None and spec.granularity in TRANSPOSABLE
+        if recipe.dy_wgrad == SAME and isinstance(rows, QTensor) and spec is not None and is_transposable:
+            return transpose_rows(rows, spec, tokens)
+        column_scale = convert_scale_to_spec(scale, spec, column_spec)
+        return quantize_columns(dy, column_spec, strategy, tokens, keys[1], scale=column_scale)
+
+    return rows, make_columns
+
+
+def _input_columns(recipe: Linear, residuals: _Residuals, tokens: PaddedTokens, dx: Array) -> tuple[TokenColumns, Any]:
+    """Return the input as wgrad reads it, which has the shape of `dx`, and facts about cotangents that follow."""
     side, residual, dtype = input_side(recipe), residuals.x, residuals.x_kind.dtype
     scale = convert_scale_to_spec(residuals.scales and residuals.scales.x, side.forward, side.backward)
-    if isinstance(residual, QTensor):
+    predicted = None
+    if isinstance(residual, QTensor | TokenCodes):
         # Without the barrier, XLA could transpose or decode the codes in the forward pass, and keep the copy.
         residual, _ = lax.optimization_barrier((residual, dx))
-        codes, spec = from_bytes(residual), side.backward
-        if spec is not None and spec == side.residual and spec.granularity in TRANSPOSABLE:
-            return transpose_rows(codes, spec, tokens)
-        return quantize_columns(codes, spec, side.strategy, tokens, scale=scale, dtype=dtype)
     if isinstance(residual, _RecomputeResidual):
         bound = functools.partial(jnp.full, (dx.shape[0],), jnp.inf)  # the gradient's row bounds are unknown
-        x = residual.operation.recompute(residual.residuals, CotangentFacts(dx, None, bound)).array.astype(dtype)
-        residual = reshape_to_matrix(x, *dx.shape)
-    return quantize_columns(residual, side.backward, side.strategy, tokens, scale=scale)
+        saved, _ = lax.optimization_barrier((residual, dx))
+        facts = CotangentFacts(dx, None, bound)
+        x, columns, predicted = residual.operation.recompute(saved.residuals, facts)
+        if isinstance(columns, TokenColumns):
+            return columns, predicted
+        x = x.astype(dtype)
+        if saved.scale is not None and saved.index is not None:
+            assert side.backward is not None
+            residual = quantize_tokens(x, saved.index, side.backward, side.strategy, tokens, saved.scale)
+        else:
+            residual = reshape_to_matrix(x, *dx.shape) if saved.index is None else x[saved.index]
+    if isinstance(residual, TokenCodes):
+        if side.backward == side.residual:
+            columns = residual.gather(tokens, columns=True).columns
+            assert columns is not None
+            return columns, predicted
+        residual = to_bytes(_rows_of(residual, tokens))
+    if isinstance(residual, QTensor):
+        codes, spec = from_bytes(residual), side.backward
+        if spec is not None and spec == side.residual and spec.granularity in TRANSPOSABLE:
+            return transpose_rows(codes, spec, tokens), predicted
+        return quantize_columns(codes, spec, side.strategy, tokens, scale=scale, dtype=dtype), predicted
+    return quantize_columns(residual, side.backward, side.strategy, tokens, scale=scale), predicted
 
 
 def multiply_columns(a: TokenColumns, b: TokenColumns, tokens: PaddedTokens, *, dtype: DTypeLike, fast: bool) -> Array:

@@ -158,14 +158,18 @@ class FrozenSource:
 
     codes: QTensor
     transposed: bool = dataclasses.field(default=False, metadata={"static": True})
-    token_scale = None
+    codes_scale = None
 
     def forward(self, matrix: Array | None, side: Side) -> ForwardOperand:
         return self._transpose_codes() if self.transposed else from_bytes(self.codes)
 
     def _transpose_codes(self) -> QTensor:
-        codes = from_bytes(self.codes)
-        return (jax.vmap(transpose) if codes.codes.ndim == 3 else transpose)(codes)  # type: ignore[no-any-return]
+        q = self.codes
+        if q.codes.ndim == 2:
+            return transpose(from_bytes(q))
+        # As bytes: XLA for CPUs without optimization returned wrong values for transposed FP8 constants.
+        codes, scale = (jnp.swapaxes(x, 1, 2) for x in (q.codes, q.scale))
+        return from_bytes(dataclasses.replace(q, codes=codes, scale=scale))
 
     def dgrad_codes(self) -> Operand:
         """Matrices (groups, inputs, outputs) of a stack. Codes that do not serve dgrad are decoded to 16 bits."""
@@ -245,7 +249,7 @@ class StepWeight:
     transposed: bool = False
     is_scale_clamped: bool = False
     layout_policy: LayoutPolicy = LayoutPolicy.EACH_WHEN_READ
-    token_scale = None
+    codes_scale = None
 
     @classmethod
     def from_codes(

@@ -169,7 +169,7 @@ def _quantize_shard(
     rng_offset = None if seed is None else dim_sharding.rng_offset(full_shape, x.shape)
     assert spec.group_size is not None
     arrays = fallback_triton.quantize(
-        x, threshold, spec.group_size, seed=seed, place=rng_offset, compute_capability=capability()
+        x, threshold, spec.group_size, seed=seed, rng_offset=rng_offset, compute_capability=capability()
     )
     base = QTensor(arrays.base, arrays.base_scale, None, None, spec)
     residual = QTensor(arrays.residual, arrays.residual_scale, None, None, spec)

@@ -11,6 +11,7 @@ import jax
 from jax import Array
 
 from fp8jax.core import scaling
+from fp8jax.core.groups import block_table
 from fp8jax.ops.dispatch.choice import capability
 from fp8jax.ops.dispatch.partition import DimSharding, run_partitioned
 from fp8jax.ops.quantization import fused_reference
@@ -18,6 +19,7 @@ from pallas_kernels.nonlinear import (
     activation_rows_triton,
     activation_triton,
     cotangents_triton,
+    grouped_glu_triton,
     norm_triton,
     quantize_recomputed_triton,
     requantize_triton,
@@ -191,6 +193,56 @@ def cotangents(operation: Any, operands: Any) -> Any:
 
     outs = [_tile(operation)] * (1 + operation.gated)
     return run_partitioned("cotangents", operation, run, (operands,), (_operands(operation),), outs)
+
+
+def glu_row_statistics(operation: Any, gate_up: Array, scales: Array | None, gradient: Array | None) -> Any:
+    def run(sharding: DimSharding, *arrays: Any) -> Any:
+        return grouped_glu_triton.row_statistics(operation, *arrays, compute_capability=capability())
+
+    ins, outs = (_ROWS, _ROWS, _ROWS), ("m", None if gradient is None else "m")
+    return run_partitioned("glu_row_statistics", operation, run, (gate_up, scales, gradient), ins, outs)
+
+
+def encode_glu(operation: Any, gate_up: Array, factor: Array, coding: Any, dtype: Any) -> Any:
+    def run(sharding: DimSharding, gate_up: Array, factor: Array) -> Any:
+        return grouped_glu_triton.encode(operation, gate_up, factor, coding, dtype, compute_capability=capability())
+
+    outs = (None if coding is None else (_ROWS, _ROWS), _ROWS)
+    return run_partitioned("encode_glu", (operation, coding, str(dtype)), run, (gate_up, factor), (_ROWS, "m"), outs)
+
+
+def quantize_glu_cotangents(
+    operation: Any,
+    gate_up: Array,
+    scales: Array | None,
+    gradient: Array,
+    rows: Array,
+    factor: Array,
+    result_factor: Array,
+    dtype: Any,
+    result_dtype: Any,
+) -> Any:
+    def run(
+        sharding: DimSharding,
+        gate_up: Array,
+        scales: Array | None,
+        gradient: Array,
+        blocks: Array,
+        factor: Array,
+        result_factor: Array,
+    ) -> Any:
+        return tuple(
+            grouped_glu_triton.quantize_cotangents(
+                operation, gate_up, scales, gradient, blocks, factor, result_factor, dtype, result_dtype,
+                compute_capability=capability(),
+            )
+        )  # fmt: skip
+
+    operands = (gate_up, scales, gradient, block_table(rows, gate_up.shape[0]), factor, result_factor)
+    matrix = "- -"
+    ins = (matrix, matrix, matrix, matrix, "-", "-")
+    static = (operation, str(dtype), str(result_dtype))
+    return run_partitioned("quantize_glu_cotangents", static, run, operands, ins, (matrix, matrix, matrix))
 
 
 def _operands(operation: Any) -> Any:

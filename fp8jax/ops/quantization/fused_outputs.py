@@ -318,8 +318,8 @@ def to_coding(spec: QuantSpec | None) -> Any:
     from pallas_kernels.quantization.scaling_triton import Coding
 
     dtype, scale = (jnp.dtype(formats.get(name).dtype) for name in (spec.format, spec.scale_format))
-    is_plain = spec.outer_scale == "none"
-    return Coding(spec.granularity, dtype, spec.group_size or 0, is_plain, scale, spec.rounding == "stochastic")  # type: ignore[arg-type]
+    is_ocp = spec.outer_scale == "none" and spec.exponent_rounding == "down"
+    return Coding(spec.granularity, dtype, spec.group_size or 0, is_ocp, scale, spec.rounding == "stochastic")  # type: ignore[arg-type]
 
 
 def to_matrix(x: Array) -> Array:

@@ -14,6 +14,7 @@ from jax import Array
 
 from fp8jax.core import formats, packing, scaling
 from fp8jax.core.blocks import expand_to_rank
+from fp8jax.core.groups import take_rows
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 
@@ -173,6 +174,52 @@ def encode_activation_residuals(
     residual_arrays = (gate, up, activated if operation.activated else None)
     residuals = [None if x is None or coding is None else _quantize_residual(x, coding) for x in residual_arrays]
     return residuals, None if is_scaled_by_row(result) else scaling.compute_amax(y), _encode_result(y, result)
+
+
+def glu_row_statistics(
+    operation: Any, gate_up: Array, scales: Array | None, gradient: Array | None
+) -> tuple[Array, Array | None]:
+    y, cotangents = _glu(operation, gate_up, scales, gradient)
+    if gradient is None:
+        return compute_row_amax(y), None
+    dots = jnp.sum(gradient.astype(jnp.float32) * y.astype(jnp.float32), -1)
+    return jnp.maximum(*map(compute_row_amax, cotangents)), dots
+
+
+def encode_glu(operation: Any, gate_up: Array, factor: Array, coding: Any, dtype: Any) -> Any:
+    residuals = None if coding is None else _quantize_residual(gate_up, coding)
+    return residuals, _multiplied_codes(_glu(operation, gate_up, None, None)[0], factor, dtype)
+
+
+def quantize_glu_cotangents(
+    operation: Any,
+    gate_up: Array,
+    scales: Array | None,
+    gradient: Array,
+    rows: Array,
+    factor: Array,
+    result_factor: Array,
+    dtype: Any,
+    result_dtype: Any,
+) -> tuple[Array, Array, Array]:
+    y, cotangents = _glu(operation, gate_up, scales, gradient)
+    codes = _multiplied_codes(jnp.concatenate(cotangents, -1), factor, dtype)
+    result_codes = _multiplied_codes(y, result_factor, result_dtype)
+    return codes, take_rows(codes, rows).T, take_rows(result_codes, rows).T
+
+
+def _glu(operation: Any, gate_up: Array, scales: Array | None, gradient: Array | None) -> tuple[Array, list[Array]]:
+    """Return the result of a GLU, gate and up side by side, and the cotangents for a gradient."""
+    from pallas_kernels.quantization import quantize_triton
+
+    function, dtype = _activation(operation), quantize_triton.PLAIN_DTYPES[operation.dtype]
+    gate, up = jnp.split(_read(operation, gate_up, scales), 2, -1)
+    cotangents = () if gradient is None else activation_cotangents(function, gate, up, None, gradient)
+    return (function(gate) * up).astype(dtype), [ct.astype(dtype) for ct in cotangents]
+
+
+def _multiplied_codes(x: Array, factor: Array, dtype: Any) -> Array:
+    return _codes(x.astype(jnp.float32) * factor[:, None], jnp.ones([]), dtype)
 
 
 def requantize_if(

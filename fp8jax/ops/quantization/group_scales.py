@@ -8,7 +8,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, encoding, formats, noise, scaling
@@ -77,6 +77,7 @@ def quantize_rows(
     key: Array | None = None,
     *,
     scale: Array | None = None,
+    axes: tuple[str, ...] = (),
 ) -> QTensor:
     """Quantize a matrix that a product contracts along its columns.
 
@@ -87,6 +88,7 @@ def quantize_rows(
         tokens: the groups of rows.
         key: PRNG key, used if the spec rounds stochastically.
         scale: fp32 (groups,), given for granularity "tensor" without expansion; None computes it from `x`.
+        axes: mesh axes of `jax.shard_map` whose devices share the scale of a group.
 
     Returns:
         QTensor (rows, n) with scales per row: granularity "tensor" becomes "token", and "block" becomes "group".
@@ -106,7 +108,8 @@ def quantize_rows(
         row_scale = tokens.take_groups(scale[:, None])
         return _quantize_with_scale(x, spec, None, jnp.where(row_scale > 0, row_scale, 1), key)
     row_amax = _block_amax(x, (1, x.shape[1]))
-    group_amax = tokens.take_groups(group_maxima(row_amax, tokens))
+    group_amax = group_maxima(row_amax, tokens)
+    group_amax = tokens.take_groups(lax.pmax(group_amax, axes) if axes else group_amax)
     if spec.granularity == "tensor":
         return _quantize_with_scale(x, spec, None, scaling.to_scale(strategy.reduce_amax(group_amax), fmt), key)
     outer_scale = scaling.to_scale(group_amax, fmt)
@@ -231,7 +234,7 @@ def group_maxima(values: Array, tokens: PaddedTokens) -> Array:
 
 
 def alignment(*specs: QuantSpec | None) -> int:
-    """The alignment of groups in a token axis that blocks of these specs divide."""
+    """The multiple of tokens to which each group is padded, so that no block of these specs spans two groups."""
     return math.lcm(ALIGNMENT, *(spec.group_size for spec in specs if spec is not None and spec.group_size is not None))
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fp8jax.core import formats
-from fp8jax.core.groups import ALIGNMENT, PaddedTokens
+from fp8jax.core.groups import ALIGNMENT, PaddedTokens, block_table
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.scaling import clamp_scale
 from fp8jax.core.spec import QuantSpec
@@ -23,6 +23,7 @@ def quantize_groups(
     columns: str | None = None,
     row_scale: Array | None = None,
     column_scale: Array | None = None,
+    row_factor: Array | None = None,
     impl: str = "auto",
 ) -> tuple[Array | None, Array | None]:
     """Return, in one pass, codes of the rows of groups under given scales, and transposed codes on the token axis.
@@ -31,11 +32,12 @@ def quantize_groups(
     be NaN.
 
     Args:
-        x: (T, N) of a floating dtype, or 8-bit codes, which are transposed as they are.
+        x: (T, N) of a floating dtype, or 8-bit codes, which are copied.
         tokens: the padded token axis of the rows, with an alignment of 128.
         index: int32 (rows,), the row of x of each row in the order of the groups; None if x has this order.
         rows, columns: format of each result, "e4m3", "e5m2" or "int8"; None for no result.
         row_scale: positive fp32 () or (rows,). column_scale: positive fp32 () or (groups,). None for 8-bit codes.
+        row_factor: fp32 (rows,), multiplied into the columns of FP8 codes; None for 1.
         impl: "auto", "xla" or "triton".
 
     Returns:
@@ -46,10 +48,11 @@ def quantize_groups(
         ValueError: a shape or format other than these, or `impl` is "triton" and the kernel cannot run.
     """
     is_copy = x.dtype.itemsize == 1
-    _check(x, tokens, index, rows, columns, row_scale, column_scale)
+    _check(x, tokens, index, rows, columns, row_scale, column_scale, row_factor)
 
     def unsupported_reason() -> str | None:
-        fp8 = any(f is not None and formats.get(f).is_float for f in (rows, columns)) and not is_copy
+        is_encoded = not is_copy or row_factor is not None
+        fp8 = any(f is not None and formats.get(f).is_float for f in (rows, columns)) and is_encoded
         if (reason := missing_triton("quantization.quantize_groups_triton", fp8=fp8)) is not None:
             return reason
         from pallas_kernels.quantization import quantize_groups_triton
@@ -59,7 +62,7 @@ def quantize_groups(
     choice = record_choice("quantize groups", choose_impl(impl, unsupported_reason))
     reference, kernel = (functools.partial(f, rows, columns) for f in (_reference, _kernel))
     result: tuple[Array | None, Array | None] = run(
-        choice, impl, x, tokens, index, row_scale, column_scale, kernel=kernel, reference=reference
+        choice, impl, x, tokens, index, row_scale, column_scale, row_factor, kernel=kernel, reference=reference
     )
     return result
 
@@ -72,6 +75,7 @@ def _check(
     columns: str | None,
     row_scale: Array | None,
     column_scale: Array | None,
+    row_factor: Array | None,
 ) -> None:
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x has shape {x.shape}; expected a matrix that is not empty")
@@ -83,14 +87,16 @@ def _check(
             f"tokens has {tokens.num_rows} rows and alignment {tokens.alignment}; expected {num_rows} and {ALIGNMENT}"
         )
     if x.dtype.itemsize == 1:
-        if (
-            rows is not None
-            or formats.get(str(columns)).dtype != x.dtype
-            or row_scale is not None
-            or column_scale is not None
-        ):
-            raise ValueError(f"x has codes of {x.dtype}, which are only transposed: give columns of that format alone")
+        has_other_format = any(f is not None and formats.get(f).dtype != x.dtype for f in (rows, columns))
+        if has_other_format or row_scale is not None or column_scale is not None:
+            raise ValueError(f"x has codes of {x.dtype}, which are copied: give results of that format, without scales")
+        if row_factor is not None and (columns is None or not formats.get(columns).is_fp8):
+            raise ValueError(f"row_factor is multiplied into columns of FP8 codes, and columns is {columns!r}")
+        if row_factor is not None and row_factor.shape != (num_rows,):
+            raise ValueError(f"row_factor has shape {row_factor.shape}; expected {(num_rows,)}")
         return
+    if row_factor is not None:
+        raise ValueError(f"row_factor is for 8-bit codes, and x is {x.dtype}: multiply it into the scales")
     for name, fmt, scale, length in (
         ("row", rows, row_scale, num_rows),
         ("column", columns, column_scale, tokens.num_groups),
@@ -111,11 +117,16 @@ def _reference(
     index: Array | None,
     row_scale: Array | None,
     column_scale: Array | None,
+    row_factor: Array | None,
 ) -> tuple[Array | None, Array | None]:
     row_codes = column_codes = None
     ordered = x if index is None else x[index]
-    if rows is not None and row_scale is not None:
-        row_codes = _encode(ordered, rows, jnp.broadcast_to(row_scale, ordered.shape[0]))
+    if rows is not None:
+        row_codes = ordered
+        if row_scale is not None:
+            row_codes = _encode(ordered, rows, jnp.broadcast_to(row_scale, ordered.shape[0]))
+    if row_factor is not None:
+        ordered = _encode(formats.decode_fp8(ordered) * row_factor[:, None], str(columns), jnp.ones(ordered.shape[0]))
     if columns is not None:
         padded = tokens.pad(ordered)
         if column_scale is not None:
@@ -138,18 +149,15 @@ def _kernel(
     index: Array | None,
     row_scale: Array | None,
     column_scale: Array | None,
+    row_factor: Array | None,
 ) -> tuple[Array | None, Array | None]:
-    # The first row of each block of tokens, the number of its rows, and its group.
-    block_rows = tokens.rows.reshape(-1, ALIGNMENT)
-    row_counts = jnp.sum(block_rows < tokens.num_rows, axis=1, dtype=jnp.int32)
-    blocks = jnp.stack([jnp.where(row_counts > 0, block_rows[:, 0], 0), row_counts, tokens.block_groups])
+    blocks = jnp.concatenate([block_table(tokens.rows, tokens.num_rows), tokens.block_groups[None]])
     scales = [None if s is None else clamp_scale(s) for s in (row_scale, column_scale)]
-    operands = (x, blocks, index, *scales)
+    operands = (x, blocks, index, *scales, row_factor)
     ins = (
         "- n",
         "- -",
-        None if index is None else "-",
-        *(None if s is None else " ".join("-" * s.ndim) for s in scales),
+        *(None if s is None else " ".join("-" * s.ndim) for s in (index, *scales, row_factor)),
     )
     outs = (None if rows is None else "- n", None if columns is None else "n -")
     quantize_shard = functools.partial(_quantize_shard, rows, columns, tokens.num_groups)
@@ -169,6 +177,7 @@ def _quantize_shard(
     index: Array | None,
     row_scale: Array | None,
     column_scale: Array | None,
+    row_factor: Array | None,
 ) -> tuple[Array | None, Array | None]:
     from pallas_kernels.quantization import quantize_groups_triton
 
@@ -182,5 +191,5 @@ def _quantize_shard(
     ]
     return quantize_groups_triton.quantize_groups(
         x, blocks, num_groups, index=index, rows=codings[0], columns=codings[1], row_scale=row_scale,
-        column_scale=column_scale, compute_capability=capability(),
+        column_scale=column_scale, row_factor=row_factor, compute_capability=capability(),
     )  # fmt: skip

@@ -441,7 +441,7 @@ def _quantize_shard(
         amax=amax if any(is_scale_in_kernel) else None,
         round_up_bf16=config.strategy.amax_rounding == "up",
         seed=seed,
-        place=None if seed is None else sharding.rng_offset(global_shape, shape),
+        rng_offset=None if seed is None else sharding.rng_offset(global_shape, shape),
         sums=config.sums,
         compute_capability=capability(),
     )

@@ -14,7 +14,7 @@ from fp8jax.core import blocks
 
 def signs(size: int) -> np.ndarray:
     """Return the fixed random signs of a group, fp32 (size,)."""
-    return np.float32([1 - 2 * (zlib.crc32(bytes([i])) & 1) for i in range(size)])
+    return np.asarray([1 - 2 * (zlib.crc32(bytes([i])) & 1) for i in range(size)], np.float32)
 
 
 def rotate_rows(x: Array, size: int | None) -> Array:

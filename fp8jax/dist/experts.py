@@ -1,0 +1,303 @@
+"""Experts on several devices: tokens travel to the devices of their experts as codes, and results travel back.
+
+Rows that travel to experts are quantized once: tokens in the forward pass, and gradients of results in the backward
+pass. Rows that travel back are terms of sums over a token's experts. They keep their dtype.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fp8jax.core import formats
+from fp8jax.core.groups import Groups, PaddedTokens
+from fp8jax.core.qtensor import QTensor
+from fp8jax.dist import manual
+from fp8jax.dist.chunks import split, to_bytes
+from fp8jax.dist.collectives import HLO_NAMES, Collective
+from fp8jax.dist.sequence import WireFormat, WireFormatLike, operand_wire_format
+from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
+from fp8jax.ops.quantization.group_scales import alignment, quantize_rows
+
+_CALLER = "TokenExchange"
+_ADVICE = (
+    "Map the layer over the mesh: jax.shard_map(layer, mesh=mesh, in_specs=(P({axes}), P({axes})), out_specs=P({axes}))"
+)
+
+
+class _Slices(NamedTuple):
+    """The slices of consecutive rows that a device sends or receives, by device and by the experts of one device.
+
+    Attributes:
+        offsets: int32 (devices, local experts), the first row of each slice on this device.
+        sizes: the number of rows of each.
+        remote_offsets: the first row of each on the other device.
+    """
+
+    offsets: Array
+    sizes: Array
+    remote_offsets: Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["group_sizes", "overflow", "groups", "sent", "received"],
+    meta_fields=["axes", "num_rows", "capacity"],
+)
+@dataclasses.dataclass(frozen=True)
+class TokenExchange:
+    """Which rows a device sends to the devices of their experts, and which rows it receives.
+
+    Create it with `from_sizes`, inside `jax.shard_map`. Device i along the axes has the matrices of experts
+    [i * local, (i + 1) * local). `dispatch` sends rows to the devices of their experts. `combine` sends rows back.
+    Both are differentiable in their array, and the backward pass of each is the exchange of the other.
+
+    On GPUs and TPUs rows travel by `jax.lax.ragged_all_to_all`: each device sends its own rows. XLA for CPUs has no
+    such collective. There each pair of devices exchanges `min(num_rows, capacity)` rows, filled up with zeros.
+
+    Attributes:
+        group_sizes: int32 (local experts,), the number of received rows of each expert of this device. They are
+            consecutive, ordered by expert and then by the device that sent them.
+        overflow: int32 scalar, the rows of all devices that exceed a capacity. Where it is not 0, `combine` returns NaN
+            on all devices.
+        groups: this device's rows of each expert.
+        sent, received: slices of rows.
+        axes: the mesh axes.
+        num_rows: number of rows that a device sends, those in no group included.
+        capacity: number of rows of a received array.
+
+    Examples:
+        >>> import fp8jax, jax, jax.numpy as jnp
+        >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> def products(x, w, sizes):  # rows sorted by expert, this device's matrices, rows of each of all experts
+        ...     exchange = fp8jax.dist.TokenExchange.from_sizes(sizes, "expert", x.shape[0])
+        ...     rows = exchange.dispatch(x, "coat")
+        ...     y = fp8jax.ragged_dot(rows, w, exchange.group_sizes, recipe="coat")
+        ...     return exchange.combine(y, "coat")
+        >>> run = jax.shard_map(products, mesh=mesh, in_specs=jax.P("expert"), out_specs=jax.P("expert"))
+        >>> jax.jit(run)(jnp.ones((12, 32)), jnp.ones((3, 32, 64)), jnp.array([4, 0, 8])).shape
+        (12, 64)
+    """
+
+    group_sizes: Array
+    overflow: Array
+    groups: Groups
+    sent: _Slices
+    received: _Slices
+    axes: tuple[str, ...]
+    num_rows: int
+    capacity: int
+
+    @classmethod
+    def from_sizes(
+        cls, group_sizes: Array, axes: manual.Axes, num_rows: int, *, capacity: int | None = None
+    ) -> "TokenExchange":
+        """The exchange of rows that are sorted by expert. Devices share their group sizes, in one all-gather.
+
+        Args:
+            group_sizes: (experts,), integers, the rows of this device for each of all experts. Rows beyond their sum
+                are in no group: they are not sent, may be NaN or Inf, and their results and gradients are 0.
+            axes: name or names of the mesh axes that shard the experts.
+            num_rows: number of rows of this device.
+            capacity: number of rows that a device can receive. None is the largest possible number, the rows of all
+                devices. No row is dropped silently: see `overflow`.
+
+        Raises:
+            ValueError: outside of `jax.shard_map`; the devices do not divide the experts; or `capacity` is below 1.
+            TypeError: `group_sizes` are not integers.
+        """
+        devices, names = manual.check_manual_axes(_CALLER, axes, (), _ADVICE), manual.axis_names(axes)
+        if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+            raise TypeError(f"{_CALLER} takes group_sizes of integers, not {group_sizes.dtype}")
+        if group_sizes.ndim != 1 or group_sizes.shape[0] % devices:
+            raise ValueError(
+                f"{_CALLER}: {devices} devices along {names} do not divide the experts of group_sizes, of shape "
+                f"{group_sizes.shape}"
+            )
+        if capacity is not None and capacity < 1:
+            raise ValueError(
+                f"{_CALLER}: capacity must be at least 1, not {capacity}; None fits the rows of all devices"
+            )
+        capacity = devices * num_rows if capacity is None else min(capacity, devices * num_rows)
+        groups = cast_varying_over(Groups.from_sizes(group_sizes, num_rows), names)
+        # By (source, destination, expert of the destination).
+        sizes = lax.all_gather(groups.sizes, names).reshape(devices, devices, -1)
+        starts = jnp.cumsum(sizes.reshape(devices, -1), axis=1).reshape(sizes.shape) - sizes
+        # By (destination, expert, source), the order of received rows.
+        arriving = jnp.moveaxis(sizes, 0, 2)
+        ends = jnp.cumsum(arriving.reshape(devices, -1), axis=1).reshape(arriving.shape)
+        overflow = jnp.sum(jnp.maximum(ends[:, -1, -1] - capacity, 0))
+        places = jnp.minimum(ends - arriving, capacity)
+        fitting, here = jnp.minimum(ends, capacity) - places, lax.axis_index(names)
+        sent = _Slices(starts[here], fitting[:, :, here], places[:, :, here])
+        received = _Slices(places[here].T, fitting[here].T, starts[:, here])
+        return cls(fitting[here].sum(1), overflow, groups, sent, received, names, num_rows, capacity)
+
+    def dispatch(self, x: Array, wire_format: WireFormatLike = "e4m3:token") -> Array:
+        """Rows on the devices of their experts. They travel as codes, and their gradients in the dtype of `x`.
+
+        Args:
+            x: (num_rows, channels), floating, sorted by expert.
+            wire_format: a `QuantSpec` with a scale per row, group, or tensor, or its string form; a recipe, for the
+                format of its products' inputs; or "bf16", "fp16" or "fp32". A scale per tensor is one per expert,
+                which its rows on all devices share: codes are those of `fp8jax.ragged_dot` on one device. Blocks of
+                rows and channels become groups of channels. Recipes that round stochastically or do not quantize send
+                the dtype of `x`.
+
+        Returns:
+            (capacity, channels) in the dtype of `x`; rows in no group are 0.
+
+        Raises:
+            ValueError: `x` has another number of rows, or no codes of `wire_format` can travel.
+        """
+        self._check("dispatch", x, self.num_rows)
+        wire = operand_wire_format(_CALLER, wire_format, "x")
+        result: Array = _dispatch(wire, cast_varying_over(x, self.axes), self)
+        return result
+
+    def combine(self, y: Array, wire_format: WireFormatLike = "e4m3:token") -> Array:
+        """Rows on the devices that sent them to `dispatch`. They travel in their dtype, and their gradients as codes.
+
+        Args:
+            y: (capacity, channels), floating, in the order of `dispatch`.
+            wire_format: as in `dispatch`, of the gradients; a recipe, for the format of its products' gradients.
+
+        Returns:
+            (num_rows, channels) in the dtype of `y`; rows in no group are 0. NaN if `overflow` is not 0.
+
+        Raises:
+            ValueError: `y` has another number of rows, or no codes of `wire_format` can travel.
+        """
+        self._check("combine", y, self.capacity)
+        wire = operand_wire_format(_CALLER, wire_format, "dy")
+        result: Array = _combine(wire, cast_varying_over(y, self.axes), self)
+        return result
+
+    def _check(self, method: str, x: Array, num_rows: int) -> None:
+        if x.ndim != 2 or x.shape[0] != num_rows:
+            raise ValueError(f"{_CALLER}.{method} takes ({num_rows}, channels), not {x.shape}")
+
+    def _send_to_experts(self, x: Array, wire: WireFormat) -> Array:
+        if wire.spec is None:
+            return self._move(wire.cast(x), self.sent, self.received, self.capacity).astype(x.dtype)
+        leaves, structure = jax.tree.flatten(_quantize(x, wire, self.groups, self.axes))
+        # Codes and scales are one message.
+        message = jnp.concatenate([to_bytes(leaf) for leaf in leaves], axis=1)
+        message = self._move(message, self.sent, self.received, self.capacity)
+        parts = split(message, [leaf.shape[1] * leaf.dtype.itemsize for leaf in leaves])
+        leaves = [_from_bytes(part, leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
+        q: QTensor = jax.tree.unflatten(structure, leaves)
+        return q.dequantize(x.dtype)
+
+    def _send_back(self, y: Array) -> Array:
+        return self._move(y, self.received, self.sent, self.num_rows)
+
+    def _move(self, rows: Array, sent: _Slices, received: _Slices, length: int) -> Array:
+        """`length` rows, of which slices come from other devices; the others are 0."""
+        out = cast_varying_over(jnp.zeros((length, rows.shape[1]), rows.dtype), varying_axes((rows, sent)))
+
+        def ragged(rows: Array, out: Array, sent: _Slices, received: _Slices) -> Array:
+            tables = sent.offsets, sent.sizes, sent.remote_offsets, received.sizes
+            return lax.ragged_all_to_all(rows, out, *(at.reshape(-1) for at in tables), axis_name=self.axes)
+
+        def padded(rows: Array, out: Array, sent: _Slices, received: _Slices) -> Array:
+            bound = min(rows.shape[0], length)
+            slots = rows.at[_packed_rows(sent, bound, rows.shape[0])].get(mode="fill", fill_value=0)
+            slots = lax.all_to_all(slots, self.axes, 0, 0, tiled=True)
+            return out.at[_packed_rows(received, bound, length)].set(slots, mode="drop")
+
+        result: Array = lax.platform_dependent(rows, out, sent, received, cpu=padded, default=ragged)
+        return result
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dispatch(wire: WireFormat, x: Array, exchange: TokenExchange) -> Array:
+    return exchange._send_to_experts(x, wire)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(wire: WireFormat, y: Array, exchange: TokenExchange) -> Array:
+    rows = exchange._send_back(y)
+    return jnp.where(exchange.overflow > 0, jnp.nan, rows).astype(y.dtype)
+
+
+_dispatch.defvjp(
+    lambda wire, x, exchange: (_dispatch(wire, x, exchange), exchange),
+    lambda wire, exchange, ct: (exchange._send_back(ct), None),
+)
+_combine.defvjp(
+    lambda wire, y, exchange: (_combine(wire, y, exchange), exchange),
+    lambda wire, exchange, ct: (exchange._send_to_experts(ct, wire), None),
+)
+
+
+def _packed_rows(slices: _Slices, length: int, fill: int) -> Array:
+    """The row at each of `length` places that have the slices of each device one after the other; `fill` after them."""
+    ends = jnp.cumsum(slices.sizes, axis=1)
+    place = jnp.arange(length, dtype=jnp.int32)
+    index = jnp.sum(place[None, :, None] >= ends[:, None, :], axis=2, dtype=jnp.int32)
+    first = jnp.pad(slices.offsets - (ends - slices.sizes), ((0, 0), (0, 1)))
+    rows = jnp.take_along_axis(first, index, axis=1) + place
+    return jnp.where(place < ends[:, -1:], rows, fill)
+
+
+def _quantize(x: Array, wire: WireFormat, groups: Groups, axes: tuple[str, ...] = ()) -> QTensor:
+    """Codes of rows. Devices along the axes share scales of groups."""
+    spec = wire.spec
+    assert spec is not None
+    if spec.granularity == "block":  # the rows of a block would depend on the number of devices
+        spec = dataclasses.replace(spec, granularity="group")
+    return quantize_rows(
+        x, spec, wire.strategy, PaddedTokens.from_groups(groups, x.shape[0], alignment(spec)), axes=axes
+    )
+
+
+def _from_bytes(raw: Array, dtype: Any) -> Array:
+    size = jnp.dtype(dtype).itemsize
+    return lax.bitcast_convert_type(raw if size == 1 else raw.reshape(raw.shape[0], -1, size), dtype)
+
+
+def expert_collectives(
+    rows: int,
+    width: int,
+    devices: int,
+    wire_format: WireFormatLike,
+    dtype: str = "bf16",
+    *,
+    times: int = 1,
+    dispatches: int = 1,
+) -> list[Collective]:
+    """The collectives of one `TokenExchange.dispatch` and one `combine`, forward and backward, on GPUs and TPUs.
+
+    Bytes are those of rows that a device sends. Group sizes and amax of experts are left out. Devices are assumed to
+    send as many rows to each device.
+
+    Args:
+        rows, width: shape of the rows of one device.
+        devices: number of devices that share experts.
+        wire_format: as in both methods.
+        dtype: dtype of the rows.
+        times: number of calls of each.
+        dispatches: number of dispatches in a forward pass: 2 if the backward pass dispatches again.
+
+    Raises:
+        ValueError: as for both methods.
+    """
+    result = []
+    for operand, count in (("x", dispatches * times), ("dy", times)):
+        wire, name = operand_wire_format("expert_collectives", wire_format, operand), "u8"
+        if wire.spec is None:
+            nbytes, name = _nbytes(rows, width, wire.dtype or dtype), HLO_NAMES[wire.dtype or dtype]
+        else:
+            quantize = functools.partial(_quantize, wire=wire, groups=Groups(*jnp.zeros((2, 1), jnp.int32)))
+            q = jax.eval_shape(quantize, jax.ShapeDtypeStruct((rows, width), jnp.float32))
+            nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(q))
+        result.append(Collective("ragged-all-to-all", name, nbytes, devices, count))
+    return [*result, Collective("ragged-all-to-all", HLO_NAMES[dtype], _nbytes(rows, width, dtype), devices, 2 * times)]
+
+
+def _nbytes(rows: int, width: int, name: str) -> int:
+    return rows * width * int(formats.get(name).bytes_per_element)

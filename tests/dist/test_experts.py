@@ -1,0 +1,236 @@
+"""Tokens that travel to the devices of their experts as codes, against float64 and codes of ml_dtypes."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import AxisType
+
+import fp8jax
+from fp8jax.dist import TokenExchange, expert_collectives
+from tests.dist import programs
+from tests.distance import relative
+
+ROWS, INPUTS, OUTPUTS, EXPERTS = 12, 32, 16, 8
+RNG = np.random.default_rng(0)
+# Rows of each of four devices for each of eight experts. Some experts are empty, and some rows are in no group.
+UNEVEN = np.array(
+    [[3, 0, 1, 0, 5, 0, 0, 2], [0, 0, 0, 0, 0, 12, 0, 0], [1, 1, 2, 1, 1, 2, 0, 1], [0, 0, 4, 0, 0, 0, 0, 3]]
+)
+ALL_IN_ONE = np.array([[0, 0, 12, 0, 0, 0, 0, 0]] * 4)
+NONE = np.zeros((4, 8), int)
+SIZES = {"uneven": UNEVEN, "all in one": ALL_IN_ONE, "none": NONE}
+X = RNG.normal(size=(4, ROWS, INPUTS)).astype(np.float32) * np.exp(2 * RNG.normal(size=(4, ROWS, 1))).astype(np.float32)
+W = RNG.normal(size=(EXPERTS, INPUTS, OUTPUTS)).astype(np.float32)
+DY = RNG.normal(size=(4, ROWS, OUTPUTS)).astype(np.float32)
+
+
+def rounded(x, wire, sizes, fmt=ml_dtypes.float8_e4m3fn):
+    """What an expert's device decodes, under a scale per row, or per expert of all devices."""
+    if wire == "fp32":
+        return x
+    amax = np.abs(x).max(-1, keepdims=True)
+    if wire == "e4m3":
+        experts = experts_of(sizes)
+        for i in range(EXPERTS):
+            amax[experts == i] = amax[experts == i].max(initial=0)
+    scale = np.where(amax > 0, amax, 1) * np.float32(1 / float(ml_dtypes.finfo(fmt).max))
+    return (x * (1 / scale)).astype(fmt).astype(np.float32) * scale
+
+
+def experts_of(sizes):
+    """The expert of each row, (devices, rows); that after the last one for a row in no group."""
+    ends = np.cumsum(sizes, 1)
+    return (np.arange(ROWS)[None, :, None] >= ends[:, None]).sum(-1)
+
+
+def oracle(x, w, dy, sizes, wire):
+    """Results and gradients in float64, a row at a time."""
+    x, dy, w = (a.astype(np.float64) for a in (rounded(x, wire, sizes), rounded(dy, wire, sizes), w))
+    y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
+    for (device, row), expert in np.ndenumerate(experts_of(sizes)):
+        if expert < EXPERTS:
+            y[device, row] = x[device, row] @ w[expert]
+            dx[device, row] = w[expert] @ dy[device, row]
+            dw[expert] += np.outer(x[device, row], dy[device, row])
+    return y, dx, dw
+
+
+def layer(x, w, sizes, *, wire, capacity=None):
+    """The products of a device's rows, of all devices' experts; what a device has has a first axis of 1."""
+    exchange = TokenExchange.from_sizes(sizes[0], "expert", x.shape[1], capacity=capacity)
+    y = fp8jax.ragged_dot(exchange.dispatch(x[0], wire), w, exchange.group_sizes, recipe="bf16")
+    return exchange.combine(y, wire)[None], exchange.overflow[None]
+
+
+def mapped(function, devices=4, check_vma=True):
+    mesh = jax.make_mesh((devices,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    return jax.shard_map(function, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=check_vma)
+
+
+@functools.cache
+def value_and_gradients(wire, check_vma=True):
+    run = mapped(functools.partial(layer, wire=wire), check_vma=check_vma)
+
+    def both(x, w, sizes, dy):
+        with jax.default_matmul_precision("highest"):
+            y, back, _ = jax.vjp(jax.checkpoint(lambda x, w: run(x, w, sizes)), x, w, has_aux=True)
+            return y, *back(dy)
+
+    return jax.jit(both)
+
+
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("wire", ["e4m3:token", "e4m3", "fp32"])
+def test_products_over_devices_are_those_of_rounded_rows(wire, case):
+    """Rows in no group are NaN, and stay out of every result, gradient and scale."""
+    sizes = SIZES[case]
+    unused = experts_of(sizes) == EXPERTS
+    x, dy = np.where(unused[..., None], np.nan, X), np.where(unused[..., None], np.nan, DY)
+    got = value_and_gradients(wire)(x, W, sizes, dy)
+    for one, want in zip(
+        got, oracle(np.where(unused[..., None], 0, X), W, np.where(unused[..., None], 0, DY), sizes, wire), strict=True
+    ):
+        np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-4)
+
+
+def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """`jax.lax.ragged_all_to_all` as its documentation defines it, of 2-D arrays; zeros if sizes disagree."""
+    tables = operand, input_offsets, send_sizes, output_offsets
+    operands, first, sizes, places = (jax.lax.all_gather(x, axis_name) for x in tables)
+    row, local = jnp.arange(len(output)), send_sizes.size // len(operands)
+    mine = jax.lax.axis_index(axis_name) * local + jnp.arange(local)
+    for device in range(len(operands)):
+        for k in range(local):
+            offset = row - places[device, mine[k]]
+            inside = (offset >= 0) & (offset < sizes[device, mine[k]])
+            output = jnp.where(
+                inside[:, None], operands[device][(first[device, mine[k]] + offset) % len(operand)], output
+            )
+    agree = jnp.all(recv_sizes == sizes[:, mine].reshape(-1))
+    return jnp.where(agree, output, jnp.zeros_like(output))
+
+
+@pytest.mark.parametrize("case", ["uneven", "all in one"])
+def test_ragged_collectives_get_the_offsets_and_sizes_of_their_rows(case, monkeypatch):
+    """In both directions, as with the padded form that XLA for CPUs runs."""
+    padded = value_and_gradients("e4m3:token")(X, W, SIZES[case], DY)
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    value_and_gradients.cache_clear()
+    ragged = value_and_gradients("e4m3:token", check_vma=False)(X, W, SIZES[case], DY)
+    value_and_gradients.cache_clear()
+    for one, other in zip(ragged, padded, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("wire", "widths"),
+    [("e4m3:token", (INPUTS + 4, OUTPUTS + 4)), ("e4m3:group16", (INPUTS + 8, OUTPUTS + 4)), ("fp32", (128, 64))]
+    + [(recipe, (INPUTS + 4, OUTPUTS + 4)) for recipe in ("deepseek", "coat", "moss")],
+)
+def test_codes_and_scales_are_all_that_travels_to_experts(wire, widths):
+    """Forward, and of gradients backward; what comes back is in its own dtype. The plan counts the same bytes."""
+
+    def both(x, w, sizes, dy):
+        run = mapped(functools.partial(layer, wire=wire))
+        y, back = jax.vjp(lambda x: run(x, w, sizes)[0], x)
+        return y, back(dy)
+
+    operands = X, W, UNEVEN.astype(np.int32), DY
+    text = jax.jit(both).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.all_to_all" not in text
+    sent = re.findall(r"custom_call @ragged_all_to_all.*? : \(tensor<(\d+)x(\d+)x(\w+)>", text)
+    found = sorted((dtype, int(rows), int(width) * (1 if dtype == "ui8" else 4)) for rows, width, dtype in sent)
+    dtype = "f32" if wire == "fp32" else "ui8"
+    # Experts' devices send arrays as long as what they may have received, of which their rows travel.
+    back = [("f32", 4 * ROWS, 4 * INPUTS), ("f32", 4 * ROWS, 4 * OUTPUTS)]
+    assert found == sorted([(dtype, ROWS, width) for width in widths] + back)
+    # XLA for CPUs exchanges as many rows between each two devices.
+    on_cpu = [one[1:] for one in programs.asked_for(both, *operands) if one[0] == "all_to_all"]
+    assert sorted(on_cpu) == sorted((dtype, 4 * ROWS * width) for dtype, _, width in found)
+    forward, backward = (expert_collectives(ROWS, width, 4, wire, "fp32") for width in (INPUTS, OUTPUTS))
+    assert [forward[0].nbytes, backward[1].nbytes] == [ROWS * width for width in widths]
+    assert [x[-1].sent_bytes for x in (forward, backward)] == [2 * ROWS * 4 * w * 3 / 4 for w in (INPUTS, OUTPUTS)]
+
+
+def test_rows_beyond_a_capacity_are_counted_and_make_results_nan():
+    """On all devices; a capacity that the rows fill is enough."""
+    received = UNEVEN.reshape(4, 4, 2).sum((0, 2))
+    for capacity in (received.max(), received.max() - 1, 4):
+        run = mapped(functools.partial(layer, wire="fp32", capacity=capacity))
+        with jax.default_matmul_precision("highest"):
+            y, count = jax.jit(run)(X, W, UNEVEN)
+        overflow = np.maximum(received - capacity, 0).sum()
+        assert count.tolist() == [overflow] * 4
+        assert np.isnan(y).all() == np.isnan(y).any() == bool(overflow)
+        if not overflow:
+            np.testing.assert_allclose(y, oracle(X, W, DY, UNEVEN, "fp32")[0], rtol=1e-4, atol=1e-4)
+
+
+def test_experts_are_shared_beside_fsdp_and_tensor_axes():
+    """An MLP with weights of its rows, against JAX's own products of all experts on one device.
+
+    Rows are those of 2 x 2 devices. The devices along "tensor" share rows, and split hidden channels.
+    """
+    mesh = jax.make_mesh((2, 2, 2), ("expert", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    down, scores = RNG.normal(size=(EXPERTS, OUTPUTS, INPUTS)), RNG.normal(size=(4, ROWS, 1))
+    weights = tuple(a.astype(np.float32) for a in (W, down, scores))
+
+    def mlp(x, up, down, scores, sizes):
+        exchange = TokenExchange.from_sizes(sizes[0], "expert", ROWS)
+        up = jax.lax.all_gather(up, "fsdp", axis=1, tiled=True)
+        down = jax.lax.all_gather(down, "fsdp", axis=2, tiled=True)
+        rows, scores = exchange.dispatch(x[0], "fp32"), exchange.dispatch(scores[0], "fp32")
+        multiply = functools.partial(fp8jax.ragged_dot, group_sizes=exchange.group_sizes, recipe="bf16")
+        y = multiply(scores * jnp.tanh(multiply(rows, up)), down)
+        return jax.lax.psum(exchange.combine(y, "fp32"), "tensor")[None]
+
+    rows = P(("fsdp", "expert"))
+    ins = rows, P("expert", "fsdp", "tensor"), P("expert", "tensor", "fsdp"), rows, rows
+    over_devices = jax.shard_map(mlp, mesh=mesh, in_specs=ins, out_specs=rows)
+
+    def alone(x, up, down, scores, sizes):
+        chosen = jax.nn.one_hot(experts_of(sizes), EXPERTS)
+        return jnp.einsum(
+            "drf,drn,nfm->drm", scores * jnp.tanh(jnp.einsum("drm,drn,nmf->drf", x, chosen, up)), chosen, down
+        )
+
+    def run(function, *args):
+        return jnp.sum(function(*args, UNEVEN) * X / 9), function(*args, UNEVEN)
+
+    with jax.default_matmul_precision("highest"):
+        found = [
+            jax.jit(jax.value_and_grad(functools.partial(run, function), argnums=(0, 1, 2, 3), has_aux=True))(
+                X, *weights
+            )
+            for function in (over_devices, alone)
+        ]
+    for one, want in zip(*map(jax.tree.leaves, found), strict=True):
+        assert relative(one, want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "ask"),
+    [
+        (ValueError, "4 devices along .* do not divide", lambda x, s: TokenExchange.from_sizes(s[:7], "expert", ROWS)),
+        (TypeError, "integers, not float32", lambda x, s: TokenExchange.from_sizes(s * 1.0, "expert", ROWS)),
+        (ValueError, "capacity must be", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS, capacity=0)),
+        (ValueError, r"takes \(12, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x[1:])),
+        (ValueError, r"takes \(48, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).combine(x)),
+        (ValueError, "do not travel", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x, "de8")),
+    ],
+)
+def test_what_cannot_be_exchanged_is_refused(error, message, ask):
+    with pytest.raises(error, match=message):
+        jax.eval_shape(mapped(lambda x, sizes: (ask(x[0], sizes[0]), x)[1]), X, UNEVEN)
+
+
+def test_an_exchange_outside_of_shard_map_is_refused():
+    with pytest.raises(ValueError, match=r"inside jax\.shard_map"):
+        TokenExchange.from_sizes(UNEVEN[0], "expert", ROWS)

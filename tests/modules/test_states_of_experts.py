@@ -1,0 +1,167 @@
+"""Experts of Flax models under scalings with a state: a state for each expert, in training and in checkpoints."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax import lax
+
+import fp8jax
+from tests.distance import relative
+from tests.modules.test_experts_of_flax import LinenBlock, NnxBlock, NnxMapped
+from tests.rewrite import experts
+from tests.rewrite.experts import EXPERTS, P, X
+from tests.rows import few, slow
+
+RECIPES = ["te_delayed", "int8_fallback", "moss"]
+
+
+@nnx.jit
+def train_step(model, optimizer, x):
+    loss, grads = fp8jax.nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+@pytest.mark.parametrize("recipe", few(RECIPES, "te_delayed"))
+def test_experts_of_nnx_train_with_a_state_each(recipe, tmp_path):
+    """The loop of README. A checkpoint of the states continues as the model that it was made of."""
+
+    def make():
+        model = fp8jax.nnx.quantize(NnxBlock(), recipe)
+        return model, fp8jax.nnx.Optimizer(model, fp8jax.optimizer(recipe, 1e-3, clip=1.0), wrt=nnx.Param)
+
+    model, optimizer = make()
+    losses = [float(train_step(model, optimizer, X)) for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    holder = model.experts.fp8jax_gate
+    assert holder.layer_axes() == (EXPERTS,)
+    if recipe == "te_delayed":
+        p = {"router": P["router"]}
+        _, chosen = experts.route(p, X)
+        rows = [np.asarray(X)[(np.asarray(chosen) == e).any(1)] for e in range(EXPERTS)]
+        np.testing.assert_allclose(holder.x[:, 2], [np.abs(m).max() for m in rows], rtol=1e-6)
+        np.testing.assert_allclose(holder.w[:, 2], np.abs(P["gate"]).max((1, 2)), rtol=1e-6)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state((model, optimizer)))
+        checkpointer.wait_until_finished()
+        restored = make()
+        nnx.update(restored, checkpointer.restore(tmp_path / "state", nnx.state(restored)))
+    assert float(train_step(*restored, X)) == float(train_step(model, optimizer, X))
+
+
+def test_an_expert_of_nnx_without_tokens_keeps_its_state():
+    """Tokens choose the first two experts alone; maxima of microbatches are maxima."""
+    model = fp8jax.nnx.quantize(NnxBlock(), "te_delayed")
+    x = jnp.abs(X)
+    model.experts.router.set_value(jnp.zeros_like(P["router"]).at[:, 0].set(2).at[:, 1].set(1))
+
+    @nnx.jit
+    def step(model, xs):
+        for x in xs:
+            fp8jax.nnx.grad(lambda model, x: jnp.sum(jnp.sin(model(x))))(model, x)
+        fp8jax.nnx.advance_scaling(model)
+
+    step(model, jnp.stack([x, 3 * x, 2 * x]))
+    holder = model.experts.fp8jax_up
+    np.testing.assert_allclose(holder.x[:, 0], np.array([3, 3, 0, 0]) * np.asarray(x).max(), rtol=1e-6)
+    assert (np.asarray(holder.dy[:, 0]) > 0).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("recipe", few(["te_delayed", "int8_fallback"], "int8_fallback"))
+@pytest.mark.parametrize("model", [slow(NnxBlock()), NnxMapped()], ids=["arrays", "mapped"])
+def test_codes_of_experts_of_a_step_are_those_of_the_states(recipe, model):
+    """Results are those of the model, and other codes give other results."""
+    model = fp8jax.nnx.quantize(model, recipe)
+
+    @nnx.jit
+    def step(model, factor):
+        loss = fp8jax.nnx.value_and_grad(lambda model: jnp.mean((model(X) - X) ** 2))
+        prequantized = fp8jax.nnx.quantize_weights(model)
+        codes = nnx.state(prequantized, fp8jax.modules.scaled.QuantizedWeightVariable)
+        scaled = jax.tree.map(lambda x: x * factor if jnp.issubdtype(x.dtype, jnp.floating) else x, codes)
+        nnx.update(prequantized, scaled)
+        fp8jax.nnx.advance_scaling(model)
+        return loss(prequantized), loss(model)
+
+    (value, grads), (want, wanted) = step(model, 1.0)
+    assert float(value) == pytest.approx(float(want), rel=1e-6)
+    assert relative(nnx.to_pure_dict(grads), nnx.to_pure_dict(wanted)) < 1e-5
+    assert abs(float(step(model, 2.0)[0][0]) - float(want)) > 0.1 * float(want)
+
+
+def test_a_product_of_all_matrices_has_the_first_state():
+    """The parameter might have been one of experts: it is of heads."""
+
+    class Heads(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(P["gate"].swapaxes(0, 1))  # (inputs, heads, width)
+            self.out = nnx.Param(P["down"])
+
+        def __call__(self, x):
+            h = jnp.einsum("td,dhc->thc", x, self.w[...])
+            return x + jnp.einsum("thc,hcd->td", h, self.out[...])
+
+    model = fp8jax.nnx.quantize(Heads(), [fp8jax.Rule(".*", "te_delayed")])
+
+    @nnx.jit
+    def step(model, x):
+        fp8jax.nnx.grad(lambda model: jnp.sum(jnp.sin(model(x))))(model)
+        fp8jax.nnx.advance_scaling(model)
+
+    step(model, X)
+    step(model, 2 * X)
+    for holder in (model.fp8jax_w, model.fp8jax_out):
+        assert (np.asarray(holder.x)[1:] == 0).all()
+        assert (np.asarray(holder.dy[0, :2]) > 0).all()
+    np.testing.assert_allclose(model.fp8jax_w.x[0, :2], np.array([2, 1]) * np.abs(X).max(), rtol=1e-6)
+    assert 0 < relative(model(X), Heads()(X)) < 0.1
+
+
+class LinenRagged(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        p = {name: self.param(name, lambda _, w=w: w) for name, w in P.items() if name != "mixer"}
+        return x + experts.sorted_tokens(lax.ragged_dot)(p, x)
+
+
+@pytest.mark.parametrize("recipe", few(RECIPES, "te_delayed"))
+@pytest.mark.parametrize("model", [LinenRagged(), slow(LinenBlock())], ids=["grouped", "einsum"])
+def test_experts_of_linen_train_with_a_state_each(model, recipe):
+    model = fp8jax.linen.quantize(model, recipe)
+    variables = model.init(jax.random.key(0), X)
+    others = {name: variables[name] for name in variables if name != "params"}
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(others)} == {EXPERTS}
+    state = fp8jax.linen.TrainState.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        tx=fp8jax.optimizer(recipe, 1e-3, clip=1.0),
+        scaling=variables["fp8jax_scaling"],
+        rules=recipe,
+    )
+
+    @jax.jit
+    def step(state, statistics, x):
+        def loss(params, statistics):
+            arrays = {"params": params, "fp8jax_scaling": state.scaling, "fp8jax_statistics": statistics}
+            y, new = model.apply(arrays, x, mutable=["fp8jax_scaling"])
+            return jnp.mean((y - x) ** 2), new["fp8jax_scaling"]
+
+        (value, scaling), (grads, seen) = jax.value_and_grad(loss, (0, 1), has_aux=True)(state.params, statistics)
+        return state.apply_gradients(grads=grads, statistics=seen, scaling=scaling), value
+
+    losses = []
+    for _ in range(3):
+        state, value = step(state, others.get("fp8jax_statistics", {}), X)
+        losses.append(float(value))
+    assert losses[2] < losses[1] < losses[0]
+    if recipe == "te_delayed":
+        (variables,) = [v for path, v in flatten(state.scaling) if path[-2:] == ("fp8jax_gate", "w")]
+        np.testing.assert_allclose(variables[:, 2], np.abs(P["gate"]).max((1, 2)), rtol=1e-6)
+
+
+def flatten(collection):
+    return [(tuple(step.key for step in path), leaf) for path, leaf in jax.tree.leaves_with_path(collection)]
