@@ -52,6 +52,8 @@ CASES = [
     Case("e4m3:mx32", "e4m3:mx32"),
     Case("e4m3:mx32+token", "e5m2:mx64+token", (131, 96), "bfloat16"),
     Case("e5m2:mx32+ocp", "e4m3:mx16+ocp", (128, 128)),
+    Case("e4m3:mx32+ocp+roundup", "e4m3:mx32+ocp+roundup", (33, 128)),
+    Case("e4m3:mx32+ocp", "e4m3:mx32+ocp+roundup", (64, 200), "bfloat16"),
     Case("e4m3:group128", "e4m3:mx32", (1, 130)),
     Case("e4m3:block128", "e4m3", (129, 1)),
     Case("int8", "same", (130, 150), "bfloat16"),
@@ -118,9 +120,9 @@ def special(shape: tuple[int, int], dtype: str, largest: float) -> jax.Array:
 
 
 def with_tiny_rows(x: jax.Array) -> jax.Array:
-    """One so small that its scale is the smallest there is, one that its power of two is, and one of subnormals."""
+    """One row has the smallest scale, one the smallest power of two, one subnormal values and one zeros."""
     rows = np.array(x, np.float32)
-    for row, size in ((1, 1e-37), (2, 1e-35), (4, 1e-41)):
+    for row, size in ((1, 1e-37), (2, 1e-35), (4, 1e-41), (5, 0)):
         here = np.nan_to_num(rows[row : row + 1], nan=1, posinf=1, neginf=1).clip(-1e3, 1e3)
         rows[row : row + 1] = size * here / np.abs(here).max(initial=1e-9)
     return jnp.asarray(rows).astype(x.dtype)
