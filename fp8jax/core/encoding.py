@@ -51,9 +51,7 @@ def encode(
             finite_magnitude = formats.where(~bad, raw, jnp.inf)
         largest = blocks.reduce(finite_magnitude, block_shape, jnp.max, 0.0)
         largest = formats.where(largest >= formats.TINY, largest, 0)
-        if spec.microscale_format == "e4m3":
-            largest = largest * np.float32(1 / formats.E4M3.max)
-        scale = scaling.to_scale(largest, fmt)
+        scale = scaling.to_scale(largest, fmt, formats.E4M3.max if spec.microscale_format == "e4m3" else 1.0)
         if spec.outer_granularity == "none":
             scale = jnp.ones_like(scale)
     else:

@@ -26,9 +26,10 @@ def compute_amax(x: Array) -> Array:
     return jnp.max(where(jnp.isfinite(magnitude), magnitude, 0.0), initial=0.0)
 
 
-def to_scale(amax: Array, fmt: Format) -> Array:
-    """The scale that maps `amax` to the largest code; 1 if it is zero."""
-    return jnp.where(amax > 0, jnp.maximum(amax * np.float32(1 / fmt.max), TINY), 1.0)
+def to_scale(amax: Array, fmt: Format, max_microscale: float = 1.0) -> Array:
+    """The scale that maps `amax` to the largest code times the largest microscale; 1 if `amax` is zero."""
+    # One product: XLA would multiply two constants first in some programs only.
+    return jnp.where(amax > 0, jnp.maximum(amax * np.float32(1 / (fmt.max * max_microscale)), TINY), 1.0)
 
 
 def convert_scale(scale: Array, source_fmt: Format, fmt: Format) -> Array:

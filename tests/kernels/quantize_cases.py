@@ -26,6 +26,7 @@ class Case:
     dtype: str = "float32"
     scale: float | None = None
     strategy: str = "current"
+    rotation: int | None = None
 
 
 CASES = [
@@ -61,6 +62,11 @@ CASES = [
     Case("int8:token", None, (37, 200), "float16"),
     Case("int8:block32", "same", (70, 257)),
     Case("int8:group64", "int8:group128", (130, 260), "bfloat16"),
+    Case("e2m1:nv16", "e2m1:nv16", (64, 200), "bfloat16"),
+    Case("e2m1:nv16", "e2m1:nv16", (33, 128), rotation=16),
+    Case("e2m1:nvblock16", "e2m1:nvblock16", (70, 37), "float16"),
+    Case("e2m1:nv16", "e2m1:nvblock16", (64, 128), "bfloat16", rotation=16),
+    Case(None, "e2m1:nv16", (33, 50), "bfloat16", rotation=16),
 ]
 # Folded microscaling: its codes and scales.
 FOLDS = [
@@ -272,6 +278,46 @@ def wrong_noise(impl: str) -> dict[str, int]:
     return found
 
 
+def wrong_nvfp4_noise(impl: str) -> dict[str, int]:
+    """By what is rounded to e2m1, how many values are no neighbours, and at how many distances errors are correlated.
+
+    Each group of a row or column has a largest value of 6, so that codes are the values themselves.
+    """
+    shape, spec = (128, 128), "e2m1:nv16+stochastic"
+    x = np.random.default_rng(0).uniform(-5.9, 5.9, shape).astype(np.float32)
+    i, j = np.indices(shape)
+    x[(i + j) % 16 == 0] = 6.0
+    pair = op.quantize(jnp.asarray(x), spec, spec, key=jax.random.key(5), impl=impl)
+    rows, columns = (np.asarray(q.dequantize()) for q in pair if q is not None)
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    size = np.minimum(np.abs(x), 5.999)
+    place = np.searchsorted(grid, size, side="right")
+    step = grid[place] - grid[place - 1]
+    errors = {"rows": (rows - x) / step, "columns": (columns.T - x) / step}
+    found = {f"neighbours of {name}": int(np.sum(np.abs(e) > 1 + 1e-4)) for name, e in errors.items()}
+    errors["rows times columns"] = errors["rows"] * errors["columns"]
+    for name, e in errors.items():
+        apart = [e]
+        for m, n in ((1, 0), (2, 0), (3, 0), (4, 0), (16, 0), (0, 1), (0, 2), (0, 16), (1, 1)):
+            apart.append(e[m:, n:] * e[: len(e) - m, : e.shape[1] - n])
+        found[name] = sum(abs(y.mean()) > 5 * y.std() / y.size**0.5 for y in apart)
+    return found
+
+
+def wrong_part_of_nvfp4() -> int:
+    """How many codes of a part of a matrix are not those of the whole there, rounded by the noise of that place."""
+    from pallas_kernels.quantization import nvfp4_triton
+
+    coding, words, one = nvfp4_triton.Coding("nv", True), jnp.array([1, 2], jnp.uint32), jnp.float32(2.0**-6)
+    x = jax.random.normal(jax.random.key(0), (96, 160))
+    run = functools.partial(nvfp4_triton.quantize, rows=coding, columns=coding, row_scale=one, column_scale=one)
+    whole = run(x, seed=words)
+    part = run(x[32:, 64:], seed=words, rng_offset=jnp.array([160, 32 // 4 * 160 + 64], jnp.uint32))
+    return _differ(np.asarray(part[0].codes), np.asarray(whole[0].codes)[32:, 32:]) + _differ(
+        np.asarray(part[1].codes), np.asarray(whole[1].codes)[64:, 16:]
+    )
+
+
 def wrong_apart(widths: tuple[int, ...], scale: float | None) -> list[int]:
     """Of matrices side by side how many codes, scales and sums are not those of the one that they are."""
     whole = special((70, sum(widths)), "bfloat16", 3e38)
@@ -395,14 +441,17 @@ def arrays(case: Case, impl: str) -> list[np.ndarray]:
     """Codes and scales of both results, as bytes or floats; NaN codes all alike."""
     scale = None if case.scale is None else jnp.float32(case.scale)
     run = (
-        jax.jit(op.quantize, static_argnames=("rows", "columns", "strategy", "impl")) if impl == "xla" else op.quantize
+        jax.jit(op.quantize, static_argnames=("rows", "columns", "strategy", "impl", "rotation"))
+        if impl == "xla"
+        else op.quantize
     )
-    largest = 6e4 if case.dtype == "float16" else 3e38
+    # Under one scale for e2m1 codes a larger one would make zeros of all others.
+    largest = 6e4 if case.dtype == "float16" or "e2m1" in f"{case.rows} {case.columns}" else 3e38
     x = with_tiny_rows(special(case.shape, case.dtype, largest))
     if case.rows == "int8":  # One that is not finite would make all of it NaN.
         x = jnp.nan_to_num(x, nan=1, posinf=2, neginf=-2)
     found = []
-    for q in run(x, case.rows, case.columns, scale=scale, strategy=case.strategy, impl=impl):
+    for q in run(x, case.rows, case.columns, scale=scale, strategy=case.strategy, impl=impl, rotation=case.rotation):
         if q is None:
             continue
         q.validate()

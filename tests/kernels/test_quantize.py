@@ -50,16 +50,22 @@ REGISTERS = {
     "tokens both ways": 128, "groups both ways": 255, "blocks": 200, "mx both ways": 168, "int8 blocks": 200,
     "codes folded": 64, "codes shifted": 64, "fallback blocks": 80, "fallback blocks, drawn": 128,
     "exponentials": 64, "cotangents": 128, "groups of rows": 96,
+    "nvfp4 weights": 128, "maxima, transformed": 168, "nvfp4, transformed and drawn": 168,
+    "nvfp4, transformed and drawn, for a B200": 168,
 }  # fmt: skip
 
 
 def registers(every: int) -> None:
-    """Prints registers and bytes spilled of every so many kernels for Llama-7B's activations, for an H200."""
+    """Prints registers and bytes spilled of every so many kernels for Llama-7B's activations.
+
+    They are compiled for an H200, unless the name says what else.
+    """
     from pallas_kernels.losses import logits_triton
     from pallas_kernels.quantization import (
         amax_triton,
         fallback_triton,
         fold_triton,
+        nvfp4_triton,
         quantize_groups_triton,
         quantize_rows_triton,
         quantize_triton,
@@ -74,6 +80,12 @@ def registers(every: int) -> None:
 
     def rows(x):
         return quantize_rows_triton.quantize_rows(x, coding("token"), **options)
+
+    def nvfp4(x, kind, capability=90, **settings):
+        coding = nvfp4_triton.Coding(kind, "seed" in settings)
+        return nvfp4_triton.quantize(
+            x, coding, coding, row_scale=one, column_scale=one, compute_capability=capability, **settings
+        )
 
     group, mx, wide = coding("group", size=128), coding("mx", size=32), jnp.ones((11008, 1))
     programs = {
@@ -124,15 +136,22 @@ def registers(every: int) -> None:
         ),
         "fallback blocks": lambda x: fallback_triton.quantize(x, one, 128, **options),
         "fallback blocks, drawn": lambda x: fallback_triton.quantize(x, one, 128, seed=words, **options),
+        "nvfp4 weights": lambda x: nvfp4(x.astype(jnp.float32), "nvblock"),
+        "maxima, transformed": lambda x: nvfp4_triton.compute_amax(x, 5, **options),
+        "nvfp4, transformed and drawn": lambda x: nvfp4(x, "nv", signs=5, seed=words),
+        "nvfp4, transformed and drawn, for a B200": lambda x: nvfp4(x, "nv", 100, signs=5, seed=words),
     }
     x = jax.ShapeDtypeStruct((16384, 11008), jnp.bfloat16)
-    print(json.dumps({name: h200.assembled(program, x) for name, program in list(programs.items())[::every]}))
+    found = {}
+    for name in list(programs)[::every]:
+        found[name] = h200.assembled(programs[name], x, arch="sm_100a" if "B200" in name else "sm_90a")
+    print(json.dumps(found))
 
 
 @triton
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the group compile is not installed")
 @pytest.mark.parametrize("every", [3, slow(1)])
-def test_kernels_compile_for_an_h200_without_spills(every, tmp_path):
+def test_kernels_compile_without_spills(every, tmp_path):
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "WORK": str(tmp_path)}
     command = [sys.executable, "-c", f"from tests.kernels import test_quantize; test_quantize.registers({every})"]
     done = subprocess.run(command, env=env | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}, capture_output=True, text=True)

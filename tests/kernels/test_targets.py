@@ -100,6 +100,8 @@ def test_weights_in_shards_are_gathered_as_codes_and_each_gpu_gets_its_part_of_t
         assert all(dtype in ("u8", "s8", "f8e4m3fn") for dtype, _ in gathered), (name, gathered)
 
 
+# Calls of kernels that make the operands of a linear.
+QUANTIZERS = {"mxfp8": {"quantize": 5}, "nvfp4": {"nvfp4": 5, "transformed_amax": 2}}
 # Products of the plan: of a linear three; of seven linears in each of two layers; of two in each of two middle blocks.
 BLOCK_SCALED = {"mxfp8": 3, "nvfp4": 3, "llama": 3 * 7 * 2, "linen": 3 * 2 * 2}
 
@@ -116,9 +118,11 @@ def test_block_scaled_products_are_one_call_of_cudnn_on_a_b200(function: str) ->
         )
         assert sum(p.executions for p in listed) == BLOCK_SCALED[name], name
         assert not program["warnings"], name
+        if name in QUANTIZERS:
+            assert program["kernels"] == QUANTIZERS[name], name
+            assert not program["wide"], name  # nor the transformed matrix
         if name == "mxfp8":
             assert not program["written"], name
-            assert not program["wide"], name
         if function == "block_scaled_sharded":
             gathered = {dtype for dtype, shape in program["gathers"] if math.prod(shape) > 1024}
             assert gathered <= {"u8", "f8e4m3fn"}, (name, program["gathers"])

@@ -223,6 +223,9 @@ def main() -> None:
     for name, differ in cases.wrong_noise("triton").items():
         if differ:
             wrong[f"noise of {name}"] = [differ]
+    for name, differ in (cases.wrong_nvfp4_noise("triton") | {"a part": cases.wrong_part_of_nvfp4()}).items():
+        if differ:
+            wrong[f"nvfp4 noise of {name}"] = [differ]
     for shape, down in (((70, 400), 2), ((48, 256), 2), ((64, 256), 2)):
         for name, differ in cases.wrong_maxima(shape, down).items():
             if differ:

@@ -59,7 +59,6 @@ from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.quantization import fallback, fused_outputs, microscaling
 from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.quantize import quantize, transpose
-from fp8jax.ops.quantization.rotation import rotate_rows
 
 # What a forward product reads.
 ForwardOperand = Operand | FallbackTensor
@@ -136,12 +135,13 @@ class ArrayResidual:
 
     def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
         return encode(
-            rotate_rows(self.values, side.rotation),
+            self.values,
             side.backward,
             side.strategy,
             scale=None if side.rotation else self.scale,
             is_scale_clamped=self.is_scale_clamped,
             transposed=True,
+            rotation=side.rotation,
         )
 
 
@@ -171,7 +171,7 @@ class CodesResidual:
             return transpose(codes)
         # Without the barrier XLA decodes the codes once for both products, and keeps the fp32 values.
         codes = from_bytes(lax.optimization_barrier(self.codes))
-        return encode(rotate_rows(codes.dequantize(), side.rotation), spec, side.strategy, transposed=True)
+        return encode(codes.dequantize(), spec, side.strategy, transposed=True, rotation=side.rotation)
 
 
 @functools.partial(
@@ -201,7 +201,6 @@ class RecomputeResidual:
             if fused_output is None or array.shape[-1] != matrix.shape[-1] or side.rotation
             else fused_output.cast(self.dtype)
         )
-        matrix = rotate_rows(matrix, side.rotation)
         operand: Operand
         if side.shares_token_scales:
             assert self.scale is not None
@@ -219,6 +218,7 @@ class RecomputeResidual:
                 is_scale_clamped=True,
                 transposed=True,
                 fused_output=fused_output,
+                rotation=side.rotation,
             )
         if fused_output is not None and fused_output.group.predicted is not None:
             cotangent_facts.predicted = fused_output.group.predicted
@@ -394,6 +394,7 @@ def encode(
     transposed: bool = False,
     fused_output: fused_outputs.FusedOutput | None = None,
     x_is_transposed: bool = False,
+    rotation: int | None = None,
 ) -> Operand:
     """A matrix as an operand, or its transposed copy if `transposed`; unquantized if `spec` is None.
 
@@ -407,6 +408,7 @@ def encode(
         transposed: whether to return the transposed copy.
         fused_output: what kernels compute `x` from.
         x_is_transposed: whether `x` is the transpose of an array. That array is then quantized.
+        rotation: length of the transformation of the rows of a quantized matrix before its transposed copy, or None.
     """
     if x.ndim > 2:
         return _encode_stack(  # type: ignore[no-any-return]
@@ -426,7 +428,14 @@ def encode(
     specs = (None, spec) if transposed else (spec, None)
     key = key if spec.rounding == "stochastic" else None
     q = quantize(
-        x, *specs, scale=scale, is_scale_clamped=is_scale_clamped, strategy=strategy, key=key, fused_output=fused_output
+        x,
+        *specs,
+        scale=scale,
+        is_scale_clamped=is_scale_clamped,
+        strategy=strategy,
+        key=key,
+        fused_output=fused_output,
+        rotation=rotation,
     )[int(transposed)]
     assert q is not None
     return q

@@ -44,7 +44,6 @@ from fp8jax.ops.products.weights import NO_CODES, FrozenSource, FrozenWeight, La
 from fp8jax.ops.quantization import fused_outputs, microscaling
 from fp8jax.ops.quantization.fused_reference import column_sums
 from fp8jax.ops.quantization.quantize import PackedMatrix, concatenate_packed, quantize_and_sum, split_weight
-from fp8jax.ops.quantization.rotation import rotate_rows
 
 
 class CotangentOperands(NamedTuple):
@@ -88,7 +87,7 @@ def encode_cotangent(
     fused_output = facts.fused_output
     row_spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")
     operands: tuple[Operand, Operand]
-    if row_spec is None or column_spec is None or row_spec.is_folded or column_spec.is_folded or recipe.rotation:
+    if row_spec is None or column_spec is None or row_spec.is_folded or column_spec.is_folded:
         dy = concatenate_packed(dy)
         if shares_token_scales and row_spec is not None and row_spec.is_folded:
             operands = microscaling.gradient_operands(dy, row_spec, x_codes_scale, fused_output)
@@ -98,17 +97,18 @@ def encode_cotangent(
         if recipe.rotation:
             scale = fused_output = None  # they are of `dy` itself
         columns = encode(
-            rotate_rows(dy, recipe.rotation),
+            dy,
             column_spec,
             strategy,
             key=keys[1],
             scale=scale,
             transposed=True,
             fused_output=fused_output,
+            rotation=recipe.rotation,
         )
         operands = rows, columns
         return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
-    transposed = SAME if recipe.dy_wgrad == SAME else column_spec
+    transposed = SAME if recipe.dy_wgrad == SAME and recipe.rotation is None else column_spec
     (row_codes, column_codes), sums_over_tokens = quantize_and_sum(
         dy,
         row_spec,
@@ -119,6 +119,7 @@ def encode_cotangent(
         key=key,
         fused_output=fused_output,
         amax=facts.amax,
+        rotation=recipe.rotation,
     )
     assert row_codes is not None
     assert column_codes is not None

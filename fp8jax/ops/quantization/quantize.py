@@ -22,9 +22,11 @@ from fp8jax.ops.dispatch.choice import Choice, capability, choose_impl, missing_
 from fp8jax.ops.dispatch.partition import DimSharding, notation, on_one_device, run_partitioned
 from fp8jax.ops.quantization import fused_outputs
 from fp8jax.ops.quantization.fused_reference import column_sums
+from fp8jax.ops.quantization.rotation import rotate_rows, signs
 
 _COLUMNS_SEED = noise.param_seed("columns")
 _KERNEL_GRANULARITIES = ("tensor", "token", "group", "block", "mx")  # of the kernel
+_NVFP4_ROTATION = 16  # rows that the nvfp4 kernel transforms
 Columns = QuantSpec | Literal["same"] | None
 Pair = tuple[QTensor | None, QTensor | None]
 PairAndSums = tuple[Pair, Array | None]
@@ -95,6 +97,7 @@ def quantize(
     key: Array | None = None,
     impl: str = "auto",
     fused_output: fused_outputs.FusedOutput | None = None,
+    rotation: int | None = None,
 ) -> Pair:
     """Quantize a matrix and its transposed copy.
 
@@ -113,9 +116,11 @@ def quantize(
             reads the tensor. "two_stage" reduces bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
         impl: "xla" is the reference. "auto" runs the kernel on CUDA GPUs with jax-triton for FP8 and int8 without
-            expansion, groups and blocks of 16 to 128. "triton" is the same, but raises if it cannot run.
-            `fp8jax.ops.dispatch.choice.record_choices` records the choice.
+            expansion, groups and blocks of 16 to 128, and a kernel for nvfp4. "triton" is the same, but raises if it
+            cannot run. `fp8jax.ops.dispatch.choice.record_choices` records the choice.
         fused_output: describes how `x` is computed, if known. With "auto", kernels read its operands instead of `x`.
+        rotation: length of the Hadamard transformation of the rows of `x` before `columns`
+            (`fp8jax.ops.quantization.rotation`), or None. The nvfp4 kernel transforms 16 rows in the same pass.
 
     Returns:
         QTensors of `x` (M, N) and of `x.T` (N, M), each None if its spec is None.
@@ -135,6 +140,7 @@ def quantize(
         key=key,
         impl=impl,
         fused_output=fused_output,
+        rotation=rotation,
     )[0]
 
 
@@ -151,6 +157,7 @@ def quantize_and_sum(
     impl: str = "auto",
     fused_output: fused_outputs.FusedOutput | None = None,
     amax: Array | None = None,
+    rotation: int | None = None,
 ) -> PairAndSums:
     """Quantize as `quantize`, and return the column sums, fp32 (N,), from the same pass (None without `sums`).
 
@@ -158,16 +165,43 @@ def quantize_and_sum(
     magnitude of `x`, if known; it saves a pass.
     """
     strategy = scaling.find_scaling(strategy)
-    config = dataclasses.replace(_parse(rows, columns, strategy, sums), is_scale_clamped=is_scale_clamped)
+    config = dataclasses.replace(
+        _parse(rows, columns, strategy, sums), is_scale_clamped=is_scale_clamped, rotation=rotation
+    )
     if isinstance(x, tuple) and not can_quantize_unpacked(x, config.specs):
         x = concatenate_packed(x)
     x = derivatives.error_if_differentiated(derivatives.CAST_TO_CODES_ERROR, x, scale)
     if (key is not None) != config.is_stochastic:
         need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
         raise ValueError(f"rows {rows} and columns {columns} {need}")
+    if rotation is not None and not (config.is_nvfp4 and rotation == _NVFP4_ROTATION):
+        x = concatenate_packed(x)
+        row_key, column_key = (None, None) if key is None else jax.random.split(key)
+        (row_codes, _), totals = quantize_and_sum(
+            x,
+            config.rows,
+            sums=sums,
+            scale=scale,
+            is_scale_clamped=is_scale_clamped,
+            strategy=strategy,
+            key=row_key if config.rows is not None and config.rows.rounding == "stochastic" else None,
+            impl=impl,
+            fused_output=fused_output,
+            amax=amax,
+        )
+        spec = config.transposed_spec
+        _, column_codes = quantize(
+            rotate_rows(x, rotation),
+            None,
+            spec,
+            strategy=strategy,
+            key=column_key if spec is not None and spec.rounding == "stochastic" else None,
+            impl=impl,
+        )
+        return (row_codes, column_codes), totals
     if 0 in packed_shape(x):
         scale = None  # no elements, no scales
-    if impl == "auto" and fused_output is not None and not isinstance(x, tuple):
+    if impl == "auto" and fused_output is not None and rotation is None and not isinstance(x, tuple):
         pair = fused_outputs.quantize_fused(
             fused_output,
             config.rows,
@@ -218,6 +252,13 @@ class _QuantizeConfig:
     strategy: Scaling
     sums: bool
     is_scale_clamped: bool = False
+    rotation: int | None = None
+
+    @property
+    def is_nvfp4(self) -> bool:
+        """Whether all codes are e2m1 in the groups of the nvfp4 kernel."""
+        specs = [spec for spec in self.specs if spec is not None]
+        return bool(specs) and all(spec.is_block_scaled and formats.get(spec.format).is_fp4 for spec in specs)
 
     @property
     def shares_codes(self) -> bool:
@@ -264,10 +305,27 @@ def _choose(x: Any, config: _QuantizeConfig, scale: Array | None, impl: str) -> 
     x = jax.ShapeDtypeStruct(packed_shape(x), x[0].dtype) if isinstance(x, tuple) else x
     if len(x.shape) != 2:
         raise ValueError(f"quantize takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
+    if config.is_nvfp4:
+        return choose_impl(
+            impl,
+            lambda: missing_triton("quantization.nvfp4_triton") or _unsupported_nvfp4_reason(x, config),
+            "the nvfp4 kernel",
+        )
     fp8 = any(spec and formats.get(spec.format).is_fp8 for spec in config.specs)
     return choose_impl(
         impl, lambda: missing_triton("quantization.quantize_triton", fp8=fp8) or _unsupported_reason(x, config, scale)
     )
+
+
+def _unsupported_nvfp4_reason(x: Any, config: _QuantizeConfig) -> str | None:
+    from pallas_kernels.quantization import nvfp4_triton
+
+    for spec in config.specs:
+        if spec is None:
+            continue
+        if spec.axis not in (-1, 1) or spec.layer_axes or spec.scale_format != "fp32" or not spec.flush_to_zero:
+            return f"it makes codes with fp32 scales along the last axis of a matrix, not {spec}"
+    return nvfp4_triton.unsupported_reason(x.shape, x.dtype)
 
 
 def _unsupported_reason(x: Any, config: _QuantizeConfig, scale: Array | None) -> str | None:
@@ -318,7 +376,7 @@ def _codes(config: _QuantizeConfig, x: Array, scale: Array | None, key: Array | 
 
     def quantize_transposed(spec: QuantSpec, seed: Array | None) -> QTensor | None:
         if spec.granularity not in TRANSPOSABLE or spec.axis not in (-1, 1) or spec.is_packed:
-            return quantize_one(x.T, spec, seed)
+            return quantize_one(rotate_rows(x, config.rotation).T, spec, seed)
         # Transpose codes, not the matrix: XLA would transpose it before it reduces blocks.
         rows = quantize_one(x, spec, seed)
         assert rows is not None
@@ -346,7 +404,7 @@ def _kernel(
     outs = [
         s and notation(s, shape[::step], names) for s, step, names in zip(config.specs, (1, -1), dim_names, strict=True)
     ]
-    quantize_shard = functools.partial(_quantize_shard, config, shape)
+    quantize_shard = functools.partial(_quantize_nvfp4_shard if config.is_nvfp4 else _quantize_shard, config, shape)
     result: PairAndSums = run_partitioned(
         "quantize", (config, shape), quantize_shard, (x, scale, seed, amax),
         ("m n", scale_axes, "-", None if amax is None else ""), (outs, "n" if config.sums else None),
@@ -454,6 +512,48 @@ def _quantize_shard(
         assert used_scale is not None
         tensors.append(QTensor(output.codes, used_scale, None, output.microscale, spec))
     return (tensors[0], tensors[1]), None if column_totals is None else sharding.psum(column_totals, "m")
+
+
+def _quantize_nvfp4_shard(
+    config: _QuantizeConfig,
+    global_shape: tuple[int, ...],
+    sharding: DimSharding,
+    x: PackedMatrix,
+    scale: Array | None,
+    seed: Array | None,
+    amax: Array | None,
+) -> PairAndSums:
+    """Quantize a device's shard of a matrix of shape `global_shape` to nvfp4."""
+    from pallas_kernels.quantization import nvfp4_triton
+
+    x = concatenate_packed(x)
+    is_rotated = config.rotation is not None and config.transposed_spec is not None
+    sign_bits = sum(1 << i for i, sign in enumerate(signs(_NVFP4_ROTATION)) if sign < 0) if is_rotated else None
+    if sign_bits is not None:
+        amaxes = nvfp4_triton.compute_amax(x, sign_bits, compute_capability=capability())
+    else:
+        amaxes = (scaling.compute_amax(x) if amax is None else amax,) * 2
+    scales, codings = [], []
+    for largest, spec in zip(amaxes, config.specs, strict=True):
+        largest = sharding.pmax(largest, "m n")
+        largest = jnp.where(largest >= formats.TINY, largest, 0)
+        scales.append(scaling.to_scale(largest, formats.E2M1, formats.E4M3.max))
+        codings.append(spec and nvfp4_triton.Coding(spec.granularity, spec.rounding == "stochastic"))  # type: ignore[arg-type]
+    pair = nvfp4_triton.quantize(
+        x,
+        *codings,
+        row_scale=scales[0],
+        column_scale=scales[1],
+        signs=sign_bits,
+        seed=seed,
+        rng_offset=None if seed is None else sharding.rng_offset(global_shape, x.shape),
+        compute_capability=capability(),
+    )
+    rows, columns = (
+        spec and output and QTensor(output.codes, scale.reshape(1, 1), None, output.microscale, spec, length)
+        for output, scale, spec, length in zip(pair, scales, config.specs, x.shape[::-1], strict=True)
+    )
+    return (rows, columns), sharding.psum(column_sums(x), "m") if config.sums else None
 
 
 def _tensor_amax(x: Array, integers: bool) -> Array:
