@@ -106,11 +106,11 @@ def _select(is_full: tl.tensor, transform: tl.tensor, x: tl.tensor) -> tl.tensor
 
 
 @triton.jit
-def _largest(x: tl.tuple, CODING: tl.constexpr) -> tl.tensor:
+def _largest(x: tl.tuple, KEYS: tl.constexpr) -> tl.tensor:
     """Return the largest `magnitude_key` of the slices."""
-    keys = scaling.magnitude_key(x[0], CODING)
+    keys = scaling.magnitude_key(x[0], KEYS)
     for k in tl.static_range(1, 16):
-        keys = tl.maximum(keys, scaling.magnitude_key(x[k], CODING))
+        keys = tl.maximum(keys, scaling.magnitude_key(x[k], KEYS))
     return keys
 
 
@@ -127,13 +127,12 @@ def _scales(keys: tl.tensor, inverse_outer: tl.tensor, KEYS: tl.constexpr) -> tu
 def _encode(
     x: tl.tensor, inverse_outer: tl.tensor, factor: tl.tensor, noise: tl.tensor, STOCHASTIC: tl.constexpr
 ) -> tl.tensor:
-    """Return e2m1 codes as int32; 0 for NaN and Inf.
-
-    Below 1 codes are 0.5 apart, as they are from 1 to 2.
-    """
+    """Return e2m1 codes as int32; 0 for NaN and Inf."""
     y = scaling.apply_inverse_scale(codec.to_fp32(x, False), inverse_outer, None, True)
     y = scaling.apply_inverse_scale(y, factor, None, True)
     magnitude = tl.minimum(tl.abs(y), 6.0)
+    # From 1 on, codes are the exponent and the first bit of the significand of fp32, less 252. Below 1 they are 0.5
+    # apart, as they are from 1 to 2.
     is_small = magnitude < 1
     if STOCHASTIC:
         bits = codec.float_bits(magnitude + tl.where(is_small, 1.0, 0.0))
@@ -177,7 +176,7 @@ def _nvfp4(
     SIGNS: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
-    """Write the codes of a tile (BLOCK_M, BLOCK_N)."""
+    """Write the codes of a tile (BLOCK_M, BLOCK_N). KEYS is the coding of `magnitude_key`."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     R: tl.constexpr = BLOCK_M // 16
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

@@ -293,7 +293,7 @@ def wrong_nvfp4_noise(impl: str) -> dict[str, int]:
     size = np.minimum(np.abs(x), 5.999)
     place = np.searchsorted(grid, size, side="right")
     step = grid[place] - grid[place - 1]
-    errors = {"rows": (rows - x) / step, "columns": (columns.T - x) / step}
+    errors = {"rows": (rows / np.sign(x) - np.abs(x)) / step, "columns": (columns.T / np.sign(x) - np.abs(x)) / step}
     found = {f"neighbours of {name}": int(np.sum(np.abs(e) > 1 + 1e-4)) for name, e in errors.items()}
     errors["rows times columns"] = errors["rows"] * errors["columns"]
     for name, e in errors.items():
@@ -302,6 +302,21 @@ def wrong_nvfp4_noise(impl: str) -> dict[str, int]:
             apart.append(e[m:, n:] * e[: len(e) - m, : e.shape[1] - n])
         found[name] = sum(abs(y.mean()) > 5 * y.std() / y.size**0.5 for y in apart)
     return found
+
+
+def wrong_nvfp4_ties(impl: str) -> int:
+    """How many quarters are not rounded as by ml_dtypes, under scales of 1."""
+    x = np.random.default_rng(0).integers(-24, 25, (64, 64)).astype(np.float32) / 4
+    i, j = np.indices(x.shape)
+    x[(i + j) % 16 == 0] = 6.0
+    x[0, 0] = 6 * 448.0
+    rows, columns = op.quantize(jnp.asarray(x), "e2m1:nv16", "e2m1:nv16", impl=impl)
+    assert rows is not None
+    assert columns is not None
+    want = x.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    return _differ(np.asarray(rows.dequantize())[1:], want[1:]) + _differ(
+        np.asarray(columns.dequantize())[1:], want.T[1:]
+    )
 
 
 def wrong_part_of_nvfp4() -> int:

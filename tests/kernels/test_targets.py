@@ -119,13 +119,33 @@ def test_block_scaled_products_are_one_call_of_cudnn_on_a_b200(function: str) ->
         assert sum(p.executions for p in listed) == BLOCK_SCALED[name], name
         assert not program["warnings"], name
         if name in QUANTIZERS:
-            assert program["kernels"] == QUANTIZERS[name], name
             assert not program["wide"], name  # nor the transformed matrix
+            assert sum(program["kernels"].values()) == sum(QUANTIZERS[name].values()), (name, program["kernels"])
         if name == "mxfp8":
             assert not program["written"], name
         if function == "block_scaled_sharded":
             gathered = {dtype for dtype, shape in program["gathers"] if math.prod(shape) > 1024}
             assert gathered <= {"u8", "f8e4m3fn"}, (name, program["gathers"])
+            assert [c[0] for c in program["sums"] if c[2] > 1024] == ["reduce-scatter"], (name, program["sums"])
+        if function == "block_scaled":
+            assert program["kernels"] == QUANTIZERS[name], name
+
+
+@pytest.mark.parametrize(
+    ("columns", "rotation", "capability", "impl", "reason"),
+    [("e2m1:nvblock16", 16, 100, "triton", "the nvfp4 kernel takes it"),
+     ("e2m1:nvblock16", 16, 80, "xla", "fp8 conversions need 89"),
+     ("e4m3", None, 100, "xla", "plain FP8 and int8 codes, not e2m1:nv16")],
+)  # fmt: skip
+def test_the_nvfp4_kernel_makes_its_codes_alone(
+    columns: str, rotation: int | None, capability: int, impl: str, reason: str
+) -> None:
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    found = chosen(
+        functools.partial(quantize, rows="e2m1:nv16", columns=columns, rotation=rotation), x, capability=capability
+    )
+    assert found.impl == impl
+    assert reason in found.reason
 
 
 @pytest.mark.slow

@@ -223,9 +223,10 @@ def main() -> None:
     for name, differ in cases.wrong_noise("triton").items():
         if differ:
             wrong[f"noise of {name}"] = [differ]
-    for name, differ in (cases.wrong_nvfp4_noise("triton") | {"a part": cases.wrong_part_of_nvfp4()}).items():
+    nvfp4 = {"ties": cases.wrong_nvfp4_ties("triton"), "noise of a part": cases.wrong_part_of_nvfp4()}
+    for name, differ in (nvfp4 | cases.wrong_nvfp4_noise("triton")).items():
         if differ:
-            wrong[f"nvfp4 noise of {name}"] = [differ]
+            wrong[f"nvfp4: {name}"] = [int(differ)]
     for shape, down in (((70, 400), 2), ((48, 256), 2), ((64, 256), 2)):
         for name, differ in cases.wrong_maxima(shape, down).items():
             if differ:

@@ -533,15 +533,19 @@ def _quantize_nvfp4_shard(
         amaxes = nvfp4_triton.compute_amax(x, sign_bits, compute_capability=capability())
     else:
         amaxes = (scaling.compute_amax(x) if amax is None else amax,) * 2
-    scales, codings = [], []
-    for largest, spec in zip(amaxes, config.specs, strict=True):
-        largest = sharding.pmax(largest, "m n")
-        largest = jnp.where(largest >= formats.TINY, largest, 0)
-        scales.append(scaling.to_scale(largest, formats.E2M1, formats.E4M3.max))
-        codings.append(spec and nvfp4_triton.Coding(spec.granularity, spec.rounding == "stochastic"))  # type: ignore[arg-type]
-    pair = nvfp4_triton.quantize(
+    scales = []
+    for shard_amax in amaxes:
+        tensor_amax = sharding.pmax(shard_amax, "m n")
+        tensor_amax = jnp.where(tensor_amax >= formats.TINY, tensor_amax, 0)
+        scales.append(scaling.to_scale(tensor_amax, formats.E2M1, formats.E4M3.max))
+    row_coding, column_coding = (
+        None if spec is None else nvfp4_triton.Coding(spec.granularity, spec.rounding == "stochastic")  # type: ignore[arg-type]
+        for spec in config.specs
+    )
+    outputs = nvfp4_triton.quantize(
         x,
-        *codings,
+        row_coding,
+        column_coding,
         row_scale=scales[0],
         column_scale=scales[1],
         signs=sign_bits,
@@ -550,8 +554,10 @@ def _quantize_nvfp4_shard(
         compute_capability=capability(),
     )
     rows, columns = (
-        spec and output and QTensor(output.codes, scale.reshape(1, 1), None, output.microscale, spec, length)
-        for output, scale, spec, length in zip(pair, scales, config.specs, x.shape[::-1], strict=True)
+        None
+        if output is None or spec is None
+        else QTensor(output.codes, scale.reshape(1, 1), None, output.microscale, spec, length)
+        for output, scale, spec, length in zip(outputs, scales, config.specs, x.shape[::-1], strict=True)
     )
     return (rows, columns), sharding.psum(column_sums(x), "m") if config.sums else None
 
