@@ -167,7 +167,7 @@ def check_devices(llama: LlamaConfig, devices: int) -> None:
 
 
 def check(recipe: fp8jax.Recipe) -> None:
-    """Raises ValueError for a recipe whose products have a state, 4-bit codes or a rotation: those of experts do not."""
+    """Raises ValueError for a recipe with a scaling state, 4-bit codes or a rotation: products of experts have none."""
     if (reason := unsupported_ragged_reason(recipe.linear)) is not None:
         raise ValueError(f"{recipe.name}: {reason}; take mxfp8, coat or another recipe of 8 bits")
     names = sorted(
