@@ -13,6 +13,9 @@ from types import TracebackType
 from experiments import packages, signals
 
 HELP = {"-h", "--help", "--help-all"}
+# XLA's own Triton products off: its autotuner tries them for every shape, and with them on it calls cuBLASLt with
+# widened operands, so that fp8jax takes its own kernels (fp8jax.ops.matmul.hopper).
+RECOMMENDED_FLAGS = "--xla_gpu_enable_triton_gemm=false"
 
 
 def begin() -> None:
@@ -63,3 +66,14 @@ def purpose(program: str) -> str:
 def _end(line: str, code: int) -> None:
     print(line, file=sys.stderr, flush=True)
     os._exit(code)
+
+
+def recommend_flags() -> str:
+    """Adds `RECOMMENDED_FLAGS` to XLA_FLAGS unless this names the flag already; returns XLA_FLAGS.
+
+    XLA reads it when JAX first asks for a device: call this before.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if RECOMMENDED_FLAGS.partition("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {RECOMMENDED_FLAGS}".strip()
+    return os.environ["XLA_FLAGS"]

@@ -7,7 +7,7 @@ Each prints its rows and the flags of XLA that it runs with, writes results/CARD
 import importlib
 import sys
 
-from experiments import flags, startup
+from experiments import startup
 from experiments.packages import needed
 
 BENCHES = (
@@ -32,7 +32,7 @@ BENCHES = (
 
 
 def main() -> int:
-    """Runs one benchmark with the flags of `experiments.flags`."""
+    """Runs one benchmark with the flags of `experiments.startup`."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHES:
         asked = name in ("-h", "--help")
@@ -40,7 +40,7 @@ def main() -> int:
             f"{(__doc__ or '').strip()}\nNAME is one of {', '.join(BENCHES)}.", file=sys.stdout if asked else sys.stderr
         )
         return 0 if asked else 2
-    flags.recommend()
+    startup.recommend_flags()
     program = f"experiments.bench.{name}"
     with needed() as missing:
         importlib.import_module(program).main(sys.argv[2:])

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import fp8jax
-from experiments import flags
+from experiments import startup
 from experiments.bench import timing
 from experiments.papers import common
 from experiments.papers.common import Row
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--burst", type=float, default=0.02, help="seconds of one round of one implementation")
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
     options = parser.parse_args(argv)
-    flags.recommend()
+    startup.recommend_flags()
     timing.need_gpu()
     rows = [row for n in PAPER_NORM for row in norms(n, options.rounds, options.burst)]
     notes = [

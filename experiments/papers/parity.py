@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from scipy import stats  # type: ignore[import-untyped]
 
 import fp8jax
-from experiments import flags
+from experiments import startup
 from experiments.errors import UserError
 from experiments.papers import common, parity_runs
 from experiments.papers.common import Row
@@ -395,7 +395,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.judge:
             write(options.study, options.results)
             return 0
-        flags.recommend()
+        startup.recommend_flags()
         text = None
         if not isinstance(study.setting, FixedBatch):
             text = parity_runs.read_text(options.data, study.setting)

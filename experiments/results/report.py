@@ -20,8 +20,8 @@ HEAD = """# Results
 `python -m experiments.results.report` writes this page from the files in `results/`; do not edit it. `make results`
 measures them: each file by one command on one card at one commit, named below each table, with a link to all rows.
 A ratio of speed is the baseline's time over ours: above 1 we are faster. Each benchmark runs its baseline in the same
-process, with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/flags.py). Figures of a rival are of the same
-run. A blank cell means that we do not have the figure.
+process, with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/startup.py). Figures of a rival are of the
+same run. A blank cell means that we do not have the figure.
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"

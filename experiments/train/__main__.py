@@ -1,8 +1,8 @@
 import sys
 
-from experiments.flags import recommend
+from experiments.startup import recommend_flags
 from experiments.train import cli
 
 if __name__ == "__main__":
-    recommend()
+    recommend_flags()
     sys.exit(cli.main())

@@ -178,6 +178,9 @@ class LayerScaling(ParameterStateModule):
         try:
             for operand, value in observed.items():
                 stats, scaling = getattr(self, f"seen_{operand}"), self.linear.states[operand]
+                if stats.ndim == value.ndim:
+                    stats[...] = scaling.merge_stats(stats[...], value)
+                    continue
                 # A product of all matrices together has the state of the first one.
                 num_layer_axes = value.ndim - len(scaling.stats_shape)
                 index = (*[slice(None)] * num_layer_axes, *[0] * (stats.ndim - value.ndim), ...)

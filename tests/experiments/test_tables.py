@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments import flags
+from experiments import startup
 from experiments.bench import arms as bench_arms
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.papers import (
@@ -415,10 +415,10 @@ def test_every_headline_names_rows_of_its_file_and_every_file_has_a_command():
 
 def test_flags_are_added_once_and_a_given_one_stays(monkeypatch):
     for given, want in (
-        ("", flags.RECOMMENDED),
-        ("--xla_dump_to=d", f"--xla_dump_to=d {flags.RECOMMENDED}"),
+        ("", startup.RECOMMENDED_FLAGS),
+        ("--xla_dump_to=d", f"--xla_dump_to=d {startup.RECOMMENDED_FLAGS}"),
         ("--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=true"),
     ):
         monkeypatch.setenv("XLA_FLAGS", given)
-        assert flags.recommend() == want
-        assert flags.recommend() == os.environ["XLA_FLAGS"] == want
+        assert startup.recommend_flags() == want
+        assert startup.recommend_flags() == os.environ["XLA_FLAGS"] == want
