@@ -113,12 +113,12 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
         pending = [layer for layer in pending if layer not in chosen]
     new_rules = _join({layer: rule for layer, (rule, _) in chosen.items()}, given, entries)
     after = measure(new_rules)[0] if chosen else before
-    losses = _unquantized_loss(fn, params, args), before, after
+    unquantized_loss = float(_unquantized_loss(fn, params, args))
     unmended = [fault for fault in faults if fault.layer not in chosen or fault.statistic == "nonfinite"]
     reasons = {rule.path: reason for rule, reason in chosen.values()}
     products = [entry.path for entry in entries if entry.is_product and entry.is_quantized]
     unobserved = tuple(dict.fromkeys(path for path in products if path not in measured))
-    return Suggestion(new_rules, reasons, tuple(unmended), *map(float, losses), unobserved)
+    return Suggestion(new_rules, reasons, tuple(unmended), unquantized_loss, float(before), float(after), unobserved)
 
 
 def _as_sequence(rules: Rules) -> tuple[Any, ...]:

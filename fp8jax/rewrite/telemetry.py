@@ -264,7 +264,7 @@ def find_faults(found: Telemetry) -> list[Fault]:
             bits = np.asarray(statistics.get("bits", np.full(shape, 8)))
             for index in np.ndindex(*shape):
                 values = [(name, float(columns[name][index])) for name in names]
-                first = next((each for each in values if _is_out_of_bounds(*each, bits[index])), None)
+                first = next((each for each in values if _is_out_of_bounds(*each, float(bits[index]))), None)
                 faults += [] if first is None else [Fault(layer, role, index, *first)]
     return sorted(faults, key=lambda fault: (list(_BOUNDS).index(fault.statistic), -abs(fault.value)))
 
