@@ -3,12 +3,12 @@
 from fp8jax.flax_optimizers import Optimizer as Optimizer
 from fp8jax.flax_optimizers import end_nnx_step as _end_step
 from fp8jax.modules.functional import FrozenParam as FrozenParam
-from fp8jax.modules.functional import suggest as suggest
 from fp8jax.modules.functional import telemetry as telemetry
 from fp8jax.modules.lora_nnx import adapters as adapters
 from fp8jax.modules.lora_nnx import lora as lora
 from fp8jax.modules.lora_nnx import merge_lora as merge_lora
 from fp8jax.modules.nnx import quantize as quantize
+from fp8jax.modules.nnx import suggest as suggest
 from fp8jax.modules.nnx import unquantize as unquantize
 from fp8jax.modules.scaled import GradientStatistic as GradientStatistic
 from fp8jax.modules.scaled import QuantizedWeightVariable as QuantizedWeightVariable

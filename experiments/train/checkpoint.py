@@ -282,7 +282,11 @@ class Checkpoints:
                 f"{f'give its key in {KEY}' if is_signed else f'leave out {KEY}, or move it away'}"
             )
         if not hmac.compare_digest(str(seal).encode(), _seal(meta).encode()):
-            what = f"was not signed with the key in {KEY}" if key else "does not match its own digest"
+            what = (
+                f"was not signed with the key in {KEY} (give the key of this run)"
+                if key
+                else "does not match its own digest"
+            )
             raise self._damaged(step, f"its metadata {what}")
         return meta
 

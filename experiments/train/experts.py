@@ -22,6 +22,7 @@ from fp8jax.ops.autodiff.residuals import (
 )
 from fp8jax.ops.nonlinear.grouped_glu import grouped_glu
 from fp8jax.ops.products.linear import key_from_data
+from fp8jax.ops.products.ragged import unsupported_ragged_reason
 from fp8jax.ops.products.token_rows import sum_rows
 from fp8jax.recipes import Linear
 
@@ -166,12 +167,14 @@ def check_devices(llama: LlamaConfig, devices: int) -> None:
 
 
 def check(recipe: fp8jax.Recipe) -> None:
-    """Raises ValueError for a recipe whose products have a state, which those of experts do not have."""
+    """Raises ValueError for a recipe with a scaling state, 4-bit codes or a rotation: products of experts have none."""
+    if (reason := unsupported_ragged_reason(recipe.linear)) is not None:
+        raise ValueError(f"{recipe.name}: {reason}; take mxfp8, coat or another recipe of 8 bits")
     names = sorted(
         {recipe.linear.scaling_name(operand) for operand, s in recipe.linear.states.items() if s.collects_stats}
     )
     if names:
         raise ValueError(
-            f"{recipe.name}: {' and '.join(names)} scaling keeps a state for each product, and products of experts "
-            "have none; take coat, coat_fast, deepseek or another recipe without it"
+            f"{recipe.name}: {' and '.join(names)} scaling keeps a state for each product, and this program's "
+            "experts have none; take coat, coat_fast, deepseek or another recipe without it"
         )

@@ -144,8 +144,8 @@ class TokenExchange:
             wire_format: a `QuantSpec` with a scale per row, group, or tensor, or its string form; a recipe, for the
                 format of its products' inputs; or "bf16", "fp16" or "fp32". A scale per tensor is one per expert,
                 which its rows on all devices share: codes are those of `fp8jax.ragged_dot` on one device. Blocks of
-                rows and channels become groups of channels. Recipes that round stochastically or do not quantize send
-                the dtype of `x`.
+                rows and channels become groups of channels. Recipes that round stochastically, have 4-bit codes or do
+                not quantize send the dtype of `x`.
 
         Returns:
             (capacity, channels) in the dtype of `x`; rows in no group are 0.
@@ -250,9 +250,12 @@ def _quantize(x: Array, wire: WireFormat, groups: Groups, axes: tuple[str, ...] 
     assert spec is not None
     if spec.granularity == "block":  # the rows of a block would depend on the number of devices
         spec = dataclasses.replace(spec, granularity="group")
-    return quantize_rows(
-        x, spec, wire.strategy, PaddedTokens.from_groups(groups, x.shape[0], alignment(spec)), axes=axes
-    )
+    q = quantize_rows(x, spec, wire.strategy, PaddedTokens.from_groups(groups, x.shape[0], alignment(spec)), axes=axes)
+    if spec.outer_scale != "none":
+        return q
+    # Each row travels with all of its scales, also with the constant one above its powers of two.
+    spec = dataclasses.replace(spec, outer_scale="token", exponent_rounding="down", fold_scales=False)
+    return QTensor(q.codes, jnp.broadcast_to(q.scale, (x.shape[0], 1)), None, q.microscale, spec)
 
 
 def _from_bytes(raw: Array, dtype: Any) -> Array:

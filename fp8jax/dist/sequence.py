@@ -53,8 +53,9 @@ def operand_wire_format(caller: str, wire_format: WireFormatLike, operand: str) 
     resolved = _resolve(wire_format)
     if isinstance(resolved, Linear):
         spec = resolved.spec(operand)
-        # The product itself rounds stochastically: rounding twice would be biased or noisier.
-        if spec is None or spec.rounding == "stochastic":
+        # The product itself rounds stochastically: rounding twice would be biased or noisier. Codes of 4 bits have a
+        # scale of the tensor above those of groups, which shards do not have.
+        if spec is None or spec.rounding == "stochastic" or spec.is_packed:
             return WireFormat(None)
         return WireFormat(spec, strategy=resolved.stateless_scaling(operand))
     if isinstance(resolved, QuantSpec):
@@ -68,7 +69,7 @@ def sum_wire_format(caller: str, wire_format: WireFormatLike) -> WireFormat:
     resolved = _resolve(wire_format)
     if isinstance(resolved, Linear):
         spec = resolved.spec("x")
-        return WireFormat(None if spec is None else QuantSpec(spec.format, "token"))
+        return WireFormat(None if spec is None or spec.is_packed else QuantSpec(spec.format, "token"))
     if isinstance(resolved, QuantSpec):
         _check_wire_spec(caller, resolved)
         is_summable = resolved.granularity in ("tensor", "token", "group") and resolved.scale_format == "fp32"
@@ -83,7 +84,10 @@ def _resolve(wire_format: WireFormatLike) -> QuantSpec | Linear | str:
         isinstance(wire_format, str) and wire_format not in (*recipes.NAMES, recipes.AUTO)
     ):
         return QuantSpec.parse(wire_format)
-    return require_stateless(wire_format)
+    try:
+        return require_stateless(wire_format)
+    except ValueError as error:
+        raise ValueError(f"{error}; as a wire format, 'bf16' needs no state") from None
 
 
 def _check_wire_spec(caller: str, spec: QuantSpec) -> None:
@@ -124,7 +128,7 @@ def gather_sequence(
         x: (..., tokens, channels), a device's shard, of any floating dtype.
         axes: name or names of the mesh axes that shard the sequence.
         wire_format: format on the wire: a `QuantSpec` or its string form; a recipe, for its linear layers' inputs; or
-            "bf16" or "fp32". A recipe that does not quantize inputs uses the dtype of `x`.
+            "bf16" or "fp32". A recipe that does not quantize inputs, or has 4-bit codes, uses the dtype of `x`.
         gradients: wire format of partial gradients, as for `scatter_sequence`; None uses that of `wire_format` there.
         dim: the sharded dimension; not the channels.
 
@@ -213,7 +217,7 @@ def scatter_sequence(
         axes: name or names of the mesh axes to sum and scatter over.
         wire_format: format on the wire: a `QuantSpec` of granularity "tensor", "token" or "group", or its string form;
             a recipe, for the format of its linear layers' inputs with a scale per token; or "bf16" or "fp32", for sums
-            of that dtype. A recipe that does not quantize inputs uses the dtype of `x`.
+            of that dtype. A recipe that does not quantize inputs, or has 4-bit codes, uses the dtype of `x`.
         gradients: wire format of the gradient, as `wire_format` of `gather_sequence`. None uses a recipe's own for
             gradients (unquantized if it rounds stochastically), and `wire_format` otherwise.
         dim: the scattered dimension; not the channels.

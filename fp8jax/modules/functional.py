@@ -22,12 +22,10 @@ from fp8jax.modules.calls import (
 )
 from fp8jax.modules.scaled import ParameterStateModule
 from fp8jax.ops.products.lora import AdaptedWeight, Adapter
-from fp8jax.rewrite import suggestion
 from fp8jax.rewrite import telemetry as rewrite_telemetry
 from fp8jax.rewrite.planned import CallPlan, Notices
-from fp8jax.rewrite.rules import Rules, RuleSet
+from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.states import ParameterState
-from fp8jax.rewrite.suggestion import Suggestion
 from fp8jax.rewrite.transform import Transformed
 
 
@@ -204,26 +202,6 @@ def telemetry(step: Callable) -> Callable[..., tuple[Any, rewrite_telemetry.Tele
         return results, found
 
     return call
-
-
-def suggest(
-    loss_fn: Callable, rules: Rules, model: nnx.Module, *args: Any, found: rewrite_telemetry.Telemetry | None = None
-) -> Suggestion:
-    """`fp8jax.suggest` of a function of an NNX model, such as its loss.
-
-        found = fp8jax.nnx.suggest(loss_fn, "coat", model, batch)
-        quantized = fp8jax.nnx.quantize(model, found.rules)
-
-    Args:
-        loss_fn: a function of the model and further arguments.
-        rules, found: as of `fp8jax.suggest`.
-        model: the model before `fp8jax.nnx.quantize`; it is not changed.
-        args: further arguments of `loss_fn`.
-    """
-    parts: Any = nnx.split(model, nnx.Param, ...)
-    graph, params, others = parts
-    call = lambda params, others, *args: loss_fn(nnx.merge(graph, params, others), *args)  # noqa: E731
-    return suggestion.suggest(call, rules, nnx.to_pure_dict(params), others, *args, found=found)
 
 
 def plan_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> CallPlan:

@@ -22,12 +22,14 @@ from fp8jax.modules import functional
 from fp8jax.modules.calls import LayerNames, count_stacked_axes, is_matrix, wrong_model_message
 from fp8jax.modules.functional import FrozenParam, ModuleMethod, count_layer_axes, restore_param_classes
 from fp8jax.modules.scaled import STATE_PREFIX, LayerScaling, ParameterStateModule
-from fp8jax.rewrite import training
+from fp8jax.rewrite import suggestion, training
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.frozen_params import as_array
 from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Rules, RuleSet, as_rule_set
 from fp8jax.rewrite.states import ParameterState, observed_operands
+from fp8jax.rewrite.suggestion import Suggestion
+from fp8jax.rewrite.telemetry import Telemetry
 
 # The attribute with which Flax marks the modules of a copy.
 TABULATE_ID = "_nnx_tabulate_id"
@@ -439,6 +441,31 @@ def unquantize(model: Model) -> Model:
         if get_settings(module):
             object.__setattr__(module, "__class__", _original_class(module))
     return unquantized
+
+
+def suggest(
+    loss_fn: Callable, rules: Rules, model: nnx.Module, *args: Any, found: Telemetry | None = None
+) -> Suggestion:
+    """`fp8jax.suggest` of a function of an NNX model, such as its loss.
+
+        found = fp8jax.nnx.suggest(loss_fn, "coat", model, batch)
+        quantized = fp8jax.nnx.quantize(model, found.rules)
+
+    Args:
+        loss_fn: a function of the model and further arguments.
+        rules, found: as of `fp8jax.suggest`.
+        model: the model before `fp8jax.nnx.quantize`; it is not changed.
+        args: further arguments of `loss_fn`.
+
+    Raises:
+        ValueError: as `fp8jax.suggest`; or the model is quantized already.
+    """
+    if any(get_settings(m) for m in get_modules(model).values()):
+        raise ValueError("the model is quantized already: give suggest fp8jax.nnx.unquantize(model)")
+    parts: Any = nnx.split(model, nnx.Param, ...)
+    graph, params, others = parts
+    call = lambda params, others, *args: loss_fn(nnx.merge(graph, params, others), *args)  # noqa: E731
+    return suggestion.suggest(call, rules, nnx.to_pure_dict(params), others, *args, found=found)
 
 
 def _remove_state_modules(module: nnx.Module) -> None:

@@ -15,7 +15,7 @@ from fp8jax.rewrite import cost_model, training
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.rules import GroupedProduct, Rule, Rules, as_rule_set
 from fp8jax.rewrite.telemetry import Fault, Telemetry, find_faults, telemetry
-from fp8jax.rewrite.transform import transform
+from fp8jax.rewrite.transform import Transformed, transform
 
 # Presets in the order in which they are tried: scales of the current tensor, scales of groups of 128, 16 bits.
 _REMEDIES: tuple[str | None, ...] = ("te_current", "deepseek", None)
@@ -33,6 +33,7 @@ class Suggestion:
         unmended: the faults that no rule mends, such as NaN in a batch, or errors of an optimizer's moments.
         unquantized_loss, loss_before, loss_after: of the batch in 16 bits, with the given rules, and with `rules`. NaN
             if the function does not return a scalar.
+        unobserved: paths of quantized products whose errors are not measured, those of grouped products.
     """
 
     rules: tuple[Rule | GroupedProduct | Recipe | Linear | str, ...]
@@ -41,6 +42,7 @@ class Suggestion:
     unquantized_loss: float
     loss_before: float
     loss_after: float
+    unobserved: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = ["rules = ["]
@@ -51,6 +53,7 @@ class Suggestion:
             else:
                 lines.append(f"    {getattr(rule, 'name', rule)!r},")
         lines += ["]", *(f"# no rule mends {fault}" for fault in self.unmended)]
+        lines += [f"# not measured: {path}" for path in self.unobserved]
         if self.loss_before == self.loss_before:
             before, after = f"{self.loss_before:.5g} before", f"{self.loss_after:.5g} with these rules"
             lines.append(f"# loss of this batch: {self.unquantized_loss:.5g} in 16 bits, {before}, {after}")
@@ -82,7 +85,10 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
 
     Raises:
         ValueError: as a call of `fp8jax.transform`.
+        TypeError: `fn` is transformed already.
     """
+    if isinstance(fn, Transformed):
+        raise TypeError("suggest takes the function before fp8jax.transform, which it transforms by each of its rules")
     given = _as_sequence(rules)
     measure = functools.partial(_measure, fn, params, args)
     before, measured = measure(given)
@@ -107,10 +113,12 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
         pending = [layer for layer in pending if layer not in chosen]
     new_rules = _join({layer: rule for layer, (rule, _) in chosen.items()}, given, entries)
     after = measure(new_rules)[0] if chosen else before
-    losses = _unquantized_loss(fn, params, args), before, after
+    unquantized_loss = float(_unquantized_loss(fn, params, args))
     unmended = [fault for fault in faults if fault.layer not in chosen or fault.statistic == "nonfinite"]
     reasons = {rule.path: reason for rule, reason in chosen.values()}
-    return Suggestion(new_rules, reasons, tuple(unmended), *map(float, losses))
+    products = [entry.path for entry in entries if entry.is_product and entry.is_quantized]
+    unobserved = tuple(dict.fromkeys(path for path in products if path not in measured))
+    return Suggestion(new_rules, reasons, tuple(unmended), unquantized_loss, float(before), float(after), unobserved)
 
 
 def _as_sequence(rules: Rules) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ operands as further outputs, through calls, scans, checkpoints, conds and meshes
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +55,7 @@ def telemetry(fn: Callable) -> Callable[..., tuple[Any, Telemetry]]:
         lost: share of nonzero values that decode to zero.
         nonfinite: share of values that are NaN or Inf; the other statistics leave these out.
         amax: largest magnitude.
+        bits: of a code.
         range_ratio: largest magnitude over the largest one that its scale can represent. Far below 1, a scale is stale.
         scale_spread: binary logarithm of the ratio between the largest and the smallest scale.
         fallback_rate, fallback_threshold: share of blocks in 16 bits, and the magnitude above which they are.
@@ -224,14 +225,16 @@ class Fault(NamedTuple):
         return f"{self.layer}{indices} {self.role}: {self.reason}"
 
 
-# The bounds of statistics, most serious first, and whether a value beyond it is above the bound. e5m2 has about 25 dB.
+# The bounds of statistics, most serious first, and whether a value beyond it is above the bound. e5m2 has about 25 dB,
+# e2m1 with scales of 16 elements 20 dB, and 17 dB if it is rounded stochastically.
 _BOUNDS = {"nonfinite": (0.0, True), "saturated": (0.01, True), "snr_db": (20.0, False), "lost": (0.5, True)}
+_MIN_SNR_OF_4_BITS = 12.0
 # Small gradients and first moments are lost without a large error.
 _MAY_BE_LOST = ("dy", "m")
 
 
 def find_faults(found: Telemetry) -> list[Fault]:
-    """The tensors with NaN or Inf, with 1 % of values saturated, an SNR below 20 dB, or half of the values lost.
+    """The tensors with NaN or Inf, 1 % of values saturated, an SNR below 20 dB (12 dB in 4 bits), or half of them lost.
 
         for fault in fp8jax.find_faults(found):
             print(f"step {step}: {fault}")
@@ -241,20 +244,32 @@ def find_faults(found: Telemetry) -> list[Fault]:
 
     Returns:
         A `Fault` for each such tensor, the most serious first. Lost values of "dy" and "m" do not count.
+
+    Raises:
+        TypeError: `found` is not a dict, or is traced.
     """
+    if not isinstance(found, Mapping):
+        raise TypeError(
+            "find_faults takes the statistics, the second result of a function of fp8jax.telemetry, not "
+            f"{type(found).__name__}"
+        )
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(found)):
+        raise TypeError("find_faults reads values: call it outside of jax.jit, with what the compiled step returns")
     faults = []
     for layer, roles in found.items():
         for role, statistics in roles.items():
             names = [name for name in _BOUNDS if name in statistics and not (name == "lost" and role in _MAY_BE_LOST)]
             columns = {name: np.asarray(statistics[name]) for name in names}
             shape = next((column.shape for column in columns.values()), (0,))
+            bits = np.asarray(statistics.get("bits", np.full(shape, 8)))
             for index in np.ndindex(*shape):
                 values = [(name, float(columns[name][index])) for name in names]
-                first = next(((name, value) for name, value in values if _is_out_of_bounds(name, value)), None)
+                first = next((each for each in values if _is_out_of_bounds(*each, float(bits[index]))), None)
                 faults += [] if first is None else [Fault(layer, role, index, *first)]
     return sorted(faults, key=lambda fault: (list(_BOUNDS).index(fault.statistic), -abs(fault.value)))
 
 
-def _is_out_of_bounds(name: str, value: float) -> bool:
+def _is_out_of_bounds(name: str, value: float, bits: float) -> bool:
     bound, is_upper = _BOUNDS[name]
+    bound = _MIN_SNR_OF_4_BITS if name == "snr_db" and bits <= 4 else bound
     return value > bound if is_upper else value < bound

@@ -31,9 +31,14 @@ DY = RNG.normal(size=(4, ROWS, OUTPUTS)).astype(np.float32)
 
 
 def rounded(x, wire, sizes, fmt=ml_dtypes.float8_e4m3fn):
-    """What an expert's device decodes, under a scale per row, or per expert of all devices."""
+    """What an expert's device decodes, under a scale per row, per expert of all devices, or per 32 channels."""
     if wire == "fp32":
         return x
+    if wire == "mxfp8":
+        groups = x.reshape(*x.shape[:-1], -1, min(32, x.shape[-1]))
+        amax = np.abs(groups).max(-1, keepdims=True)
+        scale = np.exp2(np.ceil(np.log2(np.where(amax > 0, amax, 1) / float(ml_dtypes.finfo(fmt).max))))
+        return ((groups / scale).astype(fmt).astype(np.float32) * scale).reshape(x.shape)
     amax = np.abs(x).max(-1, keepdims=True)
     if wire == "e4m3":
         experts = experts_of(sizes)
@@ -86,7 +91,7 @@ def value_and_gradients(wire, check_vma=True):
 
 
 @pytest.mark.parametrize("case", SIZES)
-@pytest.mark.parametrize("wire", ["e4m3:token", "e4m3", "fp32"])
+@pytest.mark.parametrize("wire", ["e4m3:token", "e4m3", "mxfp8", "fp32"])
 def test_products_over_devices_are_those_of_rounded_rows(wire, case):
     """Rows in no group are NaN, and stay out of every result, gradient and scale."""
     sizes = SIZES[case]
@@ -132,7 +137,8 @@ def test_ragged_collectives_get_the_offsets_and_sizes_of_their_rows(case, monkey
 @pytest.mark.parametrize(
     ("wire", "widths"),
     [("e4m3:token", (INPUTS + 4, OUTPUTS + 4)), ("e4m3:group16", (INPUTS + 8, OUTPUTS + 4)), ("fp32", (128, 64))]
-    + [(recipe, (INPUTS + 4, OUTPUTS + 4)) for recipe in ("deepseek", "coat", "moss")],
+    + [(recipe, (INPUTS + 4, OUTPUTS + 4)) for recipe in ("deepseek", "coat", "moss")]
+    + [("mxfp8", (INPUTS + 5, OUTPUTS + 5)), ("nvfp4", (4 * INPUTS, 4 * OUTPUTS))],
 )
 def test_codes_and_scales_are_all_that_travels_to_experts(wire, widths):
     """Forward, and of gradients backward; what comes back is in its own dtype. The plan counts the same bytes."""
@@ -147,7 +153,7 @@ def test_codes_and_scales_are_all_that_travels_to_experts(wire, widths):
     assert "stablehlo.all_to_all" not in text
     sent = re.findall(r"custom_call @ragged_all_to_all.*? : \(tensor<(\d+)x(\d+)x(\w+)>", text)
     found = sorted((dtype, int(rows), int(width) * (1 if dtype == "ui8" else 4)) for rows, width, dtype in sent)
-    dtype = "f32" if wire == "fp32" else "ui8"
+    dtype = "f32" if wire in ("fp32", "nvfp4") else "ui8"
     # Experts' devices send arrays as long as what they may have received, of which their rows travel.
     back = [("f32", 4 * ROWS, 4 * INPUTS), ("f32", 4 * ROWS, 4 * OUTPUTS)]
     assert found == sorted([(dtype, ROWS, width) for width in widths] + back)
@@ -224,6 +230,7 @@ def test_experts_are_shared_beside_fsdp_and_tensor_axes():
         (ValueError, r"takes \(12, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x[1:])),
         (ValueError, r"takes \(48, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).combine(x)),
         (ValueError, "do not travel", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x, "de8")),
+        (ValueError, "'bf16'", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x, "te_delayed")),
     ],
 )
 def test_what_cannot_be_exchanged_is_refused(error, message, ask):

@@ -298,6 +298,7 @@ def test_what_travels_of_each_setting():
         sequence.WireFormat(None, name) for name in sequence.PLAIN
     ]
     assert operand("jetfire", "dy") == sequence.WireFormat(None)  # rounded stochastically where it is multiplied
+    assert [operand("nvfp4", "x"), total("nvfp4")] == [sequence.WireFormat(None)] * 2
     assert operand("auto", "x").dtype is None
     delayed = dataclasses.replace(fp8jax.recipes.te_current().linear, x="e4m3", dy="e5m2", margin=1)
     assert [operand(delayed, side).spec.format for side in ("x", "dy")] == ["e4m3", "e5m2"]

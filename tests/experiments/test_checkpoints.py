@@ -89,8 +89,10 @@ def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch)
                 resume()
             path.parent.rename(tmp_path / "away")
         assert resume() == 2
-        assert told == [f"checkpoint {folder / '3'} is damaged: its metadata was not signed with the key in "
-                        f"FP8JAX_CHECKPOINT_KEY; moved to {tmp_path / 'damaged-3'}"]  # fmt: skip
+        assert told == [
+            f"checkpoint {folder / '3'} is damaged: its metadata was not signed with the key in FP8JAX_CHECKPOINT_KEY "
+            f"(give the key of this run); moved to {tmp_path / 'damaged-3'}"
+        ]
         if key:
             (tmp_path / "damaged-3").rename(folder / "3")
     monkeypatch.setattr(checkpoint.hosts, "several", lambda: True)

@@ -71,6 +71,8 @@ def test_the_rotation_is_hadamards_matrix_with_signs_and_leaves_a_short_group(si
     got = np.asarray(rotation.rotate_rows(jnp.asarray(x), size), np.float64)
     signs = rotation.signs(size)
     assert set(signs) == {-1, 1}
+    # Signs that are a row of the matrix would only permute it, and equal tokens would become one large value.
+    assert np.abs(hadamard(size) @ signs).max() <= size / 2
     matrix = hadamard(size) * signs / np.sqrt(size)
     want = np.concatenate([matrix @ x[:size], matrix @ x[size : 2 * size], x[2 * size :]])
     np.testing.assert_allclose(got, want, atol=1e-5)

@@ -84,6 +84,40 @@ def test_outliers_get_finer_scales_and_what_nothing_mends_16_bits():
     assert suggestion.reasons["b"] == f"x: {127 / 128:.2%} of values lost to zero; in 16 bits it has none"
 
 
+def test_4_bits_have_errors_of_their_own():
+    """16 dB and more are no fault of e2m1. Half of the columns are 1e-5 of others: they underflow."""
+    x, w = normal(1, 64, 64), normal(2, 64, 64)
+    step = fp8jax.telemetry(lambda x, w: fp8jax.linear(x, w, recipe="nvfp4", key=jax.random.key(0)))
+    _, found = step(x, w)
+    snr = [float(statistics["snr_db"]) for roles in found.values() for statistics in roles.values()]
+    assert all(14 < each < 21 for each in snr)
+    assert fp8jax.find_faults(found) == []
+    _, found = step(x.at[:, 32:].multiply(1e-5).at[:, ::16].set(30.0), w)
+    assert {fault.role for fault in fp8jax.find_faults(found)} == {"x"}
+
+
+def test_grouped_products_are_named_as_not_measured():
+    sizes = jnp.array([24, 40])
+    params = {"experts": normal(1, 2, WIDTH, INNER) / 6, "head": normal(2, INNER, WIDTH) / 8}
+    fn = lambda p, x: jnp.sum(jnp.tanh(jax.lax.ragged_dot(x, p["experts"], sizes)) @ p["head"])  # noqa: E731
+    suggestion = fp8jax.suggest(fn, [fp8jax.Rule("head", "te_current"), "te_current"], params, X)
+    assert suggestion.unobserved == ("experts",)
+    assert "# not measured: experts" in str(suggestion)
+
+
+def test_wrong_arguments_say_what_to_give():
+    step = fp8jax.telemetry(jax.value_and_grad(fp8jax.transform(loss_fn, "te_current")))
+    with pytest.raises(TypeError, match=r"the second result .* not tuple"):
+        fp8jax.find_faults(step(PARAMS, X))
+    with pytest.raises(TypeError, match=r"call it outside of jax\.jit"):
+        jax.eval_shape(lambda: fp8jax.find_faults(step(PARAMS, X)[1]))
+    with pytest.raises(TypeError, match=r"before fp8jax\.transform"):
+        fp8jax.suggest(fp8jax.transform(loss_fn, "te_current"), "te_current", PARAMS, X)
+    model = fp8jax.nnx.quantize(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), "te_current")
+    with pytest.raises(ValueError, match=r"fp8jax\.nnx\.unquantize\(model\)"):
+        fp8jax.nnx.suggest(lambda model, x: jnp.mean(model(x)), "te_current", model, X)
+
+
 def test_nan_is_reported_and_not_mended():
     x = X.at[3, 5].set(jnp.nan)
     suggestion = fp8jax.suggest(loss_fn, "te_current", PARAMS, x)

@@ -130,6 +130,7 @@ def compare(x: Array, codes: Any, *, is_relative: bool = False) -> Observation:
         "lost": total(nonzero & (decoded == 0)),
     }
     base: QTensor = codes.base if isinstance(codes, FallbackTensor) else codes
+    maxima["bits"] = jnp.float32(formats.get(base.spec.format).bits)
     if isinstance(codes, FallbackTensor):
         sums |= {"fallback": total(codes.fallback_mask), "blocks": total(jnp.ones_like(codes.fallback_mask))}
     if not base.spec.is_packed:
@@ -176,7 +177,8 @@ def summarize(observation: Observation) -> dict[str, Array]:
     if "squared_update" in sums:
         weight = jnp.maximum(sums["squared_weight"], formats.TINY)
         found["update_ratio"] = jnp.sqrt(sums["squared_update"] / weight)
-    found |= {name: maxima[name] for name in ("amax", "range_ratio", "fallback_threshold", "factor") if name in maxima}
+    copied = "amax", "bits", "range_ratio", "fallback_threshold", "factor"
+    found |= {name: maxima[name] for name in copied if name in maxima}
     for name, kind in (("scale_spread", "scale"), ("expansion_spread", "exponent")):
         if f"largest_{kind}" in maxima:
             found[name] = jnp.maximum(maxima[f"largest_{kind}"] + maxima[f"smallest_{kind}"], 0)

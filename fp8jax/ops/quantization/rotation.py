@@ -3,7 +3,7 @@
 The transformation is orthogonal. A product is unchanged if both operands are transformed along the contraction.
 """
 
-import zlib
+import hashlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +13,10 @@ from fp8jax.core import blocks
 
 
 def signs(size: int) -> np.ndarray:
-    """Return the fixed random signs of a group, fp32 (size,)."""
-    return np.asarray([1 - 2 * (zlib.crc32(bytes([i])) & 1) for i in range(size)], np.float32)
+    """Return the fixed random signs of a group, fp32 (size,), at most 256."""
+    # Bits of a linear function of the index, such as a CRC, would only permute the rows of H.
+    bits = np.unpackbits(np.frombuffer(hashlib.sha256(b"signs").digest(), np.uint8))
+    return 1 - 2 * bits[:size].astype(np.float32)
 
 
 def rotate_rows(x: Array, size: int | None) -> Array:
