@@ -148,7 +148,8 @@ def _prequantize_experts(module: Any, path: Sequence[Any], quantizer: Quantizer)
     for name, param in params.items():
         layer, *aliases = names(name)
         linear = settings.rules.choose(layer, aliases=aliases).linear
-        is_stack = count_stacked_axes(param.shape) == len(param.shape) - 2 > 0 and not isinstance(param, FrozenParam)
+        is_stack = count_stacked_axes(param.shape) == len(param.shape) - 2 > 0
+        is_stack = is_stack and not isinstance(param, (FrozenParam, nnx.LoRAParam))
         if linear is None or linear.spec("w") is None or linear.spec("w_dgrad") is None or not is_stack:
             continue
         if not is_matrix(name.rpartition("/")[2], param.shape) or not jnp.issubdtype(param.dtype, jnp.floating):

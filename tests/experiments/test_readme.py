@@ -17,6 +17,9 @@ STATED = (
     "about 31.5 dB",
     "block of 128 x 128",
     "hold together with 95 %",
+    "`saturated` above 1 %",
+    "`update_ratio` above 1 %",
+    "room for 1.5 times the rows",
     # What programs that were compiled for an H200 count, each beside its command; no card measured them.
     "needs 12 GB by XLA's count",
     # Of a host's memory, by a test's own run.
