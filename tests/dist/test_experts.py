@@ -201,7 +201,7 @@ def test_experts_are_shared_beside_fsdp_and_tensor_axes():
     ins = rows, P("expert", "fsdp", "tensor"), P("expert", "tensor", "fsdp"), rows, rows
     over_devices = jax.shard_map(mlp, mesh=mesh, in_specs=ins, out_specs=rows)
 
-    def alone(x, up, down, scores, sizes):
+    def on_one_device(x, up, down, scores, sizes):
         chosen = jax.nn.one_hot(experts_of(sizes), EXPERTS)
         return jnp.einsum(
             "drf,drn,nfm->drm", scores * jnp.tanh(jnp.einsum("drm,drn,nmf->drf", x, chosen, up)), chosen, down
@@ -215,7 +215,7 @@ def test_experts_are_shared_beside_fsdp_and_tensor_axes():
             jax.jit(jax.value_and_grad(functools.partial(run, function), argnums=(0, 1, 2, 3), has_aux=True))(
                 X, *weights
             )
-            for function in (over_devices, alone)
+            for function in (over_devices, on_one_device)
         ]
     for one, want in zip(*map(jax.tree.leaves, found), strict=True):
         assert relative(one, want) < 1e-5

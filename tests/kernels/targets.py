@@ -145,18 +145,20 @@ def block_scaled() -> Programs:
 
 def block_scaled_sharded() -> Programs:
     """The same with two GPUs that share the weight, its gradient and the input."""
+    return {name: _shard_rows(program, shapes) for name, (program, shapes) in block_scaled().items()}
+
+
+def _shard_rows(program: Callable[..., Any], shapes: Any) -> Any:
+    """A linear with its arguments' shapes and shardings: two GPUs share the rows of all arrays and of dw."""
     import jax
 
     rows = jax.P("fsdp", None)
 
-    def shared(program: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            y, (dx, dw) = program(*args)
-            return y, dx, jax.lax.with_sharding_constraint(dw, rows)
+    def run(*args: Any) -> Any:
+        y, (dx, dw) = program(*args)
+        return y, dx, jax.lax.with_sharding_constraint(dw, rows)
 
-        return run
-
-    return {name: (shared(program), shapes, (rows, rows, rows)) for name, (program, shapes) in block_scaled().items()}
+    return run, shapes, (rows, rows, rows)
 
 
 def block_scaled_models() -> Programs:
@@ -219,17 +221,8 @@ def sharded() -> Programs:
     dtypes = jnp.bfloat16, jnp.float32, jnp.bfloat16
     sizes = (1024, 512), (512, 256), (1024, 256)
     shapes = tuple(jax.ShapeDtypeStruct(*how) for how in zip(sizes, dtypes, strict=True))
-    rows = jax.P("fsdp", None)
-
-    def shared(program: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            y, (dx, dw) = program(*args)
-            return y, dx, jax.lax.with_sharding_constraint(dw, rows)
-
-        return run
-
     parts = {name: fp8jax.recipes.get(name).linear for name in ("te_current", "deepseek", "fast", "int8_block")}
-    found = {name: (shared(_linear(part)), shapes, (rows, rows, rows)) for name, part in parts.items()}
+    found = {name: _shard_rows(_linear(part), shapes) for name, part in parts.items()}
     wanted = {name: found[name] for name in ("deepseek", "int8_block")}
     plain = {f"{name}{WITHOUT}": (_plain(program), *rest) for name, (program, *rest) in wanted.items()}
     return found | plain
