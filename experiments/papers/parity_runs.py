@@ -229,7 +229,8 @@ def plain_programs(
 
     def validate(state: PlainState, sequences: jax.Array) -> jax.Array:
         def loss(tokens: jax.Array) -> jax.Array:
-            network: Any = nnx.merge(network_graph, state.network)
+            # Variables belong to the trace that made them: these come from the one around.
+            network: Any = nnx.merge(network_graph, jax.tree.map(lambda x: x, state.network))
             network.eval()
             return cross_entropy(network(tokens[:, :-1]), tokens[:, 1:])
 
