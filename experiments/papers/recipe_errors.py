@@ -30,7 +30,7 @@ from experiments.papers.parity import NAMED
 from experiments.papers.parity_runs import PlainSetting, Text
 from experiments.results import record
 
-BENCH, FOLDER, BASE = "recipe_errors", "recipe_errors", "bf16"
+BENCH, FOLDER, BASE = "recipe_errors", "parity_recipe_errors", "bf16"
 TITLE = "Errors of 8-bit tensors of each preset, by role and layer, while it trains"
 EVERY = 25
 # Training losses are means of so many steps.
@@ -39,7 +39,7 @@ ROLES = {
     "x": "inputs", "w": "weights", "dy": "gradients of outputs", "context": "residuals of norms and activations",
     "m": "first moments", "v": "second moments",
 }  # fmt: skip
-STATISTICS = ("snr_db", "saturated", "lost", "fallback_rate")
+STATISTICS = ("snr_db", "fallback_rate")
 
 
 def train(preset: str, setting: PlainSetting, text: Text, path: Path, every: int = EVERY) -> None:
