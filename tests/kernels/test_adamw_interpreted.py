@@ -26,6 +26,7 @@ from fp8jax.ops.dispatch import partition
 from fp8jax.ops.optimizers import adamw
 from tests.kernels import adamw_cases
 from tests.kernels.adamw_cases import ADAM, special, stored
+from tests.rows import slow
 
 SHAPES = {"whole": (20, 256), "short groups": (12, 200), "unaligned": (13, 131), "partial tile": (21, 128)}
 CASES = [("whole", *m, *f) for m in (("e4m3", "e4m3", True), ("e5m2", "e5m2", True), ("e4m3", "e4m3", False),
@@ -80,6 +81,12 @@ def part(cases: Sequence[Any], which: str) -> list[Any]:
         chosen.append(max(rest, key=lambda case: sum(1 / (1 + seen[x]) ** 2 for x in settings[case])))
         seen.update(settings[chosen[-1]])
     return chosen
+
+
+def marked(cases: Sequence[Any]) -> list[Any]:
+    """All cases for one argument of a test; those that are not in the part are slow."""
+    few = part(cases, "few")
+    return [case if case in few else slow(case) for case in cases]
 
 
 def prepare() -> None:
