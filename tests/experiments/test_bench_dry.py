@@ -35,6 +35,9 @@ SLOW = {
     "peers",
     "profile",
     "scaling",
+    "grouped",
+    "moe",
+    "layer",
 }
 
 

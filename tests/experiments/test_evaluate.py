@@ -131,6 +131,7 @@ def test_a_model_with_states_is_evaluated_with_those_it_was_trained_to():
     assert np.linalg.norm(found - fresh) > 0.1 * np.linalg.norm(fresh)  # inputs beyond a twentieth saturated
 
 
+@pytest.mark.slow
 def test_thresholds_of_a_recipe_that_a_model_was_not_trained_with_settle_on_the_text_first(monkeypatch):
     """They are divided by 1.3 a pass while too few blocks fall back, from 1 on; products then have those residuals."""
     block = "int8:block16"
