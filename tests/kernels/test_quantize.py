@@ -33,7 +33,10 @@ def test_codes_equal_the_quantizers_in_the_interpreter_and_nothing_is_written_ou
 
 
 def check(got, want, few=3e-4):
-    """Equal, but for few codes next to a tie: on some machines XLA converts through half precision, rounding twice."""
+    """Equal, but for few codes next to a tie.
+
+    On some machines XLA converts through half precision, rounding twice. On a GPU its reciprocals are one ulp off.
+    """
     if want.dtype.itemsize > 1:
         np.testing.assert_array_equal(got, want)
     else:
@@ -217,7 +220,8 @@ def test_under_given_scales_they_do_where_an_activation_is_quantized(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [slow(case) for case in cases.STACKS[1::2]] + list(cases.STACKS[::2]), ids=str)
 def test_a_stack_has_the_codes_of_its_matrices_on_a_gpu(case):
-    assert not any(cases.wrong_stack(*case, vmap=True))
+    for got, want in cases.stack_arrays(*case, vmap=True):
+        check(got, want)
 
 
 @triton
