@@ -26,7 +26,6 @@ SLOW = {
     "models",
     "release",
     "optimizer",
-    "coat_speed",
     "reduce",
     "step",
     "lora",
@@ -34,7 +33,6 @@ SLOW = {
     "gemm_int8",
     "peers",
     "profile",
-    "scaling",
 }
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from experiments.bench import gemm, gemm_int8, linear, lora, models, quantize, reduce, release, scaling
+from experiments.bench import gemm, gemm_int8, linear, lora, models, quantize, reduce, release
 from experiments.bench.timing import Seconds
 
 
@@ -90,12 +90,6 @@ def test_a_linear_layer_is_compared_with_xla_s_bf16():
     found = {r["impl"]: (r["value"], r["ratio"])
              for r in linear.rate_rows("c", {linear.BF16: Seconds([3.0]), "fast": Seconds([2.0])}, 6e12)}  # fmt: skip
     assert found == {linear.BF16: (2, 1), "fast": (3, 1.5)}
-
-
-def test_scales_take_a_share_of_the_baseline_s_time():
-    times = {"just in time": Seconds([4.0]), "automatic": Seconds([1.0])}
-    found = {r["impl"]: (r["value"], r["ratio"]) for r in scaling.shares("c", "codes", times, 2, "just in time")}
-    assert found == {"just in time": (2000, 1), "automatic": (500, 0.25)}
 
 
 def test_sums_are_compared_with_bf16_s_and_collectives_with_collectives():
