@@ -1,6 +1,6 @@
 """Evaluates a model that `experiments.train` trained: `python -m experiments.evaluate --help`.
 
-    python -m experiments.evaluate --run runs/NAME --recipe te_current --data 'texts/*.txt' --leak
+    python -m experiments.evaluate --run runs/NAME --recipe te_current --data 'texts/*.txt'
 
 Without --data the text is the run's own validation split. Exit codes: 0 done; 2 wrong input.
 """
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-import fp8jax
 from experiments.errors import UserError
 from experiments.files import parse_json, read_text
 from experiments.packages import needed
@@ -24,7 +23,6 @@ from experiments.packages import needed
 with needed() as no_parser:
     import tyro
 
-    from experiments.train.config import flag
 with needed() as missing:
     from rich.console import Console
     from rich.table import Table
@@ -33,9 +31,7 @@ with needed() as missing:
     from experiments.text import data, records
     from experiments.train import report
     from experiments.train.checkpoint import quiet
-    from experiments.train.trained import SETTLING as SETTLING
     from experiments.train.trained import Trained as Trained
-    from experiments.train.trained import get_recipe as get_recipe
     from experiments.train.trained import load as load
 
 _PROGRAM = "experiments.evaluate"
@@ -43,24 +39,18 @@ _PROGRAM = "experiments.evaluate"
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Evaluate a trained model: perplexity of text, multiple-choice accuracy, and what quantization leaks."""
+    """Evaluate a trained model: perplexity of text, and multiple-choice accuracy."""
 
     run: Path
     """Folder of a run of experiments.train, such as runs/NAME."""
     recipe: str
     """Which of its recipes; the newest checkpoint is taken."""
-    quantize: str | None = None
-    """Compute linear layers as this recipe does, instead of as in training."""
     data: tuple[str, ...] = ()
     """Files, folders and globs of UTF-8 text, scored file by file."""
     choices: Path | None = None
     """Multiple-choice questions, a line each: {"context": TEXT, "choices": [TEXT, ...], "answer": INDEX}."""
-    leak: bool = False
-    """Compare perplexity unquantized, quantized, and quantized token by token, where no scale sees the next token."""
     limit: int = 65_536
     """Most tokens that are scored of one text; 0 for all."""
-    leak_tokens: int = 256
-    """Tokens that --leak compares on; each takes a pass of the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,43 +83,27 @@ def evaluate(settings: Evaluation, console: Console) -> dict[str, Any]:
     """Does what the command line asks for and prints it.
 
     Returns:
-        What was printed: {"text": {name: Score}, "choices": {...}, "leak": {name: Score}}, as far as asked for.
+        What was printed: {"text": {name: Score}, "choices": {...}}, as far as asked for.
 
     Raises:
         UserError: something the user can put right.
     """
-    for name in ("limit", "leak_tokens"):
-        least = 0 if name == "limit" else 1
-        if getattr(settings, name) < least:
-            raise UserError(f"{flag(name)} must be at least {least}, got {getattr(settings, name)}")
+    if settings.limit < 0:
+        raise UserError(f"--limit must be at least 0, got {settings.limit}")
     questions = None if settings.choices is None else read_questions(settings.choices)
     trained = load(settings.run, settings.recipe)
     linear = trained.recipe.linear
-    if settings.quantize is not None:
-        linear = get_recipe(settings.quantize, "--quantize").linear
-    if settings.leak and not linear.is_quantized:
-        raise UserError(
-            f"--leak compares quantized linear layers, and {settings.quantize or settings.recipe} has none; "
-            "name a recipe that has with --quantize, such as te_current"
-        )
-    length = trained.config.data.seq_len
     console.print(
         f"{settings.run} {settings.recipe}, step {trained.step}; linear layers "
-        f"{f'as {settings.quantize or settings.recipe}' if linear.is_quantized else 'unquantized'}; "
-        f"contexts of {length}"
+        f"{f'as {settings.recipe}' if linear.is_quantized else 'unquantized'}; "
+        f"contexts of {trained.config.data.seq_len}"
     )
     figures: dict[str, Any] = {}
-    texts = {} if settings.choices and not settings.data and not settings.leak else read_texts(settings, trained)
-    words = texts or {"questions": tuple(question.context for question in questions or ())}
-    tokens = trained.tokenizer.encode([text for documents in words.values() for text in documents])
-    model = trained.model(linear, tokens)
-    scorer = scoring.score_sequences(model)
-    if texts and (settings.data or not settings.leak):
-        figures["text"] = _print_texts(console, trained, scorer, texts, settings.limit)
+    scorer = scoring.score_sequences(trained.model)
+    if settings.data or questions is None:
+        figures["text"] = _print_texts(console, trained, scorer, read_texts(settings, trained), settings.limit)
     if questions is not None:
         figures["choices"] = _print_choices(console, trained, scorer, questions)
-    if settings.leak:
-        figures["leak"] = _print_leak(console, trained, model, tokens[: settings.leak_tokens + 1])
     return figures
 
 
@@ -267,31 +241,6 @@ def _print_choices(
         table.add_row(name, f"{share:.4f}", error)
     console.print(table)
     return shares
-
-
-def _print_leak(
-    console: Console, trained: Trained, quantized: scoring.Model, tokens: np.ndarray
-) -> dict[str, scoring.Score]:
-    windows = scoring.cut(tokens, trained.config.data.seq_len)
-    plain = trained.model(fp8jax.recipes.Linear(), tokens)
-    arms = {
-        "unquantized": scoring.score_sequences(plain),
-        "quantized": scoring.score_sequences(quantized),
-        "quantized, token by token": scoring.score_prefixes(quantized),
-    }
-    scores = {name: scoring.score_text(arm, trained.params, windows) for name, arm in arms.items()}
-    table = Table(title=f"leak, {windows.counts_NxT.sum():,} tokens", title_justify="left")
-    table.add_column("linear layers")
-    for name in ("loss", "perplexity", "ratio"):
-        table.add_column(name, justify="right")
-    base = scores["unquantized"]
-    for name, score in scores.items():
-        ratio = math.exp(score.loss - base.loss)
-        table.add_row(name, f"{score.loss:.4f}", f"{score.perplexity:.4f}", f"{ratio:.4f}")
-    console.print(table)
-    hidden = scores["quantized, token by token"].loss - scores["quantized"].loss
-    console.print(f"loss that scales seeing later tokens hide: {hidden:+.4f} nats per token")
-    return scores
 
 
 if __name__ == "__main__":

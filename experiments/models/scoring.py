@@ -1,4 +1,4 @@
-"""Log-probabilities that a causal model gives to tokens: of whole sequences, and of each token from its prefix alone.
+"""Log-probabilities that a causal model gives to tokens.
 
 Shapes stand in the names: N sequences, T positions, V vocabulary. Sequences go through the model one at a time, so that
 no scale of a model in 8 bits spans two of them, and no figure depends on what else is evaluated.
@@ -56,25 +56,6 @@ def score_sequences(model: Model) -> Scorer:
 
     def row(params: Any, tokens_T: jax.Array) -> jax.Array:
         return _pick(model(params, tokens_T[None, :-1])[0], tokens_T[1:])
-
-    return jax.jit(lambda params, tokens_NxT: jax.lax.map(lambda tokens_T: row(params, tokens_T), tokens_NxT))
-
-
-def score_prefixes(model: Model) -> Scorer:
-    """As `score_sequences`, but every target comes from a pass of its own that no later token takes part in.
-
-    A prefix of t tokens fills the sequence by being repeated: what follows it in the pass holds nothing that the
-    prefix does not, whatever scales span it.
-    """
-
-    def token(params: Any, tokens_T: jax.Array, length: jax.Array) -> jax.Array:
-        positions_T = jnp.arange(tokens_T.shape[0] - 1)
-        logits_TxV = model(params, tokens_T[positions_T % length][None])[0]
-        return _pick(logits_TxV[length - 1], tokens_T[length])
-
-    def row(params: Any, tokens_T: jax.Array) -> jax.Array:
-        lengths_T = jnp.arange(1, tokens_T.shape[0])
-        return jax.lax.map(lambda length: token(params, tokens_T, length), lengths_T)
 
     return jax.jit(lambda params, tokens_NxT: jax.lax.map(lambda tokens_T: row(params, tokens_T), tokens_NxT))
 
