@@ -5,7 +5,7 @@ no scale of a model in 8 bits spans two of them, and no figure depends on what e
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -104,22 +104,3 @@ def score_text(scorer: Scorer, params: Any, windows: Windows) -> Score:
     """Sums the counted targets in float64."""
     log_NxT = run(scorer, params, windows.tokens_NxT).astype(np.float64)
     return Score(-float(log_NxT[windows.counts_NxT].sum()), int(windows.counts_NxT.sum()))
-
-
-def score_continuations(
-    scorer: Scorer, params: Any, pairs: Sequence[tuple[np.ndarray, np.ndarray]], length: int
-) -> list[float]:
-    """Log-likelihoods of continuations, each given its context.
-
-    Args:
-        pairs: token ids of context and continuation, neither empty. A context that does not fit loses its beginning.
-        length: T; at least that of every continuation.
-    """
-    sequences = np.zeros((len(pairs), length + 1), np.int32)
-    counts = np.zeros((len(pairs), length), bool)
-    for i, (context, continuation) in enumerate(pairs):
-        joined = np.concatenate([context, continuation])[-(length + 1) :]
-        sequences[i] = np.resize(joined, length + 1)
-        counts[i, len(joined) - 1 - len(continuation) : len(joined) - 1] = True
-    log_NxT = run(scorer, params, sequences).astype(np.float64)
-    return [float(log_T[counts_T].sum()) for log_T, counts_T in zip(log_NxT, counts, strict=True)]
