@@ -224,7 +224,7 @@ def tables(card: Path, snr: Result | None) -> dict[str, tuple[list[Sourced], str
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the tables of every card."""
-    options = common.parser(__doc__).parse_args(argv)
+    options = common.parse(__doc__, argv)
     path = options.results / "cpu" / "moss_snr.json"
     snr = record.load(path) if path.exists() else None
     for card in sorted(path for path in options.results.iterdir() if path.is_dir()):
