@@ -33,12 +33,12 @@ from fp8jax.ops.autodiff.residuals import (
     NO_INPUT_FACTS,
     ArrayFacts,
     CotangentFacts,
-    GradientFacts,
     InputFacts,
     Recomputable,
-    current_gradient_facts,
+    attach_facts,
     derive_key,
     from_bytes,
+    pop_facts,
     to_bytes,
 )
 from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
@@ -406,14 +406,12 @@ class _Config(NamedTuple):
         dtype: of the result.
         transposed: whether the weight is (groups, outputs, inputs).
         name: of the product, for error messages.
-        gradient_facts: what earlier operations of the backward pass attached to the gradients that they returned.
     """
 
     recipe: Linear
     dtype: Any
     transposed: bool
     name: str
-    gradient_facts: GradientFacts
 
 
 class _Residuals(NamedTuple):
@@ -464,7 +462,7 @@ def _multiply_rows(
     if isinstance(w_source, StepWeight):
         w_source = dataclasses.replace(w_source, values=cast_varying_over(w_source.values, axes))
     token = derivatives.second_order_guard(name, x, trained_w)
-    config = _Config(recipe, dtype, transposed, name, current_gradient_facts())
+    config = _Config(recipe, dtype, transposed, name)
     result: Array = _ragged_product(config, x, trained_w, source, w_source, groups, dy_key, scales, token)
     return result, counts
 
@@ -523,7 +521,7 @@ def _multiply_tokens(a: Array, b: Array, groups: Groups, recipe: Linear, key: Ar
     key = gradient_key(recipe, key)
     a, b = cast_varying_over((a, b), varying_axes((a, b, groups, key)))
     name = derivatives.qualified_op_name(f"ragged_dot of {a.shape} and {b.shape}")
-    config = _Config(recipe, dtype, False, name, current_gradient_facts())
+    config = _Config(recipe, dtype, False, name)
     result: Array = _token_product(config, a, b, groups, key, derivatives.second_order_guard(name, a, b))
     return result
 
@@ -729,11 +727,11 @@ def _rows_of(codes: QTensor | TokenCodes, tokens: PaddedTokens) -> QTensor:
 
 
 def _ragged_bwd(config: _Config, residuals: _Residuals, dy: Array) -> tuple[Any, ...]:
-    dy_facts = config.gradient_facts.pop(dy) or NO_FACTS
+    dy_facts = pop_facts(dy)
     gradients, predicted = _gradients(config, *lax.stop_gradient((residuals, dy)), dy_facts)
     gradients = derivatives.differentiable_once(config.name, gradients, (dy, residuals.token))
     if predicted is not None:
-        config.gradient_facts.attach(gradients[0], ArrayFacts(predicted=predicted))
+        attach_facts(gradients[0], ArrayFacts(predicted=predicted))
     return gradients
 
 
