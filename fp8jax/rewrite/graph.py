@@ -1,7 +1,7 @@
 """A jaxpr as a graph: one node per equation, and facts about each value."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -229,6 +229,26 @@ def strip_layout(
         value = node.operands[node.results.index(value)] if node.kind == "optimization_barrier" else node.operands[0]
         node = value.node
     return value
+
+
+def direct_sources(value: Value) -> list[Value]:
+    """The operands of a value's node, its values in sub-jaxprs, and the outer value that it equals at first."""
+    outer = [] if value.enclosing_value is None else [value.enclosing_value]
+    if value.node is None:
+        return outer
+    return [*outer, *value.node.operands, *(b.outputs[value.node.results.index(value)] for b in value.node.bodies)]
+
+
+def search(
+    starts: Iterable[Value], step: Callable[[Value], Iterable[Value]], max_depth: int | None = None
+) -> list[Value]:
+    """These values and all that `step` leads to from them, in that many steps, nearest first."""
+    found = frontier = dict.fromkeys(starts)
+    while frontier and max_depth != 0:
+        frontier = dict.fromkeys(v for value in frontier for v in step(value) if v not in found)
+        found = found | frontier
+        max_depth = None if max_depth is None else max_depth - 1
+    return list(found)
 
 
 def source_parameters(value: Value, max_count: int = 4) -> dict[str, Any]:

@@ -92,11 +92,6 @@ class PlannedCall(NamedTuple):
     arrays: list[Any]
 
     @property
-    def entries(self) -> tuple[PlanEntry, ...]:
-        """The entry of each matmul with a parameter, and of each norm and activation before one."""
-        return self.plan.entries
-
-    @property
     def uses(self) -> dict[WeightUse, Linear]:
         """The matmuls of each parameter, with their recipes."""
         return self.plan.uses

@@ -29,7 +29,6 @@ from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT, PRODUCT_AUX, with_checkpoint_name
 from fp8jax.ops.autodiff.residuals import (
     ALREADY_SAVED,
-    NO_FACTS,
     NO_INPUT_FACTS,
     ArrayFacts,
     CotangentFacts,
