@@ -13,13 +13,13 @@ from jax import Array, lax
 
 from fp8jax import recipes
 from fp8jax.core import blocks, formats, scaling
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.scaling import Current, Scaling
 from fp8jax.core.spec import QuantSpec
 from fp8jax.dist import manual, shared_scales
 from fp8jax.dist.collectives import HLO_NAMES, Collective
-from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, from_bytes, to_bytes
+from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts
 from fp8jax.ops.products.linear import linears, require_stateless
 from fp8jax.ops.products.weights import QuantizedWeight
 from fp8jax.ops.quantization.microscaling import fold_rows

@@ -21,8 +21,8 @@ from jax import Array, lax
 from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
-from fp8jax.core import derivatives, encoding, formats
-from fp8jax.core.qtensor import QTensor, quantize
+from fp8jax.core import derivatives, encoding
+from fp8jax.core.qtensor import QTensor, from_bytes, quantize, to_bytes
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import match_varying_axes
@@ -50,31 +50,6 @@ def pop_facts(gradient: Any) -> "ArrayFacts":
 
 
 T = TypeVar("T")
-
-
-def to_bytes(q: QTensor) -> QTensor:
-    """A quantized tensor without gradients, its codes as bytes."""
-    q = jax.tree.map(lax.stop_gradient, q)
-    return q.with_codes(_cast_bytes(q.codes, jnp.uint8))
-
-
-def from_bytes(q: QTensor) -> QTensor:
-    """The inverse of `to_bytes`."""
-    dtype = jnp.uint8 if q.spec.is_packed else formats.get(q.spec.format).dtype
-    return q.with_codes(_cast_bytes(q.codes, dtype))
-
-
-def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
-    """Codes of 4 or 8 bits as another dtype of one byte; wider codes as they are."""
-    if codes.dtype.itemsize > 1:
-        return codes
-    if _bits(codes.dtype) == 4:
-        return lax.bitcast_convert_type(codes, jnp.uint4).astype(dtype)
-    return lax.bitcast_convert_type(codes.astype(jnp.uint4) if _bits(dtype) == 4 else codes, dtype)
-
-
-def _bits(dtype: DTypeLike) -> int:
-    return int((jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits)
 
 
 def quantize_residual(x: Array, spec: QuantSpec) -> QTensor:
@@ -147,11 +122,15 @@ class Recomputed(NamedTuple):
 
 
 class Recomputable(Protocol):
-    """The backward pass of an operation, from its residuals. It is hashable, and static under `jax.jit`."""
+    """An operation that computes its result again from its residuals. It is hashable, and static under `jax.jit`."""
 
     def recompute(self, saved: Any, gradient: CotangentFacts) -> Recomputed:
         """The result of the operation, given the facts about its gradient."""
         ...
+
+
+class Differentiable(Recomputable, Protocol):
+    """A `Recomputable` with a backward pass that reads only its residuals."""
 
     def backward(
         self,
@@ -161,7 +140,7 @@ class Recomputable(Protocol):
         passthrough_cotangent: Array | None,
         predicted: Any,
     ) -> tuple[tuple[Array | None, ...], "tuple[ArrayFacts, ...]"]:
-        """The cotangents of the differentiable inputs.
+        """The cotangents of the differentiable inputs, and facts about them; no facts if nothing is known.
 
         Args:
             saved: residuals of the operation.
@@ -169,9 +148,6 @@ class Recomputable(Protocol):
             dtypes: of the inputs; None for an input without a cotangent.
             passthrough_cotangent: from other readers of the first input, added to its cotangent; or None.
             predicted: facts about the cotangents that were predicted when the result was recomputed, or None.
-
-        Returns:
-            The cotangents, and facts about them; no facts if nothing is known.
         """
         ...
 
@@ -182,16 +158,6 @@ class AlreadySaved:
 
     def recompute(self, saved: Array, gradient: CotangentFacts) -> Recomputed:
         return Recomputed(saved)
-
-    def backward(
-        self,
-        saved: Array,
-        dy: Array,
-        dtypes: tuple[DTypeLike | None, ...],
-        passthrough_cotangent: Array | None,
-        predicted: Any,
-    ) -> tuple[tuple[Array | None, ...], "tuple[ArrayFacts, ...]"]:
-        raise TypeError("an array that is saved is no operation")
 
 
 ALREADY_SAVED = AlreadySaved()
@@ -254,7 +220,7 @@ NO_INPUT_FACTS = InputFacts()
 
 
 def with_saved_vjp(
-    operation: Recomputable,
+    operation: Differentiable,
     inputs: tuple[Array | None, ...],
     residuals: Any,
     y: Array,
@@ -286,7 +252,7 @@ def with_saved_vjp(
 class _VjpConfig(NamedTuple):
     """The static part of an operation; see `with_saved_vjp`."""
 
-    operation: Recomputable
+    operation: Differentiable
     returns_input: bool
     name: str
 

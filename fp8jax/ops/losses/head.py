@@ -15,10 +15,9 @@ import numpy as np
 from jax import Array, lax
 
 from fp8jax.core import blocks, encoding, formats, scaling
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
 from fp8jax.ops.dispatch.choice import Choice, capability, choose_impl, missing_triton, record_choice, run
 from fp8jax.ops.dispatch.partition import DimSharding, run_partitioned
 from fp8jax.ops.matmul.matmul import matmul

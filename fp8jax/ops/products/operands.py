@@ -35,7 +35,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import formats, scaling
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
@@ -49,8 +49,6 @@ from fp8jax.ops.autodiff.residuals import (
     InputFacts,
     Recomputable,
     derive_key,
-    from_bytes,
-    to_bytes,
 )
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.sharding import reshape_to_matrix

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, derivatives, formats
 from fp8jax.core.groups import Groups, PaddedTokens
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT, PRODUCT_AUX, with_checkpoint_name
@@ -36,9 +36,7 @@ from fp8jax.ops.autodiff.residuals import (
     Recomputable,
     attach_facts,
     derive_key,
-    from_bytes,
     pop_facts,
-    to_bytes,
 )
 from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, explicit_mesh, reshape_to_matrix, spec_of

@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, formats, scaling
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import SAME, Context, Linear, Recipe
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.autodiff.residuals import ArrayFacts, Recomputable, from_bytes, to_bytes
+from fp8jax.ops.autodiff.residuals import ArrayFacts, Recomputable
 from fp8jax.ops.dispatch.choice import Choice, by_platform, missing_triton, on_cuda, record_choice
 from fp8jax.ops.dispatch.sharding import merge, reshape, reshard, spec_of
 from fp8jax.ops.quantization import fused_reference
