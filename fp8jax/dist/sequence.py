@@ -188,13 +188,10 @@ def gather_linear(
     Raises:
         ValueError: as for `gather_sequence` and `fp8jax.linear`; or `quantized` has another length than `weights`.
     """
-    prequantized = [None] * len(weights) if quantized is None else list(quantized)
-    if len(prequantized) != len(weights):
-        raise ValueError(f"{len(weights)} weights were given quantized as {len(prequantized)}")
     linear = require_stateless(recipe)
     whole, codes = _gather_with_codes("gather_linear", x, axes, linear, gradients, dim)
     facts = NO_FACTS if codes is None else ArrayFacts(codes=codes)
-    return linears(whole, weights, recipe=linear, facts=facts, key=key, quantized=prequantized)
+    return linears(whole, weights, recipe=linear, facts=facts, key=key, quantized=quantized)
 
 
 def scatter_sequence(

@@ -278,7 +278,7 @@ def linears(
     recipe: Recipe | Linear | str,
     facts: ArrayFacts,
     key: Array | None = None,
-    quantized: Sequence[QuantizedWeight | None],
+    quantized: Sequence[QuantizedWeight] | None = None,
     out_sharding: OutSharding = None,
 ) -> tuple[Array, ...]:
     """`linear` of one input with several weights, which share the codes of the input.
@@ -287,26 +287,28 @@ def linears(
         x: (..., inputs).
         weights: each (inputs, outputs).
         facts: what `x` is made from.
-        quantized: for each weight, the result of `quantize_weight` or None.
+        quantized: results of `quantize_weight` for each weight; None quantizes them in this call.
         recipe, key, out_sharding: as of `linear`.
 
     Returns:
         (..., outputs) for each weight.
+
+    Raises:
+        ValueError: `quantized` has another length than `weights`; or as `linear`.
     """
-    linear_recipe, results = require_stateless(recipe), []
-    if not weights:
-        return ()
-    shared_input = Input(flatten_tokens(x, weights[0]), x, input_facts=InputFacts(facts))
-    x_source = input_source(shared_input, linear_recipe, key)
-    for w, prequantized in zip(weights, quantized, strict=True):
-        flatten_tokens(x, w)
+    if quantized is not None and len(quantized) != len(weights):
+        raise ValueError(f"{len(weights)} weights were given quantized as {len(quantized)}")
+    linear_recipe, results, x_source = require_stateless(recipe), [], None
+    for w, codes in zip(weights, quantized or [None] * len(weights), strict=True):
+        shared_input = Input(flatten_tokens(x, w), x, input_facts=InputFacts(facts))
+        x_source = x_source or input_source(shared_input, linear_recipe, key)
         y = recipe_dot(
             shared_input,
             w,
             linear_recipe,
             key,
             x_source=x_source,
-            step_weight=StepWeight.from_codes(prequantized),
+            step_weight=StepWeight.from_codes(codes),
             out_spec=output_spec(x, w, out_sharding),
         )
         results.append(y)
