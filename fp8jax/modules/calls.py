@@ -56,7 +56,6 @@ def wrong_model_message(expectation: str, model: Any) -> str:
 
     Args:
         expectation: the start of the message, such as "fp8jax.nnx.quantize takes an NNX module".
-        model: the object.
     """
     kind = type(model)
     bases = {base.__module__.partition(".")[0] for base in kind.__mro__}

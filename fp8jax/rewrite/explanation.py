@@ -282,15 +282,7 @@ def gains_note(entries: Sequence[PlanEntry]) -> str:
 def list_rows(
     graph: Graph, schedule: Schedule, rules: RuleSet, call_info: CallInfo, entries: Mapping[Node, PlanEntry]
 ) -> tuple[PlanEntry, ...]:
-    """The rows of a planned program in its order: the plan's entries with their bytes, and what the rules do not cover.
-
-    Args:
-        graph: the program, planned.
-        schedule: what is run of it.
-        rules: which recipe is whose.
-        call_info: of the program.
-        entries: of the plan.
-    """
+    """The rows of a planned program in its order: the entries with their bytes, and what the rules do not cover."""
     sizes, plain_sizes = (dict(_residual_bytes(graph, entries, count)) for count in (_operation_bytes, _plain_bytes))
     rows = unplanned.find(graph, schedule, rules, call_info, entries)
     rows |= {

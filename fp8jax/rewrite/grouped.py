@@ -15,12 +15,7 @@ from fp8jax.rewrite.rules import GroupedProduct
 
 
 def annotate(graph: Graph, grouped_products: Sequence[GroupedProduct]) -> None:
-    """Set `weight_axes` of all grouped products, and make each named call a single node, in place.
-
-    Args:
-        graph: the program.
-        grouped_products: the functions that the rules name.
-    """
+    """Set `weight_axes` of all grouped products, and make each named call a single node, in place."""
     for node in _readable_nodes(graph.nodes):
         if node.kind == "ragged_dot_general":
             node.weight_axes = primitives.ragged_weight_axes(node.eqn)

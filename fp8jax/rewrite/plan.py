@@ -83,11 +83,6 @@ def plan(
 ) -> ProgramPlan:
     """Plan a program; the recipes' operations are put into the nodes of `graph`.
 
-    Args:
-        graph: the program.
-        rules: the rules that choose a recipe for each layer.
-        call_info: facts from the caller.
-
     Raises:
         ValueError: a rule matches nothing, nothing can be quantized, or a matmul of several parameters has a scaling
             that collects statistics.

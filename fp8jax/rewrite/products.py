@@ -32,10 +32,7 @@ def find(
     """Yield the matmuls of data with a parameter that may be quantized.
 
     Args:
-        graph: the program.
         entries: entries of skipped matmuls are added.
-        rules: the rules that choose a recipe for each layer.
-        call_info: facts from the caller.
         enclosing: the nodes around the program, each with the body, outermost first.
     """
     for node in graph.walk():

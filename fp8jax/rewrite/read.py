@@ -74,7 +74,6 @@ def read(
     the model.
 
     Args:
-        closed_jaxpr: the program, with its constants.
         paths: for each input its parameter path; None for data.
         frozen: for each input `fp8jax.rewrite.frozen_params.frozen_info`; empty if all are arrays.
         grouped_products: the functions that the rules name as grouped products.

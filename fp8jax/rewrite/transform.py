@@ -92,9 +92,6 @@ class Transformed:
     def plan_call(self, *args: Any, **kwargs: Any) -> PlannedCall:
         """A call with its plan; nothing is computed.
 
-        Args:
-            args, kwargs: of a call.
-
         Raises:
             ValueError: as in a call, but not for a precision that matmuls ask for: the plan's run raises that.
         """

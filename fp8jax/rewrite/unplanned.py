@@ -158,15 +158,7 @@ Enclosing = tuple[tuple[Node, Graph], ...]
 def find(
     graph: Graph, schedule: Schedule, rules: RuleSet, call_info: CallInfo, entries: Mapping[Node, PlanEntry]
 ) -> dict[Node, PlanEntry]:
-    """The entries of norms, activations and matmuls without a parameter that a plan does not list.
-
-    Args:
-        graph: the program, planned.
-        schedule: the nodes that run.
-        rules: the rules that choose a recipe for each layer.
-        call_info: facts from the caller.
-        entries: the plan's entries.
-    """
+    """The entries of norms, activations and matmuls without a parameter that a plan does not list."""
     program = _Program(graph, rules, call_info, {node for node, entry in entries.items() if entry.is_quantized})
     found: dict[Node, PlanEntry] = {}
     for node, enclosing in _executed_nodes(schedule, ()):

@@ -68,7 +68,6 @@ def cotangent_bound(facts: LogitCotangentFacts, z: Array, label_logit: Array, so
         facts: the cotangents before the cap.
         z: capped logits (..., vocabulary).
         label_logit: logits of the labels (...).
-        softcap: the cap, or None.
     """
     label_logit, z = label_logit.reshape(-1), z.reshape(-1, z.shape[-1])
     lse_factor, label_prob = 1 + facts.two_z_loss * facts.lse, jnp.exp(label_logit - facts.lse)
