@@ -3,8 +3,7 @@
 `scaled_linear` has a stateful scaling, whose state the caller holds.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -122,7 +121,10 @@ def dot_general(
         y = lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
         n_outputs = rhs.ndim - len(dimension_numbers[0][1]) - len(dimension_numbers[1][1])
         return y if bias is None else y + bias.astype(y.dtype).reshape(y.shape[y.ndim - n_outputs :])
-    check_precision(precision)
+    if not is_default_precision(precision):
+        raise ValueError(
+            f"a quantized product takes no precision={precision!r}: give None, or leave the product as it is written"
+        )
     out_spec = product_sharding(lhs, rhs, dimension_numbers, out_sharding)
     (lhs_contract, _), (lhs_batch, _) = dimension_numbers
     left, right = to_matmul_order(lhs, rhs, dimension_numbers)
@@ -225,30 +227,15 @@ def einsum(
             only; or as `dot_general`.
         ShardingTypeError of JAX: as `jax.lax.dot_general`.
     """
-    dot_general_fn = functools.partial(dot_general, recipe=recipe, key=key)
-    return einsum_with(
-        dot_general_fn, subscripts, lhs, rhs, precision, preferred_element_type, out_sharding=out_sharding
-    )
-
-
-def einsum_with(
-    dot_general_fn: Callable[..., Array],
-    subscripts: str,
-    lhs: Array,
-    rhs: Array,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    *,
-    out_sharding: OutSharding = None,
-) -> Array:
-    """`einsum` computed by a function with the signature of `jax.lax.dot_general`."""
     a, b, out = _parse_subscripts(subscripts, lhs.ndim, rhs.ndim)
     batch = [i for i in a if i in b and i in out]
     contract = [i for i in a if i in b and i not in out]
     numbers: Any = tuple(tuple([t.index(i) for i in axes] for t in (a, b)) for axes in (contract, batch))
     order = [*batch, *(i for i in a if i not in b), *(i for i in b if i not in a)]
     lhs_rhs_sharding = transpose_sharding(out_sharding, [out.index(i) for i in order])
-    y = dot_general_fn(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=lhs_rhs_sharding)
+    y: Array = dot_general(
+        lhs, rhs, numbers, precision, preferred_element_type, recipe=recipe, key=key, out_sharding=lhs_rhs_sharding
+    )
     return y.transpose([order.index(i) for i in out])
 
 
@@ -339,14 +326,6 @@ def flatten_tokens(x: Array, w: Array | FrozenWeight) -> Array:
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
     return merge(x, x.ndim - 1, 1)
-
-
-def check_precision(precision: lax.PrecisionLike) -> None:
-    """Raises ValueError if a precision is not JAX's default."""
-    if not is_default_precision(precision):
-        raise ValueError(
-            f"a quantized product takes no precision={precision!r}: give None, or leave the product as it is written"
-        )
 
 
 def is_default_precision(precision: Any) -> bool:

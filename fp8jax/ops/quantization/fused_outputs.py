@@ -435,10 +435,8 @@ def _quantize_and_predict(group: FusedOutputs, spec: QuantSpec, scale: Array) ->
     operation, dtype = group.operation, formats.get(spec.format).dtype
     predicted = group.predicted
     assert predicted is not None
-    out_dtype, needs_sums = (
-        None if predicted.spec is None else formats.get(predicted.spec.format).dtype,
-        predicted.needs_sums,
-    )
+    out_dtype = None if predicted.spec is None else formats.get(predicted.spec.format).dtype
+    needs_sums = predicted.needs_sums
 
     def make(backend: Any, operands: Any, scale: Array, scales: tuple[Array, ...]) -> Any:
         scale = scaling.clamp_scale(scale.reshape(()))
