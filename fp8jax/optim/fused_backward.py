@@ -266,12 +266,8 @@ class FusedBackwardBlock:
     ) -> tuple[FusedBlockState, tuple[Any, ...]]:
         block_state, backward = residuals
         gradients, *inputs = backward(cotangent)
-        params, encoded_state, count, squares = (
-            block_state.params,
-            block_state.encoded_state,
-            block_state.count,
-            sum_of_squares(gradients),
-        )
+        params, encoded_state, count = block_state.params, block_state.encoded_state, block_state.count
+        squares = sum_of_squares(gradients)
         if not block_state.norm_only:
             factor = block_state.get_grad_scale(squares)
             params, encoded_state = self._step(

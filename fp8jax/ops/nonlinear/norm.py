@@ -289,10 +289,8 @@ class ResultBound(NamedTuple):
         max_magnitude = jnp.float32(max_normalized)
         if scale is not None:
             scale_amax = scaling.compute_amax(scale)
-            max_magnitude, outlier_ratio = (
-                max_normalized * scale_amax,
-                jnp.maximum(scale_amax / (OUTLIER_FACTOR * _geometric_mean(scale)), 1.0),
-            )
+            max_magnitude = max_normalized * scale_amax
+            outlier_ratio = jnp.maximum(scale_amax / (OUTLIER_FACTOR * _geometric_mean(scale)), 1.0)
         if bias is not None:
             max_magnitude = max_magnitude + scaling.compute_amax(bias)
         return cls(jnp.minimum(1.01 * max_magnitude, np.finfo(np.float32).max), outlier_ratio, spec)
