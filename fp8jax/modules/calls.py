@@ -244,8 +244,6 @@ class LayerNames:
     def __call__(self, path: str) -> tuple[str, ...]:
         module_path = path.rpartition("/")[0]
         layer = "/".join(filter(None, (self._prefix, module_path)))
-        return (
-            ("/".join(filter(None, (self._prefix, path))), layer)
-            if module_path in self._multi_matrix_modules
-            else (layer,)
-        )
+        if module_path in self._multi_matrix_modules:
+            return ("/".join(filter(None, (self._prefix, path))), layer)
+        return (layer,)

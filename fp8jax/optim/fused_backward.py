@@ -567,11 +567,9 @@ def _mark_used(block_state: FusedBlockState, number: int, used_numbers: set[int]
 
 def _reset_grad_scale(x: Any) -> Any:
     """A state after a step, without the scale and the limits of that step."""
-    return (
-        dataclasses.replace(x, grad_scale=jnp.ones_like(x.grad_scale), max_norms=None)
-        if isinstance(x, FusedBlockState)
-        else x
-    )
+    if isinstance(x, FusedBlockState):
+        return dataclasses.replace(x, grad_scale=jnp.ones_like(x.grad_scale), max_norms=None)
+    return x
 
 
 def _find_block_states(tree: Any) -> list[FusedBlockState]:

@@ -480,11 +480,9 @@ def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str
         ValueError: the recipe's scaling has no state.
     """
     linear_recipe = linear_part(recipe)
-    return (
-        _scale("w", lax.stop_gradient(w), lax.stop_gradient(state), linear_recipe)
-        if "w" in stateful_strategies(recipe)
-        else None
-    )
+    if "w" in stateful_strategies(recipe):
+        return _scale("w", lax.stop_gradient(w), lax.stop_gradient(state), linear_recipe)
+    return None
 
 
 def update_scaling(state: ScalingState, stats: ScalingStats, recipe: Recipe | Linear | str) -> ScalingState:
