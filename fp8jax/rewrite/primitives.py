@@ -18,8 +18,8 @@ from jax._src import source_info_util
 from jax.extend import core
 
 from fp8jax.core import blocks
+from fp8jax.core.frames import is_library
 from fp8jax.ops.autodiff.checkpointing import saves_products, with_products
-from fp8jax.rewrite.call_info import is_library
 
 # Primitives that change only a value's dtype; its shape; its sharding, name and the like.
 CASTS = ("convert_element_type",)

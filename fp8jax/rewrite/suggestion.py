@@ -97,7 +97,7 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
     for fault in faults:
         if fault.role in _ROLES and fault.statistic != "nonfinite" and fault.layer in measured:
             mendable.setdefault(fault.layer, fault)
-    entries = transform(fn, given).plan_call(params, *args).entries
+    entries = transform(fn, given).plan_call(params, *args).plan.entries
     chosen = _rules_for_shapes(entries)
     pending = [layer for layer in mendable if layer not in chosen]
     for remedy in _REMEDIES:

@@ -12,20 +12,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.core import derivatives
 from fp8jax.core.groups import Groups, PaddedTokens
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT, PRODUCT_AUX, with_checkpoint_name
 from fp8jax.ops.autodiff.residuals import (
     ALREADY_SAVED,
-    NO_FACTS,
     ArrayFacts,
     CotangentFacts,
     InputFacts,
     Recomputable,
+    attach_facts,
     derive_key,
-    from_bytes,
-    to_bytes,
+    pop_facts,
 )
 from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, reshape_to_matrix
@@ -295,11 +294,11 @@ def _forward(
 
 
 def _ragged_bwd(config: RaggedConfig, residuals: _Residuals, dy: Array) -> tuple[Any, ...]:
-    dy_facts = config.gradient_facts.pop(dy) or NO_FACTS
+    dy_facts = pop_facts(dy)
     gradients, predicted = _gradients(config, *lax.stop_gradient((residuals, dy)), dy_facts)
     gradients = derivatives.differentiable_once(config.name, gradients, (dy, residuals.token))
     if predicted is not None:
-        config.gradient_facts.attach(gradients[0], ArrayFacts(predicted=predicted))
+        attach_facts(gradients[0], ArrayFacts(predicted=predicted))
     return gradients
 
 
