@@ -70,11 +70,12 @@ class Explanation:
 
     @property
     def layers(self) -> tuple[PlanEntry, ...]:
-        """The entries of products, each parameter once."""
+        """The entries of products, each parameter once: that of a quantized product, if there is one."""
         layers: dict[Any, PlanEntry] = {}
         for entry in self.entries:
-            if entry.is_product:
-                layers.setdefault((entry.path, entry.shape), entry)
+            key = entry.path, entry.shape
+            if entry.is_product and (key not in layers or (entry.is_quantized and not layers[key].is_quantized)):
+                layers[key] = entry
         return tuple(layers.values())
 
     @property
@@ -327,9 +328,8 @@ def _residual_bytes(
             if size is not None:
                 yield node, int(num_runs * size)
         if not primitives.rematerializes_products(node.eqn):
-            length = node.eqn.params["length"] if node.kind == "scan" else 1
             for body in node.bodies:
-                yield from _residual_bytes(body, entries, count_bytes, num_runs * length)
+                yield from _residual_bytes(body, entries, count_bytes, num_runs * node.num_runs(body))
 
 
 def _operation_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> float | None:

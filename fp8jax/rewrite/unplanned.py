@@ -47,14 +47,13 @@ def flops(node: Node, enclosing: Iterable[tuple[Node, Graph]]) -> float:
 
     A custom derivative has those of the matmuls in it.
     """
-    num_runs = math.prod(outer.eqn.params["length"] for outer, _ in enclosing if outer.kind == "scan")
+    num_runs = math.prod(outer.num_runs(body) for outer, body in enclosing)
     return 2 * num_runs * _node_flops(node)
 
 
 def _node_flops(node: Node) -> float:
     if node.bodies:
-        length = node.eqn.params["length"] if node.kind == "scan" else 1
-        return length * sum(_node_flops(inner) for body in node.bodies for inner in body.walk())
+        return sum(node.num_runs(body) * _node_flops(inner) for body in node.bodies for inner in body.walk())
     if node.kind not in primitives.PRODUCTS or len(node.operands) < 2:
         return 0
     left, right, result = node.operands[0].shape, node.operands[1].shape, node.results[0].shape
