@@ -70,7 +70,7 @@ class ProgramPlan(NamedTuple):
         entries: the entry of each node that the rules concern, in program order.
         uses: the matmuls of each parameter, with their recipes.
         error: the error to raise at a run if matmuls ask for a precision that a quantized one cannot reach, or "".
-        share: the share of FLOPs that stays in 16 bits although the rules ask for 8.
+        share: the share of FLOPs that stays in 16 bits although the rules ask for fewer.
     """
 
     entries: dict[Node, PlanEntry]

@@ -21,11 +21,11 @@ _MAX_FRACTION = 0.1
 
 
 class UnquantizedWarning(UserWarning):
-    """More than a tenth of a model's FLOPs stay in 16 bits, although the rules ask for 8."""
+    """More than a tenth of a model's FLOPs stay in 16 bits, although the rules ask for fewer."""
 
 
 class UnquantizedShare(NamedTuple):
-    """The matmuls that stay in 16 bits although the rules ask for 8.
+    """The matmuls that stay in 16 bits although the rules ask for fewer.
 
     Attributes:
         fraction: their share of the FLOPs of all matmuls with parameters in a forward pass. Output heads, embeddings,
@@ -102,7 +102,7 @@ def _summarize_share(quantized_flops: float, entries: Sequence[PlanEntry]) -> Un
     rest = f"; and {len(notes) - _MAX_LISTED} other reasons" if len(notes) > _MAX_LISTED else ""
     fraction = lost / (lost + quantized_flops)
     figure = f"{min(100 * fraction, 99):.2g} %" if fraction < 1 else "all"
-    head = f"{figure} of the FLOPs in products with parameters stay in 16 bits, although the rules ask for 8"
+    head = f"{figure} of the FLOPs in products with parameters stay in 16 bits, although the rules ask for fewer"
     return UnquantizedShare(fraction, f"{head}: {'; '.join(notes[:_MAX_LISTED])}{rest}")
 
 

@@ -126,6 +126,7 @@ def test_a_loop_is_split_only_for_what_its_recipe_leaves():
     assert {e.reason for e in explained.quantized} == {"the recipe; its path has no number of a block"}
 
 
+@pytest.mark.filterwarnings("ignore:.*never calls advance")
 def test_states_of_a_split_loop_have_a_row_for_each_iteration():
     net, p = scanned_blocks()
     fast = fp8jax.transform(net, dataclasses.replace(fp8jax.recipes.te_delayed(), unquantized_blocks=(1, 2)))
