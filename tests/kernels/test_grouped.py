@@ -91,7 +91,8 @@ def row_arguments(case: Case) -> tuple[dict[str, jax.Array], np.ndarray]:
     shapes = {"scale": (groups,), "row_scale": (t,), "column_scale": (groups, n)}
     scales = {name: jnp.asarray(np.random.default_rng(2).uniform(0.5, 2, shapes[name]), F32) for name in case.terms}
     group = np.repeat(np.arange(groups), case.sizes)
-    want = np.stack([wide(a[i]) @ wide(b[g]).T for i, g in enumerate(group)])
+    rows, matrices = wide(a), wide(b)
+    want = np.array([rows[i] @ matrices[g].T for i, g in enumerate(group)]).reshape(-1, n)
     want = want * wide(scales.get("scale", np.ones(groups)))[group][:, None]
     want = want * wide(scales.get("row_scale", np.ones(t)))[: len(group), None]
     want = want * wide(scales.get("column_scale", np.ones((groups, n))))[group]
@@ -298,18 +299,33 @@ def test_rows_of_other_groups_and_of_none_change_nothing() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("first_row", [3, 1000])
-def test_rows_of_no_group_are_zero_on_a_gpu(first_row: int) -> None:
-    case = Case((300, 0, 411), (711, 1000, 520), terms=ALL_SCALES, out=BF16)
+@pytest.mark.parametrize("dtype", [E4M3, BF16])
+@pytest.mark.parametrize(
+    ("sizes", "first_row"),
+    [((300, 0, 411), 3), ((1, 0, 700), 1000), ((0, 0, 0), 77), ((2048, 0, 0), 0), ((0, 5, 0), 0)],
+)
+def test_rows_of_no_group_are_zero_on_a_gpu(sizes: tuple[int, ...], first_row: int, dtype: Any) -> None:
+    """Whatever the operands, and the memory of the output, hold there."""
+    rows, columns = 2048, 1024
+    end = first_row + sum(sizes)
+    case = Case(sizes, (sum(sizes), columns, 520), left=dtype, right=dtype, terms=ALL_SCALES, out=BF16)
     arguments, want = row_arguments(case)
     for name in ("a", "row_scale"):
         x = arguments[name]
-        edges = [jnp.full((n, *x.shape[1:]), jnp.nan, x.dtype) for n in (first_row, 1001)]
+        edges = [jnp.full((n, *x.shape[1:]), jnp.nan, x.dtype) for n in (first_row, rows - end)]
         arguments[name] = jnp.concatenate([edges[0], x, edges[1]])
-    out = wide(grouped_matmul(**arguments, first_row=jnp.int32(first_row)))
-    assert error(out[first_row : first_row + 711], want) < tolerance(BF16) + 3e-3
+    multiply = jax.jit(grouped_matmul)
+    multiply(**arguments, first_row=jnp.int32(first_row)).delete()
+    garbage = jax.block_until_ready([jnp.full((rows, columns), jnp.nan, BF16) for _ in range(16)])
+    pointers = [x.unsafe_buffer_pointer() for x in garbage]
+    for x in garbage:
+        x.delete()
+    result = multiply(**arguments, first_row=jnp.int32(first_row))
+    assert min(pointers) <= result.unsafe_buffer_pointer() <= max(pointers)
+    out = wide(result)
+    assert not sum(sizes) or error(out[first_row:end], want) < tolerance(BF16) + 3e-3
     assert not out[:first_row].any()
-    assert not out[first_row + 711 :].any()
+    assert not out[end:].any()
 
 
 @pytest.mark.parametrize("tile", [ALTERNATING, SHARED])
