@@ -23,7 +23,7 @@ KernelName = Literal["codes", "block", "int8 block", "bf16"]
 
 
 class Encoder(Protocol):
-    """Makes an operand of 8-bit codes from a part of an array. It is hashable, and static under `jax.jit`."""
+    """Makes an operand of codes from a part of an array. It is hashable, and static under `jax.jit`."""
 
     @property
     def spec(self) -> QuantSpec:
@@ -51,7 +51,7 @@ class DeferredMatrices:
     @property
     def shape(self) -> tuple[int, ...]:
         matrix = jax.eval_shape(jax.vmap(self.encoder), self.values, self.scale)
-        return tuple(matrix.codes.shape)
+        return tuple(matrix.shape)
 
     @property
     def dtype(self) -> Any:

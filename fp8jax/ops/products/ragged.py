@@ -75,7 +75,7 @@ def ragged_dot(
 
     Raises:
         ValueError: shapes do not match, a key is missing, `dimension_numbers` are of another form, or the recipe's
-            scaling observes operands. Or the recipe has 4-bit codes or a rotation.
+            scaling observes operands. Or the recipe rotates operands with one scale, or has "nvblock" codes of tokens.
         TypeError: `group_sizes` are not integers.
     """
     static = require_stateless(recipe), dimension_numbers, preferred_element_type
@@ -185,10 +185,14 @@ def _weight_spec(w: Array | FrozenWeight) -> tuple[Any, ...]:
 
 def unsupported_ragged_reason(recipe: Linear) -> str | None:
     """Return why a recipe has no ragged products, or None."""
-    specs = {spec for pair in recipe.products().values() for spec in pair}
-    if any(spec is not None and spec.is_packed for spec in specs):
-        return "grouped matmuls of 4-bit codes are not built"
-    return None if recipe.rotation is None else "grouped matmuls with a rotation are not built"
+    fields = ("x", "dy", "x_residual", "x_wgrad", "dy_wgrad")
+    specs = {field: spec for field in fields if (spec := recipe.spec(field)) is not None}
+    for field, spec in specs.items():
+        if spec.granularity == "nvblock":
+            return f"{field} is {spec}, and grouped matmuls have such squares of scales for weights alone"
+        if recipe.rotation is not None and field.endswith("_wgrad") and spec.granularity == "tensor":
+            return f"rotation={recipe.rotation} before {field}={spec} is not built for grouped matmuls"
+    return None
 
 
 class _Form(NamedTuple):

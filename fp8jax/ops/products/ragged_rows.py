@@ -190,17 +190,20 @@ def input_columns(
         else:
             residual = reshape_to_matrix(x, *dx.shape) if saved.index is None else x[saved.index]
     if isinstance(residual, TokenCodes):
-        if side.backward == side.residual:
+        if side.backward == side.residual and side.rotation is None:
             columns = residual.gather(tokens, columns=True).columns
             assert columns is not None
             return columns, predicted
         residual = to_bytes(rows_of(residual, tokens))
     if isinstance(residual, QTensor):
         codes, spec = from_bytes(residual), side.backward
-        if spec is not None and spec == side.residual and spec.granularity in TRANSPOSABLE:
+        if spec == side.residual and side.rotation is None and spec is not None and spec.granularity in TRANSPOSABLE:
             return transpose_rows(codes, spec, tokens), predicted
-        return quantize_columns(codes, spec, side.strategy, tokens, scale=scale, dtype=dx.dtype), predicted
-    return quantize_columns(residual, side.backward, side.strategy, tokens, scale=scale), predicted
+        residual = codes
+    columns = quantize_columns(
+        residual, side.backward, side.strategy, tokens, scale=scale, dtype=dx.dtype, rotation=side.rotation
+    )
+    return columns, predicted
 
 
 class _Residuals(NamedTuple):
@@ -336,7 +339,8 @@ def _gradient_operands(
 ) -> tuple[Operand, Callable[[], TokenColumns]]:
     """Return the output's gradient as dgrad reads it, and a function that returns it as wgrad reads it."""
     spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")
-    if recipe.dy_wgrad == SAME and spec is not None and scale is None:
+    shares_codes = recipe.dy_wgrad == SAME and recipe.rotation is None
+    if shares_codes and spec is not None and scale is None:
         codes = None
         if facts.codes is not None and facts.codes[0] == spec:
             codes = facts.codes[1]
@@ -349,9 +353,11 @@ def _gradient_operands(
 
     def make_columns() -> TokenColumns:
         is_transposable = spec is not None and spec.granularity in TRANSPOSABLE
-        if recipe.dy_wgrad == SAME and isinstance(rows, QTensor) and spec is not None and is_transposable:
+        if shares_codes and isinstance(rows, QTensor) and spec is not None and is_transposable:
             return transpose_rows(rows, spec, tokens)
         column_scale = convert_scale_to_spec(scale, spec, column_spec)
-        return quantize_columns(dy, column_spec, strategy, tokens, keys[1], scale=column_scale)
+        return quantize_columns(
+            dy, column_spec, strategy, tokens, keys[1], scale=column_scale, rotation=recipe.rotation
+        )
 
     return rows, make_columns

@@ -56,8 +56,17 @@ def _token_product_fwd(
     a, b = lax.stop_gradient((a, b))
     tokens = padded_tokens(recipe, groups, a.shape[0])
     y = multiply_columns(
-        quantize_columns(a, recipe.spec("x_wgrad"), recipe.stateless_scaling("x"), tokens, keys[0]),
-        quantize_columns(b, recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy"), tokens, keys[1]),
+        *(
+            quantize_columns(
+                x,
+                recipe.spec(f"{operand}_wgrad"),
+                recipe.stateless_scaling(operand),
+                tokens,
+                key,
+                rotation=recipe.rotation,
+            )
+            for x, operand, key in zip((a, b), ("x", "dy"), keys, strict=True)
+        ),
         tokens,
         dtype=config.dtype,
         fast="wgrad" in recipe.fast_accumulation,
