@@ -23,8 +23,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -48,8 +50,10 @@ KILLS_PER_RUN = 3
 MOMENTS = ("compilation", "steps", "checkpoint")
 # Seconds in which something must happen, and between two looks whether it has.
 PATIENCE, PAUSE = 900, 0.002
-# Most bytes that a step may leave in memory: the log keeps a row of each.
-GROWTH = 4096
+# Most bytes that a step may leave in memory, where the log keeps a row of each, and most files that stay open.
+GROWTH, FILES = 4096, 10
+# glibc then returns freed memory at once: the heap does not grow by fragmentation.
+RETURN_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 # The training program with a clock that is a day behind.
 LATE_CLOCK = """
 import runpy, time
@@ -108,7 +112,7 @@ class Soak:
 
     def start(
         self, run: str, *options: str, layout: Layout = ONE, program: Sequence[str] = ("-m", "experiments.train"),
-        **popen: Any,
+        variables: Mapping[str, str] = MappingProxyType({}), **popen: Any,
     ) -> list[subprocess.Popen[str]]:  # fmt: skip
         """Starts the processes of a run.
 
@@ -117,6 +121,7 @@ class Soak:
             options: of the training program, besides those of all runs.
             layout: of its processes.
             program: what Python runs.
+            variables: of the environment.
             popen: arguments of `subprocess.Popen`.
         """
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
@@ -124,7 +129,7 @@ class Soak:
         flags += f" --xla_backend_optimization_level=0 --xla_force_host_platform_device_count={layout.devices}"
         env = os.environ | {"XLA_FLAGS": flags}
         env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(record.ROOT), "JAX_LOG_COMPILES": "1"}
-        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **variables}
         where = ["--out", str(self.folder), "--data", str(self.folder / "text")]
         mesh = ["--mesh", f"fsdp={layout.processes * layout.devices}"]
         command = [sys.executable, "-u", *program, *MODEL, "--run", run, *where, *mesh, *options]
@@ -311,31 +316,40 @@ def two_in_one_folder(soak: Soak) -> Case:
 
 
 def many_steps(soak: Soak, steps: int) -> Case:
-    """A long run with metrics: growth of its resident memory, and programs compiled after its first validation."""
+    """A long run with telemetry: growth of its memory and open files in its second half, and programs compiled anew."""
     every = str(max(steps // 20, 1))
     options = ["--steps", str(steps), "--checkpoint-every", every, "--eval-every", every, "--log-every", every]
-    (process,), sizes = soak.start("many", *options), list[tuple[int, int]]()
+    options += ["--telemetry", str(max(steps // 100, 1))]
+    (process,), sizes = soak.start("many", *options, variables=RETURN_MEMORY), list[tuple[int, int, int]]()
     while process.poll() is None:
-        sizes.append((soak.progress("many"), _resident(process.pid)))
+        sizes.append((soak.progress("many"), _resident(process.pid), _open_files(process.pid)))
         time.sleep(0.2)
     _, text = soak.end(process)
     if process.returncode:
-        return Case("steps with metrics", steps, f"exit code {process.returncode}: {text[-500:]}")
-    late = np.array([x for x in sizes if x[0] > steps / 2 and x[1]])
-    growth = float(np.polyfit(late[:, 0], late[:, 1], 1)[0]) if len(late) > 4 else float("nan")
-    under_way = text.partition("\nvalid ")[2].partition(f"\nvalid {steps}/")[0]
-    compiled = under_way.count("Finished XLA compilation")
-    failure = "" if growth < GROWTH and not compiled else f"{growth:.0f} bytes a step more, {compiled} recompilations"
-    mib = late[-1, 1] / 2**20 if len(late) else float("nan")
-    return Case(
-        "steps with metrics", steps, failure, f"{mib:.0f} MiB, {growth:+.0f} bytes a step, {compiled} recompilations"
-    )
+        return Case("steps with telemetry", steps, f"exit code {process.returncode}: {text[-500:]}")
+    late = np.array([x for x in sizes if x[0] > soak.progress("many") / 2 and all(x)])
+    if len(late) < 5:
+        return Case("steps with telemetry", steps, "too few steps to see growth")
+    growth, early = float(np.polyfit(late[:, 0], late[:, 1], 1)[0]), len(late) // 2
+    files = float(np.median(late[early:, 2]) - np.median(late[:early, 2]))
+    # The first validation compiles a program, and the end of a run another one.
+    compiled = text.partition("\nvalid ")[2].partition(f"\nvalid {steps}/")[0].count("Finished XLA compilation")
+    found = f"{growth:+.0f} bytes a step, {files:+.0f} open files, {compiled} recompilations"
+    failure = "" if growth < GROWTH and files < FILES and not compiled else found
+    return Case("steps with telemetry", steps, failure, f"{late[-1, 1] / 2**20:.0f} MiB, {found}")
 
 
 def _resident(pid: int) -> int:
     """Bytes of a process in memory; 0 if it has ended."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def _open_files(pid: int) -> int:
+    """Files and sockets that a process has open; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/fd"))
     return 0
 
 
@@ -353,8 +367,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     share = options.kills // 3
     two, changing = [Layout(2, 1)], [Layout(2, 1), Layout(1, 2)]
     cases = []
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder, ThreadPoolExecutor(1) as pool:
         soak = Soak(Path(folder), options.seed)
+        long_run = pool.submit(many_steps, soak, options.steps)  # besides the other cases
         for run in (
             lambda: kill_often(soak, options.kills - 2 * share, ONE),
             lambda: kill_often(soak, share, *two),
@@ -362,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lambda: clock_set_back(soak),
             lambda: disk_full(soak),
             lambda: two_in_one_folder(soak),
-            lambda: many_steps(soak, options.steps),
+            long_run.result,
         ):
             try:
                 cases.append(run())
