@@ -27,6 +27,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT, PRODUCT_AUX, with_checkpoint_name
+from fp8jax.ops.autodiff.observations import Observation, Place, current_place, observe, observe_codes
 from fp8jax.ops.autodiff.residuals import (
     ALREADY_SAVED,
     NO_FACTS,
@@ -43,7 +44,7 @@ from fp8jax.ops.autodiff.residuals import (
 )
 from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, explicit_mesh, reshape_to_matrix, spec_of
-from fp8jax.ops.matmul.grouped import UnpaddedRows, grouped_matmul, grouped_matmul_dw
+from fp8jax.ops.matmul.grouped import DeferredMatrices, UnpaddedRows, grouped_matmul, grouped_matmul_dw
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.products.linear import (
     ScalingState,
@@ -407,6 +408,7 @@ class _Config(NamedTuple):
         transposed: whether the weight is (groups, outputs, inputs).
         name: of the product, for error messages.
         gradient_facts: what earlier operations of the backward pass attached to the gradients that they returned.
+        place: where its operands are observed, or None.
     """
 
     recipe: Linear
@@ -414,6 +416,7 @@ class _Config(NamedTuple):
     transposed: bool
     name: str
     gradient_facts: GradientFacts
+    place: Place | None = None
 
 
 class _Residuals(NamedTuple):
@@ -464,8 +467,12 @@ def _multiply_rows(
     if isinstance(w_source, StepWeight):
         w_source = dataclasses.replace(w_source, values=cast_varying_over(w_source.values, axes))
     token = derivatives.second_order_guard(name, x, trained_w)
-    config = _Config(recipe, dtype, transposed, name, current_gradient_facts())
+    place = current_place(f"ragged_dot {'x'.join(map(str, w.shape))}")
+    config = _Config(recipe, dtype, transposed, name, current_gradient_facts(), place)
     result: Array = _ragged_product(config, x, trained_w, source, w_source, groups, dy_key, scales, token)
+    if scaling is not None and scaling.thresholds is not None:
+        observation = Observation({}, {"fallback_threshold": jnp.max(scaling.thresholds)})
+        result = observe(result, place, "x", observation)
     return result, counts
 
 
@@ -711,7 +718,14 @@ def _forward(
         dtype=config.dtype,
         fast="forward" in recipe.fast_accumulation,
     )
-    y = derivatives.differentiable_once(config.name, checkpoint_name(y, PRODUCT), token)
+    y = checkpoint_name(y, PRODUCT)
+    if config.place is not None:
+        y = observe_codes(y, config.place, "x", x, x_operand, row_mask=tokens.is_in_group[:, None])
+        if w is not None:
+            w_codes = w_operand.quantize() if isinstance(w_operand, DeferredMatrices) else w_operand
+            observe_matrix = functools.partial(observe_codes, y, config.place, "w", transposed=True)
+            y = jax.vmap(observe_matrix, out_axes=None)(w, w_codes)
+    y = derivatives.differentiable_once(config.name, y, token)
     w_residual = w_source.residual(w, w_operand, w_side)  # type: ignore[arg-type]
     return y, _Residuals(
         None if w_kind is None else source.residual, w_residual, groups, key, scales, x_kind, w_kind, token
@@ -760,6 +774,8 @@ def _gradients(config: _Config, residuals: _Residuals, dy: Array, dy_facts: Arra
         dtype=residuals.x_kind.dtype,
         fast="dgrad" in recipe.fast_accumulation,
     )
+    if config.place is not None:
+        dx = observe_codes(dx, config.place, "dy", dy, dy_rows, row_mask=tokens.is_in_group[:, None])
     if not isinstance(w, StepWeight) or residuals.w_kind is None:
         return (dx, None, None, None, None, None, None, None), None
     x_columns, predicted = _input_columns(recipe, residuals, tokens, dx)
