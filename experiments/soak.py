@@ -49,7 +49,7 @@ KILLS_PER_RUN = 3
 # Where a kill comes. Each fifth one is a stop, after which the process goes on.
 MOMENTS = ("compilation", "steps", "checkpoint")
 # Seconds in which something must happen, and between two looks whether it has.
-PATIENCE, PAUSE = 900, 0.002
+PATIENCE, PAUSE = 3600, 0.002
 # Most bytes that a step may leave in memory, where the log keeps a row of each, and most files that stay open.
 GROWTH, FILES = 4096, 10
 # glibc then returns freed memory at once: the heap does not grow by fragmentation.
@@ -59,6 +59,12 @@ LATE_CLOCK = """
 import runpy, time
 now, now_ns = time.time, time.time_ns
 time.time, time.time_ns = lambda: now() - 86400, lambda: now_ns() - 86400 * 10**9
+runpy.run_module("experiments.train", run_name="__main__", alter_sys=True)
+"""
+# The training program on a disk where files cannot grow.
+FULL_DISK = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
 runpy.run_module("experiments.train", run_name="__main__", alter_sys=True)
 """
 
@@ -112,7 +118,7 @@ class Soak:
 
     def start(
         self, run: str, *options: str, layout: Layout = ONE, program: Sequence[str] = ("-m", "experiments.train"),
-        variables: Mapping[str, str] = MappingProxyType({}), **popen: Any,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> list[subprocess.Popen[str]]:  # fmt: skip
         """Starts the processes of a run.
 
@@ -122,7 +128,6 @@ class Soak:
             layout: of its processes.
             program: what Python runs.
             variables: of the environment.
-            popen: arguments of `subprocess.Popen`.
         """
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
         # Most of the time goes into starts: programs are compiled without optimization.
@@ -140,9 +145,7 @@ class Soak:
         for i, words in enumerate(own):
             log = self.folder / f"{run}.{i}.txt"
             with log.open("w") as file:
-                started.append(
-                    subprocess.Popen([*command, *words], stdout=file, stderr=file, text=True, env=env, **popen)
-                )
+                started.append(subprocess.Popen([*command, *words], stdout=file, stderr=file, text=True, env=env))
             self._logs[started[-1].pid] = log
         return started
 
@@ -287,12 +290,7 @@ def clock_set_back(soak: Soak) -> Case:
 def disk_full(soak: Soak) -> Case:
     """A run whose files cannot grow, and that goes on when they can again."""
     soak.break_off("disk")
-
-    def limit_files() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
-
-    code, output = soak.end(soak.start("disk", preexec_fn=limit_files)[0])
+    code, output = soak.end(soak.start("disk", program=("-c", FULL_DISK))[0])
     if code != DiskError.exit_code:
         return Case("disk full", 1, f"exit code {code}: {output[-500:]}")
     soak.finish("disk")
@@ -330,7 +328,9 @@ def many_steps(soak: Soak, steps: int) -> Case:
     late = np.array([x for x in sizes if x[0] > soak.progress("many") / 2 and all(x)])
     if len(late) < 5:
         return Case("steps with telemetry", steps, "too few steps to see growth")
-    growth, early = float(np.polyfit(late[:, 0], late[:, 1], 1)[0]), len(late) // 2
+    # The least of each part: a checkpoint that is being written takes memory, too.
+    floors = np.array([part[np.argmin(part[:, 1])] for part in np.array_split(late, 5)])
+    growth, early = float(np.polyfit(floors[:, 0], floors[:, 1], 1)[0]), len(late) // 2
     files = float(np.median(late[early:, 2]) - np.median(late[:early, 2]))
     # The first validation compiles a program, and the end of a run another one.
     compiled = text.partition("\nvalid ")[2].partition(f"\nvalid {steps}/")[0].count("Finished XLA compilation")
@@ -365,25 +365,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--kills must be at least 3, and --steps at least 100")
     jax.config.update("jax_platforms", "cpu")
     share = options.kills // 3
-    two, changing = [Layout(2, 1)], [Layout(2, 1), Layout(1, 2)]
-    cases = []
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder, ThreadPoolExecutor(1) as pool:
-        soak = Soak(Path(folder), options.seed)
-        long_run = pool.submit(many_steps, soak, options.steps)  # besides the other cases
-        for run in (
-            lambda: kill_often(soak, options.kills - 2 * share, ONE),
-            lambda: kill_often(soak, share, *two),
-            lambda: kill_often(soak, share, *changing),
-            lambda: clock_set_back(soak),
-            lambda: disk_full(soak),
-            lambda: two_in_one_folder(soak),
-            long_run.result,
-        ):
-            try:
-                cases.append(run())
-            except SoakError as error:
-                cases.append(Case("did not end", 1, str(error)))
-            print(cases[-1].name, cases[-1].failure or "passed", cases[-1].detail, sep=": ", flush=True)
+    # Each list in a folder of its own, at the same time.
+    lists: list[list[Callable[[Soak], Case]]] = [
+        [lambda soak: kill_often(soak, options.kills - 2 * share, ONE)],
+        [lambda soak: kill_often(soak, share, Layout(2, 1))],
+        [lambda soak: kill_often(soak, share, Layout(2, 1), Layout(1, 2))],
+        [clock_set_back, disk_full, two_in_one_folder],
+        [lambda soak: many_steps(soak, options.steps)],
+    ]
+
+    def run(cases: Sequence[Callable[[Soak], Case]]) -> list[Case]:
+        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+            soak, done = Soak(Path(folder), options.seed), list[Case]()
+            for case in cases:
+                try:
+                    done.append(case(soak))
+                except SoakError as error:
+                    done.append(Case("did not end", 1, str(error)))
+                print(done[-1].name, done[-1].failure or "passed", done[-1].detail, sep=": ", flush=True)
+        return done
+
+    with ThreadPoolExecutor(len(lists)) as pool:
+        cases = list(itertools.chain(*pool.map(run, lists)))
     print(
         table(["case", "times", "result", ""], [[x.name, str(x.times), x.failure or "passed", x.detail] for x in cases])
     )
