@@ -20,6 +20,14 @@ def results() -> Mapping[str, Mapping[str, Any]]:
     return report.read(ROOT / "results")
 
 
+# What model each study of losses trains.
+LOSSES = {
+    "recipe_parity": "65 M",
+    "recipe_parity_block_scaled": "13 M",
+    "recipe_parity_experts": "185 M with experts",
+}
+
+
 class Look(NamedTuple):
     """A ratio that is measured of recipes.
 
@@ -73,18 +81,23 @@ def cards(look: Look, recipe: str) -> Iterator[str]:
 
 
 def _losses(recipe: str) -> Iterator[tuple[str, str]]:
-    for card, result in results().get("recipe_parity", {}).items():
-        rows = {tuple(r["pivot"]): r["value"] for r in result["rows"] if r.get("pivot")}
-        told = []
-        for loss in ("training loss", "validation loss"):
-            above, half = rows.get((recipe, f"{loss}: % above")), rows.get((recipe, f"± ({loss})"))
-            if above is not None and half is not None:
-                told.append(f"{above:+.2f} ± {half:.2f} % ({loss.split()[0]})")
-        if told:
-            yield (
-                f"Loss relative to bf16, 65 M, {rows[recipe, 'seeds']:.0f} seeds, simultaneous 95 % interval",
-                f"[{', '.join(told)} ({card.upper()})](/results/recipe_parity.md)",
-            )
+    for bench, model in LOSSES.items():
+        for card, result in results().get(bench, {}).items():
+            rows = {tuple(r["pivot"]): r["value"] for r in result["rows"] if r.get("pivot")}
+            told, has_interval = [], False
+            for loss in ("training loss", "validation loss"):
+                above, half = rows.get((recipe, f"{loss}: % above")), rows.get((recipe, f"± ({loss})"))
+                has_interval |= half is not None
+                if above is not None:
+                    told.append(f"{above:+.2f}{'' if half is None else f' ± {half:.2f}'} % ({loss.split()[0]})")
+            if told:
+                # Seeds that bf16 lacks are not compared.
+                seeds = min(rows[recipe, "seeds"], rows["bf16", "seeds"])
+                of_seeds = f"{seeds:.0f} seeds, simultaneous 95 % interval" if has_interval else "one seed, no interval"
+                yield (
+                    f"Loss relative to bf16, {model}, {of_seeds}",
+                    f"[{', '.join(told)} ({card.upper()})](/results/{bench}.md)",
+                )
 
 
 def measured(recipe: str) -> str:

@@ -174,7 +174,7 @@ class PlainState(NamedTuple):
 
 
 def plain_programs(
-    recipe: fp8jax.Recipe, setting: PlainSetting, *, is_observed: bool = False
+    recipe: fp8jax.Recipe, setting: PlainSetting, *, is_observed: bool = False, generator: str | None = None
 ) -> tuple[Callable[..., Any], Callable[..., Any], int]:
     """`programs` of a `PlainSetting`.
 
@@ -183,13 +183,13 @@ def plain_programs(
         setting: the model and its schedule.
         is_observed: whether `train` returns the statistics of each step, too, as `fp8jax.telemetry` does, with a
             leading axis.
+        generator: of random keys for the parameters, as `jax.random.key` takes it. "rbg" compiles faster.
     """
     optim = config.Optim(steps=setting.steps, warmup=setting.warmup, lr=setting.lr)
     tx = make_optimizer(config.Config(optim=optim), recipe)
 
     def begin(seed: jax.typing.ArrayLike) -> tuple[nnx.Module, nnx.Optimizer]:
-        # A generator that compiles fast.
-        network = setting.model(recipe, nnx.Rngs(jax.random.key(seed, impl="rbg")))
+        network = setting.model(recipe, nnx.Rngs(jax.random.key(seed, impl=generator)))
         return network, fp8jax.nnx.Optimizer(network, tx, wrt=nnx.Param)
 
     abstract = nnx.eval_shape(lambda: begin(0))

@@ -44,7 +44,8 @@ STATISTICS = ("snr_db", "fallback_rate")
 
 def train(preset: str, setting: PlainSetting, text: Text, path: Path) -> None:
     """Trains a preset and writes its losses and statistics to a JSON file."""
-    run, _, parameters = parity_runs.plain_programs(fp8jax.recipes.get(preset), setting, is_observed=True)
+    recipe = fp8jax.recipes.get(preset)
+    run, _, parameters = parity_runs.plain_programs(recipe, setting, is_observed=True, generator="rbg")
     inputs = jnp.int32(0), jax.device_put(text.train), text.starts(0, setting)
     compiled = run.lower(*inputs).compile()
     with parity_runs.gpu_turn(path.parent):
