@@ -7,6 +7,7 @@ differ by in a seed is the recipe, and the chaos of training, but not the text.
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import functools
 import json
 import os
@@ -30,7 +31,6 @@ from experiments.files import write_json
 from experiments.models import plain
 from experiments.models.llama import LlamaConfig
 from experiments.models.moe import MoE, router_losses
-from experiments.papers import common
 from experiments.results import record
 from experiments.text import data
 from experiments.text.tokenizer import Bytes
@@ -175,7 +175,7 @@ class PlainState(NamedTuple):
 
 def plain_programs(
     recipe: fp8jax.Recipe, setting: PlainSetting, *, is_observed: bool = False, generator: str | None = None
-) -> tuple[Callable[..., Any], Callable[..., Any], int]:
+) -> tuple[Any, Any, int]:
     """`programs` of a `PlainSetting`.
 
     Args:
@@ -227,7 +227,7 @@ def plain_programs(
 
     def final(state: nnx.State) -> PlainState:
         network, optimizer = nnx.merge(graph, state)
-        return PlainState(nnx.state(network), nnx.pure(optimizer.opt_state))
+        return PlainState(nnx.state(network), nnx.as_pure(optimizer.opt_state))
 
     def validate(state: PlainState, sequences: jax.Array) -> jax.Array:
         def loss(tokens: jax.Array) -> jax.Array:
@@ -241,7 +241,7 @@ def plain_programs(
     return jax.jit(run), jax.jit(validate), parameters
 
 
-def programs(arm: ParityArm, setting: Setting) -> tuple[Callable[..., Any], Callable[..., Any], int]:
+def programs(arm: ParityArm, setting: Setting) -> tuple[Any, Any, int]:
     """A training run and its validation, and the number of parameters.
 
     Returns:
@@ -423,7 +423,8 @@ def fixed_batch_run(arm: ParityArm, setting: FixedBatch) -> Callable[[int], list
 @contextlib.contextmanager
 def gpu_turn(folder: Path) -> Iterator[None]:
     """Holds the GPU among processes that fill one folder. In time slices of several, each run takes longer."""
-    with common.alone(folder / f".gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"):
+    with (folder / f".gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
         yield
 
 
