@@ -203,12 +203,11 @@ def plain_programs(
 
             def loss_fn(network: Any) -> tuple[jax.Array, jax.Array]:
                 loss = cross_entropy(network(tokens[:, :-1]), tokens[:, 1:])
-                routers = router_losses(nnx.state(network)) or {"balance_loss": 0.0, "z_loss": 0.0}
-                balance, z = (
-                    optim.balance_coefficient * routers["balance_loss"],
-                    optim.z_coefficient * routers["z_loss"],
-                )
-                return loss + balance + z, loss
+                routers, total = router_losses(nnx.state(network)), loss
+                if routers:
+                    total += optim.balance_coefficient * routers["balance_loss"]
+                    total += optim.z_coefficient * routers["z_loss"]
+                return total, loss
 
             (_, loss), grads = fp8jax.nnx.value_and_grad(loss_fn, has_aux=True)(network)
             optimizer.update(network, grads)
