@@ -176,6 +176,9 @@ DERIVED = (
       for name, page in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals"),
                          ("block_scaled", "recipe_parity_block_scaled"), ("experts", "recipe_parity_experts"),
                          ("fixed_batch", "fixed_batch"))),
+    *(Job(f"recipe_errors_{size}",
+          ("experiments.papers.recipe_errors", "--size", size, "--presets", "--results"), 5, gpus=0)
+      for size in ("13m", "2m")),
 )  # fmt: skip
 
 
@@ -198,6 +201,6 @@ TRAINED = (
     *seeds("block_scaled", 100, ("bf16", "mxfp8", "nvfp4", "coat", "mxfp8, rounded down", "nvfp4, no rotation",
                                  "nvfp4, nearest", "nvfp4, 1x16 weights", "nvfp4, all blocks", "nvfp4, no part")),
     *seeds("experts", 150, ("bf16", "coat", "coat_fast", "deepseek", "int8_fallback")),
-    Job("recipe_errors", ("experiments.papers.recipe_errors", "--results"), 600),
+    Job("parity_recipe_errors_13m", ("experiments.papers.recipe_errors", "--size", "13m", "--results"), 600),
     *seeds("long", 4000, ("bf16", "moss", "fast")),
 )  # fmt: skip
