@@ -34,7 +34,7 @@ BASE = "bf16"
 TITLE = "Errors of 8-bit tensors of each preset, by role and layer, while it trains"
 SETTINGS = {
     "13m": PlainSetting(batch=16, steps=100, warmup=10),
-    "2m": PlainSetting(dim=256, layers=3, heads=4, mlp_dim=640, length=128, batch=4, steps=60, warmup=6),
+    "small": PlainSetting(dim=128, layers=3, heads=2, mlp_dim=320, length=128, batch=4, steps=60, warmup=6),
 }
 # Statistics are medians of so many steps, losses means.
 WINDOW = 5

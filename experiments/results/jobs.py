@@ -178,7 +178,7 @@ DERIVED = (
                          ("fixed_batch", "fixed_batch"))),
     *(Job(f"recipe_errors_{size}",
           ("experiments.papers.recipe_errors", "--size", size, "--presets", "--results"), 5, gpus=0)
-      for size in ("13m", "2m")),
+      for size in ("13m", "small")),
 )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ LOSSES = [4.0, 3.0, 2.0, 2.0]
 def write_file(folder, preset, losses, statistics, **changes):
     content = {"commit": "abc", "date": "2026-11-29", "device": "d", "text": "t", "parameters": 7, "losses": losses,
                "setting": dataclasses.asdict(TINY), "statistics": statistics}  # fmt: skip
-    (folder / "parity_recipe_errors_2m").mkdir(parents=True, exist_ok=True)
-    (folder / "parity_recipe_errors_2m" / f"{preset}.json").write_text(json.dumps(content | changes))
+    (folder / "parity_recipe_errors_small").mkdir(parents=True, exist_ok=True)
+    (folder / "parity_recipe_errors_small" / f"{preset}.json").write_text(json.dumps(content | changes))
 
 
 def test_the_page_names_the_coarsest_layer_of_the_second_half_of_the_run(tmp_path):
@@ -29,17 +29,17 @@ def test_the_page_names_the_coarsest_layer_of_the_second_half_of_the_run(tmp_pat
                   "blocks/1/q/dy/snr_db": [25.0] * 4, "blocks/1/q/x/fallback_rate": [0.2] * 4}  # fmt: skip
     write_file(tmp_path, "bf16", LOSSES, {})
     write_file(tmp_path, "coat", [4.0, 3.0, 2.02, 2.06], statistics)
-    recipe_errors.write(tmp_path, "2m")
-    written = json.loads((tmp_path / "d" / "recipe_errors_2m.json").read_text())
+    recipe_errors.write(tmp_path, "small")
+    written = json.loads((tmp_path / "d" / "recipe_errors_small.json").read_text())
     values = {(row["case"], row["metric"]): row["value"] for row in written["rows"]}
     assert values == pytest.approx({
         ("coat", "loss"): 2.0, ("coat", "x"): 25.0, ("coat", "inputs: blocks/1/q"): 25.0,
         ("coat", "dy"): 25.0, ("coat", "gradients of outputs: blocks/1/q"): 25.0,
     })  # fmt: skip
-    assert (tmp_path / "d" / "recipe_errors_2m.png").exists()
+    assert (tmp_path / "d" / "recipe_errors_small.png").exists()
     write_file(tmp_path, "coat", LOSSES, statistics, text="u")
     with pytest.raises(UserError, match="differ in text"):
-        recipe_errors.write(tmp_path, "2m")
+        recipe_errors.write(tmp_path, "small")
 
 
 def test_windows_leave_out_steps_that_fill_none():
