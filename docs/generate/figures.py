@@ -20,6 +20,8 @@ def results() -> Mapping[str, Mapping[str, Any]]:
     return report.read(ROOT / "results")
 
 
+# Studies of the errors of presets, the largest model first.
+ERRORS = ("recipe_errors_13m", "recipe_errors_small")
 # What model each study of losses trains.
 LOSSES = {
     "recipe_parity": "65 M",
@@ -178,6 +180,19 @@ def peers() -> str:
                        for part in page.split("\n## ")[1:4])  # fmt: skip
 
 
+def errors() -> str:
+    """The figure and the table of the errors of presets while a model trains, of the largest model that was run."""
+    bench = next((name for name in ERRORS if name in results()), None)
+    if bench is None:
+        return "No run of this study is in `results/` yet."
+    card, result = next(iter(results()[bench].items()))
+    rows = [row for row in result["rows"] if row.get("pivot")]
+    return "\n\n".join([
+        f"![Loss and SNR of each preset, by role and layer, over the steps](../../results/{card}/{bench}.png)",
+        report.pivot_rows(rows), f"Measured on: {label(card)}. All rows: {{doc}}`/results/{bench}`.",
+    ])  # fmt: skip
+
+
 def presets() -> str:
     """All presets with the first sentence of their docstrings."""
     lines = []
@@ -189,5 +204,5 @@ def presets() -> str:
 
 MADE: dict[str, Callable[..., str]] = {
     "measured": measured, "stored": stored, "device": device, "choose": choose, "chosen": chosen, "first": first,
-    "peers": peers, "presets": presets,
+    "peers": peers, "errors": errors, "presets": presets,
 }  # fmt: skip
