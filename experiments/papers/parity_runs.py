@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,10 +29,13 @@ from experiments.errors import UserError
 from experiments.files import write_json
 from experiments.models import plain
 from experiments.models.llama import LlamaConfig
+from experiments.models.moe import MoE, router_losses
+from experiments.papers import common
 from experiments.results import record
 from experiments.text import data
 from experiments.text.tokenizer import Bytes
 from experiments.train import config
+from experiments.train.form import changes_layers
 from experiments.train.introduction import count
 from experiments.train.optimizer import make_optimizer, with_master
 from experiments.train.task import Task, TrainState
@@ -61,6 +65,41 @@ class Setting:
     def llama(self) -> LlamaConfig:
         """The model, of bytes."""
         return LlamaConfig(256, self.dim, self.layers, self.heads, self.heads, self.mlp_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainSetting(Setting):
+    """A model as users of Flax NNX write it. Its layers have names, so that a recipe can treat some otherwise.
+
+    Attributes:
+        experts, experts_per_token: of a mixture of experts in each layer; 0 for none. `mlp_dim` is an expert's width.
+    """
+
+    experts: int = 0
+    experts_per_token: int = 0
+
+    @property
+    def llama(self) -> LlamaConfig:
+        """The shape, with its experts."""
+        return dataclasses.replace(super().llama, experts=self.experts, experts_per_token=self.experts_per_token)
+
+    def model(self, recipe: fp8jax.Recipe, rngs: nnx.Rngs) -> plain.PlainLlama:
+        """The model of a recipe, of new parameters."""
+        llama = self.llama
+        # XLA expands its grouped product in 16 bits into one dense product for each expert.
+        dot = (
+            jax.lax.ragged_dot if changes_layers(recipe) else functools.partial(fp8jax.ragged_dot, recipe=recipe.linear)
+        )
+
+        def experts(rngs: nnx.Rngs) -> MoE:
+            how = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32, "rngs": rngs}
+            return MoE(llama, products=plain.PlainExperts(dot), has_losses=True, **how)
+
+        network = plain.PlainLlama(
+            llama.vocab, llama.dim, llama.layers, llama.heads, llama.kv_heads, llama.mlp_dim, rngs,
+            experts=experts if self.experts else None,
+        )  # fmt: skip
+        return fp8jax.nnx.quantize(network, recipe) if changes_layers(recipe) else network
 
 
 # Formats of the operands of each product of `coat`, by which they are told apart.
@@ -127,6 +166,81 @@ def replicas(arm: ParityArm) -> int:
     return jax.device_count() if arm.recipe.comm.gradients is not None else 1
 
 
+class PlainState(NamedTuple):
+    """A trained model of a `PlainSetting`: all its variables, and the state of its optimizer."""
+
+    network: nnx.State
+    opt_state: Any
+
+
+def plain_programs(
+    recipe: fp8jax.Recipe, setting: PlainSetting, *, is_observed: bool = False
+) -> tuple[Callable[..., Any], Callable[..., Any], int]:
+    """`programs` of a `PlainSetting`.
+
+    Args:
+        recipe: of the model and of its optimizer.
+        setting: the model and its schedule.
+        is_observed: whether `train` returns the statistics of each step, too, as `fp8jax.telemetry` does, with a
+            leading axis.
+    """
+    optim = config.Optim(steps=setting.steps, warmup=setting.warmup, lr=setting.lr)
+    tx = make_optimizer(config.Config(optim=optim), recipe)
+
+    def begin(seed: jax.typing.ArrayLike) -> tuple[nnx.Module, nnx.Optimizer]:
+        # A generator that compiles fast.
+        network = setting.model(recipe, nnx.Rngs(jax.random.key(seed, impl="rbg")))
+        return network, fp8jax.nnx.Optimizer(network, tx, wrt=nnx.Param)
+
+    abstract = nnx.eval_shape(lambda: begin(0))
+    graph, network_graph = nnx.graphdef(abstract), nnx.graphdef(abstract[0])
+    parameters = count(nnx.state(abstract[0], nnx.Param))
+
+    def run(seed: jax.Array, text: jax.Array, starts: jax.Array) -> tuple[Any, ...]:
+        def step(state: nnx.State, starts: jax.Array) -> tuple[nnx.State, jax.Array]:
+            tokens = text[starts[:, None] + jnp.arange(setting.length + 1)].astype(jnp.int32)
+            network, optimizer = nnx.merge(graph, state)
+
+            def loss_fn(network: Any) -> tuple[jax.Array, jax.Array]:
+                loss = cross_entropy(network(tokens[:, :-1]), tokens[:, 1:])
+                routers = router_losses(nnx.state(network)) or {"balance_loss": 0.0, "z_loss": 0.0}
+                balance, z = (
+                    optim.balance_coefficient * routers["balance_loss"],
+                    optim.z_coefficient * routers["z_loss"],
+                )
+                return loss + balance + z, loss
+
+            (_, loss), grads = fp8jax.nnx.value_and_grad(loss_fn, has_aux=True)(network)
+            optimizer.update(network, grads)
+            return nnx.state((network, optimizer)), loss
+
+        def observed(state: nnx.State, starts: jax.Array) -> tuple[nnx.State, Any]:
+            (state, loss), found = fp8jax.telemetry(step)(state, starts)
+            return state, (loss, found)
+
+        state = nnx.state(begin(seed))
+        if is_observed:
+            state, (losses, found) = jax.lax.scan(observed, state, starts)
+            return final(state), losses, found
+        state, losses = jax.lax.scan(step, state, starts)
+        return final(state), losses
+
+    def final(state: nnx.State) -> PlainState:
+        network, optimizer = nnx.merge(graph, state)
+        return PlainState(nnx.state(network), nnx.pure(optimizer.opt_state))
+
+    def validate(state: PlainState, sequences: jax.Array) -> jax.Array:
+        def loss(tokens: jax.Array) -> jax.Array:
+            # Variables belong to the trace that made them: these come from the one around.
+            network: Any = nnx.merge(network_graph, jax.tree.map(lambda x: x, state.network))
+            network.eval()
+            return cross_entropy(network(tokens[:, :-1]), tokens[:, 1:])
+
+        return jax.lax.map(loss, sequences)
+
+    return jax.jit(run), jax.jit(validate), parameters
+
+
 def programs(arm: ParityArm, setting: Setting) -> tuple[Callable[..., Any], Callable[..., Any], int]:
     """A training run and its validation, and the number of parameters.
 
@@ -136,6 +250,8 @@ def programs(arm: ParityArm, setting: Setting) -> tuple[Callable[..., Any], Call
         `validate(state, sequences)`: int32 (count, batch, length + 1) to fp32 losses (count,).
         Number of parameters.
     """
+    if isinstance(setting, PlainSetting):
+        return plain_programs(arm.recipe, setting)
     of = {"master": arm.master, "release": arm.release}
     optim = config.Optim(steps=setting.steps, warmup=setting.warmup, lr=setting.lr, **of)  # type: ignore[arg-type]
     recipe = with_master(arm.recipe, arm.master)
@@ -304,15 +420,30 @@ def fixed_batch_run(arm: ParityArm, setting: FixedBatch) -> Callable[[int], list
     return run
 
 
-def text_run(arm: ParityArm, setting: Setting, text: Text) -> tuple[Callable[[int], dict[str, Any]], dict[str, Any]]:
-    """A function from a seed to losses, each the mean of `STRIDE` steps, and the validation loss; and facts."""
+@contextlib.contextmanager
+def gpu_turn(folder: Path) -> Iterator[None]:
+    """Holds the GPU among processes that fill one folder. In time slices of several, each run takes longer."""
+    with common.alone(folder / f".gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"):
+        yield
+
+
+def text_run(
+    arm: ParityArm, setting: Setting, text: Text, folder: Path
+) -> tuple[Callable[[int], dict[str, Any]], dict[str, Any]]:
+    """A function from a seed to losses, each the mean of `STRIDE` steps, and the validation loss; and facts.
+
+    Programs are compiled before the function is returned. A call waits for other processes that train into `folder`.
+    """
     run, validate, parameters = programs(arm, setting)
     train_N = jax.device_put(text.train)
+    run = run.lower(jnp.int32(0), train_N, text.starts(0, setting)).compile()
+    validate = validate.lower(run.out_info[0], text.valid).compile()
     facts: dict[str, Any] = {"parameters": parameters, "replicas": replicas(arm)}
 
     def of_seed(seed: int) -> dict[str, Any]:
-        state, losses = run(jnp.int32(seed), train_N, text.starts(seed, setting))
-        valid = float(np.mean(validate(state, text.valid)))
+        with gpu_turn(folder):
+            state, losses = run(jnp.int32(seed), train_N, text.starts(seed, setting))
+            valid = float(np.mean(validate(state, text.valid)))
         sizes = fp8jax.state_bytes(state.opt_state)
         facts["moments"] = (sizes["mu"] + sizes["nu"]) / parameters
         curve = np.asarray(losses, np.float64).reshape(-1, STRIDE).mean(1)
@@ -365,7 +496,7 @@ def train_arm(
         run: Callable[[int], dict[str, Any]] = lambda seed: {"losses": losses_of(seed)}  # noqa: E731
     else:
         assert text is not None
-        run, facts = text_run(arm, setting, text)
+        run, facts = text_run(arm, setting, text, path.parent)
     seconds = 0.0
     for seed in missing:
         if not has_time(seconds):

@@ -195,6 +195,12 @@ class RuleSet:
             reason += ", which quantizes no product"
         return LayerChoice(linear, reason, self.rules[i].context)
 
+    def takes_by_default(self, *paths: str) -> bool:
+        """Whether the recipe for all other layers quantizes a layer with these paths, or would if it is no head."""
+        is_default = self.has_default and self._first_match(*paths) == len(self.rules) - 1
+        linear = self.rules[-1].linear
+        return is_default and linear is not None and linear.is_quantized
+
     def check_all_used(
         self,
         paths: Iterable[str],

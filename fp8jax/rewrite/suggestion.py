@@ -94,7 +94,7 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
     for fault in faults:
         if fault.role in _ROLES and fault.statistic != "nonfinite" and fault.layer in measured:
             mendable.setdefault(fault.layer, fault)
-    chosen = _rules_for_shapes(transform(fn, given).plan_call(params, *args).entries)
+    chosen = _rules_for_shapes(transform(fn, given).plan_call(params, *args).plan.entries)
     pending = [layer for layer in mendable if layer not in chosen]
     for remedy in _REMEDIES:
         if not pending or given == (remedy,):

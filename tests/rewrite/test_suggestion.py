@@ -11,7 +11,6 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.ops.dispatch import choice
-from fp8jax.rewrite import training
 
 WIDTH, INNER, TOKENS = 32, 64, 64
 
@@ -32,23 +31,24 @@ def loss_fn(params, x):
     return jnp.mean(jnp.square(y - x[:, ::-1]))
 
 
-def observed_step(fast, params, x, states):
-    loss = lambda params, states: fast(params, x, states=states)  # noqa: E731
-    with training.suppress_training_checks():  # each step is a program of its own
-        return jax.jit(fp8jax.telemetry(jax.value_and_grad(loss, argnums=(0, 1))))(params, states)
+def observed_step(fast):
+    loss = lambda params, states: fast(params, X, states=states)  # noqa: E731
+    return jax.jit(fp8jax.telemetry(jax.value_and_grad(loss, argnums=(0, 1))))
 
 
+@pytest.mark.usefixtures("inspected")
 def test_scaled_weights_and_a_stuck_scale_are_named_and_mended():
     """Delayed scales of before: weights that grew by 1e4 saturate; a scale that stays too large loses values."""
     fast = fp8jax.transform(loss_fn, "te_delayed")
     states, params = fast.init(PARAMS, X), jax.tree.map(lambda w: w, PARAMS)
-    (_, (_, observed)), found = observed_step(fast, params, X, states)
+    step = observed_step(fast)
+    (_, (_, observed)), found = step(params, states)
     assert fp8jax.find_faults(found) == []
     states = fast.advance(states, observed)
     params["block0"]["up"] = 1e4 * params["block0"]["up"]
     stuck = states["block1/down"].state
     states["block1/down"] = dataclasses.replace(states["block1/down"], state=stuck._replace(x=1e6 * stuck.x))
-    (loss, _), found = observed_step(fast, params, X, states)
+    (loss, _), found = step(params, states)
     faults = fp8jax.find_faults(found)
     assert [(f.layer, f.role, f.statistic) for f in faults][:1] == [("block0/up", "w", "saturated")]
     assert {(f.layer, f.role) for f in faults if f.statistic == "snr_db"} >= {("block1/down", "x")}
@@ -61,7 +61,7 @@ def test_scaled_weights_and_a_stuck_scale_are_named_and_mended():
     mended = fp8jax.transform(loss_fn, suggestion.rules)
     states = {path: states[path] for path in mended.init(params, X)}
     assert not {"block0/up", "block1/down"} & set(states)
-    (loss, _), found = observed_step(mended, params, X, states)
+    (loss, _), found = observed_step(mended)(params, states)
     assert abs(float(loss) - wanted) < 0.02 * wanted
     assert not {"block0/up", "block1/down"} & {f.layer for f in fp8jax.find_faults(found) if f.role in ("x", "w")}
 
@@ -87,7 +87,7 @@ def test_outliers_get_finer_scales_and_what_nothing_mends_16_bits():
 def test_4_bits_have_errors_of_their_own():
     """16 dB and more are no fault of e2m1. Half of the columns are 1e-5 of others: they underflow."""
     x, w = normal(1, 64, 64), normal(2, 64, 64)
-    step = fp8jax.telemetry(lambda x, w: fp8jax.linear(x, w, recipe="nvfp4", key=jax.random.key(0)))
+    step = jax.jit(fp8jax.telemetry(lambda x, w: fp8jax.linear(x, w, recipe="nvfp4", key=jax.random.key(0))))
     _, found = step(x, w)
     snr = [float(statistics["snr_db"]) for roles in found.values() for statistics in roles.values()]
     assert all(14 < each < 21 for each in snr)
@@ -115,11 +115,11 @@ def test_given_rules_stay_and_decide_for_the_other_layers():
 
 
 def test_wrong_arguments_say_what_to_give():
-    step = fp8jax.telemetry(jax.value_and_grad(fp8jax.transform(loss_fn, "te_current")))
+    step = jax.jit(fp8jax.telemetry(lambda x, w: fp8jax.linear(x, w, recipe="te_current")))
     with pytest.raises(TypeError, match=r"the second result .* not tuple"):
-        fp8jax.find_faults(step(PARAMS, X))
+        fp8jax.find_faults(step(X, PARAMS["block0"]["up"]))
     with pytest.raises(TypeError, match=r"call it outside of jax\.jit"):
-        jax.eval_shape(lambda: fp8jax.find_faults(step(PARAMS, X)[1]))
+        jax.eval_shape(lambda: fp8jax.find_faults(step(X, PARAMS["block0"]["up"])[1]))
     with pytest.raises(TypeError, match=r"before fp8jax\.transform"):
         fp8jax.suggest(fp8jax.transform(loss_fn, "te_current"), "te_current", PARAMS, X)
     model = fp8jax.nnx.quantize(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), "te_current")

@@ -22,8 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from fp8jax.core import formats
-from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.autodiff.residuals import from_bytes
+from fp8jax.core.qtensor import QTensor, from_bytes
 from fp8jax.ops.quantization.fallback import FallbackTensor
 
 # Whether functions are traced for telemetry.

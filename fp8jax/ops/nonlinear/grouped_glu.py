@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import derivatives, formats, scaling
 from fp8jax.core.groups import ALIGNMENT, Groups, PaddedTokens
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, to_bytes
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
@@ -28,7 +28,6 @@ from fp8jax.ops.autodiff.residuals import (
     Recomputed,
     dequantize_residual,
     quantize_residual,
-    to_bytes,
     with_saved_vjp,
 )
 from fp8jax.ops.dispatch.sharding import explicit_mesh

@@ -17,11 +17,11 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import formats
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.autodiff.checkpointing import PRODUCT_AUX, with_checkpoint_name
-from fp8jax.ops.autodiff.residuals import CotangentFacts, from_bytes, to_bytes
+from fp8jax.ops.autodiff.residuals import CotangentFacts
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.partition import on_one_device
 from fp8jax.ops.dispatch.sharding import merge

@@ -7,10 +7,9 @@ from jax import Array
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.groups import ALIGNMENT, PaddedTokens
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
 from fp8jax.ops.quantization import fused_outputs
 from fp8jax.ops.quantization.fused_reference import compute_row_amax
 from fp8jax.ops.quantization.group_scales import TokenColumns, group_maxima

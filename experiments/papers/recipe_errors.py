@@ -1,0 +1,219 @@
+"""The errors of each preset's 8-bit tensors while it trains: `python -m experiments.papers.recipe_errors --data TEXT`.
+
+Each preset trains one model with one start and one order of text, and `fp8jax.telemetry` observes its steps. The
+presets that the study's folder in results/ lacks are trained, then the page and its figure are written. Several
+processes with `--presets` of their own fill one folder: they compile side by side, and take turns on a GPU.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+import fp8jax
+from experiments import startup
+from experiments.errors import UserError
+from experiments.files import write_json
+from experiments.papers import common, parity_runs
+from experiments.papers.common import Row
+from experiments.papers.parity_runs import PlainSetting, Text
+from experiments.results import record
+
+BENCH, FOLDER, BASE = "recipe_errors", "parity_recipe_errors", "bf16"
+TITLE = "Errors of 8-bit tensors of each preset, by role and layer, while it trains"
+SETTING = PlainSetting(batch=16, steps=100, warmup=10)
+# Statistics are medians of so many steps, losses means.
+WINDOW = 5
+ROLES = {
+    "x": "inputs", "w": "weights", "dy": "gradients of outputs", "context": "residuals of norms and activations",
+    "m": "first moments", "v": "second moments",
+}  # fmt: skip
+STATISTICS = ("snr_db", "fallback_rate")
+
+
+def train(preset: str, setting: PlainSetting, text: Text, path: Path) -> None:
+    """Trains a preset and writes its losses and statistics to a JSON file."""
+    run, _, parameters = parity_runs.plain_programs(fp8jax.recipes.get(preset), setting, is_observed=True)
+    inputs = jnp.int32(0), jax.device_put(text.train), text.starts(0, setting)
+    compiled = run.lower(*inputs).compile()
+    with parity_runs.gpu_turn(path.parent):
+        begin = time.perf_counter()
+        _, losses, found = jax.device_get(compiled(*inputs))
+        seconds = time.perf_counter() - begin
+    statistics = {
+        f"{layer.removesuffix('/kernel')}/{role}/{name}": [float(f"{x:.4g}") for x in windows(values[name], np.median)]
+        for layer, roles in found.items()
+        for role, values in roles.items()
+        if role in ROLES
+        for name in STATISTICS
+        if name in values
+    }
+    write_json(
+        path,
+        {
+            "preset": preset,
+            "commit": record.commit(),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "device": jax.devices()[0].device_kind,
+            "text": text.fingerprint,
+            "setting": dataclasses.asdict(setting),
+            "parameters": parameters,
+            "losses": [round(x, 5) for x in windows(losses, np.mean)],
+            "statistics": statistics,
+            "seconds": round(seconds, 1),
+        },
+    )
+
+
+def windows(values: Any, reduce: Callable[..., Any]) -> list[float]:
+    """A value for each `WINDOW` of the steps; later ones that fill none are left out."""
+    values = np.asarray(values, np.float64)
+    found: list[float] = reduce(values[: len(values) // WINDOW * WINDOW].reshape(-1, WINDOW), 1).tolist()
+    return found
+
+
+def read(results: Path) -> dict[str, dict[str, Any]]:
+    """The files of the presets that were trained, in the order of the presets.
+
+    Raises:
+        UserError: two were trained on another text, device or setting.
+    """
+    paths = {name: results / FOLDER / f"{name}.json" for name in fp8jax.recipes.NAMES}
+    files = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    for key in ("text", "device", "setting"):
+        if len({json.dumps(of[key], sort_keys=True) for of in files.values()}) > 1:
+            raise UserError(f"the files in {results / FOLDER} differ in {key}: delete them, and train again")
+    return files
+
+
+def series(file: Mapping[str, Any], role: str, statistic: str = "snr_db") -> dict[str, np.ndarray]:
+    """A statistic of a role over the observed steps, by layer, in the order of the model."""
+    suffix = f"/{role}/{statistic}"
+    return {
+        name.removesuffix(suffix): np.asarray(values, np.float64)
+        for name, values in file["statistics"].items()
+        if name.endswith(suffix)
+    }
+
+
+def tail(values: Sequence[float] | np.ndarray) -> float:
+    """The median of the second half of a run."""
+    return float(np.median(values[len(values) // 2 :]))
+
+
+def gap(file: Mapping[str, Any], base: Mapping[str, Any]) -> np.ndarray:
+    """The training loss in percent above that of bf16, a value for each window."""
+    return 100 * (np.array(file["losses"]) / np.array(base["losses"]) - 1)
+
+
+def rows(files: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
+    """Each preset's loss beside that of bf16, and its lowest SNR in each role with the layer, in the second half."""
+    table, worst = "Loss, and SNR of the coarsest layer of each role", "Which layer is the coarsest of each role"
+    for preset, file in files.items():
+        if preset != BASE:
+            above = tail(gap(file, files[BASE]))
+            yield Row(preset, "loss", above, "%", table=table, pivot=(preset, "training loss, % above bf16"))
+        for role, name in ROLES.items():
+            found = {layer: tail(values) for layer, values in series(file, role).items()}
+            if found:
+                layer = min(found, key=lambda layer: found[layer])
+                yield Row(preset, role, found[layer], "dB", table=table, pivot=(preset, f"{name}, dB"))
+                yield Row(preset, f"{name}: {layer}", found[layer], "dB", table=worst)
+
+
+def draw(files: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """A row for each preset: its loss beside that of bf16, then for each role the SNR of each layer over steps."""
+    drawn = {preset: file for preset, file in files.items() if preset != BASE}
+    figure = Figure(figsize=(2.2 * (1 + len(ROLES)), 1.0 + 1.1 * len(drawn)), dpi=100, layout="constrained")
+    grid = figure.subplots(len(drawn), 1 + len(ROLES), squeeze=False)
+    titles = "training loss, % above bf16", *(f"SNR of {name}" for name in ROLES.values())
+    for ax, title in zip(grid[0], titles, strict=True):
+        ax.set_title("\n".join(textwrap.wrap(title, 24)), fontsize=8)
+    image = None
+    for (preset, file), (first, *others) in zip(drawn.items(), grid, strict=True):
+        above = gap(file, files[BASE])
+        steps = file["setting"]["steps"]
+        first.axhline(0, color="gray", linewidth=0.8)
+        first.plot(WINDOW * (0.5 + np.arange(len(above))), above, color="tab:red")
+        first.set(xlim=(0, steps), ylim=(-3, 6))
+        first.set_ylabel(preset, fontsize=8)
+        first.tick_params(labelsize=7)
+        for ax, role in zip(others, ROLES, strict=True):
+            values = series(file, role)
+            ax.set(xticks=[], yticks=[])
+            if not values:
+                ax.text(0.5, 0.5, "16 bits or more", ha="center", va="center", fontsize=7, color="gray")
+                continue
+            shown = np.array(list(values.values()))
+            image = ax.imshow(shown, aspect="auto", interpolation="nearest", vmin=10, vmax=45)
+    if image is not None:
+        figure.colorbar(image, ax=grid, label="dB", location="bottom", shrink=0.3, aspect=40)
+    return figure
+
+
+def write(results: Path) -> None:
+    """Writes the page and its figure of the presets that were trained.
+
+    Raises:
+        UserError: as `read`, or bf16 is missing.
+    """
+    files = read(results)
+    if BASE not in files:
+        raise UserError(f"{results / FOLDER} has no {BASE}.json: train it first")
+    base = files[BASE]
+    setting = PlainSetting(**base["setting"])
+    notes = [
+        f"A Llama of {base['parameters']:,} parameters, {setting.steps} steps of {setting.batch} x {setting.length} "
+        f"bytes, text {base['text']}, one seed. Figures are medians of the second half of the run.",
+        "SNR is the signal-to-noise ratio of codes against the values that were quantized. One seed of so few steps "
+        "does not tell small differences of losses from noise: see recipe_parity.",
+        "In the figure each line of a heat map is a layer, from the first at the top to the last, each column "
+        f"{WINDOW} steps.",
+    ]  # fmt: skip
+    listed = list(rows(files))
+    common.write(
+        BENCH, TITLE, listed, notes, draw(files), results, arguments="--data 'books/*.txt'", device=base["device"],
+        sources=[(files[row.case]["commit"], base["device"]) for row in listed],
+        date=max(of["date"] for of in files.values()),
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains the presets that are missing, and writes the page once all are there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="*", default=[], help="text, as experiments.train takes it")
+    parser.add_argument("--presets", nargs="*", default=fp8jax.recipes.NAMES, choices=fp8jax.recipes.NAMES,
+                        metavar="PRESET", help="which to train (default: all)")  # fmt: skip
+    parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
+    options = parser.parse_args(argv)
+    startup.recommend_flags()
+    try:
+        paths = {name: options.results / FOLDER / f"{name}.json" for name in options.presets}
+        missing = {name: path for name, path in paths.items() if not path.exists()}
+        text = parity_runs.read_text(options.data, SETTING) if missing else None
+        for name, path in missing.items():
+            assert text is not None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            train(name, SETTING, text, path)
+            print(f"trained {name}", flush=True)
+        if len(read(options.results)) == len(fp8jax.recipes.NAMES):
+            write(options.results)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
