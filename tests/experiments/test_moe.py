@@ -26,6 +26,7 @@ from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
 from fp8jax.dist.collectives import collectives
 from tests.distance import relative
+from tests.rows import slow
 
 TINY = LlamaConfig(vocab=40, dim=16, layers=2, heads=2, kv_heads=1, mlp_dim=24, experts=6, experts_per_token=2)
 TOKENS = 20
@@ -168,7 +169,7 @@ def test_losses_of_routers_enter_gradients_by_their_coefficients():
     assert sum(jax.tree.leaves(added)) == pytest.approx(0.5 * (first - second) / 2e-3, rel=0.02)
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2}, {"data": 1, "fsdp": 2, "expert": 2}])
+@pytest.mark.parametrize("sizes", [slow({"data": 2, "fsdp": 2}), {"data": 1, "fsdp": 2, "expert": 2}])
 def test_devices_that_share_a_batch_and_parameters_compute_what_one_does(sizes, monkeypatch):
     """But for the balance of each device's own tokens, which has no coefficient here."""
     monkeypatch.setattr(mesh, "SMALLEST", 256)

@@ -119,12 +119,13 @@ def test_the_kernel_assembled_for_hopper_spills_nothing():
         assert registers <= CONFIGURATIONS[name][-1], (name, registers)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(h200.missing() is not None, reason="nothing can be compiled for a GPU here")
 @pytest.mark.parametrize(
     ("form", "codes", "masters"),
     [
         ("step", True, (None, "bf16+int8", "bf16+stochastic")),
-        pytest.param("update", False, (None,), marks=pytest.mark.slow),
+        ("update", False, (None,)),
     ],
     ids=str,
 )

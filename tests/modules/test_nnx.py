@@ -196,6 +196,7 @@ def value_and_grad(model):
     return float(value), nnx.to_pure_dict(grads)
 
 
+@pytest.mark.slow
 def test_remat_changes_no_value_and_saves_no_codes():
     recipe = fp8jax.recipes.int8_block()
     plain, remat = (fp8jax.nnx.quantize(llama(remat=remat), recipe) for remat in (False, True))

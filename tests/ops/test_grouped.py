@@ -19,7 +19,7 @@ from fp8jax.ops.quantization.group_scales import quantize_fallback_rows
 from fp8jax.ops.quantization.quantize import quantize
 from pallas_kernels.matmul import grouped_block_mosaic, grouped_int8_mosaic, grouped_mosaic
 from tests.distance import relative
-from tests.rows import covering
+from tests.rows import covering, slow
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 300, 256, 192, 4
 SIZES = {
@@ -229,7 +229,7 @@ def test_kernel_of_rows_is_given_the_scales_of_codes(interpreted, x_spec, w_spec
     assert not got[38:].any()
 
 
-@pytest.mark.parametrize("has_fallback", [False, True])
+@pytest.mark.parametrize("has_fallback", [slow(False), True])
 def test_kernel_of_int8_blocks_is_given_each_groups_blocks(interpreted, has_fallback):
     """Blocks of rows start at each group's first row. NaN is a NaN of its block, which does not fall back."""
     groups = Groups.from_sizes(jnp.array([9, 130, 0, 61]), 210, jnp.int32(1), 3)
