@@ -149,15 +149,15 @@ def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.A
 @pytest.mark.parametrize(
     ("shape", "by_column", "tile", "out"),
     [
-        ((128, 256, 384), False, Tile(64, 128, "M", 2), BF16),
+        slow((128, 256, 384), False, Tile(64, 128, "M", 2), BF16),
         ((130, 140, 900), False, Tile(64, 128, "M", 3), F32),
-        ((130, 203, 500), False, Tile(64, 192, "M", 2, store_slots=3), BF16),
+        slow((130, 203, 500), False, Tile(64, 192, "M", 2, store_slots=3), BF16),
         ((140, 270, 600), False, Tile(64, 128, "M", 2, cluster="N"), BF16),
         ((300, 140, 640), False, Tile(128, 128, "M", 3, store_slots=4, lead_slices=1), BF16),
         ((260, 300, 300), False, Tile(128, 96, "M", 3, store_slots=4), BF16),
         ((64, 700, 300), False, Tile(64, 128, "N", 2), F32),
         slow((300, 140, 100), False, Tile(128, 128, None, 3, store_slots=4), BF16),
-        ((70, 130, 640), True, Tile(64, 96, "M", 3), F32),
+        slow((70, 130, 640), True, Tile(64, 96, "M", 3), F32),
         ((70, 130, 600), True, Tile(64, 64, "M", 2, cluster="M"), BF16),
         slow((270, 140, 300), True, Tile(128, 128, "M", 2), BF16),
     ],
