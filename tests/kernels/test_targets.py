@@ -40,8 +40,8 @@ def check(found: dict[str, Any]) -> None:
             assert not program["loops"], (kind, name)
             for p in listed:
                 half = HALF.get(kind, ("bf16", "bf16"))
-                assert p.is_8bit or p.operands == half, (kind, name, p)
-                assert p.is_8bit or program["warnings"], (kind, name)
+                assert p.has_codes or p.operands == half, (kind, name, p)
+                assert p.has_codes or program["warnings"], (kind, name)
             if name == "switchback":
                 assert all(p.operands == ("s8", "s8") for p in listed), (kind, listed)
 

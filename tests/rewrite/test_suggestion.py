@@ -79,7 +79,7 @@ def test_outliers_get_finer_scales_and_what_nothing_mends_16_bits():
     x[1, :, 0] *= 1e8
     params = {"a": normal(1, 128, 32), "b": normal(2, 128, 32)}
     suggestion = fp8jax.suggest(lambda p, x: jnp.tanh(x[0] @ p["a"]) + x[1] @ p["b"], "te_current", params, x)
-    assert suggestion.rules == (fp8jax.Rule("a", "deepseek"), fp8jax.Rule("b", None))
+    assert suggestion.rules == (fp8jax.Rule("a", "deepseek"), fp8jax.Rule("b", None), "te_current")
     assert suggestion.unmended == ()
     assert suggestion.reasons["b"] == f"x: {127 / 128:.2%} of values lost to zero; in 16 bits it has none"
 
@@ -96,13 +96,22 @@ def test_4_bits_have_errors_of_their_own():
     assert {fault.role for fault in fp8jax.find_faults(found)} == {"x"}
 
 
-def test_grouped_products_are_named_as_not_measured():
-    sizes = jnp.array([24, 40])
-    params = {"experts": normal(1, 2, WIDTH, INNER) / 6, "head": normal(2, INNER, WIDTH) / 8}
-    fn = lambda p, x: jnp.sum(jnp.tanh(jax.lax.ragged_dot(x, p["experts"], sizes)) @ p["head"])  # noqa: E731
-    suggestion = fp8jax.suggest(fn, [fp8jax.Rule("head", "te_current"), "te_current"], params, X)
-    assert suggestion.unobserved == ("experts",)
-    assert "# not measured: experts" in str(suggestion)
+def test_given_rules_stay_and_decide_for_the_other_layers():
+    """Grouped products have errors, too. "bf16" quantizes nothing, and a pattern may be left without a layer."""
+    x = np.array(normal(3, TOKENS, WIDTH))
+    x[0] *= 1e8  # a token of the first expert
+    sizes = jnp.array([56, 8])
+    params = {"experts": normal(1, 2, WIDTH, INNER) / 6, "out": normal(2, INNER, WIDTH) / 8}
+
+    def fn(p, x):
+        return jnp.sum(jnp.tanh(jax.lax.ragged_dot(x, p["experts"], sizes)) @ p["out"])
+
+    given = (fp8jax.Rule("out", "bf16"), fp8jax.Rule("exp.*", "te_current"), "coat")
+    suggestion = fp8jax.suggest(fn, given, params, x)
+    assert suggestion.rules == (fp8jax.Rule("experts", "deepseek"), *given)
+    assert set(suggestion.reasons) == {"experts"}
+    rows = fp8jax.transform(fn, suggestion.rules).explain(params, x).rows
+    assert [row.path for row in rows if row.is_product and row.is_quantized] == ["experts"]
 
 
 def test_wrong_arguments_say_what_to_give():
@@ -130,7 +139,7 @@ def test_products_that_gain_nothing():
     # Such small products are slower in 8 bits on each GPU.
     with choice.target(capability=90):
         suggestion = fp8jax.suggest(lambda p, x: x @ p["up"], "te_current", PARAMS["block0"], X)
-    assert suggestion.rules == (fp8jax.Rule("up", None),)
+    assert suggestion.rules == (fp8jax.Rule("up", None), "te_current")
     assert suggestion.reasons == {"up": "(32, 64) gains nothing in 8 bits at 64 tokens"}
     assert suggestion.loss_before != suggestion.loss_before
 
