@@ -193,6 +193,7 @@ def test_devices_that_share_a_batch_and_parameters_compute_what_one_does(sizes, 
         assert relative(np.asarray(b), np.asarray(a)) < 1e-4, path
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
     task = task_of(fp8jax.recipes.coat(), microbatches=2)
     step = jax.jit(task.step, compiler_options={"xla_llvm_disable_expensive_passes": True})
@@ -212,6 +213,7 @@ def test_training_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
         assert digest(np.asarray(x)) == digest(np.asarray(y)), leaf
 
 
+@pytest.mark.slow
 def test_a_run_trains_logs_losses_of_routers_and_is_evaluated_and_exported(argv, out, capsys):
     flags = ["--model", "moe-tiny", "--recipe", "coat", "--steps", "8", "--run", "experts", "--seq-len", "32"]
     assert cli.main([*argv, *flags]) == 0
@@ -250,6 +252,7 @@ def test_devices_that_share_experts_train_as_one_does_and_go_on_to_the_same_bits
     assert "as if a device got more than --expert-capacity 1 times its rows" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_counts_what_experts_exchange():
     """A layer sends tokens twice forward and gradients of results once; XLA for CPUs fills up what a pair exchanges."""
     recipe, devices = fp8jax.recipes.coat(), mesh.make(1, 1, jax.devices()[:2], expert=2)
