@@ -33,6 +33,9 @@ SLOW = {
     "gemm_int8",
     "peers",
     "profile",
+    "grouped",
+    "moe",
+    "layer",
 }
 
 

@@ -107,6 +107,7 @@ def test_a_torch_optimizer_sees_the_same_gradients():
     assert size == pytest.approx(8, abs=0.01)
 
 
+@pytest.mark.slow
 def test_recorded_gradients_are_those_of_a_training(monkeypatch):
     """Of another loss at each step, and of every leaf that is compressed."""
     peers.recorded.cache_clear()

@@ -296,6 +296,7 @@ def test_without_torch_its_rows_are_left_out_and_that_is_said(monkeypatch, capsy
     assert told[1] == "  torchao tensorwise: torch and torchao not importable: rows left out"
 
 
+@pytest.mark.slow
 def test_arms_that_fit_in_so_many_gigabytes_are_compared_by_tokens():
     """`coat` takes more sequences than bf16; each is the largest batch whose plan stays within the limit."""
     limit = 0.603  # the runtime's share is 0.6
