@@ -330,4 +330,4 @@ def test_arms_have_logits_as_training_or_as_their_name_says(arm, vocab, chunked,
         step.StepArm(arm, dataclasses.replace(step.DRY, vocab=vocab), 1, 64, "one")
     assert seen == [chunked]
     with pytest.raises(ValueError, match="'logits in chunks'"):
-        step.parsed("bf16, half of the logits")
+        arms.settings("bf16, half of the logits")
