@@ -191,7 +191,7 @@ def annotate_gains(
             is_slower=group_gain.total <= 0,
             rates_device=group_gain.rates_device,
             tokens=group_gain.tokens,
-            runs_per_step=math.prod(node.eqn.params["length"] for node, _ in p.enclosing if node.kind == "scan"),
+            runs_per_step=math.prod(node.num_runs(body) for node, body in p.enclosing),
         )
 
 

@@ -109,6 +109,20 @@ class Replacement(Protocol):
         ...
 
 
+class LoopPart(NamedTuple):
+    """Consecutive iterations of a loop, which one of its bodies runs.
+
+    Attributes:
+        size: their number.
+        reason: why blocks in them stay in 16 bits, or "".
+        edge_numbers: the numbers in the paths of these blocks; None for all.
+    """
+
+    size: int
+    reason: str = ""
+    edge_numbers: frozenset[int] | None = None
+
+
 @dataclasses.dataclass(eq=False)
 class Node:
     """An equation, or the operation that a plan runs in its place.
@@ -118,7 +132,8 @@ class Node:
         operands, results: values.
         eqn: the equation.
         scope: the names of the scopes and calls around it in its program.
-        bodies: the graphs of its sub-jaxprs.
+        bodies: the graphs of its sub-jaxprs, or one graph for each of `parts`.
+        parts: of a scan, in the order of execution; () for all else.
         has_custom_rule: whether the bodies have a custom derivative. They are then read only.
         inlined: the nodes of a call, whose values belong to the outer graph; None if it is no such call.
         operation: the operation that replaces it.
@@ -133,6 +148,7 @@ class Node:
     eqn: Any
     scope: str = ""
     bodies: tuple["Graph", ...] = ()
+    parts: tuple[LoopPart, ...] = ()
     has_custom_rule: bool = False
     inlined: "list[Node] | None" = None
     operation: Replacement | None = None
@@ -145,6 +161,10 @@ class Node:
         """Whether a plan has replaced it, or a node inside of it."""
         has_rewritten_inlined = any(node.is_rewritten for node in self.inlined or ())
         return self.operation is not None or has_rewritten_inlined or any(body.is_rewritten for body in self.bodies)
+
+    def num_runs(self, body: "Graph") -> int:
+        """How often one run of this node runs a body: the iterations of a scan, or 1."""
+        return self.parts[self.bodies.index(body)].size if self.parts else 1
 
     def line(self) -> str:
         """The source line of its equation."""
@@ -164,6 +184,8 @@ class Graph:
         nodes: its nodes, in program order.
         outer_scope: the scopes around it.
         model_constants: the identities of closed-over arrays that are constants of the model.
+        split_loop: returns the parts of a loop in it, from the paths of stacked parameters and the number of
+            iterations. None splits no loop.
     """
 
     inputs: list[Value]
@@ -171,6 +193,7 @@ class Graph:
     outputs: list[Value]
     outer_scope: str = ""
     model_constants: frozenset[int] = frozenset()
+    split_loop: Callable[[Sequence[str], int], tuple[LoopPart, ...]] | None = None
 
     @property
     def is_rewritten(self) -> bool:

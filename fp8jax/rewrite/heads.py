@@ -6,12 +6,12 @@ outputs gains no time in 8 bits. It often is a head inside of the function, such
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from fp8jax.rewrite.graph import Graph, Node, Value, direct_sources, search
+from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value, direct_sources, search
 from fp8jax.rewrite.primitives import CONCAT_PRIMITIVES, LAYOUTS, PRODUCTS, SELECTION_PRIMITIVES, SLICING_PRIMITIVES
 
 # Casts, layouts, slices and functions of one value, under which a head's result is still its result.
@@ -79,6 +79,43 @@ def find_edge_blocks(paths: Collection[str], counts: tuple[int, int]) -> dict[st
             edges |= dict.fromkeys(blocks[len(blocks) - last :], f"in the last {last} of {len(blocks)} blocks")
             reasons |= {path: edges[block] for path, block in stack.items() if block in edges}
     return reasons
+
+
+def split_loop(paths: Collection[str], length: int, counts: tuple[int, int]) -> tuple[LoopPart, ...]:
+    """The parts of a loop over the blocks of a model, with those that hold its first and last blocks.
+
+    An iteration whose paths have several numbers has a block for each. If no other block would be left, none is an
+    edge, and the loop has one part.
+
+    Args:
+        paths: of the layers in an iteration.
+        length: of the loop.
+        counts: numbers of blocks at the start and at the end.
+    """
+    numbers = sorted({int(number[0]) for path in paths if (number := block_number(path)) is not None})
+    per_iteration = max(len(numbers), 1)
+    first, last = (-(-count // per_iteration) for count in counts)
+    if not any(counts) or length * per_iteration <= sum(counts) or length < first + last:
+        return (LoopPart(length),)
+
+    def edge(name: str, size: int, count: int, numbers: Sequence[int]) -> LoopPart:
+        edge_numbers = frozenset(numbers) if size == 1 and numbers else None
+        count = count if size == 1 else size * per_iteration
+        return LoopPart(size, f"in the {name} {count} of {length * per_iteration} blocks", edge_numbers)
+
+    parts = (
+        edge("first", first, counts[0], numbers[: counts[0]]),
+        LoopPart(length - first - last),
+        edge("last", last, counts[1], numbers[-counts[1] :]),
+    )
+    return tuple(part for part in parts if part.size)
+
+
+def edge_reason(path: str, part: LoopPart) -> str:
+    """Why a layer in a part of a loop stays in 16 bits; "" if it does not."""
+    number = block_number(path)
+    is_edge = part.edge_numbers is None or number is None or int(number[0]) in part.edge_numbers
+    return part.reason if is_edge else ""
 
 
 class Flow:

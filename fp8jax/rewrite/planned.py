@@ -96,7 +96,7 @@ class PlannedCall(NamedTuple):
         return self.plan.uses
 
     def warn(self, notices: Notices) -> None:
-        """Warn, once for each text, if more than a tenth of the FLOPs stay in 16 bits although the rules ask for 8."""
+        """Warn, once for each text, if over a tenth of the FLOPs stay in 16 bits although the rules ask for fewer."""
         share = self.plan.share
         is_known = notices.is_silent or share.text in notices.texts
         if share.is_notable and not self.plan.error and not is_known:

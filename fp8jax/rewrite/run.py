@@ -234,6 +234,7 @@ class Interpreter:
             extra_consts=(shared_inputs, fact_arrays),
             extra_xs=row_inputs,
             num_extra_outputs=len(stat_keys),
+            part_sizes=[part.size for part in node.parts],
         )
         if self.stats is not None:
             self.stats |= dict(zip(stat_keys, results[len(node.results) :], strict=False))

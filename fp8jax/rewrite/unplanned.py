@@ -21,11 +21,11 @@ _MAX_FRACTION = 0.1
 
 
 class UnquantizedWarning(UserWarning):
-    """More than a tenth of a model's FLOPs stay in 16 bits, although the rules ask for 8."""
+    """More than a tenth of a model's FLOPs stay in 16 bits, although the rules ask for fewer."""
 
 
 class UnquantizedShare(NamedTuple):
-    """The matmuls that stay in 16 bits although the rules ask for 8.
+    """The matmuls that stay in 16 bits although the rules ask for fewer.
 
     Attributes:
         fraction: their share of the FLOPs of all matmuls with parameters in a forward pass. Output heads, embeddings,
@@ -47,14 +47,13 @@ def flops(node: Node, enclosing: Iterable[tuple[Node, Graph]]) -> float:
 
     A custom derivative has those of the matmuls in it.
     """
-    num_runs = math.prod(outer.eqn.params["length"] for outer, _ in enclosing if outer.kind == "scan")
+    num_runs = math.prod(outer.num_runs(body) for outer, body in enclosing)
     return 2 * num_runs * _node_flops(node)
 
 
 def _node_flops(node: Node) -> float:
     if node.bodies:
-        length = node.eqn.params["length"] if node.kind == "scan" else 1
-        return length * sum(_node_flops(inner) for body in node.bodies for inner in body.walk())
+        return sum(node.num_runs(body) * _node_flops(inner) for body in node.bodies for inner in body.walk())
     if node.kind not in primitives.PRODUCTS or len(node.operands) < 2:
         return 0
     left, right, result = node.operands[0].shape, node.operands[1].shape, node.results[0].shape
@@ -103,7 +102,7 @@ def _summarize_share(quantized_flops: float, entries: Sequence[PlanEntry]) -> Un
     rest = f"; and {len(notes) - _MAX_LISTED} other reasons" if len(notes) > _MAX_LISTED else ""
     fraction = lost / (lost + quantized_flops)
     figure = f"{min(100 * fraction, 99):.2g} %" if fraction < 1 else "all"
-    head = f"{figure} of the FLOPs in products with parameters stay in 16 bits, although the rules ask for 8"
+    head = f"{figure} of the FLOPs in products with parameters stay in 16 bits, although the rules ask for fewer"
     return UnquantizedShare(fraction, f"{head}: {'; '.join(notes[:_MAX_LISTED])}{rest}")
 
 

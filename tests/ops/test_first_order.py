@@ -48,7 +48,7 @@ def same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.parametrize("recipe", few(RECIPES, "moss", "switchback"))
+@pytest.mark.parametrize("recipe", few(RECIPES, "switchback"))
 def test_first_order_maml_is_the_gradient_at_the_moved_weights(recipe):
     """Bit for bit."""
 
@@ -72,7 +72,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("how", few(STEPS, "eager", "jit within", "vmap"))
+@pytest.mark.parametrize("how", few(STEPS, "vmap"))
 def test_it_is_so_through_transformations_and_inner_loops(how):
     f = STEPS[how](loss)
     gradient = jax.jit(jax.grad(f))

@@ -23,7 +23,7 @@ KernelName = Literal["codes", "block", "int8 block", "bf16"]
 
 
 class Encoder(Protocol):
-    """Makes an operand of 8-bit codes from a part of an array. It is hashable, and static under `jax.jit`."""
+    """Makes an operand of codes from a part of an array. It is hashable, and static under `jax.jit`."""
 
     @property
     def spec(self) -> QuantSpec:
@@ -50,12 +50,15 @@ class DeferredMatrices:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        matrix = jax.eval_shape(jax.vmap(self.encoder), self.values, self.scale)
-        return tuple(matrix.codes.shape)
+        return tuple(jax.eval_shape(self.quantize).shape)
 
     @property
     def dtype(self) -> Any:
         return self.values.dtype
+
+    def quantize(self) -> QTensor:
+        """The codes of all matrices."""
+        return jax.vmap(self.encoder)(self.values, self.scale)  # type: ignore[no-any-return]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["encoder"])
@@ -174,7 +177,7 @@ def _multiply_rows(
 
     scale = row_scale = column_scale = None
     if isinstance(w, DeferredMatrices):
-        w = jax.vmap(w.encoder)(w.values, w.scale)
+        w = w.quantize()
     out_dtype, first_row = _kernel_dtype(dtype), groups.starts[0]
     with reserved_sms(n_reserved):
         if kernel_name == "int8 block":
@@ -203,7 +206,7 @@ def _multiply_rows(
                 fast=fast,
             )
     # Without the barrier, XLA duplicates the call if a loop saves the result (dynamic slice fusion).
-    return lax.optimization_barrier(_zero_other_rows(y.astype(dtype), groups))
+    return lax.optimization_barrier(y.astype(dtype))
 
 
 def _multiply_int8_blocks(x: QTensor | FallbackTensor, w: QTensor, groups: Groups, dtype: DTypeLike) -> Array:
@@ -232,15 +235,6 @@ def _row_scales(x: QTensor, w: QTensor) -> tuple[Array | None, Array | None, Arr
     row_scale = jnp.broadcast_to(x.scale.astype(jnp.float32)[:, 0], (x.shape[0],))
     scale = w.scale.astype(jnp.float32)[:, :, 0]
     return (scale[:, 0], row_scale, None) if scale.shape[1] == 1 else (None, row_scale, scale)
-
-
-def _zero_other_rows(y: Array, groups: Groups) -> Array:
-    """Return y with zeros in rows of no group.
-
-    The kernels write zeros there, too. The mask stays until a GPU has run their tests.
-    """
-    row = jnp.arange(y.shape[0], dtype=jnp.int32)
-    return jnp.where(((row >= groups.starts[0]) & (row < groups.ends[-1]))[:, None], y, jnp.zeros_like(y))
 
 
 def multiply_tokens(

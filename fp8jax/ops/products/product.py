@@ -394,8 +394,8 @@ def _gradients(
     dy_columns: Operand | None = None
     if isinstance(residuals.w, FrozenSource):
         dy = concatenate_packed(dy)
-        dy_rows, w_operand = residuals.w.dgrad_operands(dy, recipe, residuals.key)
         dy_sums = None if bias_kind is None else column_sums(dy)
+        dy_rows, w_operand, dy = residuals.w.dgrad_operands(dy, recipe, residuals.key)
     else:
         assert residuals.x is not None
         w_operand = residuals.w.operand(weight_side(recipe), None)
@@ -420,6 +420,8 @@ def _gradients(
         out_spec=merge_spec(x_kind.spec, (len(batch_shape), 1)),
     )
     dx = reshape(dx, (*batch_shape, dx.shape[-1]), x_kind.spec)
+    if isinstance(residuals.w, FrozenSource):
+        dx = observe_codes(dx, config.place, "dy", dy, dy_rows)
     dx_facts = CotangentFacts(
         array=dx,
         spec=recipe.spec("dy") if dy_amax is None else None,

@@ -91,8 +91,7 @@ def quantize_tokens(
     """
     if scale is None:
         fmt, row_amax = formats.get(spec.format), compute_row_amax(x)
-        is_inside = tokens.places < tokens.length
-        largest = jnp.max(jnp.where(is_inside, row_amax[index], 0.0), initial=0.0)
+        largest = jnp.max(jnp.where(tokens.is_in_group, row_amax[index], 0.0), initial=0.0)
         outer_scale = scaling.to_scale(strategy.reduce_amax(largest), fmt)
         # Tokens in no group saturate.
         scale = scaling.pow2_scale(jnp.minimum(row_amax, largest)[:, None], outer_scale, fmt)
