@@ -103,12 +103,7 @@ class Program:
 
 
 def inspect_program(fn: Callable, *args: Any) -> Program:
-    """The products of a function, compiled for the default device.
-
-    Args:
-        fn: a function of arrays.
-        args: arrays or `jax.ShapeDtypeStruct`, in any structure.
-    """
+    """The products of a function, compiled for the default device."""
     with record_choices() as choices, record_residuals() as residuals:
         traced = jax.jit(fn).trace(*args)
     products = _count_products(

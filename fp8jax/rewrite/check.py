@@ -71,10 +71,9 @@ class Comparison:
 
 
 class _Pair(NamedTuple):
-    """An operation's node in the planned graph, and the same node in the original one."""
+    """An operation's node in the planned graph, the original graph, and the same node in it."""
 
     original: Graph
-    planned: Graph
     node: Node
     original_node: Node
 
@@ -122,7 +121,7 @@ def _walk(
         arrays_by_value |= dict(zip(original_node.results, results, strict=True))
         original_values |= dict(zip(node.results, original_node.results, strict=True))
         if node.operation is not None:
-            pairs.append(_Pair(original, planned, node, original_node))
+            pairs.append(_Pair(original, node, original_node))
             leaves = [v for v in dict.fromkeys(node.operands) if v.array is None]
             yield _errors(
                 pairs[-1],

@@ -17,7 +17,7 @@ from fp8jax.core.tables import fold_paths, sectioned_table, sentence, table
 from fp8jax.rewrite import primitives, unplanned
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry
-from fp8jax.rewrite.graph import Graph, Node, Value
+from fp8jax.rewrite.graph import Graph, Node, Value, walk_calls
 from fp8jax.rewrite.operations import ActivationOperation, NormOperation, RaggedOperation
 from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.run import Schedule
@@ -299,31 +299,14 @@ def gains_note(entries: Sequence[PlanEntry]) -> str:
 def list_rows(
     graph: Graph, schedule: Schedule, rules: RuleSet, call_info: CallInfo, entries: Mapping[Node, PlanEntry]
 ) -> tuple[PlanEntry, ...]:
-    """The rows of a planned program in its order: the plan's entries with their bytes, and what the rules do not cover.
-
-    Args:
-        graph: the program, planned.
-        schedule: what is run of it.
-        rules: which recipe is whose.
-        call_info: of the program.
-        entries: of the plan.
-    """
+    """The rows of a planned program in its order: the entries with their bytes, and what the rules do not cover."""
     sizes, plain_sizes = (dict(_residual_bytes(graph, entries, count)) for count in (_operation_bytes, _plain_bytes))
     rows = unplanned.find(graph, schedule, rules, call_info, entries)
     rows |= {
         node: entry._replace(residual_bytes=sizes.get(node), unquantized_residual_bytes=plain_sizes.get(node))
         for node, entry in entries.items()
     }
-    return tuple(rows[node] for node in _walk_calls(graph.nodes) if node in rows)
-
-
-def _walk_calls(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All nodes in program order, and after each call the nodes inside it."""
-    for node in nodes:
-        yield node
-        yield from _walk_calls(node.inlined or ())
-        for body in node.bodies:
-            yield from _walk_calls(body.nodes)
+    return tuple(rows[node] for node in walk_calls(graph.nodes, lambda node: True) if node in rows)
 
 
 # The bytes of one run of an operation; None if they are unknown. Shared arrays are added to a set.

@@ -1,7 +1,7 @@
 """A jaxpr as a graph: one node per equation, and facts about each value."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -201,7 +201,9 @@ class Graph:
 
     def walk(self) -> Iterator[Node]:
         """The nodes of this program and of inlined calls, without those of sub-jaxprs."""
-        yield from _flatten_inlined(self.nodes)
+        for node in walk_calls(self.nodes, enters=lambda node: False):
+            if node.inlined is None:
+                yield node
 
     def walk_nested(self) -> Iterator[Node]:
         """The nodes of `walk`, each followed by those of its sub-jaxprs."""
@@ -211,12 +213,13 @@ class Graph:
                 yield from body.walk_nested()
 
 
-def _flatten_inlined(nodes: Sequence[Node]) -> Iterator[Node]:
+def walk_calls(nodes: Sequence[Node], enters: Callable[[Node], bool]) -> Iterator[Node]:
+    """All nodes in program order, each call followed by the nodes in it, and by its sub-jaxprs' if `enters(node)`."""
     for node in nodes:
-        if node.inlined is None:
-            yield node
-        else:
-            yield from _flatten_inlined(node.inlined)
+        yield node
+        yield from walk_calls(node.inlined or (), enters)
+        for body in node.bodies if enters(node) else ():
+            yield from walk_calls(body.nodes, enters)
 
 
 def count_readers(graph: Graph) -> dict[Value, int]:
@@ -254,20 +257,33 @@ def strip_layout(
     return value
 
 
-def source_parameters(value: Value, max_count: int = 4) -> dict[str, Any]:
-    """The paths of the nearest parameters that a value is computed from, each with its `frozen` facts."""
-    paths, visited, todo = dict[str, Any](), set[Value](), [value]
-    while todo and len(paths) < max_count:
-        value = todo.pop(0)
-        if value in visited:
-            continue
-        visited.add(value)
-        if value.weight is not None:
-            paths |= dict.fromkeys((value.weight.path, *value.weight.further_paths), value.weight.frozen)
-        else:
-            todo += [] if value.enclosing_value is None else [value.enclosing_value]
-            todo += [] if value.node is None else value.node.operands
-    return dict(list(paths.items())[:max_count])
+def direct_sources(value: Value) -> list[Value]:
+    """The operands of a value's node, its values in sub-jaxprs, and the outer value that it equals at first."""
+    outer = [] if value.enclosing_value is None else [value.enclosing_value]
+    if value.node is None:
+        return outer
+    return [*outer, *value.node.operands, *(b.outputs[value.node.results.index(value)] for b in value.node.bodies)]
+
+
+def search(
+    starts: Iterable[Value], step: Callable[[Value], Iterable[Value]], max_depth: int | None = None
+) -> list[Value]:
+    """These values and all that `step` leads to from them, in that many steps, nearest first."""
+    found = frontier = dict.fromkeys(starts)
+    while frontier and max_depth != 0:
+        frontier = dict.fromkeys(v for value in frontier for v in step(value) if v not in found)
+        found = found | frontier
+        max_depth = None if max_depth is None else max_depth - 1
+    return list(found)
+
+
+def source_parameters(value: Value) -> dict[str, Any]:
+    """The paths of the nearest four parameters that a value is computed from, each with its `frozen` facts."""
+    paths = dict[str, Any]()
+    for found in search([value], lambda v: [] if v.weight is not None else direct_sources(v)):
+        if found.weight is not None:
+            paths |= dict.fromkeys((found.weight.path, *found.weight.further_paths), found.weight.frozen)
+    return dict(list(paths.items())[:4])
 
 
 class ModifiedWeight(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value
+from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value, direct_sources, search
 from fp8jax.rewrite.primitives import CONCAT_PRIMITIVES, LAYOUTS, PRODUCTS, SELECTION_PRIMITIVES, SLICING_PRIMITIVES
 
 # Casts, layouts, slices and functions of one value, under which a head's result is still its result.
@@ -48,10 +48,8 @@ _ELEMENTWISE_FUNCTIONS = (
 _VALUE_OPERANDS = {"select_n": slice(1, None), "gather": slice(0, 1), "dynamic_slice": slice(0, 1)}
 MIN_OUTPUTS = 16
 NARROW_REASON = f"fewer than {MIN_OUTPUTS} outputs"
-OUTPUT_HEAD_REASON, _SELECTION_REASON = (
-    "an output head: the function returns its result",
-    "a router, gate or head: {} reads its result",
-)
+OUTPUT_HEAD_REASON = "an output head: the function returns its result"
+_SELECTION_REASON = "a router, gate or head: {} reads its result"
 
 
 def block_number(path: str) -> re.Match[str] | None:
@@ -244,41 +242,26 @@ class Flow:
 
     def _inner_products(self) -> set[Node]:
         """The matmuls on whose results later matmuls depend."""
-        visited = set[Value]()
-        todo = [o for node in self._graph.walk_nested() if node.kind in PRODUCTS for o in node.operands]
-        while todo:
-            value = todo.pop()
-            if value in visited:
-                continue
-            visited.add(value)
-            todo += [] if value.enclosing_value is None else [value.enclosing_value]
-            if value.node is not None:
-                todo += value.node.operands
-                result_index = value.node.results.index(value)
-                todo += [body.outputs[result_index] for body in value.node.bodies]
-        return {value.node for value in visited if value.node in self._products and value.node is not None}
+        read = [o for node in self._graph.walk_nested() if node.kind in PRODUCTS for o in node.operands]
+        return {v.node for v in search(read, direct_sources) if v.node is not None and v.node in self._products}
 
 
 def elementwise_sources(value: Value, products: Collection[Node]) -> set[Node]:
     """The matmuls that a value is computed from elementwise. Noise, masks and sums over its elements are ignored."""
-    found, visited, todo = set[Node](), set[Value](), [value]
-    while todo:
-        value = todo.pop()
-        if value in visited or not value.is_data:
-            continue
-        visited.add(value)
+
+    def step(value: Value) -> list[Value]:
         node = value.node
         if node is None:
-            todo += [] if value.enclosing_value is None else [value.enclosing_value]
-        elif node in products:
-            found.add(node)
-        elif node.bodies:
-            todo += [body.outputs[node.results.index(value)] for body in node.bodies]
-        elif node.kind == "optimization_barrier":
-            todo.append(node.operands[node.results.index(value)])
-        elif node.kind in (*_TRANSPARENT, *_ELEMENTWISE_FUNCTIONS):
-            todo += node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))]
-    return found
+            return direct_sources(value)
+        if node.bodies and node not in products:
+            return [body.outputs[node.results.index(value)] for body in node.bodies]
+        if node.kind == "optimization_barrier":
+            return [node.operands[node.results.index(value)]]
+        is_elementwise = node.kind in (*_TRANSPARENT, *_ELEMENTWISE_FUNCTIONS) and node not in products
+        return node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))] if is_elementwise else []
+
+    found = search([value], lambda v: [source for source in step(v) if source.is_data]) if value.is_data else []
+    return {v.node for v in found if v.node is not None and v.node in products}
 
 
 def count_outputs(node: Node, side: int) -> int:

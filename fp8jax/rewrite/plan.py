@@ -55,7 +55,7 @@ from fp8jax.rewrite.primitives import (
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
-from fp8jax.rewrite.states import LoopLevel, WeightUse, layer_axis_sizes, loop_levels, scaling_names
+from fp8jax.rewrite.states import LoopLevel, WeightUse, layer_axis_sizes, loop_levels, observed_operands, scaling_names
 from fp8jax.rewrite.unplanned import UnquantizedShare, flops, unquantized_share
 
 _UNKNOWN = LayerChoice(None, "")
@@ -85,11 +85,6 @@ def plan(
     call_info: CallInfo = CallInfo(),  # noqa: B008
 ) -> ProgramPlan:
     """Plan a program; the recipes' operations are put into the nodes of `graph`.
-
-    Args:
-        graph: the program.
-        rules: the rules that choose a recipe for each layer.
-        call_info: facts from the caller.
 
     Raises:
         ValueError: a rule matches nothing, nothing can be quantized, or a matmul of several parameters has a scaling
@@ -215,7 +210,7 @@ def _skip_unsupported_products(
             continue
         if p.node.kind != "dot_general" and (reason := unsupported_ragged_reason(linear)):
             p.is_unsupported, p.choice = True, LayerChoice(None, reason)
-        if not _collects_stats(linear):
+        if not observed_operands(linear):
             continue
         reason, names = "", scaling_names(linear)
         if _is_gathered(p):
@@ -233,10 +228,6 @@ def _skip_unsupported_products(
 def _is_gathered(p: WeightMatmul) -> bool:
     """Whether the parameter is gathered from devices, inside of `jax.shard_map`."""
     return p.weight.stored.kind in GATHER_PRIMITIVES
-
-
-def _collects_stats(linear: Linear) -> bool:
-    return any(scaling.collects_stats for scaling in linear.states.values())
 
 
 def _has_axis_of_experts(p: WeightMatmul) -> bool:
@@ -302,7 +293,7 @@ def _number_uses(products: list[WeightMatmul], levels: Mapping[Node, tuple[LoopL
         if linear is None or not isinstance(operation, ProductOperation | RaggedOperation):
             continue
         if p.concatenated:
-            if _collects_stats(linear):
+            if observed_operands(linear):
                 raise ValueError(
                     f"{path_list((p.path, *p.concatenated))} are concatenated or stacked into "
                     f"one matrix, at {p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each "
@@ -313,7 +304,7 @@ def _number_uses(products: list[WeightMatmul], levels: Mapping[Node, tuple[LoopL
         if p.node not in levels:
             continue
         has_experts = _has_batch_axes(p) or p.is_stacked
-        if has_experts and not _collects_stats(linear) and not _is_outer_shape(p, layer_axis_sizes(levels[p.node])):
+        if has_experts and not observed_operands(linear) and not _is_outer_shape(p, layer_axis_sizes(levels[p.node])):
             continue  # bounds and codes are of the parameter's own axes
         operation.use = WeightUse(path, counts[path], levels[p.node])
         counts[path] += 1

@@ -18,8 +18,8 @@ from jax._src import source_info_util
 from jax.extend import core
 
 from fp8jax.core import blocks
+from fp8jax.core.frames import is_library
 from fp8jax.ops.autodiff.checkpointing import saves_products, with_products
-from fp8jax.rewrite.call_info import is_library
 
 # Primitives that change only a value's dtype; its shape; its sharding, name and the like.
 CASTS = ("convert_element_type",)
@@ -242,6 +242,15 @@ def iteration_inputs(eqn: Any, inputs: Sequence[Any], iteration: int) -> list[An
 BodyFn = Callable[..., list[Any]]
 
 
+def while_parts(eqn: Any, operands: list[Any]) -> tuple[Callable[[list[Any]], Any], list[Any], list[Any]]:
+    """The condition of a while loop as a function of its carry, the constants of its body, and the first carry."""
+    num_cond_consts, consts, cond_jaxpr = (eqn.params[key] for key in ("cond_nconsts", "body_nconsts", "cond_jaxpr"))
+    cond_consts, rest = operands[:num_cond_consts], operands[num_cond_consts:]
+    # Closed, or without constants.
+    function = core.jaxpr_as_fun(cond_jaxpr if hasattr(cond_jaxpr, "consts") else core.ClosedJaxpr(cond_jaxpr, ()))
+    return lambda carry: function(*cond_consts, *carry)[0], rest[:consts], rest[consts:]
+
+
 def rebind_control_flow(
     eqn: Any,
     operands: list[Any],
@@ -287,13 +296,9 @@ def rebind_control_flow(
         stacked = stacked[::-1] if params["reverse"] else stacked
         return [*carry, *(jnp.concatenate(parts) for parts in zip(*stacked, strict=True))]
     if name == "while":
-        num_cond_consts, consts = params["cond_nconsts"], params["body_nconsts"]
-        cond_consts, consts_in = operands[:num_cond_consts], operands[num_cond_consts : num_cond_consts + consts]
-        cond_jaxpr = params["cond_jaxpr"]  # closed, or without constants
-        condition = core.jaxpr_as_fun(cond_jaxpr if hasattr(cond_jaxpr, "consts") else core.ClosedJaxpr(cond_jaxpr, ()))
+        condition, consts_in, carry = while_parts(eqn, operands)
         loop_body = lambda carry: body([*consts_in, *carry], extra_consts, extra_xs)[:num_outputs]  # noqa: E731
-        carry = operands[num_cond_consts + consts :]
-        return list(lax.while_loop(lambda carry: condition(*cond_consts, *carry)[0], loop_body, carry))
+        return list(lax.while_loop(condition, loop_body, carry))
     if name == "cond":
         branches = [lambda xs, more, r=r: r(xs, *more) for r in body_fns]
         return list(lax.switch(operands[0], branches, operands[1:], (extra_consts, extra_xs)))

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from fp8jax.rewrite import grouped, primitives
-from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value, Weight
+from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value, Weight, direct_sources, search
 from fp8jax.rewrite.primitives import (
     CASTS,
     CONCAT_PRIMITIVES,
@@ -53,19 +53,9 @@ def _has_batch_axes(eqn: object) -> bool:
 
 def _depends_on_product(value: Value) -> bool:
     """Whether a value is computed from a matmul with a parameter."""
-    seen, todo = set[Value](), [value]
-    while todo:
-        value = todo.pop()
-        if value in seen or not value.depends_on_params:
-            continue
-        seen.add(value)
-        todo += [] if value.enclosing_value is None else [value.enclosing_value]
-        if value.node is not None:
-            if value.kind in PRODUCTS and any(operand.weight is not None for operand in value.node.operands):
-                return True
-            todo += value.node.operands
-            todo += [body.outputs[value.node.results.index(value)] for body in value.node.bodies]
-    return False
+    sources = search([value], lambda v: [source for source in direct_sources(v) if source.depends_on_params])
+    products = (v.node for v in sources if v.kind in PRODUCTS and v.node is not None)
+    return any(operand.weight is not None for node in products for operand in node.operands)
 
 
 # Operations that are folded if their operands are constants, such as the divisor of a variance.
@@ -85,7 +75,6 @@ def read(
     the model.
 
     Args:
-        closed_jaxpr: the program, with its constants.
         paths: for each input its parameter path; None for data.
         frozen: for each input `fp8jax.rewrite.frozen_params.frozen_info`; empty if all are arrays.
         grouped_products: the functions that the rules name as grouped products.
@@ -144,19 +133,14 @@ def _read_equations(
 
 def _make_node(eqn: Any, operands: list[Value], scope: str, graph: Graph) -> Node:
     node = Node(eqn.primitive.name, operands, [], eqn, scope)
-    is_data = any(value.is_data for value in operands)
-    depends = _dependencies(operands)
-    node.results = [Value(v.aval, node, is_data=is_data, **depends._asdict()) for v in eqn.outvars]
     if node.kind == "optimization_barrier":
-        for result, operand in zip(node.results, operands, strict=True):
-            result.is_data, result.depends_on_inputs, result.depends_on_params = (
-                operand.is_data,
-                operand.depends_on_inputs,
-                operand.depends_on_params,
-            )
-            result.closure_ids = operand.closure_ids
-            result.weight = operand.weight and dataclasses.replace(operand.weight, is_relayouted=True)
+        for variable, operand in zip(eqn.outvars, operands, strict=True):
+            weight = operand.weight and dataclasses.replace(operand.weight, is_relayouted=True)
+            is_data, depends = operand.is_data, _dependencies([operand])
+            node.results.append(Value(variable.aval, node, weight=weight, is_data=is_data, **depends))
         return node
+    is_data, depends = any(value.is_data for value in operands), _dependencies(operands)
+    node.results = [Value(v.aval, node, is_data=is_data, **depends) for v in eqn.outvars]
     node.has_custom_rule = node.kind in primitives.CUSTOM_DERIVATIVE_CALLS
     programs = primitives.sub_jaxprs(eqn)
     if node.kind == "scan":
@@ -181,20 +165,13 @@ def _make_node(eqn: Any, operands: list[Value], scope: str, graph: Graph) -> Nod
     return node
 
 
-class _Dependencies(NamedTuple):
-    """The dependencies of a value; fields as in `Value`."""
-
-    depends_on_inputs: bool
-    depends_on_params: bool
-    closure_ids: frozenset[int]
-
-
-def _dependencies(operands: Sequence[Value]) -> _Dependencies:
-    """The dependencies of a value that is computed from these operands."""
-    closure_ids: frozenset[int] = frozenset().union(*(value.closure_ids for value in operands))
-    return _Dependencies(
-        any(v.depends_on_inputs for v in operands), any(v.depends_on_params for v in operands), closure_ids
-    )
+def _dependencies(operands: Sequence[Value]) -> dict[str, Any]:
+    """The dependencies of a value that is computed from these operands, by the names of fields of `Value`."""
+    return {
+        "depends_on_inputs": any(v.depends_on_inputs for v in operands),
+        "depends_on_params": any(v.depends_on_params for v in operands),
+        "closure_ids": frozenset().union(*(v.closure_ids for v in operands)),
+    }
 
 
 def _split(eqn: Any, sub_jaxpr: SubJaxpr, operands: list[Value], graph: Graph) -> tuple[LoopPart, ...]:
@@ -228,7 +205,7 @@ def _make_body(node: Node, sub_jaxpr: SubJaxpr, graph: Graph) -> Graph:
             enclosing_value=operand,
             is_loop_invariant=primitives.is_outside_loop(eqn),
             is_data=is_data[input_index],
-            **depends._asdict(),
+            **depends,
         )
         value.constant = None if is_carried or i in scanned else operand.constant
         if operand.weight is not None and not is_carried:

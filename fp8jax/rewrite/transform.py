@@ -27,6 +27,7 @@ from fp8jax.rewrite.states import (
     UseInputs,
     WeightUse,
     advance,
+    observed_operands,
     scaling_names,
     use_inputs_from_states,
     with_complete_bounds,
@@ -91,9 +92,6 @@ class Transformed:
 
     def plan_call(self, *args: Any, **kwargs: Any) -> PlannedCall:
         """A call with its plan; nothing is computed.
-
-        Args:
-            args, kwargs: of a call.
 
         Raises:
             ValueError: as in a call, but not for a precision that matmuls ask for: the plan's run raises that.
@@ -294,7 +292,7 @@ def _check_states(states: States | None, uses: dict[WeightUse, Linear]) -> None:
         tracked = None if states is None else states.get(use.path)
         if tracked is not None and use.number < len(tracked.slots):
             continue
-        if states or any(scaling.collects_stats for scaling in linear.states.values()):
+        if states or observed_operands(linear):
             missing = "of which the given states have none" if states else "and no states are given"
             raise ValueError(
                 f"{scaling_names(linear)} scaling of {use.path or 'the parameter'} keeps a state, {missing}: write "

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, derivatives
 from fp8jax.core.groups import Groups
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.ops.autodiff.residuals import NO_INPUT_FACTS, InputFacts, current_gradient_facts
+from fp8jax.ops.autodiff.residuals import NO_INPUT_FACTS, InputFacts
 from fp8jax.ops.dispatch.sharding import explicit_mesh, spec_of
 from fp8jax.ops.products.linear import ScalingState, ScalingStats, require_stateless, stateful_strategies
 from fp8jax.ops.products.ragged_rows import multiply_rows
@@ -156,7 +156,7 @@ def _multiply(
         offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
         groups = Groups.from_sizes(group_sizes, x.shape[0], offset, None if form.contracts_tokens else w.shape[0])
         name = derivatives.qualified_op_name(f"ragged_dot of {x.shape} and {w.shape}")
-        config = RaggedConfig(recipe, dtype, form.transposed, name, current_gradient_facts())
+        config = RaggedConfig(recipe, dtype, form.transposed, name)
         if form.contracts_tokens:
             return multiply_tokens(config, x, w, groups, key), ScalingStats()
         scaling = None if state is None else GroupScaling.from_state(x, w, groups, recipe, state, amax_slot)
