@@ -275,7 +275,8 @@ def rebind_control_flow(
     name, params, body, num_outputs = eqn.primitive.name, eqn.params, body_fns[0], len(eqn.outvars)
     if name == "scan":
         consts, carries = count_consts_and_carries(params)
-        consts_in, carry, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
+        consts_in, xs = operands[:consts], operands[consts + carries :]
+        carry: Any = operands[consts : consts + carries]
 
         def scan_body(body: BodyFn, carry: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
             results = body([*consts_in, *carry, *row[0]], extra_consts, row[1])
