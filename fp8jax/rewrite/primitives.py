@@ -275,8 +275,7 @@ def rebind_control_flow(
     name, params, body, num_outputs = eqn.primitive.name, eqn.params, body_fns[0], len(eqn.outvars)
     if name == "scan":
         consts, carries = count_consts_and_carries(params)
-        consts_in, xs = operands[:consts], operands[consts + carries :]
-        carry: Any = operands[consts : consts + carries]
+        consts_in, carry, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
 
         def scan_body(body: BodyFn, carry: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
             results = body([*consts_in, *carry, *row[0]], extra_consts, row[1])
@@ -298,8 +297,11 @@ def rebind_control_flow(
         return [*carry, *(jnp.concatenate(parts) for parts in zip(*stacked, strict=True))]
     if name == "while":
         condition, consts_in, carry = while_parts(eqn, operands)
-        loop_body = lambda carry: body([*consts_in, *carry], extra_consts, extra_xs)[:num_outputs]  # noqa: E731
-        return list(lax.while_loop(condition, loop_body, carry))
+
+        def loop_body(carry: list[Any]) -> list[Any]:
+            return body([*consts_in, *carry], extra_consts, extra_xs)[:num_outputs]
+
+        return lax.while_loop(condition, loop_body, carry)
     if name == "cond":
         branches = [lambda xs, more, r=r: r(xs, *more) for r in body_fns]
         return list(lax.switch(operands[0], branches, operands[1:], (extra_consts, extra_xs)))
