@@ -1,6 +1,6 @@
 """Evaluates a model that `experiments.train` trained: `python -m experiments.evaluate --help`.
 
-    python -m experiments.evaluate --run runs/NAME --recipe te_current --data 'texts/*.txt' --leak
+    python -m experiments.evaluate --run runs/NAME --recipe te_current --data 'texts/*.txt'
 
 Without --data the text is the run's own validation split. Exit codes: 0 done; 2 wrong input.
 """
@@ -12,19 +12,13 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-import fp8jax
 from experiments.errors import UserError
-from experiments.files import parse_json, read_text
 from experiments.packages import needed
 
 with needed() as no_parser:
     import tyro
 
-    from experiments.train.config import flag
 with needed() as missing:
     from rich.console import Console
     from rich.table import Table
@@ -33,9 +27,7 @@ with needed() as missing:
     from experiments.text import data, records
     from experiments.train import report
     from experiments.train.checkpoint import quiet
-    from experiments.train.trained import SETTLING as SETTLING
     from experiments.train.trained import Trained as Trained
-    from experiments.train.trained import get_recipe as get_recipe
     from experiments.train.trained import load as load
 
 _PROGRAM = "experiments.evaluate"
@@ -43,33 +35,16 @@ _PROGRAM = "experiments.evaluate"
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Evaluate a trained model: perplexity of text, multiple-choice accuracy, and what quantization leaks."""
+    """Evaluate a trained model: loss and perplexity of text."""
 
     run: Path
     """Folder of a run of experiments.train, such as runs/NAME."""
     recipe: str
     """Which of its recipes; the newest checkpoint is taken."""
-    quantize: str | None = None
-    """Compute linear layers as this recipe does, instead of as in training."""
     data: tuple[str, ...] = ()
     """Files, folders and globs of UTF-8 text, scored file by file."""
-    choices: Path | None = None
-    """Multiple-choice questions, a line each: {"context": TEXT, "choices": [TEXT, ...], "answer": INDEX}."""
-    leak: bool = False
-    """Compare perplexity unquantized, quantized, and quantized token by token, where no scale sees the next token."""
     limit: int = 65_536
     """Most tokens that are scored of one text; 0 for all."""
-    leak_tokens: int = 256
-    """Tokens that --leak compares on; each takes a pass of the model."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """A context, its possible continuations, and the index of the right one."""
-
-    context: str
-    choices: tuple[str, ...]
-    answer: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,48 +64,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def evaluate(settings: Evaluation, console: Console) -> dict[str, Any]:
+def evaluate(settings: Evaluation, console: Console) -> dict[str, scoring.Score]:
     """Does what the command line asks for and prints it.
 
     Returns:
-        What was printed: {"text": {name: Score}, "choices": {...}, "leak": {name: Score}}, as far as asked for.
+        What was printed, by the name of a text.
 
     Raises:
         UserError: something the user can put right.
     """
-    for name in ("limit", "leak_tokens"):
-        least = 0 if name == "limit" else 1
-        if getattr(settings, name) < least:
-            raise UserError(f"{flag(name)} must be at least {least}, got {getattr(settings, name)}")
-    questions = None if settings.choices is None else read_questions(settings.choices)
+    if settings.limit < 0:
+        raise UserError(f"--limit must be at least 0, got {settings.limit}")
     trained = load(settings.run, settings.recipe)
     linear = trained.recipe.linear
-    if settings.quantize is not None:
-        linear = get_recipe(settings.quantize, "--quantize").linear
-    if settings.leak and not linear.is_quantized:
-        raise UserError(
-            f"--leak compares quantized linear layers, and {settings.quantize or settings.recipe} has none; "
-            "name a recipe that has with --quantize, such as te_current"
-        )
-    length = trained.config.data.seq_len
     console.print(
         f"{settings.run} {settings.recipe}, step {trained.step}; linear layers "
-        f"{f'as {settings.quantize or settings.recipe}' if linear.is_quantized else 'unquantized'}; "
-        f"contexts of {length}"
+        f"{f'as {settings.recipe}' if linear.is_quantized else 'unquantized'}; "
+        f"contexts of {trained.config.data.seq_len}"
     )
-    figures: dict[str, Any] = {}
-    texts = {} if settings.choices and not settings.data and not settings.leak else read_texts(settings, trained)
-    words = texts or {"questions": tuple(question.context for question in questions or ())}
-    tokens = trained.tokenizer.encode([text for documents in words.values() for text in documents])
-    model = trained.model(linear, tokens)
-    scorer = scoring.score_sequences(model)
-    if texts and (settings.data or not settings.leak):
-        figures["text"] = _print_texts(console, trained, scorer, texts, settings.limit)
-    if questions is not None:
-        figures["choices"] = _print_choices(console, trained, scorer, questions)
-    if settings.leak:
-        figures["leak"] = _print_leak(console, trained, model, tokens[: settings.leak_tokens + 1])
-    return figures
+    return _print_texts(console, trained, read_texts(settings, trained), settings.limit)
 
 
 def read_texts(settings: Evaluation, trained: Trained) -> dict[str, tuple[str, ...]]:
@@ -158,74 +110,14 @@ def read_texts(settings: Evaluation, trained: Trained) -> dict[str, tuple[str, .
     return texts
 
 
-def read_questions(path: Path) -> list[Question]:
-    """The questions of a JSONL file.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not as `Evaluation.choices` says; names file and line.
-    """
-    try:
-        lines = read_text(path).split("\n")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--choices {path} cannot be read ({error})") from None
-    questions = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"--choices {path}, line {number}"
-        try:
-            row = parse_json(line)
-        except ValueError as error:
-            raise UserError(f"{where}: no JSON ({error})") from None
-        if not isinstance(row, dict) or not {"context", "choices", "answer"} <= set(row):
-            raise UserError(f'{where}: give an object with "context", "choices" and "answer"')
-        context, choices, answer = row["context"], row["choices"], row["answer"]
-        if not isinstance(context, str) or not isinstance(choices, list) or len(choices) < 2:
-            raise UserError(f"{where}: context must be a text and choices a list of at least two")
-        if not all(isinstance(choice, str) and choice for choice in choices):
-            raise UserError(f"{where}: every choice must be a text that is not empty")
-        if any("\0" in text for text in (context, *choices)):
-            raise UserError(f"{where}: a text holds the character U+0000, which separates documents; remove it")
-        if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
-            raise UserError(f"{where}: answer must be the index of a choice, 0 to {len(choices) - 1}, got {answer!r}")
-        questions.append(Question(context, tuple(choices), answer))
-    if not questions:
-        raise UserError(f"--choices {path}: no questions in it")
-    return questions
-
-
-def answer(trained: Trained, scorer: scoring.Scorer, questions: Sequence[Question]) -> list[tuple[int, int]]:
-    """For each question the likeliest choice, by log-likelihood and by log-likelihood per byte.
-
-    Raises:
-        UserError: a choice is longer than a sequence of the model.
-    """
-    length = trained.config.data.seq_len
-    pairs = []
-    for question in questions:
-        context = trained.tokenizer.encode([question.context])
-        for choice in question.choices:
-            continuation = trained.tokenizer.encode([choice])[1:]
-            if len(continuation) > length:
-                raise UserError(f"--choices: {choice[:40]!r} has {len(continuation)} tokens; the model takes {length}")
-            pairs.append((context, continuation))
-    scores = iter(scoring.score_continuations(scorer, trained.params, pairs, length))
-    picked = []
-    for question in questions:
-        raw = np.array([next(scores) for _ in question.choices])
-        per_byte = raw / [len(choice.encode()) for choice in question.choices]
-        picked.append((int(raw.argmax()), int(per_byte.argmax())))
-    return picked
-
-
 def _print_texts(
-    console: Console, trained: Trained, scorer: scoring.Scorer, texts: dict[str, tuple[str, ...]], limit: int
+    console: Console, trained: Trained, texts: dict[str, tuple[str, ...]], limit: int
 ) -> dict[str, scoring.Score]:
     table = Table(title="perplexity", title_justify="left")
     table.add_column("text")
     for name in ("tokens", "scored", "loss", "perplexity", "bits/byte"):
         table.add_column(name, justify="right")
-    scores, sizes = {}, {}
+    scores, sizes, scorer = {}, {}, scoring.score_sequences(trained.model)
     for name, documents in texts.items():
         tokens = trained.tokenizer.encode(documents)
         shown = tokens[: limit + 1] if limit else tokens
@@ -246,52 +138,6 @@ def _add(table: Table, name: str, tokens: int, score: scoring.Score, size: int) 
     table.add_row(
         name, f"{tokens:,}", f"{score.tokens:,}", f"{score.loss:.4f}", f"{score.perplexity:.4f}", f"{bits:.4f}"
     )
-
-
-def _print_choices(
-    console: Console, trained: Trained, scorer: scoring.Scorer, questions: Sequence[Question]
-) -> dict[str, float]:
-    picked = answer(trained, scorer, questions)
-    count = len(questions)
-    shares = {
-        name: sum(pick[i] == q.answer for pick, q in zip(picked, questions, strict=True)) / count
-        for i, name in enumerate(("accuracy", "accuracy, per byte"))
-    }
-    shares["chance"] = sum(1 / len(q.choices) for q in questions) / count
-    table = Table(title=f"multiple choice, {count} questions", title_justify="left")
-    table.add_column("measure")
-    table.add_column("share", justify="right")
-    table.add_column("standard error", justify="right")
-    for name, share in shares.items():
-        error = "" if name == "chance" else f"{math.sqrt(share * (1 - share) / count):.4f}"
-        table.add_row(name, f"{share:.4f}", error)
-    console.print(table)
-    return shares
-
-
-def _print_leak(
-    console: Console, trained: Trained, quantized: scoring.Model, tokens: np.ndarray
-) -> dict[str, scoring.Score]:
-    windows = scoring.cut(tokens, trained.config.data.seq_len)
-    plain = trained.model(fp8jax.recipes.Linear(), tokens)
-    arms = {
-        "unquantized": scoring.score_sequences(plain),
-        "quantized": scoring.score_sequences(quantized),
-        "quantized, token by token": scoring.score_prefixes(quantized),
-    }
-    scores = {name: scoring.score_text(arm, trained.params, windows) for name, arm in arms.items()}
-    table = Table(title=f"leak, {windows.counts_NxT.sum():,} tokens", title_justify="left")
-    table.add_column("linear layers")
-    for name in ("loss", "perplexity", "ratio"):
-        table.add_column(name, justify="right")
-    base = scores["unquantized"]
-    for name, score in scores.items():
-        ratio = math.exp(score.loss - base.loss)
-        table.add_row(name, f"{score.loss:.4f}", f"{score.perplexity:.4f}", f"{ratio:.4f}")
-    console.print(table)
-    hidden = scores["quantized, token by token"].loss - scores["quantized"].loss
-    console.print(f"loss that scales seeing later tokens hide: {hidden:+.4f} nats per token")
-    return scores
 
 
 if __name__ == "__main__":

@@ -23,8 +23,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -47,14 +49,22 @@ KILLS_PER_RUN = 3
 # Where a kill comes. Each fifth one is a stop, after which the process goes on.
 MOMENTS = ("compilation", "steps", "checkpoint")
 # Seconds in which something must happen, and between two looks whether it has.
-PATIENCE, PAUSE = 900, 0.002
-# Most bytes that a step may leave in memory: the log keeps a row of each.
-GROWTH = 4096
+PATIENCE, PAUSE = 3600, 0.002
+# Most bytes that a step may leave in memory, where the log keeps a row of each, and most files that stay open.
+GROWTH, FILES = 4096, 10
+# glibc then returns freed memory at once: the heap does not grow by fragmentation.
+RETURN_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 # The training program with a clock that is a day behind.
 LATE_CLOCK = """
 import runpy, time
 now, now_ns = time.time, time.time_ns
 time.time, time.time_ns = lambda: now() - 86400, lambda: now_ns() - 86400 * 10**9
+runpy.run_module("experiments.train", run_name="__main__", alter_sys=True)
+"""
+# The training program on a disk where files cannot grow.
+FULL_DISK = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
 runpy.run_module("experiments.train", run_name="__main__", alter_sys=True)
 """
 
@@ -108,7 +118,7 @@ class Soak:
 
     def start(
         self, run: str, *options: str, layout: Layout = ONE, program: Sequence[str] = ("-m", "experiments.train"),
-        **popen: Any,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> list[subprocess.Popen[str]]:  # fmt: skip
         """Starts the processes of a run.
 
@@ -117,14 +127,14 @@ class Soak:
             options: of the training program, besides those of all runs.
             layout: of its processes.
             program: what Python runs.
-            popen: arguments of `subprocess.Popen`.
+            variables: of the environment.
         """
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
         # Most of the time goes into starts: programs are compiled without optimization.
         flags += f" --xla_backend_optimization_level=0 --xla_force_host_platform_device_count={layout.devices}"
         env = os.environ | {"XLA_FLAGS": flags}
         env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(record.ROOT), "JAX_LOG_COMPILES": "1"}
-        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **variables}
         where = ["--out", str(self.folder), "--data", str(self.folder / "text")]
         mesh = ["--mesh", f"fsdp={layout.processes * layout.devices}"]
         command = [sys.executable, "-u", *program, *MODEL, "--run", run, *where, *mesh, *options]
@@ -135,9 +145,7 @@ class Soak:
         for i, words in enumerate(own):
             log = self.folder / f"{run}.{i}.txt"
             with log.open("w") as file:
-                started.append(
-                    subprocess.Popen([*command, *words], stdout=file, stderr=file, text=True, env=env, **popen)
-                )
+                started.append(subprocess.Popen([*command, *words], stdout=file, stderr=file, text=True, env=env))
             self._logs[started[-1].pid] = log
         return started
 
@@ -282,12 +290,7 @@ def clock_set_back(soak: Soak) -> Case:
 def disk_full(soak: Soak) -> Case:
     """A run whose files cannot grow, and that goes on when they can again."""
     soak.break_off("disk")
-
-    def limit_files() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
-
-    code, output = soak.end(soak.start("disk", preexec_fn=limit_files)[0])
+    code, output = soak.end(soak.start("disk", program=("-c", FULL_DISK))[0])
     if code != DiskError.exit_code:
         return Case("disk full", 1, f"exit code {code}: {output[-500:]}")
     soak.finish("disk")
@@ -311,31 +314,42 @@ def two_in_one_folder(soak: Soak) -> Case:
 
 
 def many_steps(soak: Soak, steps: int) -> Case:
-    """A long run with metrics: growth of its resident memory, and programs compiled after its first validation."""
+    """A long run with telemetry: growth of its memory and open files in its second half, and programs compiled anew."""
     every = str(max(steps // 20, 1))
     options = ["--steps", str(steps), "--checkpoint-every", every, "--eval-every", every, "--log-every", every]
-    (process,), sizes = soak.start("many", *options), list[tuple[int, int]]()
+    options += ["--telemetry", str(max(steps // 100, 1))]
+    (process,), sizes = soak.start("many", *options, variables=RETURN_MEMORY), list[tuple[int, int, int]]()
     while process.poll() is None:
-        sizes.append((soak.progress("many"), _resident(process.pid)))
+        sizes.append((soak.progress("many"), _resident(process.pid), _open_files(process.pid)))
         time.sleep(0.2)
     _, text = soak.end(process)
     if process.returncode:
-        return Case("steps with metrics", steps, f"exit code {process.returncode}: {text[-500:]}")
-    late = np.array([x for x in sizes if x[0] > steps / 2 and x[1]])
-    growth = float(np.polyfit(late[:, 0], late[:, 1], 1)[0]) if len(late) > 4 else float("nan")
-    under_way = text.partition("\nvalid ")[2].partition(f"\nvalid {steps}/")[0]
-    compiled = under_way.count("Finished XLA compilation")
-    failure = "" if growth < GROWTH and not compiled else f"{growth:.0f} bytes a step more, {compiled} recompilations"
-    mib = late[-1, 1] / 2**20 if len(late) else float("nan")
-    return Case(
-        "steps with metrics", steps, failure, f"{mib:.0f} MiB, {growth:+.0f} bytes a step, {compiled} recompilations"
-    )
+        return Case("steps with telemetry", steps, f"exit code {process.returncode}: {text[-500:]}")
+    late = np.array([x for x in sizes if x[0] > soak.progress("many") / 2 and all(x)])
+    if len(late) < 5:
+        return Case("steps with telemetry", steps, "too few steps to see growth")
+    # The least of each part: a checkpoint that is being written takes memory, too.
+    floors = np.array([part[np.argmin(part[:, 1])] for part in np.array_split(late, 5)])
+    growth, early = float(np.polyfit(floors[:, 0], floors[:, 1], 1)[0]), len(late) // 2
+    files = float(np.median(late[early:, 2]) - np.median(late[:early, 2]))
+    # The first validation compiles a program, and the end of a run another one.
+    compiled = text.partition("\nvalid ")[2].partition(f"\nvalid {steps}/")[0].count("Finished XLA compilation")
+    found = f"{growth:+.0f} bytes a step, {files:+.0f} open files, {compiled} recompilations"
+    failure = "" if growth < GROWTH and files < FILES and not compiled else found
+    return Case("steps with telemetry", steps, failure, f"{late[-1, 1] / 2**20:.0f} MiB, {found}")
 
 
 def _resident(pid: int) -> int:
     """Bytes of a process in memory; 0 if it has ended."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def _open_files(pid: int) -> int:
+    """Files and sockets that a process has open; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/fd"))
     return 0
 
 
@@ -351,24 +365,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--kills must be at least 3, and --steps at least 100")
     jax.config.update("jax_platforms", "cpu")
     share = options.kills // 3
-    two, changing = [Layout(2, 1)], [Layout(2, 1), Layout(1, 2)]
-    cases = []
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        soak = Soak(Path(folder), options.seed)
-        for run in (
-            lambda: kill_often(soak, options.kills - 2 * share, ONE),
-            lambda: kill_often(soak, share, *two),
-            lambda: kill_often(soak, share, *changing),
-            lambda: clock_set_back(soak),
-            lambda: disk_full(soak),
-            lambda: two_in_one_folder(soak),
-            lambda: many_steps(soak, options.steps),
-        ):
-            try:
-                cases.append(run())
-            except SoakError as error:
-                cases.append(Case("did not end", 1, str(error)))
-            print(cases[-1].name, cases[-1].failure or "passed", cases[-1].detail, sep=": ", flush=True)
+    # Each list in a folder of its own, at the same time.
+    lists: list[list[Callable[[Soak], Case]]] = [
+        [lambda soak: kill_often(soak, options.kills - 2 * share, ONE)],
+        [lambda soak: kill_often(soak, share, Layout(2, 1))],
+        [lambda soak: kill_often(soak, share, Layout(2, 1), Layout(1, 2))],
+        [clock_set_back, disk_full, two_in_one_folder],
+        [lambda soak: many_steps(soak, options.steps)],
+    ]
+
+    def run(cases: Sequence[Callable[[Soak], Case]]) -> list[Case]:
+        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+            soak, done = Soak(Path(folder), options.seed), list[Case]()
+            for case in cases:
+                try:
+                    done.append(case(soak))
+                except SoakError as error:
+                    done.append(Case("did not end", 1, str(error)))
+                print(done[-1].name, done[-1].failure or "passed", done[-1].detail, sep=": ", flush=True)
+        return done
+
+    with ThreadPoolExecutor(len(lists)) as pool:
+        cases = list(itertools.chain(*pool.map(run, lists)))
     print(
         table(["case", "times", "result", ""], [[x.name, str(x.times), x.failure or "passed", x.detail] for x in cases])
     )

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.modules import scaled_linen
 from fp8jax.modules.calls import wrong_model_message
-from fp8jax.modules.scaled import advance_scaling, get_scalings, update_trained_bounds
+from fp8jax.modules.scaled import advance_scaling, get_scalings, set_bounds
 from fp8jax.optim.bad_steps import was_applied
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.weight_bounds import find_weight_amax_bounds
@@ -201,7 +201,7 @@ def _update_bounds(model: Any, opt_state: Any) -> None:
     """Give weights of automatic scaling the bounds of an optimizer, if there are both."""
     bounds = find_weight_amax_bounds(nnx.as_pure(opt_state))
     if bounds is not None and any(scaling.linear.needs_weight_bounds for _, scaling in get_scalings(model)):
-        update_trained_bounds(model, bounds)
+        set_bounds(model, bounds, only_trained=True)
 
 
 class TrainState(train_state.TrainState):

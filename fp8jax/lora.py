@@ -13,17 +13,12 @@
 Differentiate with respect to `adapters`, and give the optimizer only these.
 """
 
-from fp8jax.ops.products.lora import AdaptedWeight as AdaptedWeight
-from fp8jax.ops.products.lora import Adapter as Adapter
-from fp8jax.ops.products.lora import adapt as adapt
+from fp8jax.ops.products.lora import AdaptedWeight, Adapter, adapt, init_adapter, merge_adapter
 from fp8jax.ops.products.lora import freeze_weights as freeze
-from fp8jax.ops.products.lora import init_adapter as init_adapter
 from fp8jax.ops.products.lora import init_adapters as init
 from fp8jax.ops.products.lora import lora_linear as linear
-from fp8jax.ops.products.lora import merge_adapter as merge_adapter
 from fp8jax.ops.products.lora import merge_adapters as merge
-from fp8jax.ops.products.peft_files import load as load
-from fp8jax.ops.products.peft_files import save as save
+from fp8jax.ops.products.peft_files import load, save
 
 __all__ = [
     "AdaptedWeight",

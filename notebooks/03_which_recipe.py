@@ -99,7 +99,8 @@ class Transformer(nnx.Module):
 
 # %% [markdown]
 # In the training text, the last two tokens determine the next one with probability 0.9. One training step serves every
-# recipe. If a recipe has scaling state, like the thresholds of `int8_fallback`, the step calls `advance_scaling`.
+# recipe. Some recipes have scaling state, like the thresholds of `int8_fallback`. `fp8jax.nnx.value_and_grad` collects its
+# statistics, and `fp8jax.nnx.Optimizer` updates it.
 
 # %%
 table = jax.random.randint(jax.random.key(1), (VOCAB, VOCAB), 0, VOCAB)
@@ -127,10 +128,7 @@ def step(model, optimizer, key):
         logits = model(tokens[:, :-1]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    wrt = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
-    value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, wrt))(model)
-    if jax.tree.leaves(nnx.state(model, fp8jax.nnx.ScalingVariable)):
-        grads = fp8jax.nnx.advance_scaling(model, grads)
+    value, grads = fp8jax.nnx.value_and_grad(loss)(model)
     optimizer.update(model, grads)
     return value
 
@@ -140,7 +138,7 @@ def train(name, steps=80):
     if name != "bf16":
         model = fp8jax.nnx.quantize(model, recipe)
     tx = fp8jax.optimizer(recipe, 3e-3, weight_decay=0.1, min_size=0)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer = fp8jax.nnx.Optimizer(model, tx, wrt=nnx.Param)
     losses = jnp.stack([step(model, optimizer, jax.random.key(i)) for i in range(steps)])
     return losses, fp8jax.state_bytes(optimizer.opt_state)
 
@@ -163,5 +161,5 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# `other` of `fp8_lm` is the master weights in 16 bits, so the parameters may be bf16. `moss` and automatic weight scales
-# need `fp8jax.track_weight_amax` last in the optimizer chain. Their docstrings have an example.
+# `other` of `fp8_lm` is the master weights in 16 bits, so the parameters may be bf16. Notebook 9 measures speed and memory
+# on a GPU.

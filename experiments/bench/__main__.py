@@ -23,7 +23,6 @@ BENCHES = (
     "grouped",
     "quantize",
     "linear",
-    "scaling",
     "peers",
     "reduce",
     "lora",

@@ -13,7 +13,6 @@ from jax.ad_checkpoint import checkpoint_name
 import fp8jax
 from experiments import mesh
 from experiments.bench import driver, timing
-from experiments.bench.card_plan import CardPlan
 from experiments.models.llama import Block
 from experiments.models.parts import rows_on
 from experiments.models.rope import rope_tables
@@ -172,24 +171,11 @@ class CardArm(driver.Arm):
         return {"params": params, "moments": moments}, value
 
     @property
-    def weights(self) -> Any:
-        """Shapes of the parameters: layers stacked under "layers", and the rest."""
-        shapes = jax.eval_shape(self._begun)
-        if self.block is None:
-            return shapes["params"]
-        return {"layers": shapes["layers"].params, **shapes["rest"]}
-
-    @property
-    def plan(self) -> CardPlan:
-        """What the step needs, before anything is compiled."""
-        settings, itemsize = self.settings, jnp.dtype(self.settings.dtype).itemsize
-        how = settings.released, settings.offloaded
-        return CardPlan(self.config, settings.recipe, self.weights, itemsize, self.length, self.gpus, *how)
-
-    @property
     def operations(self) -> float:
         """Of products and causal attention of a step, none that is computed again."""
-        return self.count * speed.operations(self.config, self.weights, {}, self.length)
+        shapes = self._shapes
+        released = None if self.block is None else {"layers": shapes["layers"].params, **shapes["rest"]}
+        return self.count * speed.operations(self.config, released or shapes["params"], {}, self.length)
 
     def build(self) -> Any:
         """Compiles the step."""

@@ -34,11 +34,3 @@ TOKENS = (8192, 16384)
 
 # (rows, columns) of matrices that are quantized: activations and weights of Llama-7B.
 MATRICES = [(16384, 4096), (16384, 11008), (4096, 11008)]
-
-# (outputs, inputs) of weights whose scales are found: MOSS, Table 1.
-SCALED = [(11008, 16384), (11008, 8192), (4096, 12288), (4096, 4096)]
-
-
-def products(tokens: int, inputs: int, outputs: int) -> list[Gemm]:
-    """(M, N, K) of a linear's forward, dgrad and wgrad products."""
-    return [(tokens, outputs, inputs), (tokens, inputs, outputs), (inputs, outputs, tokens)]

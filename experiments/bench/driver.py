@@ -1,4 +1,8 @@
-"""The driver of benchmarks of whole steps: arms that hold a state are compiled, timed in turns, and become rows."""
+"""What benchmarks share: their options and results files, and arms of whole steps, compiled and timed in turns.
+
+An arm of a step holds a state, and is timed by `timed`. One of a kernel or a layer is a function of operands, and is
+timed by `timing.seconds`.
+"""
 
 import argparse
 import concurrent.futures
@@ -10,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from experiments.bench import timing
 
@@ -93,7 +98,7 @@ def built(names: Sequence[str], make: Callable[[str], Any], limit: float = math.
             try:
                 arm = None if name is None or late else make(name)
             except Exception as problem:
-                _failed(str(name), problem)
+                timing.report_failure(str(name), problem)
             if waiting is not None:
                 before, ready, compiling = waiting
                 try:
@@ -102,19 +107,13 @@ def built(names: Sequence[str], make: Callable[[str], Any], limit: float = math.
                     ready.stop()
                     arms[before] = ready
                 except Exception as problem:
-                    _failed(before, problem)
+                    timing.report_failure(before, problem)
             waiting = None if name is None or arm is None else (name, arm, pool.submit(arm.prepare))
             if arm is not None:
                 print(f"  {name}: traced, and the one before ran, in {time.perf_counter() - start:.0f} s", flush=True)
     if names[0] not in arms:
         raise RuntimeError(f"{names[0]!r}, which all arms are compared with, does not run")
     return arms
-
-
-def _failed(name: str, problem: Exception) -> None:
-    if timing.dry():
-        raise problem
-    print(f"  {name} failed: {type(problem).__name__} {str(problem)[:400]}".replace("\n", " "), flush=True)
 
 
 def timed(arms: Mapping[str, Any], rounds: int, steps: int) -> dict[str, timing.Seconds]:
@@ -134,11 +133,77 @@ def notes_of(doc: str | None) -> list[str]:
     return [" ".join(part.split()) for part in (doc or "").split("\n\n")[1:]]
 
 
-def parser(name: str, doc: str | None, rounds: int, steps: int) -> argparse.ArgumentParser:
-    """The command line that all have: --rounds, --steps, --name and --out."""
+def rate_row(case: str, name: str, metric: str, seconds: timing.Seconds, work: float, unit: str,
+             base: str | None = None, ratio: float | None = None) -> timing.Row:  # fmt: skip
+    """A row of `work` over seconds, with its quartiles."""
+    rate = work.__truediv__
+    return timing.row(case, name, metric, rate(seconds), unit, base, ratio, seconds.quartiles(rate))
+
+
+@jax.jit
+def relative_error(found: Any, wanted: Any) -> jax.Array:
+    """The largest norm of the difference over the norm of what is wanted, of two trees of arrays."""
+
+    def one(a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30)
+
+    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(one, found, wanted))))
+
+
+class ResultsFile:
+    """The results file of a benchmark, written again after each case.
+
+    Args:
+        options: of `parser`; the file is OUT/CARD/NAME.json.
+        title: headline.
+        notes: sentences below the table.
+        devices: that are used.
+        versions: of packages besides the usual.
+        last_resort: baseline of cases without a peer, as of `timing.compared`.
+
+    Attributes:
+        rows: so far.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        title: str,
+        notes: Sequence[str],
+        *,
+        devices: int = 1,
+        versions: Mapping[str, str] | None = None,
+        last_resort: str | None = None,
+    ) -> None:
+        self.rows: list[timing.Row] = []
+        self._last_resort = last_resort
+        self._write = functools.partial(
+            timing.write, options.name, title, notes=notes, versions=dict(versions or {}), out=options.out,
+            last_resort=last_resort, devices=devices,
+        )  # fmt: skip
+
+    def add(self, rows: Sequence[timing.Row]) -> None:
+        """Adds rows, and writes a file that is not complete."""
+        self.rows += rows
+        self._write(self.rows, complete=False)
+
+    def end(self, *metrics: str) -> None:
+        """Writes the whole file, with geometric means of some metrics' ratios."""
+        means = [row for metric in metrics for row in timing.means(self.rows, metric, self._last_resort)]
+        self._write(self.rows + means)
+
+
+def parser(
+    name: str, doc: str | None, rounds: int, *, steps: int | None = None, burst: float | None = None
+) -> argparse.ArgumentParser:
+    """The command line that all have: --rounds, --name, --out, and --steps or --burst, if they have a default."""
     options = argparse.ArgumentParser(prog=name, description=(doc or "").partition("\n\n")[0])
     options.add_argument("--rounds", type=int, default=rounds)
-    options.add_argument("--steps", type=int, default=steps, help="of a round, untimed and then as many timed")
+    if steps is not None:
+        options.add_argument("--steps", type=int, default=steps, help="of a round, untimed and then as many timed")
+    if burst is not None:
+        options.add_argument("--burst", type=float, default=burst, help="seconds of a round of an implementation")
     options.add_argument("--name", default=name, help="of the results file")
     options.add_argument("--out", type=Path, default=Path("results"))
     return options

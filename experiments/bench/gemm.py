@@ -1,15 +1,12 @@
 """FP8 products of one GPU in one process: XLA, jax.nn.scaled_matmul, torch (where importable), our kernels.
 
-    python -m experiments.bench gemm
-    python -m experiments.bench gemm --shapes moss --only 'ours|xla bf16'
-
-Every implementation of a shape is compiled first (in parallel); then all are timed, several rounds in a random order,
-another one for each shape, so that clocks and temperature favour none. Each round starts with an untimed run of the
-same length, after which the GPU is at its power limit and has lowered its clock, as in training: in a first 20 ms
-products are up to 15 % faster, by what energy they take. A figure is the median round. Operands rotate among sets that
-are together larger than the L2 cache; JAX multiplies sets for 3 ms in one program, as in a training step, where
-products follow each other without a launch from Python; torch queues them ahead. Each result is compared with float64
-on a sample of rows and columns; an implementation that fails is reported as such.
+Product alone, operands already quantized. Every implementation of a shape is compiled first (in parallel); then all are
+timed in turns. Each round starts with an untimed run of the same length, after which the GPU is at its power limit and
+has lowered its clock, as in training: in a first 20 ms products are up to 15 % faster, by what energy they take. A
+figure is the median round. Operands rotate among sets that are together larger than the L2 cache; JAX multiplies sets
+for 3 ms in one program, as in a training step, where products follow each other without a launch from Python; torch
+queues them ahead. Each result is compared with float64 on a sample of rows and columns; an implementation that fails is
+reported as such.
 
 Predicted before the first run (ratios): ours per tensor and row-wise 0.97 to 1.03 of the better of cuBLASLt and torch;
 1x128 by 128x128 1.15 to 1.25 of torch's own; exact per 32 0.42 of per tensor, and as a bf16 product of decoded codes
@@ -24,9 +21,8 @@ import importlib.util
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
@@ -35,7 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.bench import cases, timing
+from experiments.bench import cases, driver, timing
+from experiments.bench.step_torch import Waiting
 from pallas_kernels.matmul.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul.matmul_mosaic import matmul
 from pallas_kernels.matmul.matmul_mx_mosaic import matmul_mx
@@ -50,6 +47,8 @@ BASE = "xla bf16"
 E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
 NT = (((1,), (1,)), ((), ()))
 
+Operands = dict[str, Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class GemmArm:
@@ -59,10 +58,10 @@ class GemmArm:
     kind: str
     function: Callable[..., Any]
     takes: tuple[str, ...]
-    framework: str = "jax"
+    is_torch: bool = False
 
 
-def operands(m: int, n: int, k: int, seed: int) -> dict[str, jax.Array]:
+def operands(m: int, n: int, k: int, seed: int) -> Operands:
     """Normal data with fp32 scales of every granularity, never all equal; `_turned` as the quantize kernel writes."""
     keys = jax.random.split(jax.random.key(seed), 7)
     uniform = functools.partial(jax.random.uniform, minval=0.5, maxval=2.0)
@@ -84,7 +83,7 @@ def widened(codes: jax.Array) -> jax.Array:
     return codes.astype(BF16)
 
 
-def oracle(kind: str, x: dict[str, Any], rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+def oracle(kind: str, x: Operands, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
     """The product of `kind` at these rows and columns, in float64."""
 
     def wide(name: str, index: np.ndarray) -> np.ndarray:
@@ -133,18 +132,21 @@ def torch_arms() -> Iterator[GemmArm]:
         return torch._scaled_mm(a, b.t(), scale_a=sa, scale_b=sb, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
     fast = functools.partial(scaled, fast=True)
-    yield GemmArm("torch tensor", "tensor", fast, ("a", "b", "t_s", "t_one"), "torch")
+    yield GemmArm("torch tensor", "tensor", fast, ("a", "b", "t_s", "t_one"), is_torch=True)
     promoted = functools.partial(scaled, fast=False)
-    yield GemmArm("torch tensor promoted", "promoted", promoted, ("a", "b", "t_s", "t_one"), "torch")
-    yield GemmArm("torch row", "row", fast, ("a", "b", "t_row", "t_column"), "torch")
-    yield GemmArm("torch 1x128/128x128", "block", promoted, ("a", "b", "t_group", "t_block"), "torch")
+    yield GemmArm("torch tensor promoted", "promoted", promoted, ("a", "b", "t_s", "t_one"), is_torch=True)
+    yield GemmArm("torch row", "row", fast, ("a", "b", "t_row", "t_column"), is_torch=True)
+    yield GemmArm("torch 1x128/128x128", "block", promoted, ("a", "b", "t_group", "t_block"), is_torch=True)
 
 
 def our_arms() -> Iterator[GemmArm]:
-    yield GemmArm("ours tensor", "tensor", lambda a, b, s: matmul(a, b, scale=s), ("a", "b", "s"))
-    yield GemmArm(
-        "ours tensor promoted", "promoted", lambda a, b, s: matmul(a, b, scale=s, fast=False), ("a", "b", "s")
-    )
+    def folded_first(a: Any, b: Any, exponent: Any, row: Any) -> Any:
+        codes, scale = fold_codes(a, exponent, row[:, None])
+        return matmul(codes, b, row_scale=scale[:, 0])
+
+    tensor = ("a", "b", "s")
+    yield GemmArm("ours tensor", "tensor", lambda a, b, s: matmul(a, b, scale=s), tensor)
+    yield GemmArm("ours tensor promoted", "promoted", lambda a, b, s: matmul(a, b, scale=s, fast=False), tensor)
     yield GemmArm("ours row", "row", lambda a, b, r, c: matmul(a, b, row_scale=r, column_scale=c),
                   ("a", "b", "row", "column"))  # fmt: skip
     yield GemmArm("ours block", "block", lambda a, b, sa, sb: matmul_block(a, b, sa.T, sb),
@@ -156,12 +158,7 @@ def our_arms() -> Iterator[GemmArm]:
                   ("a", "b", "exponent", "row"))  # fmt: skip
 
 
-def folded_first(a: Any, b: Any, exponent: Any, row: Any) -> Any:
-    codes, scale = fold_codes(a, exponent, row[:, None])
-    return matmul(codes, b, row_scale=scale[:, 0])
-
-
-def torch_operands(x: dict[str, jax.Array]) -> dict[str, Any]:
+def torch_operands(x: Operands) -> Operands:
     """The same arrays for torch, with scales in the layouts that its block-wise product asks for."""
 
     def move(v: jax.Array) -> Any:
@@ -179,116 +176,118 @@ def torch_operands(x: dict[str, jax.Array]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(shape: tuple[int, int, int], arms: list[GemmArm], rounds: int, burst: float) -> list[dict[str, Any]]:
+class Measured(NamedTuple):
+    """What was measured of a shape.
+
+    Attributes:
+        case: of rows.
+        rows: errors, and what failed.
+        work: operations of a program.
+        seconds: of a program, by implementation.
+    """
+
+    case: str
+    rows: list[timing.Row]
+    work: float
+    seconds: dict[str, timing.Seconds]
+
+
+def measure(
+    shape: cases.Gemm, arms: Sequence[GemmArm], operands: Any, oracle: Any, options: argparse.Namespace
+) -> Measured:
+    """Compiles, checks and times the implementations of a shape.
+
+    Args:
+        shape: (M, N, K).
+        arms: what multiplies. Those with one function share a program.
+        operands: from (M, N, K, seed) to a set of arrays by name.
+        oracle: from a kind, a set, rows and columns to the product there, in float64.
+        options: with rounds and burst.
+    """
     m, n, k = shape
-    past_cache = math.ceil(3 * timing.L2_BYTES / (m * k + n * k))
-    copies = min(24, max(3, past_cache, math.ceil(PROGRAM * EXPECTED / (2 * m * n * k))))
+    past_cache, long_enough = 3 * timing.L2_BYTES / (m * k + n * k), PROGRAM * EXPECTED / (2 * m * n * k)
+    count = min(24, max(3, math.ceil(past_cache), math.ceil(long_enough)))
     make = jax.jit(operands, static_argnums=(0, 1, 2))
-    sets = [make(m, n, k, seed) for seed in range(copies)]
+    sets = [make(m, n, k, seed) for seed in range(count)]
     sets = [x | {"a16": widened(x["a"]), "b16": widened(x["b"])} for x in sets]
-    torch_sets = [torch_operands(x) for x in sets[:6]] if any(a.framework == "torch" for a in arms) else []
-    torch_sets = [torch_sets[i % len(torch_sets)] for i in range(copies)] if torch_sets else []
+    moved = [torch_operands(x) for x in sets[:6]] if any(arm.is_torch for arm in arms) else []
     rows, cols = np.arange(0, m, max(m // 48, 1)), np.arange(0, n, max(n // 48, 1))
-    results: list[dict[str, Any]] = []
-    ready: list[Any] = []
-
-    def build(arm: GemmArm) -> Callable[..., Any]:
-        call = lambda sets: [arm.function(*args) for args in sets]  # noqa: E731
-        if arm.framework == "torch":
-            return call
-        args = [[x[t] for t in arm.takes] for x in sets]
-        program = timing.traced(call, args)
-        jax.block_until_ready(program(args))
-        return program
-
-    start = time.time()
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        futures = [pool.submit(build, arm) for arm in arms]
-    print(f"{shape}: compiled in {time.time() - start:.0f} s", flush=True)
-    wanted = {kind: oracle(kind, sets[0], rows, cols) for kind in {a.kind for a in arms}}
-    for arm, future in zip(arms, futures, strict=True):
-        source = torch_sets if arm.framework == "torch" else sets
-        try:
-            call, args = future.result(), [[x[t] for t in arm.takes] for x in source]
-            out = call(args)[0]
-            sample = out[rows][:, cols]
-            sample = sample.float().cpu().numpy() if arm.framework == "torch" else np.asarray(sample.astype(F32))
-            error = float(np.linalg.norm(sample - wanted[arm.kind]) / np.linalg.norm(wanted[arm.kind]))
-            finish = (lambda _: torch.cuda.synchronize()) if arm.framework == "torch" else jax.block_until_ready
-            ready.append((arm, call, args, error, finish))
-        except Exception as problem:
-            if timing.dry():
-                raise
-            print(f"  {arm.name}: {type(problem).__name__} {str(problem)[:300]}".replace("\n", " "), flush=True)
-            results.append({"case": "x".join(map(str, shape)), "impl": arm.name, "metric": "failed", "value": None,
-                            "unit": f"{type(problem).__name__}", "baseline": None, "ratio": None})  # fmt: skip
-
-    def run(entry: Any, repeats: int) -> float:
-        _, call, args, _, finish = entry
-        for _ in range(2):  # the first part only settles the clock
-            begin = time.perf_counter()
-            for _ in range(repeats):
-                out = call(args)
-            finish(out)
-        return (time.perf_counter() - begin) / repeats / copies
-
-    rounds, burst = (1, 0.0) if timing.dry() else (rounds, burst)
-    repeats = [max(4, int(burst / copies / max(run(e, 3), 1e-6))) for e in ready]
-    times: list[list[float]] = [[] for _ in ready]
-    for turn in range(rounds):  # what ran just before decides how far the power limit has pulled the clock down
-        for i in np.random.default_rng([turn, *shape]).permutation(len(ready)):
-            times[i].append(run(ready[i], repeats[i]))
-    seconds = {e[0].name: timing.Seconds(t) for e, t in zip(ready, times, strict=True)}
-    return results + rate_rows(shape, [e[0] for e in ready], seconds, {e[0].name: e[3] for e in ready})
-
-
-def rate_rows(
-    shape: tuple[int, int, int],
-    arms: list[GemmArm],
-    seconds: dict[str, timing.Seconds],
-    errors: dict[str, float],
-) -> list[timing.Row]:
-    """Rates against the fastest of others that computes the same kind of product; without one, against XLA's bf16."""
-    m, n, k = shape
-    case, rows = "x".join(map(str, shape)), []
+    arguments = {}
     for arm in arms:
+        source = [moved[i % len(moved)] for i in range(count)] if arm.is_torch else sets
+        arguments[arm.name] = [[x[name] for name in arm.takes] for x in source]
+    start = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        kinds = {(arm.function, len(arm.takes)): arm for arm in arms}
+        programs = {kind: pool.submit(_program, arm, arguments[arm.name]) for kind, arm in kinds.items()}
+    print(f"{shape}: compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    case, table, ready = "x".join(map(str, shape)), list[timing.Row](), dict[str, Callable[[], Any]]()
+    for arm in arms:
+        try:
+            call = functools.partial(programs[arm.function, len(arm.takes)].result(), arguments[arm.name])
+            first = (call().value if arm.is_torch else call())[0][rows][:, cols]
+            sample = first.float().cpu().numpy() if arm.is_torch else np.asarray(first.astype(F32))
+            wanted = oracle(arm.kind, sets[0], rows, cols)
+            error = float(np.linalg.norm(sample - wanted) / np.linalg.norm(wanted))
+            table.append(timing.row(case, arm.name, "error", error, "of float64"))
+            ready[arm.name] = call
+        except Exception as problem:
+            timing.report_failure(arm.name, problem)
+            table.append(timing.row(case, arm.name, "failed", None, type(problem).__name__))
+    seconds = timing.seconds(ready, options.rounds, options.burst)
+    return Measured(case, table, 2.0 * m * n * k * count, seconds)
+
+
+def _program(arm: GemmArm, arguments: Any) -> Callable[..., Any]:
+    """What multiplies all sets: a compiled program, or calls of torch that are waited for together."""
+    call = lambda sets: [arm.function(*args) for args in sets]  # noqa: E731
+    if arm.is_torch:
+        return lambda sets: Waiting(torch, call(sets))
+    return timing.traced(call, arguments)  # type: ignore[no-any-return]
+
+
+def rate_rows(case: str, work: float, arms: Sequence[GemmArm], seconds: dict[str, timing.Seconds]) -> list[timing.Row]:
+    """Rates against the fastest of others that computes the same kind of product; without one, against XLA's bf16."""
+    rows = []
+    for arm in arms:
+        if arm.name not in seconds:
+            continue
         rivals = [x.name for x in arms if x.kind == arm.kind and not x.name.startswith("ours")]
         baseline = min(rivals or [BASE], key=lambda name: seconds.get(name, math.inf))
         time, base = seconds[arm.name], seconds.get(baseline)
-
-        def rate(t: float) -> float:
-            return 2e-12 * m * n * k / t
-
         ratio = None if base is None else base / time
-        rows.append(timing.row(case, arm.name, "rate", rate(time), "TFLOP/s", baseline, ratio, time.quartiles(rate)))
-        rows.append(timing.row(case, arm.name, "error", errors[arm.name], "of float64"))
+        rows.append(driver.rate_row(case, arm.name, "rate", time, 1e-12 * work, "TFLOP/s", baseline, ratio))
     return rows
 
 
+def add_shapes(
+    file: driver.ResultsFile, shapes: Sequence[cases.Gemm], rows_of: Callable[[cases.Gemm], Any], limit: float
+) -> None:
+    """Adds the rows of each shape to a results file, until a time limit in seconds."""
+    start = time.perf_counter()
+    for shape in [(256, 256, 512)] if timing.dry() else shapes:
+        if time.perf_counter() - start > limit:
+            print(f"{shape}: not measured, the time limit is reached")
+        else:
+            file.add(rows_of(shape))
+    file.end("rate")
+
+
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="gemm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.parser("gemm", __doc__, rounds=3, burst=0.1)
     parser.add_argument("--shapes", choices=SETS, default="all")
     parser.add_argument("--only", default="", help="substring of the implementations to run, alternatives with |")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--burst", type=float, default=0.1, help="seconds of one round of one implementation")
     parser.add_argument("--limit", type=float, default=480, help="seconds after which no further shape is started")
-    parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
     arms = [*xla_arms(), *(torch_arms() if torch is not None else []), *our_arms()]
     arms = [a for a in arms if not options.only or any(word in a.name for word in options.only.split("|"))]
     versions = {"torch": torch.__version__} if torch else {}
-    notes = ["Product alone, operands already quantized. " + " ".join((__doc__ or "").split("\n\n")[2].split())]
-    save = functools.partial(
-        timing.write, "gemm", "FP8 products", notes=notes, versions=versions, out=options.out, last_resort=BASE
-    )
-    start, rows = time.time(), []
-    for shape in [(256, 256, 512)] if timing.dry() else SETS[options.shapes]:
-        if time.time() - start > options.limit:
-            print(f"{shape}: not measured, the time limit is reached")
-            continue
-        rows += measure(shape, arms, options.rounds, options.burst)
-        save(rows, complete=False)
-    save(rows + timing.means(rows, "rate", BASE))
+    notes = driver.notes_of(__doc__)
+    file = driver.ResultsFile(options, "FP8 products", notes, versions=versions, last_resort=BASE)
+
+    def rows_of(shape: cases.Gemm) -> list[timing.Row]:
+        found = measure(shape, arms, operands, oracle, options)
+        return found.rows + rate_rows(found.case, found.work, arms, found.seconds)
+
+    add_shapes(file, SETS[options.shapes], rows_of, options.limit)

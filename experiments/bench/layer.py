@@ -7,14 +7,14 @@ again. COAT (Xi et al., ICLR 2025), Table 7, reports 1.57 times the speed and 1.
 
 "Weights held" leaves out of the time what quantizes the weights, once for all microbatches of a step: "codes of the
 weights" is that time, and "time, N microbatches" has its share. Bytes kept are compared with bf16 as Flax's modules
-keep it (norms and SiLU in fp32), with bf16 recomputed, and with the 22.66 U that the paper counts for bf16.
+keep it (norms and SiLU in fp32), with bf16 recomputed, and with the 22.66 U that the paper counts for bf16. Ratios are
+the baseline's time or bytes over the recipe's.
 """
 
 import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import fp8jax
-from experiments.bench import timing
+from experiments.bench import driver, timing
 from experiments.bench.arms import AGAIN, FAITHFUL, LEAN, coat_recipes, save_products
 from experiments.models.llama import Block, LlamaConfig, apply_rope, attend, rope_tables
 
@@ -57,11 +57,17 @@ class LayerArm:
         y_NxD, back = self._vjp(params, codes, x_NxD)
         return y_NxD, back(dy_NxD)
 
+    def in_order(self, params: Any, codes: Any, x_NxD: jax.Array, dy_NxD: jax.Array) -> Any:
+        """`three`, whose backward pass begins after the output, as in training; XLA may compute the output last."""
+        y_NxD, back = self._vjp(params, codes, x_NxD)
+        y_NxD, dy_NxD = jax.lax.optimization_barrier((y_NxD, dy_NxD))
+        return y_NxD, back(dy_NxD)
+
     def forward(self, params: Any, codes: Any, x_NxD: jax.Array, _: jax.Array) -> Any:
         """The output, and what is kept for the backward pass besides parameters and their codes."""
         y_NxD, back = self._vjp(params, codes, x_NxD)
         weights = {leaf.shape[-2:] for leaf in jax.tree.leaves(params)}
-        weights |= {shape[::-1] for shape in weights}
+        weights |= {shape[::-1] for shape in weights} | {leaf.shape for leaf in jax.tree.leaves(params)}
         return y_NxD, [leaf for leaf in jax.tree.leaves(back) if leaf.shape not in weights]
 
     @property
@@ -178,29 +184,18 @@ def weights(arm: LayerArm) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="layer", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--burst", type=float, default=0.05, help="seconds of one round of one implementation")
+    parser = driver.parser("layer", __doc__, rounds=5, burst=0.05)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
     forms = "", f", {HELD}", f", {HELD}, {FUNCTIONS}"
     names = [f"{name}{form}" for name, r in recipes().items() for form in (forms[:1] if r.linear.states else forms)]
     listed = f"one of {', '.join(map(repr, recipes()))}; any with ', {HELD}', or ', {HELD}, {FUNCTIONS}'"
     parser.add_argument("--only", nargs="+", choices=names, metavar="RECIPE", default=list(ARMS), help=listed)
-    parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
-    notes = [
-        *(" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]),
-        "Ratios are the baseline's time or bytes over the recipe's.",
-    ]
-    save = functools.partial(
-        timing.write, "layer", "A Llama layer, forward and backward", notes=notes, versions={}, out=options.out
-    )
-    rows: list[timing.Row] = []
+    file = driver.ResultsFile(options, "A Llama layer, forward and backward", driver.notes_of(__doc__))
     for length in [16] if timing.dry() else options.lengths:
-        rows += measure(length, options)
-        save(rows, complete=False)
-    save(rows + timing.means(rows, "time"))
+        file.add(measure(length, options))
+    file.end("time")
 
 
 def measure(length: int, options: argparse.Namespace) -> list[timing.Row]:
@@ -220,14 +215,13 @@ def time_rows(case: str, times: dict[str, timing.Seconds]) -> list[timing.Row]:
     """Times in ms, against bf16 in its three forms, and with their share of quantizing the weights."""
     rows = []
     for name, time in times.items():
-        spread = time.quartiles(lambda t: 1e3 * t)
         if name == WEIGHTS:
-            rows.append(timing.row(case, name, "time once a step", 1e3 * time, "ms", quartiles=spread))
+            rows.append(driver.time_row(case, name, "time once a step", time))
             continue
-        rows.append(timing.row(case, name, "time", 1e3 * time, "ms", BF16, times[BF16] / time, spread))
+        rows.append(driver.time_row(case, name, "time", time, BF16, times[BF16] / time))
         for what, base in ((FUNCTIONS, BF16_FUNCTIONS), ("", BF16_AGAIN)):
             if what in name and name != base:
-                rows.append(timing.row(case, name, f"time, {base}", 1e3 * time, "ms", base, times[base] / time, spread))
+                rows.append(driver.time_row(case, name, f"time, {base}", time, base, times[base] / time))
         for count in MICROBATCHES if HELD in name else ():
             whole = time + times[WEIGHTS] / count
             metric = f"time, {count} microbatch{'es' if count > 1 else ''}"

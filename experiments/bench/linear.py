@@ -4,10 +4,8 @@ The layer is `fp8jax.linear` of bf16 arrays as a model calls it; the input's cod
 Predicted before the first run, over XLA bf16 with 16 k tokens: te_current 1.55, deepseek 1.1.
 """
 
-import argparse
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import fp8jax
-from experiments.bench import cases, timing
+from experiments.bench import cases, driver, timing
 from fp8jax import recipes
 
 BF16 = "xla bf16"
@@ -32,8 +30,6 @@ RECIPES = {
     "moss": dataclasses.replace(recipes.moss().linear, w_scaling=None),
     "fast": dataclasses.replace(recipes.fast().linear, w_scaling=None),
 }
-
-
 # One in five blocks of 128x128 standard normal values has a larger one.
 THRESHOLD = 4.35
 
@@ -57,66 +53,37 @@ def arms() -> dict[str, Any]:
     def plain(x: Any, w: Any) -> Any:
         return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
-    programs = {BF16: functools.partial(three, plain)}
-    for name, recipe in RECIPES.items():
-        programs[name] = functools.partial(three, layer(recipe))
-    return programs
-
-
-@jax.jit
-def _error(got: Any, want: Any) -> Any:
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    return jnp.sqrt(jnp.sum((got - want) ** 2) / jnp.sum(want**2))
-
-
-def measure(
-    case: str, functions: dict[str, Any], operands: Any, flops: float, options: argparse.Namespace
-) -> list[timing.Row]:
-    """Rates of the functions of one case, and how far their results lie from the first one's."""
-    ready = timing.compiled(functions, [operands], workers=1)
-    times = timing.seconds(ready, options.rounds, options.burst)
-    results = {name: jax.tree.leaves(call()[0]) for name, call in ready.items()}
-    rows = rate_rows(case, times, flops)
-    for name in times:
-        if name != BF16:
-            error = max(float(_error(a, b)) for a, b in zip(results[name], results[BF16], strict=True))
-            rows.append(timing.row(case, name, "error", error, f"of {BF16}"))
-    return rows
+    layers = {BF16: plain} | {name: layer(recipe) for name, recipe in RECIPES.items()}
+    return {name: functools.partial(three, function) for name, function in layers.items()}
 
 
 def rate_rows(case: str, times: dict[str, timing.Seconds], flops: float) -> list[timing.Row]:
     """Rates of the three products with all that they need, against XLA's in bf16."""
-
-    def rate(t: float) -> float:
-        return flops / t / 1e12
-
     return [
-        timing.row(case, name, "rate", rate(time), "TFLOP/s", BF16, times[BF16] / time, time.quartiles(rate))
+        driver.rate_row(case, name, "rate", time, 1e-12 * flops, "TFLOP/s", BF16, times[BF16] / time)
         for name, time in times.items()
     ]
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="linear", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--burst", type=float, default=0.03, help="seconds of one round of one implementation")
+    parser = driver.parser("linear", __doc__, rounds=5, burst=0.03)
     parser.add_argument("--model", choices=SHAPES, default="all")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(cases.TOKENS))
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
     draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)  # noqa: E731
-    notes = [" ".join((__doc__ or "").split("\n\n")[1].split())]
-    save = functools.partial(
-        timing.write, "linear", "Linear layers, forward and backward", notes=notes, versions={}, out=options.out
-    )
-    rows: list[timing.Row] = []
+    file = driver.ResultsFile(options, "Linear layers, forward and backward", driver.notes_of(__doc__))
+    functions = {name: f for name, f in arms().items() if name in (BF16, *options.only)}
     for tokens in [256] if timing.dry() else options.tokens:
         for inputs, outputs in [(256, 128)] if timing.dry() else SHAPES[options.model]:
+            case = f"{tokens} x {inputs} -> {outputs}"
             operands = (draw(0, tokens, inputs), draw(1, inputs, outputs) * 0.02, draw(2, tokens, outputs))
-            case, flops = f"{tokens} x {inputs} -> {outputs}", 6 * tokens * inputs * outputs
-            functions = {name: f for name, f in arms().items() if name == BF16 or name in options.only}
-            rows += measure(case, functions, operands, flops, options)
-            save(rows, complete=False)
-    save(rows + timing.means(rows, "rate"))
+            ready = timing.compiled(functions, [operands], workers=1)
+            times = timing.seconds(ready, options.rounds, options.burst)
+            rows, wanted = rate_rows(case, times, 6.0 * tokens * inputs * outputs), ready[BF16]()
+            for name in (name for name in times if name != BF16):
+                error = float(driver.relative_error(ready[name](), wanted))
+                rows.append(timing.row(case, name, "error", error, f"of {BF16}"))
+            file.add(rows)
+    file.end("rate")

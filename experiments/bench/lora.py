@@ -69,10 +69,6 @@ class LoraArm(driver.Arm):
         jax.tree.map(lambda x: x.delete(), self.inputs[1:])
         self.inputs = ()
 
-    def needs(self) -> float:
-        """GB of arguments and temporaries."""
-        return driver.memory(self.program)[1]
-
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _random(shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -100,14 +96,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--unroll", type=int, default=1, help="layers in a turn of the loop over them")
     options = parser.parse_args(argv)
     timing.need_gpu()
-    notes = driver.notes_of(__doc__)
-    notes.append(
-        f"Layers in a turn of the loop: {options.unroll}. Arms run in turns, each from arrays made anew; medians."
-    )
-    table = measure(options)
-    timing.write(
-        options.name, "Training steps of adapters on a base that is not trained", table, notes, {}, options.out
-    )
+    turn = f"Layers in a turn of the loop: {options.unroll}. Arms run in turns, each from arrays made anew; medians."
+    title = "Training steps of adapters on a base that is not trained"
+    file = driver.ResultsFile(options, title, [*driver.notes_of(__doc__), turn])
+    file.add(measure(options))
+    file.end()
 
 
 def measure(options: argparse.Namespace) -> list[timing.Row]:
@@ -118,7 +111,7 @@ def measure(options: argparse.Namespace) -> list[timing.Row]:
     arms = driver.built(names, lambda name: LoraArm(name, llama, *how))
     times = driver.timed(arms, options.rounds, options.steps)
     case, table = f"Llama 3.1 8B, {options.batch} x {options.length:,} tokens", list[timing.Row]()
-    needs = {name: arm.needs() for name, arm in arms.items()}
+    needs = {name: driver.memory(arm.program)[1] for name, arm in arms.items()}
     for name, time_ in times.items():
         table.append(driver.time_row(case, name, "step", time_, BASELINE, times[BASELINE] / time_))
         table.append(timing.row(case, name, "needs", needs[name], "GB", BASELINE, needs[BASELINE] / needs[name]))

@@ -13,7 +13,7 @@ one where they gain (`fp8jax.recipes.for_shapes`). "held:coat" holds the weights
 gradients in bf16, as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model, gradient_dtype="bfloat16")`). Arms of
 `--torch` are the same Llama by torch.compile, in bf16 and with torchao's float8 (`experiments.bench.step_torch`). They
 run in processes of their own: first, or on a host of several GPUs at the same time on the others. Their memory is the
-peak of torch's allocator.
+peak of torch's allocator. Arms run in turns, in another order in each round, each from a state made anew; medians.
 """
 
 import argparse
@@ -141,18 +141,14 @@ def main(argv: list[str]) -> None:
         writings.recipe_of(arm)
     torch = _torch(options, parser)
     timing.need_gpu()
-    notes = driver.notes_of(__doc__)
-    notes.append("Arms run in turns, in another order in each round, each from a state made anew; medians.")
-    save = functools.partial(timing.write, options.name, "Training steps of models as users write them", notes=notes,
-                             versions={}, out=options.out, devices=options.gpus)  # fmt: skip
-    start, table = time.perf_counter(), list[timing.Row]()
+    title, start = "Training steps of models as users write them", time.perf_counter()
+    file = driver.ResultsFile(options, title, driver.notes_of(__doc__), devices=options.gpus)
     for name in options.models:
         if time.perf_counter() - start > options.limit:
             print(f"{name}: not measured, the time limit is reached")
             continue
-        table += measure(MODELS[name], options.arm or MODELS[name].arms, options, torch.get(name, dict))
-        save(table, complete=False)
-    save(table)
+        file.add(measure(MODELS[name], options.arm or MODELS[name].arms, options, torch.get(name, dict)))
+    file.end()
 
 
 def _torch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Callable[[], TorchArms]]:

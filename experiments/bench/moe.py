@@ -7,16 +7,14 @@ not run where it needs more memory than the device has.
 
 Kept are the bytes that a layer saves for its backward pass, without parameters. Temporaries are those of the compiled
 program of both passes, kept bytes included. Weights are quantized in the time of a layer. Tokens are normal and choose
-experts by a random router. "deepseek" has the context of coat.
+experts by a random router. "deepseek" has the context of coat. Ratios are the baseline's time or bytes over the
+recipe's.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +22,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import fp8jax
-from experiments.bench import timing
+from experiments.bench import driver, timing
+from experiments.bench.layer import LayerArm
 from experiments.models.llama import LlamaConfig
 from experiments.models.moe import ExpertProducts, MoE
 from experiments.train.experts import RecipeProducts
@@ -58,68 +57,28 @@ def arms() -> dict[str, ExpertProducts]:
     return {name: RecipeProducts(recipe) for name, recipe in recipes.items()} | {XLA: ExpertProducts()}
 
 
-class Arm:
-    """A layer by one way to multiply.
-
-    Args:
-        config: the shape.
-        products: how experts multiply.
-        tokens: rows of the input.
-    """
-
-    def __init__(self, config: LlamaConfig, products: ExpertProducts, tokens: int) -> None:
-        kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-        make = lambda: MoE(config, products=products, rngs=nnx.Rngs(0), **kinds)  # noqa: E731
-        self.graph, params = nnx.split(nnx.eval_shape(make), nnx.Param)
-        x = jax.ShapeDtypeStruct((tokens, config.dim), jnp.bfloat16)
-        self.operands = (nnx.to_pure_dict(params), x, x)
-
-    def three(self, params: Any, x_NxD: jax.Array, dy_NxD: jax.Array) -> Any:
-        """The output and the gradients of parameters and inputs."""
-        y_NxD, back = self._vjp(params, x_NxD)
-        # The gradient follows the output, as in training. XLA would compute the output at the end otherwise.
-        y_NxD, dy_NxD = jax.lax.optimization_barrier((y_NxD, dy_NxD))
-        return y_NxD, back(dy_NxD)
-
-    @property
-    def kept(self) -> int:
-        """Bytes that are saved for the backward pass, without parameters."""
-        params, x, _ = self.operands
-        saved = jax.eval_shape(lambda params, x: jax.tree.leaves(self._vjp(params, x)[1]), params, x)
-        shapes = {leaf.shape for leaf in jax.tree.leaves(params)}
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in saved if leaf.shape not in shapes)
-
-    def _vjp(self, params: Any, x_NxD: jax.Array) -> Any:
-        return jax.vjp(lambda params, x_NxD: nnx.merge(self.graph, params)(x_NxD), params, x_NxD)
+def make_layer(config: LlamaConfig, products: ExpertProducts, tokens: int) -> LayerArm:
+    """A layer of abstract parameters and inputs, (tokens, width)."""
+    kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    make = lambda: MoE(config, products=products, rngs=nnx.Rngs(0), **kinds)  # noqa: E731
+    graph, params = nnx.split(nnx.eval_shape(make), nnx.Param)
+    x = jax.ShapeDtypeStruct((tokens, config.dim), jnp.bfloat16)
+    return LayerArm(lambda params, _, x_NxD: nnx.merge(graph, params)(x_NxD), (nnx.to_pure_dict(params), None, x, x))
 
 
-def draw(layer: Arm) -> tuple[Any, jax.Array, jax.Array]:
+def draw(layer: LayerArm) -> Any:
     """Normal operands; matrices keep the size of what they multiply, and gradients of the output are small."""
-    params, x, dy = layer.operands
-    scales = (jax.tree.map(lambda leaf: leaf.shape[-2] ** -0.5, params), 1.0, 1e-3)
+    params, _, x, dy = layer.operands
 
     @jax.jit
     def make(key: jax.Array) -> Any:
         leaves, tree = jax.tree.flatten((params, x, dy))
-        keys = jax.tree.unflatten(tree, list(jax.random.split(key, len(leaves))))
-        values = jax.tree.map(lambda key, leaf: jax.random.normal(key, leaf.shape), keys, (params, x, dy))
-        return jax.tree.map(
-            lambda value, scale, leaf: (scale * value).astype(leaf.dtype), values, scales, (params, x, dy)
-        )
+        scales = jax.tree.leaves((jax.tree.map(lambda leaf: leaf.shape[-2] ** -0.5, params), 1.0, 1e-3))
+        drawn = zip(jax.random.split(key, len(leaves)), scales, leaves, strict=True)
+        return jax.tree.unflatten(tree, [(s * jax.random.normal(k, z.shape)).astype(z.dtype) for k, s, z in drawn])
 
-    operands: tuple[Any, jax.Array, jax.Array] = make(jax.random.key(0, impl="rbg"))
-    return operands
-
-
-@jax.jit
-def error(got: Any, want: Any) -> jax.Array:
-    """The largest distance of a result from another one, relative to that one."""
-
-    def one(a: jax.Array, b: jax.Array) -> jax.Array:
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        return jnp.sqrt(jnp.sum((a - b) ** 2) / jnp.maximum(jnp.sum(b**2), 1e-30))
-
-    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(one, got, want))))
+    params, x, dy = make(jax.random.key(0, impl="rbg"))
+    return params, None, x, dy
 
 
 def fits(program: Any) -> bool:
@@ -131,78 +90,76 @@ def fits(program: Any) -> bool:
 
 
 def measure(
-    case: str, layers: dict[str, Arm], programs: dict[str, concurrent.futures.Future], options: argparse.Namespace
+    case: str,
+    layers: dict[str, LayerArm],
+    programs: dict[str, concurrent.futures.Future],
+    rounds: int,
+    burst: float,
+    patience: float,
 ) -> list[timing.Row]:
-    """Rows of one shape. An arm that fails, or does not fit, is told of and left out."""
-    rows, kept = [], {name: layer.kept for name, layer in layers.items()}
-    for name, size in kept.items():
-        rows.append(timing.row(case, name, "kept", size / 1e6, "MB", BF16, kept[BF16] / size))
-    ready: dict[str, Callable[[], Any]] = {}
-    temporary: dict[str, int] = {}
+    """Rows of one shape. An arm that fails, or does not fit, is told of and left out.
+
+    Args:
+        case: of rows.
+        layers: by arm.
+        programs: what compiles both passes of each.
+        rounds, burst: as of `timing.seconds`.
+        patience: seconds until a program counts as failed.
+    """
+    kept = {name: layer.saved for name, layer in layers.items()}
+    rows = [timing.row(case, name, "kept", size / 1e6, "MB", BF16, kept[BF16] / size) for name, size in kept.items()]
+    ready, temporary = dict[str, Callable[[], Any]](), dict[str, int]()
     operands, want = draw(layers[BF16]), None
     for name, future in programs.items():
         try:
-            program = future.result(options.patience)
+            program = future.result(patience)
             temporary[name] = program.memory_analysis().temp_size_in_bytes
             if not fits(program):
                 print(f"  {case} {name}: {temporary[name] / 1e9:.1f} GB of temporaries do not fit", flush=True)
                 continue
             found = jax.block_until_ready(program(*operands))
         except Exception as problem:
-            if timing.dry():
-                raise
-            told = f"{type(problem).__name__} {str(problem)[:300]}".replace("\n", " ")
-            print(f"  {case} {name} failed: {told}", flush=True)
+            timing.report_failure(f"{case} {name}", problem)
             continue
         if name == BF16:
             want = found
         elif want is not None:
-            rows.append(timing.row(case, name, "error", float(error(found, want)), f"of {BF16}"))
+            rows.append(timing.row(case, name, "error", float(driver.relative_error(found, want)), f"of {BF16}"))
         ready[name] = functools.partial(program, *operands)
     del want
     for name, size in temporary.items():
         ratio = temporary[BF16] / size if BF16 in temporary else None
         rows.append(timing.row(case, name, "temporaries", size / 1e6, "MB", BF16, ratio))
-    times = timing.seconds(ready, options.rounds, options.burst)
-    for name, t in times.items():
-        ratio, spread = (times[BF16] / t if BF16 in times else None), t.quartiles(lambda t: 1e3 * t)
-        rows.append(timing.row(case, name, "time", 1e3 * t, "ms", BF16, ratio, spread))
-    return rows
+    times = timing.seconds(ready, rounds, burst)
+    return rows + [
+        driver.time_row(case, name, "time", t, BF16, times[BF16] / t if BF16 in times else None)
+        for name, t in times.items()
+    ]
 
 
 def main(argv: list[str]) -> None:
     names = list(arms())
-    parser = argparse.ArgumentParser(prog="moe", description=__doc__)
-    parser.add_argument("--dry", action="store_true", help="small shapes, traced and not run: no GPU is needed")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--burst", type=float, default=0.1, help="seconds of one round of one implementation")
+    parser = driver.parser("moe", __doc__, rounds=5, burst=0.1)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--only", nargs="+", choices=names[1:], default=names[1:], help=f"beside {BF16}")
     parser.add_argument("--patience", type=float, default=120, help="seconds until a program counts as failed")
     parser.add_argument("--workers", type=int, default=12, help="programs that compile at the same time")
-    parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
-    if options.dry:
-        os.environ["FP8JAX_DRY"] = "1"
     timing.need_gpu()
-    notes = [
-        *(" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]),
-        "Ratios are the baseline's time or bytes over the recipe's.",
-    ]
     title = f"A layer of experts, {options.tokens} tokens, forward and backward"
-    save = functools.partial(timing.write, "moe", title, notes=notes, versions={}, out=options.out)
+    file = driver.ResultsFile(options, title, driver.notes_of(__doc__))
     shapes = DRY if timing.dry() else {name: SHAPES[name] for name in options.shapes}
-    ways = {name: products for name, products in arms().items() if name == BF16 or name in options.only}
+    ways = {name: products for name, products in arms().items() if name in (BF16, *options.only)}
     tokens = 256 if timing.dry() else options.tokens
-    rows: list[timing.Row] = []
     with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-        layers = {case: {name: Arm(shape, way, tokens) for name, way in ways.items()} for case, shape in shapes.items()}
+        layers = {
+            case: {name: make_layer(shape, way, tokens) for name, way in ways.items()} for case, shape in shapes.items()
+        }
         programs = {
-            case: {name: pool.submit(timing.traced, arm.three, *arm.operands) for name, arm in these.items()}
+            case: {name: pool.submit(timing.traced, arm.in_order, *arm.operands) for name, arm in these.items()}
             for case, these in layers.items()
         }
         for case, these in layers.items():
-            rows += measure(case, these, programs.pop(case), options)
-            save(rows, complete=False)
-    save(rows + [mean for metric in ("time", "kept", "temporaries") for mean in timing.means(rows, metric)])
+            file.add(measure(case, these, programs.pop(case), options.rounds, options.burst, options.patience))
+    file.end("time", "kept", "temporaries")

@@ -1,67 +1,344 @@
 """Optimizer step of half a billion parameters on one GPU: fp8 moments against their memory traffic, optax and others.
 
-The implementations of a case run in turns, and each keeps the state that it donates; PyTorch's come after JAX's.
+The implementations of a case run in turns, in another order in each round: 10 steps untimed, then 10 timed;
+medians. Each keeps the state that it donates. "speed" is that of such a burst, in which the GPU's clock is still high;
+"speed, sustained" that of 3 rounds of 60 steps untimed and as many timed. Bytes only is the fastest of three launches
+of a kernel that moves what a step with moments in 8 bits does. What a ratio compares with in another case was timed
+apart.
 
-"speed" is that of a burst, in which the GPU's clock is still high; "speed, sustained" that of long runs of steps.
+The second moment is rounded stochastically, as b2 asks for, except in arms that say to nearest. FP8-LM has working
+copies in bf16, and gradients in bf16 or as e4m3 codes, as a reduction in 8 bits leaves them. PyTorch's optimizers, its
+fused AdamW and those of bitsandbytes and torchao, run one after another, after all others, where they are installed.
 """
 
-import argparse
+import dataclasses
 import functools
+import gc
+import importlib
 import os
-import pathlib
+import statistics
 import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch's optimizers need room beside JAX.
 
+import jax
 import jax.numpy as jnp
+import optax
+import triton
+import triton.language as tl
 
-from experiments.bench import optimizer_lm, optimizer_torch, timing
-from experiments.bench.optimizer_arms import GROUP, NOTES, NU_NEAREST, ROWS, Bench
+import fp8jax
+from experiments.bench import driver, timing
+from pallas_kernels.dispatch import call_triton
+
+LEAVES, ROWS, WIDTH, GROUP = 8, 16384, 4096, 128
+RATE, B1, B2, DECAY = 1e-3, 0.9, 0.999, 0.1
+NU_NEAREST = ", second moment to nearest"
+BYTES, LAUNCHES = "bytes only", ((2048, 4), (4096, 4), (4096, 8))
+ROUNDS, CALLS, SUSTAINED_ROUNDS, SUSTAINED_CALLS = 9, 10, 3, 60
+BURST, SUSTAINED = "speed", "speed, sustained"
+FP32, BF16 = "fp32 weights, bf16 gradients", "bf16 weights, stochastic rounding"
+FUSED, XLA = "fp8lm_adamw step", "fp8lm_adamw step, XLA"
+# Of FP8-LM read: gradient, twice, master weight, working copy, both moments. Written: these but for the gradient.
+LM_TRAFFIC = {name: 2 * size + 2 * (2 + 2 + 1 + 2) for name, size in (("fp8 gradients", 1), ("bf16 gradients", 2))}
+# What XLA stores it reads once more, for the largest magnitudes.
+READ_AGAIN = 2 + 1 + 2
+# By name where PyTorch's optimizer lies, its class, options, and the bytes that it moves for each parameter.
+TORCH: dict[str, tuple[str, str, dict[str, Any], float]] = {
+    "torch fused": ("torch.optim", "AdamW", {"fused": True}, 28.0),
+    "bitsandbytes AdamW8bit": ("bitsandbytes.optim", "AdamW8bit", {}, 16.0),
+    "torchao AdamW8bit": ("torchao.optim", "AdamW8bit", {}, 16.0),
+}
 
 
-def write(bench: Bench, out: pathlib.Path, complete: bool) -> None:
-    installed = [name for name in ("torch", "torchao", "bitsandbytes") if name in sys.modules]
-    packages = dict[str, str]()
-    for name in installed:
-        packages[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
-    title = "AdamW's step of half a billion parameters"
-    timing.write("optimizer", title, bench.rows, NOTES, packages, out, complete=complete)
+@triton.jit
+def _move(
+    grad_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    mu_ptr: tl.tensor,
+    mu_scale_ptr: tl.tensor,
+    mu_exponent_ptr: tl.tensor,
+    nu_ptr: tl.tensor,
+    nu_scale_ptr: tl.tensor,
+    nu_exponent_ptr: tl.tensor,
+    spare1: tl.tensor,
+    spare2: tl.tensor,
+    spare3: tl.tensor,
+    spare4: tl.tensor,
+    spare5: tl.tensor,
+    spare6: tl.tensor,
+    spare7: tl.tensor,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """Reads and writes what the step does, with next to no arithmetic: the speed that memory allows."""
+    offsets = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    g, w = tl.load(grad_ptr + offsets).to(tl.float32), tl.load(weight_ptr + offsets)
+    mu, nu = tl.load(mu_ptr + offsets), tl.load(nu_ptr + offsets)
+    mu_scale, nu_scale = tl.load(mu_scale_ptr + group), tl.load(nu_scale_ptr + group)
+    mu_exponent, nu_exponent = tl.load(mu_exponent_ptr + group), tl.load(nu_exponent_ptr + group)
+    tl.store(weight_ptr + offsets, tl.fma(g, 1e-4, w.to(tl.float32)).to(w.dtype))
+    tl.store(mu_ptr + offsets, nu)
+    tl.store(nu_ptr + offsets, mu)
+    tl.store(mu_scale_ptr + group, nu_scale)
+    tl.store(nu_scale_ptr + group, mu_scale)
+    tl.store(mu_exponent_ptr + group, nu_exponent)
+    tl.store(nu_exponent_ptr + group, mu_exponent)
+
+
+def move(size: int, warps: int, state: Any, grads: Any) -> Any:
+    """One step of `_move` on every leaf of (weights, mu, nu), each moment a tuple of arrays."""
+
+    def leaf(g: jax.Array, w: jax.Array, mu: tuple, nu: tuple) -> tuple:
+        arrays = [g, w, *mu, *nu]
+        out = call_triton.call(
+            *arrays,
+            kernel=_move,
+            out_shapes=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[1:]],
+            num_programs=g.size // size,
+            num_warps=warps,
+            compute_capability=None,
+            aliases={i + 1: i for i in range(7)},
+            SIZE=size,
+            GROUPS=size // GROUP,
+        )
+        return out[0], tuple(out[1:4]), tuple(out[4:7])
+
+    return list(zip(*[leaf(g, *row) for g, *row in zip(grads, *state, strict=True)], strict=True))
+
+
+class State:
+    """The state that steps take, donate and return."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def through(self, step: Callable, *args: Any) -> Callable[[], Any]:
+        """A call of one step."""
+
+        def call() -> Any:
+            self.value = step(self.value, *args)
+            return self.value
+
+        return call
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerArm:
+    """One step of an implementation, the bytes it moves for each parameter, and bytes of temporaries and of state."""
+
+    name: str
+    call: Callable[[], Any]
+    traffic: float
+    memory: tuple[int, int] | None = None
+
+
+def step_traffic(dtype: Any) -> float:
+    """Bytes for each parameter of a step of weights in a dtype, bf16 gradients and moments in 8 bits with scales."""
+    return 2 * jnp.dtype(dtype).itemsize + 2 + 4 + 24 / GROUP
+
+
+def weights(shape: tuple[int, int], dtype: Any) -> list[jax.Array]:
+    make = jax.jit(lambda i: (jax.random.normal(jax.random.key(i), shape) * 0.02).astype(dtype))
+    return [make(i) for i in range(LEAVES)]
+
+
+class Bench:
+    """Collects rows; `params` is the number of parameters of a step."""
+
+    def __init__(self, rows: int, rounds: int = ROUNDS) -> None:
+        self.shape, self.rounds = (rows, WIDTH), rounds
+        self.params = LEAVES * rows * WIDTH
+        self.rows: list[timing.Row] = []
+        self.speeds: dict[tuple[str, str, str], float] = {}
+
+    def record(
+        self, case: str, impl: str, time_: float, traffic: float, against: str | None, metric: str = BURST
+    ) -> None:
+        """Adds the speed of an implementation, relative to that of `against` in the same case."""
+        speed = self.params / time_ / 1e9
+        self.speeds[case, impl, metric] = speed
+        ratio = speed / self.speeds[case, against, metric] if against else None
+        spread = time_.quartiles((self.params / 1e9).__truediv__) if isinstance(time_, timing.Seconds) else None
+        self.rows.append(timing.row(case, impl, metric, speed, "Gparam/s", against, ratio, spread))
+        if metric == BURST:
+            self.rows.append(timing.row(case, impl, "bandwidth", traffic * speed / 1e3, "TB/s"))
+
+    def add_ratio(self, case: str, impl: str, against: tuple[str, str]) -> None:
+        """Adds the speeds of an implementation once more, relative to those of another (case, implementation)."""
+        for metric in (BURST, SUSTAINED):
+            speed = self.speeds[case, impl, metric]
+            ratio = speed / self.speeds[*against, metric]
+            self.rows.append(timing.row(case, impl, metric, speed, "Gparam/s", against[1], ratio))
+
+    def gradients(self, dtype: Any) -> list[jax.Array]:
+        return [0.5 * g for g in weights(self.shape, dtype)]
+
+    def measure(self, case: str, arms: Sequence[OptimizerArm], moves: Sequence[OptimizerArm] = ()) -> None:
+        """Times all arms of a case in turns, in bursts and in longer runs.
+
+        Args:
+            case: of rows.
+            arms: what is timed.
+            moves: launches that move the bytes of a step alone, the fastest of which is the baseline. Without any the
+                first arm is.
+        """
+        calls = {arm.name: arm.call for arm in (*moves, *arms)}
+        times = timing.in_turns(calls, self.rounds, dict.fromkeys(calls, CALLS))
+        if moves:
+            best = min(moves, key=lambda arm: times[arm.name])
+            times[BYTES], arms = times[best.name], [dataclasses.replace(best, name=BYTES), *arms]
+        calls = {arm.name: arm.call for arm in arms}
+        sustained = timing.in_turns(calls, SUSTAINED_ROUNDS, dict.fromkeys(calls, SUSTAINED_CALLS))
+        base = arms[0].name
+        for metric, found in ((BURST, times), (SUSTAINED, sustained)):
+            for arm in arms:
+                against = None if arm.name == base else base
+                self.record(case, arm.name, found[arm.name], arm.traffic, against, metric)
+        for arm in arms:
+            if arm.memory is not None:
+                temporaries, state = arm.memory
+                row = timing.row(
+                    case, arm.name, "temporaries", temporaries / 2**20, "MiB", "state", temporaries / state
+                )
+                self.rows.append(row)
+
+    def optax(self, dtype: Any) -> OptimizerArm:
+        """`optax.adamw` with everything in one dtype, one jit, donated."""
+        tx = optax.adamw(RATE, B1, B2, weight_decay=DECAY)
+        p, g = weights(self.shape, dtype), self.gradients(dtype)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(carry: Any, grads: Any) -> Any:
+            updates, state = tx.update(grads, carry[1], carry[0])
+            return optax.apply_updates(carry[0], updates), state
+
+        call = State((p, tx.init(p))).through(step, g)
+        return OptimizerArm(f"optax.adamw {jnp.dtype(dtype).name}", call, 7 * jnp.dtype(dtype).itemsize)
+
+    def compiled(self, name: str, run: Any, traffic: float, params: Any, state: Any, grads: Any,
+                 keeps_params: bool = False) -> OptimizerArm:  # fmt: skip
+        """An arm of `run(params, state, grads)` to the next two; parameters that it keeps are not donated."""
+        program = timing.traced(run, params, state, grads, donate_argnums=(1,) if keeps_params else (0, 1))
+
+        def step(carry: Any, grads: Any) -> Any:
+            result, state = program(*carry, grads)
+            return (carry[0] if keeps_params else result), state
+
+        size = sum(x.nbytes for x in jax.tree.leaves(state))
+        call = State((params, state)).through(step, grads)
+        return OptimizerArm(name, call, traffic, (program.memory_analysis().temp_size_in_bytes, size))
+
+    def ours(self, dtype: Any, form: str, stochastic: bool = False, nu_rounding: str = "auto") -> OptimizerArm:
+        """`compressed_adamw` in one jit, with the temporaries of the compiled program.
+
+        Forms: "step", the new weights; "update", the changes alone; "update + apply", both as optax users write it.
+        The second moment is rounded stochastically unless `nu_rounding` says otherwise.
+        """
+        tx = fp8jax.compressed_adamw(RATE, B1, B2, weight_decay=DECAY, impl="triton", nu_rounding=nu_rounding)
+        p, key = weights(self.shape, dtype), {"key": jax.random.key(0)} if stochastic else {}
+
+        def run(params: Any, state: Any, grads: Any) -> Any:
+            if form == "step":
+                return tx.step(grads, state, params, **key)
+            updates, state = tx.update(grads, state, params)
+            return (updates if form == "update" else optax.apply_updates(params, updates)), state
+
+        traffic = step_traffic(dtype) + (3 * jnp.dtype(dtype).itemsize if form == "update + apply" else 0)
+        name = f"compressed_adamw {form}" + (", to nearest" if dtype == jnp.bfloat16 and not stochastic else "")
+        name += NU_NEAREST if nu_rounding == "nearest" else ""
+        return self.compiled(name, run, traffic, p, tx.init(p), self.gradients(jnp.bfloat16), form == "update")
+
+    def fp8_lm(self, gradients: str, impl: str) -> OptimizerArm:
+        """`fp8lm_adamw` by its kernel ("triton") or by XLA, of gradients as `LM_TRAFFIC` names them."""
+        tx = fp8jax.fp8lm_adamw(RATE, B1, B2, weight_decay=DECAY, impl=impl, master_rounding="nearest")
+        p, g = weights(self.shape, jnp.bfloat16), self.gradients(jnp.bfloat16)
+        grads = [fp8jax.quantize(x, "e4m3") for x in g] if gradients == "fp8 gradients" else g
+        traffic = LM_TRAFFIC[gradients] + (READ_AGAIN if impl == "xla" else 0)
+        run = lambda params, state, grads: tx.step(grads, state, params)  # noqa: E731
+        return self.compiled(XLA if impl == "xla" else FUSED, run, traffic, p, tx.init(p), grads)
+
+    def bytes_only(self, dtype: Any) -> list[OptimizerArm]:
+        """`LAUNCHES` of the kernel that only moves the step's bytes; they share their state."""
+        scales = (self.shape[0], WIDTH // GROUP)
+        kinds = ((self.shape, jnp.float8_e4m3fn), (scales, jnp.float32), (scales, jnp.bfloat16))
+        moments = [tuple(tuple(jnp.ones(*kind) for kind in kinds) for _ in range(LEAVES)) for _ in "mn"]
+        g, state = self.gradients(jnp.bfloat16), State([tuple(weights(self.shape, dtype)), *moments])
+        programs = [timing.traced(functools.partial(move, *x), state.value, g, donate_argnums=0) for x in LAUNCHES]
+        return [
+            OptimizerArm(f"{BYTES}, {launch}", state.through(program, g), step_traffic(dtype))
+            for launch, program in zip(LAUNCHES, programs, strict=True)
+        ]
+
+    def torch(self, case: str, against: str) -> None:
+        """Adds rows of PyTorch's optimizers to a case, relative to an implementation of it."""
+        timing.keep_triton_cache()
+        for name, (module, kind, options, traffic) in TORCH.items():
+            try:
+                torch = importlib.import_module("torch")
+                p = [torch.nn.Parameter(torch.randn(self.shape, device="cuda") * 0.02) for _ in range(LEAVES)]
+                make = getattr(importlib.import_module(module), kind)
+                adamw = make(p, lr=RATE, betas=(B1, B2), weight_decay=DECAY, **options)
+                self.record(case, name, _torch_seconds(torch, p, adamw), traffic, against)
+            except (ImportError, RuntimeError) as error:
+                print(f"{name}: not measured ({type(error).__name__}: {error})", flush=True)
+                continue
+            del p, adamw
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _torch_seconds(torch: Any, parameters: list, adamw: Any) -> float:
+    """Median time of a step of one of PyTorch's optimizers; the first steps compile and are not counted."""
+    for x in parameters:
+        x.grad = torch.randn_like(x) * 0.01
+    times = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(3):
+            adamw.step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / 3)
+    return statistics.median(times[1:])
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="optimizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = driver.parser("optimizer", __doc__, rounds=ROUNDS)
     parser.add_argument("--rows", type=int, default=ROWS, help="rows of each of 8 parameters with 4096 columns")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
-    args = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     timing.need_gpu()
-    bench = Bench(2 if timing.dry() else args.rows)
-    fp32, bf16 = "fp32 weights, bf16 gradients", "bf16 weights, stochastic rounding"
+    bench = Bench(2 if timing.dry() else options.rows, options.rounds)
     forms = ("step", "update", "update + apply")
     # No name holds the arms for long, so that what they keep is freed after their case.
     arms = [bench.optax(jnp.float32), *(bench.ours(jnp.float32, form) for form in forms)]
     arms += [bench.ours(jnp.float32, "step", nu_rounding="nearest")]
-    bench.measure(fp32, arms, bench.bytes_only(jnp.float32), 14 + 24 / GROUP)
+    bench.measure(FP32, arms, bench.bytes_only(jnp.float32))
     del arms
     for form in forms:
-        bench.add_ratio(fp32, f"compressed_adamw {form}", (fp32, "optax.adamw float32"))
-    write(bench, args.out, False)
+        bench.add_ratio(FP32, f"compressed_adamw {form}", (FP32, "optax.adamw float32"))
     ours = functools.partial(bench.ours, jnp.bfloat16, "step")
     arms = [bench.optax(jnp.bfloat16), ours(stochastic=True), ours(stochastic=True, nu_rounding="nearest")]
-    bench.measure(bf16, arms, bench.bytes_only(jnp.bfloat16), 10 + 24 / GROUP)
+    bench.measure(BF16, arms, bench.bytes_only(jnp.bfloat16))
     del arms
-    for baseline in ((bf16, "optax.adamw bfloat16"), (fp32, "optax.adamw float32")):
-        bench.add_ratio(bf16, "compressed_adamw step", baseline)
-    for case in (fp32, bf16):
+    for baseline in ((BF16, "optax.adamw bfloat16"), (FP32, "optax.adamw float32")):
+        bench.add_ratio(BF16, "compressed_adamw step", baseline)
+    for case in (FP32, BF16):
         bench.add_ratio(case, "compressed_adamw step", (case, f"compressed_adamw step{NU_NEAREST}"))
-    for kind in optimizer_lm.TRAFFIC:
+    for kind in LM_TRAFFIC:
         case = f"FP8-LM, {kind}"
-        bench.measure(
-            case, [bench.optax(jnp.bfloat16), *optimizer_lm.arms(bench, kind)], optimizer_lm.bytes_only(bench), 13
-        )
-        for baseline in ((case, "optax.adamw bfloat16"), (fp32, "optax.adamw float32"), (case, optimizer_lm.XLA)):
-            bench.add_ratio(case, optimizer_lm.FUSED, baseline)
-        write(bench, args.out, False)
-    optimizer_torch.measure(bench, fp32, "optax.adamw float32")
-    write(bench, args.out, True)
+        bench.measure(case, [bench.optax(jnp.bfloat16), *(bench.fp8_lm(kind, impl) for impl in ("triton", "xla"))])
+        for baseline in ((FP32, "optax.adamw float32"), (case, XLA)):
+            bench.add_ratio(case, FUSED, baseline)
+    if not timing.dry():
+        bench.torch(FP32, "optax.adamw float32")
+    installed = [name for name in ("torch", "torchao", "bitsandbytes") if name in sys.modules]
+    versions = {name: str(getattr(sys.modules[name], "__version__", "unknown")) for name in installed}
+    notes = driver.notes_of(__doc__)
+    file = driver.ResultsFile(options, "AdamW's step of half a billion parameters", notes, versions=versions)
+    file.add(bench.rows)
+    file.end()

@@ -10,7 +10,8 @@ Streams: normal noise whose scales are log-normal over the elements (sigma 1 and
 larger or smaller; of equal scales, with 1 or 16 of 128 columns whose gradient is 0 from step 50 on (dead), with one
 gradient of 1e4 at step 100 (outlier), and of size 1e-8 (tiny); an embedding of which 2 % of the rows have a gradient in
 a step (rare); and the gradients of a real training of a small Llama ("training"). A code that decodes to 0 in the
-second moment makes an update of m / eps: errors above 1 are such explosions.
+second moment makes an update of m / eps: errors above 1 are such explosions. bitsandbytes' code for CPUs is not that
+for GPUs: it never rounds a second moment to 0.
 """
 
 import argparse
@@ -33,7 +34,7 @@ import numpy as np
 import optax
 
 import fp8jax
-from experiments.bench import timing
+from experiments.bench import driver, timing
 from experiments.models.llama import LlamaConfig
 from experiments.text import data
 from experiments.text.tokenizer import Bytes
@@ -178,7 +179,7 @@ def by_jax(tx: optax.GradientTransformationExtraArgs, gradients: Tree) -> tuple[
 def by_torch(make: Callable[..., Any], gradients: Tree, b2: float, device: str) -> tuple[dict[str, np.ndarray], float]:
     """The same of a class of torch's kind."""
     torch = importlib.import_module("torch")
-    _folder_for_triton()  # Ours ran since the class was looked up.
+    timing.keep_triton_cache()  # Ours ran since the class was looked up.
     params = {k: torch.nn.Parameter(torch.zeros(g.shape[1:], device=device)) for k, g in gradients.items()}
     optimizer = make(list(params.values()), lr=RATE, betas=(B1, b2), eps=EPS, weight_decay=0.0)
     arrays = {k: torch.from_numpy(np.ascontiguousarray(g)).to(device) for k, g in gradients.items()}
@@ -220,16 +221,10 @@ def errors(updates: Tree, truth: Tree) -> tuple[float, int]:
     return worst, broken
 
 
-def _folder_for_triton() -> None:
-    """Takes back that jax-triton empties it, with which torch and peers' own kernels cannot do."""
-    if not os.environ.get("TRITON_CACHE_DIR"):
-        os.environ.pop("TRITON_CACHE_DIR", None)
-
-
 def peer(name: str) -> Callable[..., Any]:
     """A peer's class with its options; raises what its package raises."""
     _, module, kind, settings = PEERS[name]
-    _folder_for_triton()
+    timing.keep_triton_cache()
     return functools.partial(getattr(importlib.import_module(module), kind), **settings)
 
 
@@ -254,23 +249,23 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--streams", nargs="+", choices=STREAMS, default=list(STREAMS))
     parser.add_argument("--processes", type=int, default=min(8, max(1, (os.cpu_count() or 1) // 2)),
                         help="streams at a time, each in a process of its own; nothing here is timed")  # fmt: skip
+    parser.add_argument("--name", default="peers", help="of the results file")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     peers = available(device)
     versions = {package: importlib.metadata.version(package) for package in {PEERS[name][0] for name in peers}}
-    notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
     left = [name for name in PEERS if name not in peers]
+    notes = driver.notes_of(__doc__)
     notes += [f"Not installed or not to be run here, and left out: {', '.join(left)}."] if left else []
-    notes += ["bitsandbytes' code for CPUs is not that for GPUs: it never rounds a second moment to 0."]
+    file = driver.ResultsFile(options, "AdamW in 8 bits beside its peers", notes, versions=versions)
     names, kinds = ["sigma 1"] if timing.dry() else options.streams, tuple(peers)
-    if options.processes == 1 or len(names) == 1:
-        listed = [of_stream(name, kinds, device) for name in names]
-    else:
-        with concurrent.futures.ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
-            listed = list(pool.map(of_stream, names, [kinds] * len(names), [device] * len(names)))
-    rows = [row for rows in listed for row in rows]
-    timing.write("peers", "AdamW in 8 bits beside its peers", rows, notes, versions, options.out)
+    with concurrent.futures.ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+        # One stream needs no process of its own.
+        run = map if min(options.processes, len(names)) == 1 else pool.map
+        for rows in run(of_stream, names, [kinds] * len(names), [device] * len(names)):
+            file.add(rows)
+    file.end()
 
 
 def of_stream(name: str, kinds: Collection[str], device: str) -> list[timing.Row]:

@@ -1,17 +1,16 @@
-"""Where the time of a Llama layer, or of a whole training step, goes: products, attention, our passes and XLA's.
+"""Where the time of a training step goes: products, attention, our passes and XLA's.
 
-The layer is that of `bench layer`, forward and backward; `--models` takes those of `bench models` in its place, as
-users write them. JAX's profiler records every kernel of some calls; what is told is its time a call, summed over a kind
-of kernels, and of the longest by name. A kind is told by the kernel's name: "8-bit products" are our own and cuBLASLt's
-FP8 ones, "our passes" what quantizes, transposes, normalizes, activates and updates parameters, "XLA's passes" all else
-that is no product and no attention. "gaps" is the time in which no kernel ran. "at the peak" is what products would
-take at 1,979 and 989.5 TFLOP/s, and passes, of whose compiled program the bytes are counted, at 3.35 TB/s.
+The steps are those of `bench models`, as users write them. JAX's profiler records every kernel of some calls; what is
+told is its time a call, summed over a kind of kernels, and of the longest by name. A kind is told by the kernel's name:
+"8-bit products" are our own and cuBLASLt's FP8 ones, "our passes" what quantizes, transposes, normalizes, activates and
+updates parameters, "XLA's passes" all else that is no product and no attention. "gaps" is the time in which no kernel
+ran. "at the peak" is what products would take at 1,979 and 989.5 TFLOP/s, and passes, of whose compiled program the
+bytes are counted, at 3.35 TB/s.
 """
 
 import argparse
 import collections
 import dataclasses
-import functools
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -21,10 +20,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.profiler import ProfileData
 
-from experiments.bench import driver, layer, models, peaks, timing, writings
+from experiments.bench import driver, models, peaks, timing, writings
 from experiments.bench.peaks import EIGHT, OURS, SIXTEEN, XLA
+from experiments.bench.writings import BASE
 
-ARMS = ("int8_fallback", "int8_block", "fast")
 CALLS, LONGEST = 5, 12
 ATTENTION, PEAK = "attention", "at the peak"
 # The first that a kernel's name matches. cuBLASLt's names have "q" for 8-bit operands, and "t" or "s" for wider ones.
@@ -116,37 +115,23 @@ def profile(call: Any) -> Profile:
 
 
 def rows(case: str, profiles: dict[str, Profile], least: dict[str, dict[str, float]]) -> list[timing.Row]:
-    """A row a kind of kernels and arm, against bf16, with the sum, and at the peak the `least` seconds, where they are
-    known; and the longest kernels of each arm."""
-    found, plain = list[timing.Row](), profiles[layer.BF16].by_kind()
+    """A row a kind of kernels and arm, against bf16, with the sum, and at the peak the `least` seconds; and the longest
+    kernels of each arm."""
+    found, plain = list[timing.Row](), profiles[BASE].by_kind()
     for name, of in profiles.items():
         spent = of.by_kind()
         for what, base in (plain | {"all": sum(plain.values())}).items():
             value = spent.get(what, sum(spent.values()))
             ratio = base / value if value and base else None
-            found.append(timing.row(case, name, what, 1e3 * value, "ms", layer.BF16 if ratio else None, ratio))
+            found.append(timing.row(case, name, what, 1e3 * value, "ms", BASE if ratio else None, ratio))
         for what, value in least.get(name, {}).items():
             if value:
                 found.append(timing.row(case, name, f"{what}, {PEAK}", 1e3 * value, "ms"))
-    of_case = f"{case}, " if least else ""
     for name, of in profiles.items():
         for kernel, spent_by, launches in of.by_name()[:LONGEST]:
-            found.append(
-                timing.row(f"{of_case}{name}: {kernel[:60]}", name, f"{launches:.0f} launches", 1e3 * spent_by, "ms")
-            )
+            label = f"{case}, {name}: {kernel[:60]}"
+            found.append(timing.row(label, name, f"{launches:.0f} launches", 1e3 * spent_by, "ms"))
     return found
-
-
-def of_layer(length: int, names: list[str]) -> list[timing.Row]:
-    """Rows of a layer."""
-    config = layer.CONFIG
-    if timing.dry():
-        length, config = 16, dataclasses.replace(config, dim=256, heads=2, kv_heads=2, mlp_dim=512)
-    arms, found = layer.arms(length, config, names), {}
-    for name in (layer.BF16, *names):
-        ready = timing.compiled({name: arms[name].three}, [arms[name].operands])
-        found[name] = profile(ready[name])
-    return rows(f"batch {layer.BATCH}, length {length}", found, {})
 
 
 def of_model(user: models.UserModel, names: list[str]) -> list[timing.Row]:
@@ -160,25 +145,18 @@ def of_model(user: models.UserModel, names: list[str]) -> list[timing.Row]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="profile", description=__doc__)
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--models", nargs="+", choices=models.MODELS, help="whole steps of these, and no layer")
-    parser.add_argument("--only", nargs="+", metavar="RECIPE", help=f"(default: {' '.join(ARMS)}; of models their own)")
-    parser.add_argument("--name", default="profile", help="of the results file")
+    parser = argparse.ArgumentParser(prog="profile", description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--models", nargs="+", choices=models.MODELS, default=["llama1b"], help="(default: llama1b)")
+    parser.add_argument("--only", nargs="+", metavar="RECIPE", help="beside bf16 (default: each model's own)")
+    parser.add_argument("--name", default="profile_models", help="of the results file")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
-    if not options.models and (unknown := set(options.only or ()) - set(layer.recipes())):
-        parser.error(f"a layer has no arm {', '.join(sorted(unknown))}")
-    for arm in options.only or () if options.models else ():
+    for arm in options.only or ():
         writings.recipe_of(arm)
     timing.need_gpu()
-    notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
-    title = "Kernels of training steps as users write them" if options.models else "Kernels of a Llama layer"
-    save = functools.partial(timing.write, options.name, title, notes=notes, versions={}, out=options.out)
-    if not options.models:
-        return save(of_layer(options.length, options.only or list(ARMS)))
-    table = list[timing.Row]()
+    title = "Kernels of training steps as users write them"
+    file = driver.ResultsFile(options, title, driver.notes_of(__doc__))
     for name in options.models:
         user = models.MODELS[name]
-        table += of_model(user, list(dict.fromkeys([layer.BF16, *(options.only or user.arms)])))
-        save(table, complete=name == options.models[-1])
+        file.add(of_model(user, list(dict.fromkeys([BASE, *(options.only or user.arms)]))))
+    file.end()

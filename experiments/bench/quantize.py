@@ -6,17 +6,15 @@ given scale, 0.8 in groups, 0.6 with stochastic rounding, 0.9 for maxima; XLA 0.
 it.
 """
 
-import argparse
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import fp8jax
-from experiments.bench import cases, timing
+from experiments.bench import cases, driver, timing
 from fp8jax.ops.quantization import quantize as op
 from fp8jax.ops.quantization.microscaling import fold_rows
 
@@ -98,41 +96,25 @@ def _turned(impl: str, _: Any, codes: Any) -> Any:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="quantize", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--burst", type=float, default=0.01, help="seconds of one round of one implementation")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    options = parser.parse_args(argv)
+    options = driver.parser("quantize", __doc__, rounds=7, burst=0.01).parse_args(argv)
     timing.need_gpu()
-    notes = [" ".join((__doc__ or "").split("\n\n")[1].split())]
-    title = "Quantization and transposed copies"
-    save = functools.partial(timing.write, "quantize", title, notes=notes, versions={}, out=options.out)
-    rows: list[timing.Row] = []
+    file = driver.ResultsFile(options, "Quantization and transposed copies", driver.notes_of(__doc__))
     for shape in [(128, 256)] if timing.dry() else cases.MATRICES:
         count = timing.copies(shape[0] * shape[1] * 2) if not timing.dry() else 1
-        sets = [
-            (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16),
-             jax.random.normal(jax.random.key(i), shape, jnp.bfloat16).astype(jnp.float8_e4m3fn))
-            for i in range(count)
-        ]  # fmt: skip
+        draw = lambda i, shape=shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)  # noqa: E731
+        sets = [(draw(i), draw(i).astype(jnp.float8_e4m3fn)) for i in range(count)]
         wanted = arms()
         ready = timing.compiled({name: function for name, (function, _) in wanted.items()}, sets)
         times = timing.seconds(ready, options.rounds, options.burst)
-        moved = {name: count * of(sets[0][0], ready[name]()[0])
-                 for name, (_, of) in wanted.items() if name in ready}  # fmt: skip
-        rows += bandwidths("x".join(map(str, shape)) + " bf16", times, moved)
-        save(rows, complete=False)
-    save(rows + timing.means(rows, "bandwidth"))
+        moved = {name: count * wanted[name][1](sets[0][0], call()[0]) for name, call in ready.items()}
+        file.add(bandwidths("x".join(map(str, shape)) + " bf16", times, moved))
+    file.end("bandwidth")
 
 
 def bandwidths(case: str, times: dict[str, timing.Seconds], moved: dict[str, float]) -> list[timing.Row]:
     """Bytes that each moves a second, in TB/s, and as a share of a copy's."""
-    rows = []
-    for name, time in times.items():
-
-        def speed(t: float, size: float = moved[name]) -> float:
-            return size / t / 1e12
-
-        share = speed(time) / (moved[COPY] / times[COPY] / 1e12)
-        rows.append(timing.row(case, name, "bandwidth", speed(time), "TB/s", COPY, share, time.quartiles(speed)))
-    return rows
+    copied = moved[COPY] / times[COPY]
+    return [
+        driver.rate_row(case, name, "bandwidth", time, 1e-12 * moved[name], "TB/s", COPY, moved[name] / time / copied)
+        for name, time in times.items()
+    ]

@@ -5,13 +5,16 @@ The size is that of the gradient in bf16. "collectives" runs what a form sends a
 "sent" is what a GPU sends, from the compiled program. Predicted before the first run, for 256 MiB on two H200s: codes
 summed by NCCL 1.3 times as fast as bf16 from bf16 gradients to codes and 1.2 from fp32 to fp32; two phases 1.0 and 1.0,
 because two collectives have two latencies and the largest magnitude is a pass of its own.
+
+A ratio of time is the time of bf16 over that of the form, of bytes the form's over those of bf16. Forms run in turns,
+each a program of its own, started again and again without waiting; medians. With bf16 gradients the form bf16 copies
+its operand first, because the benchmark keeps it, and so takes longer than its sum alone; with fp32 gradients no form
+does. Small sizes measure how fast programs of several GPUs start.
 """
 
-import argparse
 import concurrent.futures
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +24,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.bench import timing
+from experiments.bench import driver, timing
 from fp8jax.dist import all_reduce_gradients
 from fp8jax.dist.collectives import collectives
 from fp8jax.recipes import Comm
@@ -80,45 +83,26 @@ def programs(mesh: jax.sharding.Mesh, elements: int, kind: str) -> dict[str, tup
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="reduce", description=__doc__)
+    parser = driver.parser("reduce", __doc__, rounds=5, burst=0.01)
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024], help="MiB of a bf16 gradient")
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="of the gradient")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--burst", type=float, default=0.01, help="seconds of one round of one form")
-    parser.add_argument("--name", default="reduce", help="of the file")
-    parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
     if jax.device_count() < 2 and not timing.dry():
         raise SystemExit("a reduction needs two GPUs or more, found one")
-    measure(options, jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,)))
-
-
-def measure(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
-    """Times every form in turns and writes OUT/reduce.json."""
-    rows: list[timing.Row] = []
+    mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+    file = driver.ResultsFile(options, "Means of gradients over GPUs", driver.notes_of(__doc__), devices=mesh.size)
     for mib in [1] if timing.dry() else options.mib:
         for kind in options.dtype:
-            elements = mib * 2**19
-            case = f"{mib} MiB, {kind} gradients, {mesh.size} GPUs"
-            ready: dict[str, Callable] = {}
-            sent: dict[str, float] = {}
-            for name, (program, shape, dtype) in programs(mesh, elements, kind).items():
+            ready, sent = dict[str, Callable[..., Any]](), dict[str, float]()
+            for name, (program, shape, dtype) in programs(mesh, mib * 2**19, kind).items():
                 arrays = jax.jit(functools.partial(_values, shape, dtype), out_shardings=NamedSharding(mesh, P(AXIS)))()
                 sent[name] = sum(one.sent_bytes for one in collectives(program.as_text()))
                 ready[name] = functools.partial(program, arrays)
                 jax.block_until_ready(ready[name]())
             times = timing.seconds(ready, options.rounds, options.burst)
-            rows += form_rows(case, times, sent)
-    notes = [
-        " ".join((__doc__ or "").split("\n\n")[1].split()),
-        "A ratio of time is the time of bf16 over that of the form, of bytes the form's over those of bf16. Forms run "
-        "in turns, each a program of its own, started again and again without waiting; medians.",
-        "With bf16 gradients the form bf16 copies its operand first, because the benchmark keeps it, and so takes "
-        "longer than its sum alone; with fp32 gradients no form does. Small sizes measure how fast programs of several "
-        "GPUs start.",
-    ]
-    timing.write(options.name, "Means of gradients over GPUs", rows, notes, {}, options.out, devices=mesh.size)
+            file.add(form_rows(f"{mib} MiB, {kind} gradients, {mesh.size} GPUs", times, sent))
+    file.end()
 
 
 def form_rows(case: str, times: dict[str, timing.Seconds], sent: dict[str, float]) -> list[timing.Row]:
@@ -126,8 +110,7 @@ def form_rows(case: str, times: dict[str, timing.Seconds], sent: dict[str, float
     rows = []
     for name, median in times.items():
         base = f"{BASE}, collectives" if name.endswith("collectives") else BASE
-        spread = median.quartiles(lambda t: 1e3 * t)
-        rows.append(timing.row(case, name, "time", 1e3 * median, "ms", base, times[base] / median, spread))
+        rows.append(driver.time_row(case, name, "time", median, base, times[base] / median))
         ratio = sent[name] / sent[base] if sent[base] else None
         rows.append(timing.row(case, name, "sent", sent[name] / 1e6, "MB", base, ratio))
     return rows

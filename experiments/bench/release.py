@@ -5,16 +5,13 @@ All parameters are trained; layers run in a loop and compute all but their input
 ", offloaded" keeps layers' inputs in the host's memory until the backward pass. Masters are fp32;
 ", bf16+int8 masters" keeps them by parts (weights in bf16, 8 bits more beside them), ", bf16 weights" none: layers'
 weights are bf16 and rounded stochastically. "coat_optimizer" has products in bf16 and moments in 8 bits, "bf16" moments
-in fp32. "memory" is what the compiled program needs, its arguments included, on each GPU, "plan" what is counted before
-it is compiled, "peak" the most that the device had in use, where an arm was the first to need so much. What does not
-fit is not run.
+in fp32. "memory" is what the compiled program needs, its arguments included, on each GPU, "peak" the most that the
+device had in use, where an arm was the first to need so much. What does not fit is not run.
 """
 
-import itertools
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.96")
@@ -39,39 +36,39 @@ ARMS = (
     "coat",
     "bf16",
 )
-MOST_TRIES = 4  # programs that are compiled for the most sequences, if one of them fits
+# For the most sequences that fit: those of the second program, how many times more each next one may have, and programs
+# after the first.
+SECOND, GROWTH, MOST_TRIES = 4, 8, 5
 DRY = LlamaConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=2, mlp_dim=128)
 
 
 def largest(make: Callable[[int], CardArm], room: float) -> CardArm:
-    """The arm with the most sequences on each GPU that fits into so many GB, by its compiled program.
+    """The arm with the most sequences on each GPU that fits into so many GB, by its compiled programs.
 
-    The first that is compiled is the largest by its plan; what that leaves or lacks says which is the next.
+    The first two say what a sequence takes, and each further one what is left or lacks.
 
     Raises:
         ValueError: not even one sequence fits, or there is no limit.
     """
     if math.isinf(room):
         raise ValueError("the device does not say how much memory it has: give --fit, in GB")
-    plan = make(1).plan
-    batch, found, too_many = max(plan.most(1e9 * room), 1), None, math.inf
-    one = (sum(plan.memory(batch + 1).values()) - sum(plan.memory(batch).values())) / 1e9
-    last: CardArm | None = None
-    for tries in itertools.count(1):
+    found = last = make(1)
+    if found.needs > room:
+        raise ValueError(f"one sequence needs {found.needs:.1f} GB, and there are {room:.1f}")
+    batch, too_many, one = SECOND, math.inf, 0.0
+    for _ in range(MOST_TRIES):
         arm = make(batch)
         if arm.needs <= room:
-            found = arm
-        elif batch == 1:
-            raise ValueError(f"one sequence needs {arm.needs:.1f} GB, and there are {room:.1f}")
+            found = max(found, arm, key=lambda arm: arm.batch)
         else:
-            too_many = batch
-        if last is not None:
-            one = max((arm.needs - last.needs) / (batch - last.batch), one / 2)
-        last, wanted = arm, batch + math.floor((room - arm.needs) / one)
-        if found is not None and (wanted <= found.batch or found.batch + 1 >= too_many or tries > MOST_TRIES):
-            return found
-        batch = int(min(max(wanted, found.batch + 1 if found is not None else 1), too_many - 1))
-    raise AssertionError  # the count has no end
+            too_many = min(too_many, batch)
+        one = max((arm.needs - last.needs) / (arm.batch - last.batch), one / 2, 1e-3)
+        last = arm
+        wanted = batch + math.floor((room - arm.needs) / one)
+        if wanted <= found.batch or found.batch + 1 >= too_many:
+            break
+        batch = int(min(max(wanted, found.batch + 1), too_many - 1, GROWTH * batch))
+    return found
 
 
 def rates(case: str, name: str, arms: Mapping[str, CardArm], times: Mapping[str, timing.Seconds], base: str,
@@ -115,12 +112,9 @@ def main(argv: list[str]) -> None:
     case += f", {options.gpus} GPUs" if options.gpus > 1 else ""
     case += f" in {options.fit:g} GB" if options.fit < float("inf") else ""
     room = min(options.fit, (jax.devices()[0].memory_stats() or {}).get("bytes_limit", float("inf")) / 1e9)
-    arms, table, base = dict[str, CardArm](), list[timing.Row](), options.arm[0]
-
-    def told(name: str, metric: str, value: float, unit: str, **ratio: Any) -> None:
-        table.append(timing.row(case, name, metric, value, unit, **ratio))
-
-    needs: dict[str, float] = {}
+    arms, base, needs = dict[str, CardArm](), options.arm[0], dict[str, float]()
+    title = "A Llama of billions of parameters"
+    file = driver.ResultsFile(options, title, driver.notes_of(__doc__), devices=options.gpus)
     for name in options.arm:
         make = lambda batch, name=name: CardArm(name, model, batch, length, options.gpus)  # noqa: E731
         try:
@@ -130,25 +124,19 @@ def main(argv: list[str]) -> None:
                 print(f"  {name}: {error}", flush=True)
                 continue
             raise
-        needs[name], planned = arm.needs, arm.plan.memory(arm.batch)
-        first = needs.get(base)
-        told(name, "memory", needs[name], "GB", baseline=base, ratio=first and first / needs[name])
-        told(name, "plan", sum(planned.values()) / 1e9, "GB")
-        counted = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in planned.items())
-        fits = needs[name] < room
-        print(f"  {name}: {needs[name]:.1f} GB{'' if fits else ', does not fit'}; plan: {counted}", flush=True)
-        if not fits:
-            continue
-        arms[name], before = arm, _peak()
-        print(f"    loss {float(arm()):.4f}", flush=True)
-        if _peak() > before:
-            told(name, "peak", _peak(), "GB")
-        arm.stop()
-    notes = driver.notes_of(__doc__)
-    title = "A Llama of billions of parameters"
-    timing.write(options.name, title, table, notes, {}, options.out, devices=options.gpus, complete=False)
+        needs[name] = arm.needs
+        first, fits = needs.get(base), needs[name] < room
+        rows = [timing.row(case, name, "memory", needs[name], "GB", base, first and first / needs[name])]
+        print(f"  {name}: {needs[name]:.1f} GB{'' if fits else ', does not fit'}", flush=True)
+        if fits:
+            arms[name], before = arm, _peak()
+            print(f"    loss {float(arm()):.4f}", flush=True)
+            if _peak() > before:
+                rows.append(timing.row(case, name, "peak", _peak(), "GB"))
+            arm.stop()
+        file.add(rows)
     times = driver.timed(arms, options.rounds, options.steps)
     one = speed.peak(jax.devices()[0].device_kind)
     for name in times:
-        table += rates(case, name, arms, times, base, one)
-    timing.write(options.name, title, table, notes, {}, options.out, devices=options.gpus)
+        file.add(rates(case, name, arms, times, base, one))
+    file.end()

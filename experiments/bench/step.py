@@ -28,10 +28,9 @@ import numpy as np
 from experiments import mesh, plan
 from experiments.bench import driver, step_torch, timing
 from experiments.bench.arms import AGAIN, BF16, LOGITS, LOOP, PLAIN, parsed, settings
-from experiments.bench.driver import built, memory
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
-from experiments.train import config
+from experiments.train import config, speed
 from experiments.train.form import in_chunks
 from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
@@ -134,12 +133,7 @@ class StepArm(driver.Arm):
     @property
     def flops(self) -> float:
         """Of the products and the causal attention of a step, forward and backward."""
-        paths = jax.tree_util.tree_leaves_with_path(self.shapes.params)
-        named = [(jax.tree_util.keystr(path), x) for path, x in paths]
-        # The embedding is looked up; norms of all layers have two axes.
-        matrices = sum(x.size for name, x in named if x.ndim >= 2 and "norm" not in name and "embed" not in name)
-        attention = 6 * self.config.layers * self.config.dim * self.length
-        return float(self.tokens_per_step * (6 * matrices + attention))
+        return self.tokens_per_step * speed.operations(self.config, self.shapes.params, {}, self.length)
 
     def exchanged(self) -> dict[str, float]:
         """MB that a device gives or gets in collectives of a step, by kind and dtype; loops count once."""
@@ -205,7 +199,6 @@ def measure(
     llama: LlamaConfig, options: argparse.Namespace, torch: Mapping[str, step_torch.TorchTimes] | None = None
 ) -> None:
     """Times the arms of each mesh in turns and writes OUT/CARD/NAME.json, with what was found of torch's."""
-    table: list[timing.Row] = []
     notes = [
         *driver.notes_of(__doc__),
         "The optimizer is `step` of `fp8jax.with_clipping`: one pass, none for the clipped gradients. Arms run in "
@@ -219,31 +212,22 @@ def measure(
     places = options.mesh or [where for where in MESHES if where == "one" or jax.device_count() > 1]
     count = 1 if places == ["one"] else jax.device_count()
     size = f"{options.model} on {count} GPUs" if count > 1 else options.model
-    save = functools.partial(timing.write, options.name, f"Whole training steps, {size}", notes=notes, versions={},
-                             out=options.out, devices=count)  # fmt: skip
+    file = driver.ResultsFile(options, f"Whole training steps, {size}", notes, devices=count)
     for where in places:
         batches = f"{options.batch}" if options.fit is None else f"what fits in {options.fit:g} GB"
         entries = "" if options.vocab == VOCAB else f", {options.vocab:,} entries"
         case = f"{options.model}, {place(where)}, {batches} x {options.length} tokens{entries}"
         names = list(dict.fromkeys([AGAIN, *options.arm]))
-        arms = built(names, functools.partial(_arm, llama, where, options), options.limit)
-        table += [timing.row(case, name, "failed", None, "") for name in names if name not in arms]
-        stop = lambda name, arms=arms: arms[name].stop()  # noqa: E731
-        memories = {name: memory(arm.program) for name, arm in arms.items()}
-        calls = {name: timing.late(arm) for name, arm in arms.items()}
-        rounds: dict[str, list[float]] = {name: [] for name in arms}
-        done, before = table, 0
-        # Written after each round, so that what cuts the last one short takes nothing with it.
-        while before < options.rounds:
-            for name, took in timing.in_turns(calls, 1, dict.fromkeys(arms, options.steps), stop).items():
-                rounds[name] += took.rounds
-            before, times = before + 1, {name: timing.Seconds(took) for name, took in rounds.items()}
-            table = list(done)
-            for name, arm in arms.items():
-                table += rows(case, name, arm, arms[AGAIN], times, memories)
-            for name, of in (torch or {}).items() if where == "one" else ():
-                table += common(case, name, of.late, times[AGAIN], arms[AGAIN], arms[AGAIN], of.memory, memories[AGAIN])
-            save(table, complete=where == places[-1] and before == options.rounds)
+        arms = driver.built(names, functools.partial(_arm, llama, where, options), options.limit)
+        file.add([timing.row(case, name, "failed", None, "") for name in names if name not in arms])
+        memories = {name: driver.memory(arm.program) for name, arm in arms.items()}
+        times = driver.timed(arms, options.rounds, options.steps)
+        for name, arm in arms.items():
+            file.add(rows(case, name, arm, arms[AGAIN], times, memories))
+        for name, of in (torch or {}).items() if where == "one" else ():
+            again = arms[AGAIN]
+            file.add(common(case, name, of.late, times[AGAIN], again, again, of.memory, memories[AGAIN]))
+    file.end()
 
 
 def _arm(llama: LlamaConfig, where: str, options: argparse.Namespace, name: str) -> StepArm:

@@ -125,10 +125,10 @@ def main(asked: str) -> None:
 
 
 class Waiting:
-    """The loss of a step that is under way: `jax.block_until_ready` waits for its end, and for no later step."""
+    """What torch computes, such as the loss of a step: `jax.block_until_ready` waits for it, and for nothing later."""
 
-    def __init__(self, torch: Any, loss: Any) -> None:
-        self.loss, self.end = loss, torch.cuda.Event()
+    def __init__(self, torch: Any, value: Any) -> None:
+        self.value, self.end = value, torch.cuda.Event()
         self.end.record()
 
     def block_until_ready(self) -> "Waiting":
@@ -144,8 +144,7 @@ class TorchArm:
     """
 
     def __init__(self, name: str, llama: LlamaConfig, batch: int, length: int) -> None:
-        # jax-triton empties it, and torch.compile cannot do with that.
-        os.environ.pop("TRITON_CACHE_DIR", None)
+        timing.keep_triton_cache()
         self.torch = torch = importlib.import_module("torch")
         optim = Config().optim
         start = time.perf_counter()

@@ -81,11 +81,22 @@ def compiled(
         try:
             ready[name] = future.result()
         except Exception as problem:
-            if dry():
-                raise
-            print(f"  {name} failed: {type(problem).__name__} {str(problem)[:300]}".replace("\n", " "), flush=True)
+            report_failure(name, problem)
     print(f"  compiled in {time.perf_counter() - start:.0f} s", flush=True)
     return ready
+
+
+def report_failure(name: str, problem: Exception) -> None:
+    """Prints why an implementation has no rows; a dry run raises it."""
+    if dry():
+        raise problem
+    print(f"  {name} failed: {type(problem).__name__} {str(problem)[:300]}".replace("\n", " "), flush=True)
+
+
+def keep_triton_cache() -> None:
+    """Unsets TRITON_CACHE_DIR if jax-triton has emptied it: torch and peers' own kernels need a folder."""
+    if not os.environ.get("TRITON_CACHE_DIR"):
+        os.environ.pop("TRITON_CACHE_DIR", None)
 
 
 class Seconds(float):

@@ -17,7 +17,7 @@ import numpy as np
 import fp8jax
 from experiments.errors import UserError
 from experiments.hub.files import Stored
-from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
+from fp8jax.core.qtensor import from_bytes, to_bytes
 from fp8jax.ops.products.weights import FrozenWeight
 
 CODES = np.dtype(ml_dtypes.float8_e4m3fn)

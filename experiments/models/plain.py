@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from experiments.models.moe import ExpertProducts, MoE, Norm, Routes, weighted_swiglu
+
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool = True) -> jax.Array:
     """Softmax attention of (B, T, H, C), by cuDNN on a GPU; (B, T, H C)."""
@@ -29,36 +31,66 @@ def rotate(x: jax.Array, base: float = 10_000.0) -> jax.Array:
     return jnp.concatenate([left * cosine - right * sine, right * cosine + left * sine], -1)
 
 
-class PlainLlamaBlock(nnx.Module):
-    """Attention with grouped heads and rotary positions, then SwiGLU; no biases."""
+class PlainExperts(ExpertProducts):
+    """A mixture of experts without code for its backward pass.
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, inner: int, rngs: nnx.Rngs) -> None:
+    Args:
+        ragged_dot: the grouped product.
+    """
+
+    def __init__(self, ragged_dot: Callable[..., jax.Array]) -> None:
+        self.ragged_dot = ragged_dot
+
+    def mlp(
+        self, x_NxD: jax.Array, tokens: Any, norm: Norm | None, gate_up_ExDx2F: jax.Array, down_ExFxD: jax.Array,
+        weights_R: jax.Array, routes: Routes,
+    ) -> jax.Array:  # fmt: skip
+        gate_up_ExDx2F, down_ExFxD = (w.astype(x_NxD.dtype) for w in (gate_up_ExDx2F, down_ExFxD))
+        gate_up_Rx2F = self.ragged_dot(routes.permute(x_NxD), gate_up_ExDx2F, routes.sizes_E)
+        h_RxF = weighted_swiglu(gate_up_Rx2F, weights_R)
+        return routes.combine(self.ragged_dot(h_RxF, down_ExFxD, routes.sizes_E))
+
+
+class PlainLlamaBlock(nnx.Module):
+    """Attention with grouped heads and rotary positions, then SwiGLU or a mixture of experts; no biases."""
+
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, inner: int, rngs: nnx.Rngs, experts: MoE | None = None
+    ) -> None:
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
         norm = functools.partial(nnx.RMSNorm, dim, dtype=jnp.bfloat16, rngs=rngs)
         self.width = dim // heads
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.q, self.k, self.v = (linear(dim, n * self.width) for n in (heads, kv_heads, kv_heads))
         self.out = linear(dim, dim)
-        self.gate, self.up, self.down = linear(dim, inner), linear(dim, inner), linear(inner, dim)
+        self.experts = experts
+        if experts is None:
+            self.gate, self.up, self.down = linear(dim, inner), linear(dim, inner), linear(inner, dim)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.attention_norm(x)
         q, k, v = (of(y).reshape(*y.shape[:2], -1, self.width) for of in (self.q, self.k, self.v))
         x = x + self.out(attend(rotate(q), rotate(k), v))
         y = self.mlp_norm(x)
+        if self.experts is not None:
+            return x + self.experts(y.reshape(-1, y.shape[-1])).reshape(y.shape)
         return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
 
 
 class PlainLlama(nnx.Module):
-    """From tokens (B, T) to logits (B, T, V); with a policy of `jax.checkpoint_policies` each block is checkpointed."""
+    """From tokens (B, T) to logits (B, T, V); with a policy of `jax.checkpoint_policies` each block is checkpointed.
+
+    With `experts`, a function that returns a mixture of experts, each block has one in place of its SwiGLU.
+    """
 
     def __init__(
         self, vocab: int, dim: int, layers: int, heads: int, kv_heads: int, inner: int, rngs: nnx.Rngs,
-        policy: Callable[..., Any] | None = None,
+        policy: Callable[..., Any] | None = None, experts: Callable[[nnx.Rngs], MoE] | None = None,
     ) -> None:  # fmt: skip
         self.policy = policy
         self.embed = nnx.Embed(vocab, dim, dtype=jnp.bfloat16, rngs=rngs)
-        self.blocks = nnx.List([PlainLlamaBlock(dim, heads, kv_heads, inner, rngs) for _ in range(layers)])
+        moes = [None if experts is None else experts(rngs) for _ in range(layers)]
+        self.blocks = nnx.List([PlainLlamaBlock(dim, heads, kv_heads, inner, rngs, moe) for moe in moes])
         self.norm = nnx.RMSNorm(dim, dtype=jnp.bfloat16, rngs=rngs)
         self.head = nnx.Linear(dim, vocab, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
 

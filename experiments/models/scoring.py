@@ -1,11 +1,11 @@
-"""Log-probabilities that a causal model gives to tokens: of whole sequences, and of each token from its prefix alone.
+"""Log-probabilities that a causal model gives to tokens.
 
 Shapes stand in the names: N sequences, T positions, V vocabulary. Sequences go through the model one at a time, so that
 no scale of a model in 8 bits spans two of them, and no figure depends on what else is evaluated.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -60,25 +60,6 @@ def score_sequences(model: Model) -> Scorer:
     return jax.jit(lambda params, tokens_NxT: jax.lax.map(lambda tokens_T: row(params, tokens_T), tokens_NxT))
 
 
-def score_prefixes(model: Model) -> Scorer:
-    """As `score_sequences`, but every target comes from a pass of its own that no later token takes part in.
-
-    A prefix of t tokens fills the sequence by being repeated: what follows it in the pass holds nothing that the
-    prefix does not, whatever scales span it.
-    """
-
-    def token(params: Any, tokens_T: jax.Array, length: jax.Array) -> jax.Array:
-        positions_T = jnp.arange(tokens_T.shape[0] - 1)
-        logits_TxV = model(params, tokens_T[positions_T % length][None])[0]
-        return _pick(logits_TxV[length - 1], tokens_T[length])
-
-    def row(params: Any, tokens_T: jax.Array) -> jax.Array:
-        lengths_T = jnp.arange(1, tokens_T.shape[0])
-        return jax.lax.map(lambda length: token(params, tokens_T, length), lengths_T)
-
-    return jax.jit(lambda params, tokens_NxT: jax.lax.map(lambda tokens_T: row(params, tokens_T), tokens_NxT))
-
-
 def _pick(logits: jax.Array, targets: jax.Array) -> jax.Array:
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     return jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
@@ -123,22 +104,3 @@ def score_text(scorer: Scorer, params: Any, windows: Windows) -> Score:
     """Sums the counted targets in float64."""
     log_NxT = run(scorer, params, windows.tokens_NxT).astype(np.float64)
     return Score(-float(log_NxT[windows.counts_NxT].sum()), int(windows.counts_NxT.sum()))
-
-
-def score_continuations(
-    scorer: Scorer, params: Any, pairs: Sequence[tuple[np.ndarray, np.ndarray]], length: int
-) -> list[float]:
-    """Log-likelihoods of continuations, each given its context.
-
-    Args:
-        pairs: token ids of context and continuation, neither empty. A context that does not fit loses its beginning.
-        length: T; at least that of every continuation.
-    """
-    sequences = np.zeros((len(pairs), length + 1), np.int32)
-    counts = np.zeros((len(pairs), length), bool)
-    for i, (context, continuation) in enumerate(pairs):
-        joined = np.concatenate([context, continuation])[-(length + 1) :]
-        sequences[i] = np.resize(joined, length + 1)
-        counts[i, len(joined) - 1 - len(continuation) : len(joined) - 1] = True
-    log_NxT = run(scorer, params, sequences).astype(np.float64)
-    return [float(log_T[counts_T].sum()) for log_T, counts_T in zip(log_NxT, counts, strict=True)]

@@ -30,7 +30,7 @@ from experiments import startup
 from experiments.errors import UserError
 from experiments.papers import common, parity_runs
 from experiments.papers.common import Row
-from experiments.papers.parity_runs import FixedBatch, ParityArm, Rounding, Setting
+from experiments.papers.parity_runs import FixedBatch, ParityArm, PlainSetting, Rounding, Setting
 from experiments.results import record
 from experiments.train import lock
 
@@ -41,6 +41,13 @@ TAIL = 0.1
 TRAINING, VALIDATION = "training loss", "validation loss"
 LAST, MEAN = "loss of step 21", "mean loss of 21 steps"
 SMALL, MEDIUM = Setting(), Setting(dim=1024, layers=5, heads=8, mlp_dim=2816, length=1024, steps=400, warmup=40)
+NAMED = PlainSetting(
+    dim=384, layers=7, heads=6, mlp_dim=1024, batch=32, steps=400, warmup=40, valid=512, valid_fraction=0.03
+)
+MIXTURE = dataclasses.replace(
+    NAMED, dim=768, layers=6, heads=12, mlp_dim=768, length=1024, batch=16, steps=300, warmup=30, valid=256,
+    experts=16, experts_per_token=4,
+)  # fmt: skip
 PRESETS = ("coat", "coat_fast", "moss", "fast", "te_current", "deepseek", "int8_fallback", "int8_block", "fp8_lm",
            "fp8_lm_two_phase", "coat_optimizer", "coat_activations", "mxfp8", "nvfp4")  # fmt: skip
 NVFP4_PARTS: dict[str, dict[str, Any]] = {
@@ -48,6 +55,8 @@ NVFP4_PARTS: dict[str, dict[str, Any]] = {
     "nearest": {"dy": "e2m1:nv16", "dy_wgrad": "e2m1:nv16"},
     "1x16 weights": {"w": "e2m1:nv16", "w_dgrad": "e2m1:nv16"},
 }
+NVFP4 = fp8jax.recipes.nvfp4()
+NVFP4_ARMS = (*(f"nvfp4, {part}" for part in NVFP4_PARTS), "nvfp4, all blocks", "nvfp4, no part")
 
 
 def linear(name: str, **settings: Any) -> ParityArm:
@@ -81,6 +90,13 @@ ARMS: dict[str, ParityArm] = {
         "mxfp8", **dict.fromkeys(("x", "w", "dy", "w_dgrad", "x_wgrad", "dy_wgrad"), "e4m3:mx32+ocp")
     ),
     **{f"nvfp4, {part}": linear("nvfp4", **settings) for part, settings in NVFP4_PARTS.items()},
+    "nvfp4, all blocks": ParityArm(dataclasses.replace(NVFP4, unquantized_blocks=(0, 0))),
+    "nvfp4, no part": ParityArm(
+        dataclasses.replace(
+            linear("nvfp4", **{k: v for part in NVFP4_PARTS.values() for k, v in part.items()}).recipe,
+            unquantized_blocks=(0, 0),
+        )
+    ),
     # Steps between measurements of the amax of weights; moss has 500.
     **{f"moss_interval_{steps}": linear("moss", weight_amax_interval=steps) for steps in (1, 100, 2000)},
 }
@@ -162,12 +178,18 @@ STUDIES = {
     ),
     "block_scaled": Study(
         "MXFP8 and NVFP4 beside bf16, and NVFP4 without each of its parts", "recipe_parity_block_scaled",
-        "parity_block_scaled", SMALL, ("mxfp8", "nvfp4", "coat"),
-        ("mxfp8, rounded down", *(f"nvfp4, {part}" for part in NVFP4_PARTS)),
+        "parity_block_scaled", NAMED, ("mxfp8", "nvfp4", "coat"), ("mxfp8, rounded down", *NVFP4_ARMS),
         tuple((f"{arm} beside {arm.partition(', ')[0]}", arm, arm.partition(", ")[0])
-              for arm in ("mxfp8, rounded down", *(f"nvfp4, {part}" for part in NVFP4_PARTS))),
-        "A loop runs the layers of this model, so nvfp4 quantizes its first and last blocks, too. Codes are decoded to "
-        "bf16 before Blackwell.",
+              for arm in ("mxfp8, rounded down", *NVFP4_ARMS)),
+        "nvfp4 leaves the first and the last of the seven blocks in bf16, the arm 'all blocks' none. 'no part' has no "
+        "rotation, rounds to nearest, has 1x16 weights and all blocks in e2m1. Codes are decoded to bf16 before "
+        "Blackwell.",
+    ),
+    "experts": Study(
+        "A mixture of experts in 8 bits beside bf16", "recipe_parity_experts", "parity_experts", MIXTURE,
+        ("coat", "coat_fast", "deepseek", "int8_fallback"),
+        about="Sixteen experts in each layer, four for a token. The model is a user's: its experts are two calls of "
+        "`jax.lax.ragged_dot`. Routers stay in 16 bits.", seeds=3,
     ),
     "long": Study(
         "Seeds of a larger model, ten times as long, beside bf16's", "recipe_parity_long", "parity_65m",

@@ -28,10 +28,12 @@ from experiments.errors import UserError
 from experiments.files import write_json
 from experiments.models import plain
 from experiments.models.llama import LlamaConfig
+from experiments.models.moe import MoE, router_losses
 from experiments.results import record
 from experiments.text import data
 from experiments.text.tokenizer import Bytes
 from experiments.train import config
+from experiments.train.form import changes_layers
 from experiments.train.introduction import count
 from experiments.train.optimizer import make_optimizer, with_master
 from experiments.train.task import Task, TrainState
@@ -61,6 +63,41 @@ class Setting:
     def llama(self) -> LlamaConfig:
         """The model, of bytes."""
         return LlamaConfig(256, self.dim, self.layers, self.heads, self.heads, self.mlp_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainSetting(Setting):
+    """A model as users of Flax NNX write it. Its layers have names, so that a recipe can treat some otherwise.
+
+    Attributes:
+        experts, experts_per_token: of a mixture of experts in each layer; 0 for none. `mlp_dim` is an expert's width.
+    """
+
+    experts: int = 0
+    experts_per_token: int = 0
+
+    @property
+    def llama(self) -> LlamaConfig:
+        """The shape, with its experts."""
+        return dataclasses.replace(super().llama, experts=self.experts, experts_per_token=self.experts_per_token)
+
+    def model(self, recipe: fp8jax.Recipe, rngs: nnx.Rngs) -> plain.PlainLlama:
+        """The model of a recipe, of new parameters."""
+        llama = self.llama
+        # XLA expands its grouped product in 16 bits into one dense product for each expert.
+        dot = (
+            jax.lax.ragged_dot if changes_layers(recipe) else functools.partial(fp8jax.ragged_dot, recipe=recipe.linear)
+        )
+
+        def experts(rngs: nnx.Rngs) -> MoE:
+            how = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32, "rngs": rngs}
+            return MoE(llama, products=plain.PlainExperts(dot), has_losses=True, **how)
+
+        network = plain.PlainLlama(
+            llama.vocab, llama.dim, llama.layers, llama.heads, llama.kv_heads, llama.mlp_dim, rngs,
+            experts=experts if self.experts else None,
+        )  # fmt: skip
+        return fp8jax.nnx.quantize(network, recipe) if changes_layers(recipe) else network
 
 
 # Formats of the operands of each product of `coat`, by which they are told apart.
@@ -127,6 +164,81 @@ def replicas(arm: ParityArm) -> int:
     return jax.device_count() if arm.recipe.comm.gradients is not None else 1
 
 
+class PlainState(NamedTuple):
+    """A trained model of a `PlainSetting`: all its variables, and the state of its optimizer."""
+
+    network: nnx.State
+    opt_state: Any
+
+
+def plain_programs(
+    recipe: fp8jax.Recipe, setting: PlainSetting, observed_every: int = 0
+) -> tuple[Callable[..., Any], Callable[..., Any], int]:
+    """`programs` of a `PlainSetting`.
+
+    Args:
+        recipe: of the model and of its optimizer.
+        setting: the model and its schedule.
+        observed_every: steps from one with telemetry to the next, a divisor of the steps. `train` then returns the
+            statistics of these steps, too, as `fp8jax.telemetry` does, with a leading axis. 0 for none.
+    """
+    optim = config.Optim(steps=setting.steps, warmup=setting.warmup, lr=setting.lr)
+    tx = make_optimizer(config.Config(optim=optim), recipe)
+
+    def begin(seed: jax.typing.ArrayLike) -> tuple[nnx.Module, nnx.Optimizer]:
+        network = setting.model(recipe, nnx.Rngs(jax.random.key(seed)))
+        return network, fp8jax.nnx.Optimizer(network, tx, wrt=nnx.Param)
+
+    abstract = nnx.eval_shape(lambda: begin(0))
+    graph, network_graph = nnx.graphdef(abstract), nnx.graphdef(abstract[0])
+    parameters = count(nnx.state(abstract[0], nnx.Param))
+
+    def run(seed: jax.Array, text: jax.Array, starts: jax.Array) -> tuple[Any, ...]:
+        def step(state: nnx.State, starts: jax.Array) -> tuple[nnx.State, jax.Array]:
+            tokens = text[starts[:, None] + jnp.arange(setting.length + 1)].astype(jnp.int32)
+            network, optimizer = nnx.merge(graph, state)
+
+            def loss_fn(network: Any) -> tuple[jax.Array, jax.Array]:
+                loss = cross_entropy(network(tokens[:, :-1]), tokens[:, 1:])
+                routers = router_losses(nnx.state(network)) or {"balance_loss": 0.0, "z_loss": 0.0}
+                balance, z = (
+                    optim.balance_coefficient * routers["balance_loss"],
+                    optim.z_coefficient * routers["z_loss"],
+                )
+                return loss + balance + z, loss
+
+            (_, loss), grads = fp8jax.nnx.value_and_grad(loss_fn, has_aux=True)(network)
+            optimizer.update(network, grads)
+            return nnx.state((network, optimizer)), loss
+
+        def observed(state: nnx.State, starts: jax.Array) -> tuple[nnx.State, Any]:
+            (state, loss), found = fp8jax.telemetry(step)(state, starts[0])
+            state, losses = jax.lax.scan(step, state, starts[1:])
+            return state, (jnp.concatenate([loss[None], losses]), found)
+
+        state = nnx.state(begin(seed))
+        if not observed_every:
+            state, losses = jax.lax.scan(step, state, starts)
+            return final(state), losses
+        state, (losses, found) = jax.lax.scan(observed, state, starts.reshape(-1, observed_every, setting.batch))
+        return final(state), losses.reshape(-1), found
+
+    def final(state: nnx.State) -> PlainState:
+        network, optimizer = nnx.merge(graph, state)
+        return PlainState(nnx.state(network), nnx.pure(optimizer.opt_state))
+
+    def validate(state: PlainState, sequences: jax.Array) -> jax.Array:
+        def loss(tokens: jax.Array) -> jax.Array:
+            # Variables belong to the trace that made them: these come from the one around.
+            network: Any = nnx.merge(network_graph, jax.tree.map(lambda x: x, state.network))
+            network.eval()
+            return cross_entropy(network(tokens[:, :-1]), tokens[:, 1:])
+
+        return jax.lax.map(loss, sequences)
+
+    return jax.jit(run), jax.jit(validate), parameters
+
+
 def programs(arm: ParityArm, setting: Setting) -> tuple[Callable[..., Any], Callable[..., Any], int]:
     """A training run and its validation, and the number of parameters.
 
@@ -136,6 +248,8 @@ def programs(arm: ParityArm, setting: Setting) -> tuple[Callable[..., Any], Call
         `validate(state, sequences)`: int32 (count, batch, length + 1) to fp32 losses (count,).
         Number of parameters.
     """
+    if isinstance(setting, PlainSetting):
+        return plain_programs(arm.recipe, setting)
     of = {"master": arm.master, "release": arm.release}
     optim = config.Optim(steps=setting.steps, warmup=setting.warmup, lr=setting.lr, **of)  # type: ignore[arg-type]
     recipe = with_master(arm.recipe, arm.master)

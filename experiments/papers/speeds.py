@@ -5,10 +5,8 @@ It measures nothing. It writes results/CARD/NAME.json of each card that has the 
     moss_speed       MOSS: Tables 6 and 10, Figure 8, from gemm, step, step_scaling and results/cpu/moss_snr.json
     coat_layer       COAT: Table 7, from layer
     coat_efficiency  COAT: Table 11, from step_7b_fit, step_7b_fit_four and step_7b_fit_eight
-    int8_limit       INT8 fallback: the limit on Hopper, from gemm, gemm_int8, linear, quantize, layer and steps
 """
 
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.bench import cases
 from experiments.bench.arms import AGAIN, FAITHFUL, LEAN
-from experiments.bench.cases import Gemm
-from experiments.models import sizes
-from experiments.models.llama import LlamaConfig
 from experiments.papers import common
 from experiments.papers.common import Row
 from experiments.results import figures, record
@@ -176,120 +170,6 @@ def efficiency(count: int, step: Result) -> list[Row]:
     return rows
 
 
-LIMIT_FILES = ("gemm", "gemm_int8", "linear", "quantize", "layer", "step", "step_more")
-TOKENS = 16384
-# The share of blocks that fall back, as `bench linear` sets it, the middle of the recipe's 10 to 30 %.
-SHARE = 0.2
-# Bytes an element of what a quantizer reads and writes, bf16 in: of inputs codes, residual's where they fall back, and
-# what is kept; of gradients and weights codes along and across.
-BYTES = {"int8": (2 + 1 + SHARE + 1, 4.0, 4.0), "fp8": (2 + 1 + 1, 4.0, 4.0)}
-FACTORS = {"int8": (1 + SHARE, 1.0, 1.0), "fp8": (1.0, 1.0, 1.0)}
-LIMIT_ARMS = {"int8": "int8_fallback", "fp8": "fast"}
-# The file and the implementation of products in 8 bits.
-EIGHT = {"int8": ("gemm_int8", "ours int8 block"), "fp8": ("gemm", "ours tensor")}
-
-
-class CardRates(NamedTuple):
-    """Rates measured on one card.
-
-    Attributes:
-        plain: operations a second of bf16's three products of a linear layer, by (inputs, outputs).
-        products: of 8-bit products by kind, each by (M, N, K).
-        copy: bytes a second.
-    """
-
-    plain: Mapping[tuple[int, int], float]
-    products: Mapping[str, Mapping[Gemm, float]]
-    copy: float
-
-    def bf16(self, k: int, n: int) -> float:
-        """Rate of a linear layer; of one that was not measured the lowest, which leaves least for all else."""
-        return self.plain.get((k, n), min(self.plain.values()))
-
-    def eight(self, kind: str, shape: Gemm) -> float:
-        """Rate of a product, or of its transpose; of one that was not measured the highest: it is a limit."""
-        m, n, k = shape
-        known = self.products[kind]
-        return known.get(shape) or known.get((n, m, k)) or max(known.values())
-
-
-def rates(files: Mapping[str, Result]) -> CardRates:
-    """The rates in a card's files, by shape, and the fastest copy."""
-
-    def of(name: str, impl: str, metric: str) -> list[tuple[tuple[int, ...], float]]:
-        rows = (row for row in files[name]["rows"] if row["impl"] == impl and row["metric"] == metric)
-        return [(tuple(map(int, re.findall(r"\d+", row["case"]))), 1e12 * row["value"]) for row in rows if row["value"]]
-
-    eight = {kind: {gemm: rate for gemm, rate in of(*where, "rate") if len(gemm) == 3} for kind, where in EIGHT.items()}
-    plain = {(shape[1], shape[2]): rate for shape, rate in of("linear", "xla bf16", "rate") if len(shape) == 3}
-    return CardRates(plain, eight, max(rate for _, rate in of("quantize", "device copy", "bandwidth")))
-
-
-class Shape(NamedTuple):
-    """Linear layers that read one input: K inputs a token, and their widths."""
-
-    k: int
-    widths: tuple[int, ...]
-
-
-def linears(config: LlamaConfig) -> tuple[Shape, ...]:
-    """The linear layers of a block."""
-    kv = config.kv_heads * config.head_dim
-    return (Shape(config.dim, (config.dim, kv, kv)), Shape(config.dim, (config.dim,)),
-            Shape(config.dim, (config.mlp_dim, config.mlp_dim)), Shape(config.mlp_dim, (config.dim,)))  # fmt: skip
-
-
-def plain_products(shapes: Sequence[Shape], rates: CardRates) -> float:
-    """Milliseconds of bf16's three products of each layer."""
-    return sum(6e3 * TOKENS * shape.k * n / rates.bf16(shape.k, n) for shape in shapes for n in shape.widths)
-
-
-def limit(shapes: Sequence[Shape], kind: str, rates: CardRates) -> tuple[float, float]:
-    """Milliseconds at the limit: of 8-bit products, each at its shape's rate; of quantizers, at a copy's speed."""
-    products = sum(
-        2e3 * m * n * k * times / rates.eight(kind, (m, n, k))
-        for shape in shapes
-        for width in shape.widths
-        for (m, n, k), times in zip(cases.products(TOKENS, shape.k, width), FACTORS[kind], strict=True)
-    )
-    x, dy, w = BYTES[kind]
-    moved = sum(TOKENS * shape.k * x + sum(TOKENS * n * dy + shape.k * n * w for n in shape.widths) for shape in shapes)
-    return products, 1e3 * moved / rates.copy
-
-
-def limits(files: Mapping[str, Result]) -> list[Row]:
-    """The limit of INT8 with fallback and of FP8, and what was measured: linear layers, a layer of 7B, a step of 1b."""
-    rows, speed = list[Row](), rates(files)
-
-    def put(table: str, case: str, bf16: float, parts: tuple[float, float], rest: float, measured: float) -> None:
-        whole = sum(parts) + rest
-        columns = [("bf16", bf16, "ms"), ("products at the limit", parts[0], "ms"), ("quantizers", parts[1], "ms")]
-        columns += [("all else, as bf16", rest, "ms")] if rest else []
-        columns += [("limit over bf16", bf16 / whole, "x"), ("measured over bf16", measured, "x"),
-                    ("above the limit", bf16 / measured - whole, "ms")]  # fmt: skip
-        rows.extend(Row(case, name, number, unit, table=table, pivot=(case, name)) for name, number, unit in columns)
-
-    for k, n in cases.LINEARS_7B:
-        case = f"{TOKENS} x {k} -> {n}"
-        alone: tuple[Shape, ...] = (Shape(k, (n,)),)
-        ratios = figures.rows(files["linear"], "ratio", f"int8_fallback, {100 * SHARE:.0f} % > rate > > {case}")
-        if (k, n) in speed.plain and len(ratios):
-            bf16 = plain_products(alone, speed)
-            put("Linear layers", case, bf16, limit(alone, "int8", speed), 0.0, float(ratios[0]))
-    one_b = sizes.get("1b", 32000)
-    for label, shapes, name, base, metric, case in (
-        ("a layer of 7B", linears(sizes.get("7b", 256)), "layer", "bf16", "time", ""),
-        ("a step of 1b", linears(one_b) * one_b.layers, "step", AGAIN, "step", ONE_GPU),
-    ):
-        for kind, arm in LIMIT_ARMS.items():
-            file = files["step_more" if (name, kind) == ("step", "int8") else name]
-            plain, measured = (value(file, impl, metric, case) for impl in (base, arm))
-            if plain and measured:
-                rest = plain - plain_products(shapes, speed)
-                put("A layer and a step", f"{label}, {arm}", plain, limit(shapes, kind, speed), rest, plain / measured)
-    return rows
-
-
 NOTES = {
     "moss_speed": (
         f"SNR is the mean of {', '.join(ACTIVATIONS)} late in training.",
@@ -308,23 +188,11 @@ NOTES = {
         "activations. Batches are those that `experiments.plan` says fit in 80 GB a GPU; where none is given it is "
         "bf16's. An FP8 optimizer is `coat_optimizer`, with products in bf16.",
     ),
-    "int8_limit": (
-        "The limit of a layer is that of its products, each at the rate of its shape, of the bytes that its quantizers "
-        "must read and write at a copy's speed, and of everything else as bf16 has it. If a shape was not measured, an "
-        "8-bit product has the highest rate of its kind, and bf16 the lowest.",
-        f"INT8's products: a forward one of 1 + {SHARE} for blocks that fall back, and two backward. Bytes an element "
-        f"of quantizers: inputs {BYTES['int8'][0]:g}, gradients and weights {BYTES['int8'][1]:g}; an input that "
-        "several layers read counts once, where `int8_fallback` reads it once a layer, each with its threshold. Norms "
-        "and activations of a recipe may take less than bf16's, so it is no bound.",
-        "The paper (arXiv 2503.08040) reports 1.57 for a step on an RTX 4090, whose int8 units are four times as fast "
-        "as its bf16 ones; Hopper's are twice. Sums of int8 blocks leave the tensor core once a block, to be scaled.",
-    ),
 }
 TITLES = {
     "moss_speed": "MOSS: products, weights' scales, and the trade of speed for fidelity (Tables 6, 10, Figure 8)",
     "coat_layer": "COAT: a layer's speed and what it keeps (Table 7)",
     "coat_efficiency": "COAT: memory and throughput of Llama-2-7B by what is in 8 bits (Table 11)",
-    "int8_limit": "INT8 fallback: the limit on Hopper, and what was measured",
 }
 
 
@@ -335,7 +203,7 @@ def tables(card: Path, snr: Result | None) -> dict[str, tuple[list[Sourced], str
         card: folder of its results files.
         snr: content of moss_snr.json.
     """
-    names = {*LIMIT_FILES, *EFFICIENCY_FILES.values(), "step_scaling"}
+    names = {"gemm", "step", "step_scaling", "layer", *EFFICIENCY_FILES.values()}
     files = {name: record.load(path) for name in sorted(names) if (path := card / f"{name}.json").exists()}
     found: dict[str, tuple[list[Sourced], str]] = {}
     if snr is not None and {"gemm", "step"} <= files.keys():
@@ -351,15 +219,12 @@ def tables(card: Path, snr: Result | None) -> dict[str, tuple[list[Sourced], str
             if name in files and files[name].get("complete", True)}  # fmt: skip
     if rows := [row for count, file in fits.items() for row in sourced(efficiency(count, file), file)]:
         found["coat_efficiency"] = rows, max(file["date"] for file in fits.values())
-    if files.keys() >= {*LIMIT_FILES}:
-        used = {name: files[name] for name in LIMIT_FILES}
-        found["int8_limit"] = sourced(limits(used), *used.values()), max(file["date"] for file in used.values())
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the tables of every card."""
-    options = common.parser(__doc__).parse_args(argv)
+    options = common.parse(__doc__, argv)
     path = options.results / "cpu" / "moss_snr.json"
     snr = record.load(path) if path.exists() else None
     for card in sorted(path for path in options.results.iterdir() if path.is_dir()):

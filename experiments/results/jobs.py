@@ -42,9 +42,9 @@ def bench(name: str, seconds: float, *options: str, file: str | None = None, gpu
     return Job(file or name, ("experiments.bench", name, *options, *named, "--out"), seconds, gpus)
 
 
-def table(name: str, seconds: float, *options: str, gpus: int = 0) -> Job:
-    """A job of `experiments.papers`."""
-    return Job(name, (f"experiments.papers.{name}", *options, "--results"), seconds, gpus)
+def table(name: str, seconds: float) -> Job:
+    """A job of `experiments.papers`, on a CPU."""
+    return Job(name, (f"experiments.papers.{name}", "--results"), seconds, gpus=0)
 
 
 # An arm takes 20 to 80 s to trace and compile.
@@ -73,11 +73,9 @@ ONE_GPU = (
           "coat, released, bf16+int8 masters", "coat, released, offloaded, bf16+int8 masters", file="release_offload"),
     bench("layer", 110, "--lengths", "4096"),
     bench("moe", 250),
-    bench("profile", 60),
-    bench("profile", 170, "--models", "llama1b", "--only", "coat", "coat_fast", file="profile_models"),
+    bench("profile", 170, "--only", "coat", "coat_fast", file="profile_models"),
     bench("optimizer", 110),
     bench("gemm", 125, "--limit", "100"),
-    table("coat_speed", 40, gpus=1),
     bench("peers", 160),
     bench("grouped", 260),
     bench("step", 265, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback",
@@ -87,7 +85,6 @@ ONE_GPU = (
     bench("quantize", 65),
     bench("gemm_int8", 65, "--limit", "55", "--shapes", "4"),
     bench("linear", 50, "--model", "7b", "--tokens", "16384"),
-    bench("scaling", 45),
     bench("step", 90, *STEP, "--torch", "--arm", "moss", "moss, weights just in time", "moss, weights delayed",
           file="step_scaling"),
     bench("lora", 45, "--arm", "te_current on e4m3", "fast on e4m3"),
@@ -135,51 +132,50 @@ def wide(count: int, word: str) -> tuple[Job, ...]:
     )  # fmt: skip
 
 
-FOUR_GPUS = (
-    *wide(4, "four"),
-    Job("fp8_lm_reductions_gpus", ("experiments.papers.fp8_lm_reductions", "--results"), 90, gpus=4),
-)
+FOUR_GPUS = wide(4, "four")
 EIGHT_GPUS = wide(8, "eight")
 CPU = (
     table("plans", 60),
     table("coat_memory", 60),
     table("int8_memory", 60),
-    table("coat_optimizer", 400),
-    table("coat_activations", 200),
-    table("fp8_lm_gradients", 200),
-    table("fp8_lm_reductions", 200),
-    table("finetuning", 1500),
     Job("soak", ("experiments.soak", "--results"), 1800, gpus=0),
 )
 # Studies whose question is settled: their files stay, and their commands are of the commits that the files name.
 SETTLED = (
+    "coat_activations",
     "coat_expansion",
+    "coat_optimizer",
+    "coat_speed",
+    "finetuning",
+    "finetuning_60m",
+    "fp8_lm_gradients",
     "fp8_lm_masters",
+    "fp8_lm_precision_125m",
+    "fp8_lm_reductions",
+    "fp8_lm_reductions_gpus",
     "int8_diverges",
     "int8_fallback",
     "int8_leak",
+    "int8_limit",
     "int8_outliers",
     "int8_speed",
     "moss_accuracy",
     "moss_scaling",
     "moss_snr",
+    "profile",
     "release_clipping",
+    "scaling",
     "second_moment",
     "training_parity",
 )
 # From other files, without measuring: after the others.
 DERIVED = (
     *(Job(page, ("experiments.papers.speeds", "--results"), 5, gpus=0)
-      for page in ("moss_speed", "coat_layer", "coat_efficiency", "int8_limit")),
+      for page in ("moss_speed", "coat_layer", "coat_efficiency")),
     *(Job(page, ("experiments.papers.parity", "--study", name, "--judge", "--results"), 5, gpus=0)
       for name, page in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals"),
                          ("fixed_batch", "fixed_batch"))),
 )  # fmt: skip
-
-
-def study(module: str, seconds: float, *options: str, name: str) -> Job:
-    """A job that trains, on one GPU."""
-    return Job(name, (f"experiments.papers.{module}", *options, "--results"), seconds)
 
 
 def seeds(study: str, seconds: float, arms: Sequence[str], gpus: int = 1) -> tuple[Job, ...]:
@@ -199,6 +195,4 @@ TRAINED = (
                             "coat_fast, fast dgrad", "coat_fp8_head", "released_by_shares")),
     *seeds("intervals", 150, ("bf16", "moss_interval_1", "moss_interval_100", "moss", "moss_interval_2000")),
     *seeds("long", 4000, ("bf16", "moss", "fast")),
-    study("finetuning", 900, "--size", "60m", name="finetuning_60m"),
-    study("fp8_lm_precision", 3000, "--model", "125m", name="fp8_lm_precision_125m"),
 )  # fmt: skip

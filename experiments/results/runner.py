@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,19 +115,6 @@ def run(job: Job, folder: Path, log: Path, limit: float, where: Mapping[str, str
     return None if code == 0 else f"ended with code {code}: " + log.read_text().strip().rpartition("\n")[2][:200]
 
 
-def pack(bundle: Path, folders: Sequence[Path]) -> None:
-    """All files of some folders as one archive, whole or not at all."""
-    part = bundle.with_suffix(".part")
-    with tarfile.open(part, "w:gz") as archive:
-        for folder in folders:
-            for path in sorted(folder.glob("*")) if folder.is_dir() else ():
-                # Other jobs go on writing; a file stands under its name when it is whole.
-                with contextlib.suppress(FileNotFoundError):
-                    if not path.name.endswith(".partial"):
-                        archive.add(path, f"{folder.name}/{path.name}")
-    os.replace(part, bundle)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes the files that are not of this commit; 0 if none is left, 1 else, 2 where there is nothing to run on."""
     parser = argparse.ArgumentParser(
@@ -137,17 +123,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [job.name for jobs in (*JOBS.values(), TRAINED) for job in jobs]
     parser.add_argument("--only", nargs="+", choices=sorted(set(names)), metavar="NAME", help="some files")
     parser.add_argument("--cpu", action="store_true", help="the tables that need no GPU")
-    parser.add_argument("--streams", type=int, default=1, metavar="N", help="with --cpu, tables at a time")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all; then what is left is told")
     parser.add_argument("--data", nargs="+", metavar="TEXT", help="train the studies on these files, two on a GPU")
     parser.add_argument("--list", action="store_true", help="what there is and what changed since; runs nothing")
     parser.add_argument("--dry", action="store_true", help="run the code on small shapes, on a CPU; keeps nothing")
     parser.add_argument("--again", action="store_true", help="also what is of this commit")
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder (default: results)")
-    parser.add_argument("--bundle", type=Path, help="all that there is and the logs as one .tgz, after each file")
     options = parser.parse_args(argv)
-    if options.streams < 1:
-        parser.error(f"--streams {options.streams}: give 1 or more tables at a time")
     if options.data and (options.dry or options.cpu):
         parser.error("--data trains on GPUs: leave out --dry and --cpu")
     try:
@@ -159,10 +141,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.list:
         return told(options.results, commit)
     with tempfile.TemporaryDirectory() as scratch:
-        device, slots = "cpu", [""] * options.streams
+        device, slots = "cpu", [""]
         if options.dry:
             os.environ |= {"FP8JAX_DRY": "1", "JAX_PLATFORMS": "cpu"}
-            options.results, options.again, slots = Path(scratch), True, [""]
+            options.results, options.again = Path(scratch), True
         elif options.cpu:
             os.environ["JAX_PLATFORMS"] = "cpu"
         else:
@@ -246,9 +228,6 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
             for future in done:
                 free = sorted(free + running.pop(future))
                 future.result()
-            if done and options.bundle:
-                pack(options.bundle, [options.results / record.card(f"{n} x {device}" if n > 1 else device)
-                                      for n in JOBS if n] + [logs, *options.results.glob(f"{RUNS}*")])  # fmt: skip
     for name, why in left.items():
         print(f"left: {name} ({why})", flush=True)
     return 1 if left else 0
@@ -269,38 +248,16 @@ def share_cores(taken: Sequence[int], slots: int) -> None:
             os.sched_setaffinity(0, {core for i in taken for core in cores[i * each : (i + 1) * each]})
 
 
-def _device(path: Path) -> str:
-    """The device of a file's first row; "" where it has none, or cannot be read."""
-    try:
-        return str(parse_json(read_text(path))["rows"][0]["device"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""
-
-
-def of_kind(folder: Path) -> str:
-    """Which list of jobs a card's folder is of, by the devices of its rows."""
-    if folder.name == "cpu":
-        return KINDS[0]
-    device = next((device for path in sorted(folder.glob("*.json")) if (device := _device(path))), None)
-    if device is None:  # Runs of which tables are made, as in parity/.
-        return "runs"
-    count, _, name = device.rpartition(" x ")
-    return KINDS.get(int(count or 1), f"{count} x {name} alone")
-
-
 def told(results: Path, commit: str) -> int:
     """Prints what there is of every file, by card."""
-    folders = sorted(path for path in results.iterdir() if path.is_dir() and list(path.glob("*.json")))
-    for kind, jobs in (
-        *((KINDS[n], JOBS[n]) for n in sorted(JOBS, key=lambda n: n or 99)),
-        ("from other files", DERIVED),
-    ):
+    for kind, jobs in (*((KINDS[n], JOBS[n]) for n in sorted(JOBS, key=lambda n: n or 99)), ("other files", DERIVED)):
         print(f"{kind}:")
         for job in jobs:
-            cards = [folder for folder in folders if jobs is DERIVED or of_kind(folder) == kind]
-            paths = {folder.name: folder / f"{job.name}.json" for folder in cards}
-            found = {card: state(path, commit) for card, path in paths.items() if path.exists()}
-            print(f"  {job.name}: " + ("; ".join(f"{card}: {what}" for card, what in found.items()) or "missing"))
+            paths = (
+                path for path in sorted(results.glob(f"*/{job.name}.json")) if not path.parent.name.startswith(RUNS)
+            )
+            found = [f"{path.parent.name}: {state(path, commit)}" for path in paths]
+            print(f"  {job.name}: {'; '.join(found) or 'missing'}")
     print("trained, with --data TEXT:")
     for job in TRAINED:
         print(f"  {job.name}: {job.gpus} GPU{'s' if job.gpus > 1 else ''}, {job.seconds / 60:.0f} minutes")

@@ -146,6 +146,7 @@ class Checkpoints:
         self._links = contextlib.ExitStack()
         self._unreadable: dict[int, DamagedError] = {}
         self._orbax = self._open()
+        self._save: Any = None  # Orbax's record of the save under way
 
     def _open(self) -> ocp.training.Checkpointer:
         """Orbax's object of this folder; or of links to the readable steps, where a step keeps Orbax from opening it.
@@ -201,9 +202,19 @@ class Checkpoints:
         """
         try:
             with self._saving():
-                self._orbax.close()
+                try:
+                    self._wait()
+                finally:
+                    self._orbax.close()
         finally:
             self._links.close()
+
+    def _wait(self) -> None:
+        """Waits for a save under way."""
+        save, self._save = self._save, None
+        if save is not None:
+            # Orbax keeps a thread with an event loop of each save until its result is asked for.
+            save.result()
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
@@ -256,10 +267,14 @@ class Checkpoints:
         meta = {"step": step, "loader": loader, "config": config, "log": list(log), "leaves": leaves}
         # Orbax stores no empty arrays; nothing but their shape needs storing.
         stored = {name: x for name, x in arrays.items() if x.size}
-        # Shards of several processes are those of the state itself, which the next step overwrites.
-        save = self._orbax.save_checkpointables if hosts.several() else self._orbax.save_checkpointables_async
         with self._saving():
-            save(step, {"state": stored}, force=True, custom_metadata={"seal": _seal(meta), **meta})
+            self._wait()
+            self._save = self._orbax.save_checkpointables_async(
+                step, {"state": stored}, force=True, custom_metadata={"seal": _seal(meta), **meta}
+            )
+            if hosts.several():
+                # Shards of several processes are those of the state itself, which the next step overwrites.
+                self._wait()
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """What `save` was given beside the state: step, loader, config, log; and leaves.
@@ -356,7 +371,7 @@ class Checkpoints:
             UserError: the checkpoint is of another configuration, or none is whole.
         """
         with self._saving():
-            self._orbax.wait()
+            self._wait()
         damaged: dict[int, DamagedError] = {}
         for step in sorted([*(x.step for x in self._orbax.checkpoints), *self._unreadable], reverse=True):
             try:

@@ -167,9 +167,9 @@ def check_devices(llama: LlamaConfig, devices: int) -> None:
 
 
 def check(recipe: fp8jax.Recipe) -> None:
-    """Raises ValueError for a recipe with a scaling state, 4-bit codes or a rotation: products of experts have none."""
+    """Raises ValueError for a recipe with a scaling state, or without products of experts."""
     if (reason := unsupported_ragged_reason(recipe.linear)) is not None:
-        raise ValueError(f"{recipe.name}: {reason}; take mxfp8, coat or another recipe of 8 bits")
+        raise ValueError(f"{recipe.name}: {reason}; take mxfp8, nvfp4, coat or another recipe")
     names = sorted(
         {recipe.linear.scaling_name(operand) for operand, s in recipe.linear.states.items() if s.collects_stats}
     )

@@ -20,7 +20,6 @@ import fp8jax
 from experiments import mesh as meshes
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.models.moe import router_losses
-from experiments.text import packing
 from experiments.train import adapters, parallel, tensor
 from experiments.train.adapters import BaseVariable
 from experiments.train.experts import AXIS, ExpertSharing
@@ -207,14 +206,6 @@ class Task:
         model = nnx.merge(self.graphdef, params, model_state)
         model.eval()
         return model
-
-    def observed(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> Any:
-        """The model state after a forward pass of tokens (B, T + 1), for scalings that observe no gradients."""
-        model = nnx.merge(self.graphdef, params, model_state)
-        tokens_BxT, _, segments_BxT = packing.parts(tokens_BxT)
-        model(tokens_BxT[:, :-1], None if segments_BxT is None else segments_BxT[:, :-1])
-        fp8jax.nnx.advance_scaling(model, nnx.State({}))
-        return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
     def loss(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> jax.Array:
         """Mean cross-entropy of each next token in evaluation, float32; tokens (B, T + 1), or packed (B, 3, T + 1)."""

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import fp8jax
 from experiments.errors import UserError
 from experiments.files import parse_json, read_text
-from experiments.models import scoring
 from experiments.text.tokenizer import BytePair, Bytes, Tokenizer
 from experiments.train import config as configuration
 from experiments.train import start
@@ -20,9 +18,6 @@ from experiments.train.checkpoint import Checkpoints, DamagedError
 from experiments.train.config import Config, check_same, flatten_fields, with_new_names
 from experiments.train.optimizer import make_optimizer, with_head, with_master
 from experiments.train.task import Task
-
-# Passes in which thresholds come to where they would be in training, by a factor 1.3 a pass, and their sequences.
-SETTLING, SETTLING_ROWS = 40, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,40 +49,10 @@ class Trained:
         """The weights to save or to go on with."""
         return self.params if self.weights is None else self.weights
 
-    def model(self, linear: fp8jax.recipes.Linear, tokens: np.ndarray | None = None) -> scoring.Model:
-        """The model with linear layers computed as told: parameters and tokens to logits.
-
-        Thresholds of a recipe that it was not trained with first follow passes of the beginning of these tokens.
-        """
-        if linear == self.recipe.linear:
-            return lambda params, tokens_BxT: self.task.model(params, self.model_state)(tokens_BxT)
-        recipe = dataclasses.replace(self.recipe, linear=linear)
-        task = Task.build(self.task.llama, self.task.tx, recipe, remat=False, seed=self.config.seed)
-        # Of another recipe there are no histories: its first step needs none.
-        fresh = jax.jit(lambda: task.init().model_state)()
-        if tokens is not None and any(part.is_threshold for part in linear.states.values()):
-            length = self.config.data.seq_len + 1
-            batch = np.resize(tokens, (min(SETTLING_ROWS, -(-len(tokens) // length)), length)).astype(np.int32)
-            settle = jax.jit(task.observed)
-            for _ in range(SETTLING):
-                fresh = settle(self.params, fresh, batch)
-
-        def run(params: Any, tokens_BxT: Any) -> jax.Array:
-            model = task.model(params, fresh)
-            if linear.needs_weight_bounds:
-                fp8jax.nnx.reset_weight_amax_bounds(model)
-            logits: jax.Array = model(tokens_BxT)
-            return logits
-
-        return run
-
-
-def get_recipe(name: str, flag: str) -> fp8jax.Recipe:
-    """A preset; UserError, naming the flag, where there is none of this name."""
-    try:
-        return fp8jax.recipes.get(name)
-    except ValueError as error:
-        raise UserError(f"{flag}: {error}") from None
+    def model(self, params: Any, tokens_BxT: jax.Array) -> jax.Array:
+        """The logits of each next token, (B, T, V), computed as in training."""
+        logits: jax.Array = self.task.model(params, self.model_state)(tokens_BxT)
+        return logits
 
 
 def load(folder: Path, name: str) -> Trained:
@@ -96,7 +61,10 @@ def load(folder: Path, name: str) -> Trained:
     Raises:
         UserError: the run, the recipe or a checkpoint is missing or damaged, or made by another version of the recipe.
     """
-    recipe = get_recipe(name, "--recipe")
+    try:
+        recipe = fp8jax.recipes.get(name)
+    except ValueError as error:
+        raise UserError(f"--recipe: {error}") from None
     if not (folder / "config.json").is_file():
         raise UserError(f"--run {folder}: no run of experiments.train is there (config.json is missing)")
     here = sorted(p.parent.name for p in folder.glob("*/checkpoints") if any(x.name.isdigit() for x in p.iterdir()))

@@ -113,6 +113,11 @@ class PaddedTokens:
     def num_groups(self) -> int:
         return self.starts.shape[0]
 
+    @property
+    def is_in_group(self) -> Array:
+        """Whether each row is in a group, bool (rows,)."""
+        return self.places < self.length
+
     def pad(self, x: Array) -> Array:
         """The rows of x (rows, n) at their places, (length, n), and zeros in between."""
         return take_rows(x, self.rows)

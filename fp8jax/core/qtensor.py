@@ -190,23 +190,13 @@ class QTensor:
 
         return jax.tree.map(sharding_of, self)
 
-    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes that the arrays must have."""
-        count = blocks.counts(self.shape, self.spec.block_shape(self.shape))
-        shapes = {"codes": self.spec.stored_shape(self.shape), "scale": count}
-        if self.spec.expand:
-            shapes["expansion"] = count
-        if self.spec.has_microscales:
-            shapes["microscale"] = blocks.counts(self.shape, self.spec.micro_shape(self.shape))
-        return shapes
-
     def check_blocks(self) -> None:
         """Checks that blocks are where they were when the codes were computed; also of an abstract QTensor.
 
         Raises:
             ValueError: the arrays were joined, cut or stacked one by one along an axis that is divided into blocks.
         """
-        short, expected = ShortBlocks.from_shape(self.codes.shape, self.spec), self._expected_shapes()
+        short, expected = ShortBlocks.from_shape(self.codes.shape, self.spec), self.spec.leaf_shapes(self.shape)
         shapes = {name: getattr(self, name).shape for name in expected if getattr(self, name) is not None}
         wrong = {
             name: shape
@@ -231,7 +221,7 @@ class QTensor:
         """
         fmt, spec = formats.get(self.spec.format), self.spec
         dtypes = dict(zip(("codes", *METADATA_FIELDS), _dtypes(spec), strict=True))
-        expected = {name: (shape, dtypes[name]) for name, shape in self._expected_shapes().items()}
+        expected = {name: (shape, dtypes[name]) for name, shape in self.spec.leaf_shapes(self.shape).items()}
         for name, array in self._leaves._asdict().items():
             if (array is not None) != (name in expected):
                 raise ValueError(f"{name} is {'missing' if array is None else 'there'}, but the spec is {spec}")
@@ -401,12 +391,7 @@ def _quantize(
     seed: Array | None = None,
     previous: Array | None = None,
 ) -> QTensor:
-    count = blocks.counts(x.shape, spec.block_shape(x.shape))
-    out_shapes = {"codes": spec.stored_shape(x.shape), "scale": count}
-    if spec.expand:
-        out_shapes["expansion"] = count
-    if spec.has_microscales:
-        out_shapes["microscale"] = blocks.counts(x.shape, spec.micro_shape(x.shape))
+    out_shapes = spec.leaf_shapes(x.shape)
 
     def encode(x: Array, *optional: Array | None) -> tuple[Array, ...]:
         scale, key, dither, seed, previous = optional
@@ -418,3 +403,28 @@ def _quantize(
     )
     length = x.shape[spec.axis] if spec.is_packed else None
     return QTensor(**QTensorLeaves(**dict(zip(out_shapes, arrays, strict=True)))._asdict(), spec=spec, length=length)
+
+
+def to_bytes(q: QTensor) -> QTensor:
+    """A quantized tensor without gradients, its codes as bytes."""
+    q = jax.tree.map(jax.lax.stop_gradient, q)
+    return q.with_codes(_cast_bytes(q.codes, jnp.uint8))
+
+
+def from_bytes(q: QTensor) -> QTensor:
+    """The inverse of `to_bytes`."""
+    dtype = jnp.uint8 if q.spec.is_packed else formats.get(q.spec.format).dtype
+    return q.with_codes(_cast_bytes(q.codes, dtype))
+
+
+def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
+    """Codes of 4 or 8 bits as another dtype of one byte; wider codes as they are."""
+    if codes.dtype.itemsize > 1:
+        return codes
+    if _bits(codes.dtype) == 4:
+        return jax.lax.bitcast_convert_type(codes, jnp.uint4).astype(dtype)
+    return jax.lax.bitcast_convert_type(codes.astype(jnp.uint4) if _bits(dtype) == 4 else codes, dtype)
+
+
+def _bits(dtype: DTypeLike) -> int:
+    return int((jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits)

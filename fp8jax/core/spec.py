@@ -174,13 +174,13 @@ class QuantSpec:
 
     def nbytes(self, shape: Sequence[int]) -> float:
         """Bytes of codes and metadata of an array of this shape."""
-        codes = math.prod(self.stored_shape(shape)) * formats.get(self.format).dtype.itemsize
-        if self.is_packed:
-            codes = math.prod(self.stored_shape(shape))
-        scale_bytes = formats.get(self.scale_format).bytes_per_element
-        scales = math.prod(blocks.counts(shape, self.block_shape(shape)))
-        micro = math.prod(blocks.counts(shape, self.micro_shape(shape))) if self.has_microscales else 0
-        return codes + scales * (scale_bytes + expansion.DTYPE.itemsize * bool(self.expand)) + micro
+        sizes = {
+            "codes": 1 if self.is_packed else formats.get(self.format).dtype.itemsize,
+            "scale": formats.get(self.scale_format).bytes_per_element,
+            "expansion": expansion.DTYPE.itemsize,
+            "microscale": 1,
+        }
+        return sum(math.prod(leaf) * sizes[name] for name, leaf in self.leaf_shapes(shape).items())
 
     @property
     def microscale_format(self) -> str | None:
@@ -223,6 +223,17 @@ class QuantSpec:
     def is_packed(self) -> bool:
         """Whether codes are packed along `axis`, as those of int10 and e2m1 are."""
         return formats.get(self.format).packing is not None
+
+    def leaf_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the arrays of a `QTensor` of this shape, by name, without those that it does not have."""
+        block_shape = self.block_shape(shape)
+        micro_shape = self.micro_shape(shape) if self.has_microscales else None
+        shapes = {"codes": self.stored_shape(shape), "scale": blocks.counts(shape, block_shape)}
+        if self.expand:
+            shapes["expansion"] = shapes["scale"]
+        if micro_shape is not None:
+            shapes["microscale"] = blocks.counts(shape, micro_shape)
+        return shapes
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the codes of an array of this shape; it differs only for packed formats."""

@@ -13,13 +13,13 @@ from jax import Array, lax
 
 from fp8jax import recipes
 from fp8jax.core import blocks, formats, scaling
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.scaling import Current, Scaling
 from fp8jax.core.spec import QuantSpec
 from fp8jax.dist import manual, shared_scales
 from fp8jax.dist.collectives import HLO_NAMES, Collective
-from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, from_bytes, to_bytes
+from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts
 from fp8jax.ops.products.linear import linears, require_stateless
 from fp8jax.ops.products.weights import QuantizedWeight
 from fp8jax.ops.quantization.microscaling import fold_rows
@@ -188,13 +188,10 @@ def gather_linear(
     Raises:
         ValueError: as for `gather_sequence` and `fp8jax.linear`; or `quantized` has another length than `weights`.
     """
-    prequantized = [None] * len(weights) if quantized is None else list(quantized)
-    if len(prequantized) != len(weights):
-        raise ValueError(f"{len(weights)} weights were given quantized as {len(prequantized)}")
     linear = require_stateless(recipe)
     whole, codes = _gather_with_codes("gather_linear", x, axes, linear, gradients, dim)
     facts = NO_FACTS if codes is None else ArrayFacts(codes=codes)
-    return linears(whole, weights, recipe=linear, facts=facts, key=key, quantized=prequantized)
+    return linears(whole, weights, recipe=linear, facts=facts, key=key, quantized=quantized)
 
 
 def scatter_sequence(
@@ -259,19 +256,17 @@ def _gather_with_codes(
 ) -> tuple[Array, tuple[QuantSpec, QTensor] | None]:
     """The whole array; and its spec with its codes as bytes, or None if no codes travelled."""
     devices, dim = manual.check_manual_axes(caller, axes, (), _ADVICE), _normalize_dim(caller, x, dim)
-    forward_format, backward_format = (
-        operand_wire_format(caller, wire_format, "x"),
-        sum_wire_format(caller, wire_format if gradients is None else gradients),
-    )
+    forward_format = operand_wire_format(caller, wire_format, "x")
+    backward_format = sum_wire_format(caller, wire_format if gradients is None else gradients)
     _check_shard_blocks(caller, forward_format, x.shape[dim], dim, x.ndim)
     names, shape = manual.axis_names(axes), tuple(n * devices if i == dim else n for i, n in enumerate(x.shape))
-    q = (
-        None
-        if forward_format.spec is None
-        else _gather_codes(_quantize_shard(lax.stop_gradient(x), forward_format, names), x.shape, dim, names)
-    )
-    whole: Array = _gather(_GatherConfig(names, dim, forward_format, backward_format, x.dtype, shape), x, q)
-    return whole, None if forward_format.spec is None or q is None else (forward_format.spec, q)
+    codes = None
+    if forward_format.spec is not None:
+        shard = _quantize_shard(lax.stop_gradient(x), forward_format, names)
+        codes = forward_format.spec, _gather_codes(shard, x.shape, dim, names)
+    static = _GatherConfig(names, dim, forward_format, backward_format, x.dtype, shape)
+    whole: Array = _gather(static, x, codes and codes[1])
+    return whole, codes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -281,25 +276,17 @@ def _gather(static: _GatherConfig, x: Array, q: QTensor | None) -> Array:
     return from_bytes(q).dequantize(static.dtype).reshape(static.shape)
 
 
-def _gather_forward(static: _GatherConfig, x: Array, q: QTensor | None) -> tuple[Array, None]:
-    return _gather(static, x, q), None
-
-
 def _gather_backward(static: _GatherConfig, _: None, dy: Array) -> tuple[Array, None]:
     return _reduce_scatter(dy, static.backward_format, static.axes, static.dim).astype(static.dtype), None
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+_gather.defvjp(lambda static, x, q: (_gather(static, x, q), None), _gather_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scatter(static: tuple[tuple[str, ...], int, WireFormat, WireFormat], x: Array) -> Array:
     axes, dim, wire_format, _ = static
     return _reduce_scatter(x, wire_format, axes, dim)
-
-
-def _scatter_forward(static: Any, x: Array) -> tuple[Array, None]:
-    return _scatter(static, x), None
 
 
 def _scatter_backward(static: Any, _: None, dy: Array) -> tuple[Array]:
@@ -311,7 +298,7 @@ def _scatter_backward(static: Any, _: None, dy: Array) -> tuple[Array]:
     return (q.dequantize(dy.dtype).reshape(shape),)
 
 
-_scatter.defvjp(_scatter_forward, _scatter_backward)
+_scatter.defvjp(lambda static, x: (_scatter(static, x), None), _scatter_backward)
 
 
 def _reduce_scatter(x: Array, wire_format: WireFormat, axes: tuple[str, ...], dim: int) -> Array:
@@ -326,11 +313,8 @@ def _quantize_shard(x: Array, wire_format: WireFormat, axes: tuple[str, ...]) ->
     """The codes of a device's shard, as bytes, (tokens, channels): equal to those in a product of the whole."""
     spec, matrix = wire_format.spec, x.reshape(-1, x.shape[-1])
     assert spec is not None
-    fmt, granularity, scale = (
-        formats.get(spec.format),
-        spec.outer_scale if spec.granularity == "mx" else spec.granularity,
-        None,
-    )
+    fmt, scale = formats.get(spec.format), None
+    granularity = spec.outer_scale if spec.granularity == "mx" else spec.granularity
     if granularity == "tensor":
         amax = scaling.compute_amax(matrix)
         if fmt.inf is None:  # put NaN into the scale as Inf: NCCL's maxima ignore NaN
@@ -403,10 +387,7 @@ def sequence_collectives(
     Raises:
         ValueError: as for both functions.
     """
-    forward_format, backward_format = (
-        operand_wire_format(CALLER, wire_format, "x"),
-        operand_wire_format(CALLER, wire_format, "dy"),
-    )
+    forward_format, backward_format = (operand_wire_format(CALLER, wire_format, operand) for operand in ("x", "dy"))
     sum_format = sum_wire_format(CALLER, wire_format)
     result = []
     for operand, count in ((forward_format, forward_gathers * times), (backward_format, times)):

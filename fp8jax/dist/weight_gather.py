@@ -14,11 +14,10 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8jax.core import formats, scaling
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import Comm, Linear, Recipe
 from fp8jax.dist import manual
 from fp8jax.dist.reduce import reduce_scatter_gradients, resolve
-from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
 from fp8jax.ops.products.linear import collects_stats
 from fp8jax.ops.products.weights import QuantizedWeight, one_pass_spec
 from fp8jax.ops.quantization.quantize import quantize, transpose

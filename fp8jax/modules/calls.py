@@ -56,7 +56,6 @@ def wrong_model_message(expectation: str, model: Any) -> str:
 
     Args:
         expectation: the start of the message, such as "fp8jax.nnx.quantize takes an NNX module".
-        model: the object.
     """
     kind = type(model)
     bases = {base.__module__.partition(".")[0] for base in kind.__mro__}
@@ -245,8 +244,6 @@ class LayerNames:
     def __call__(self, path: str) -> tuple[str, ...]:
         module_path = path.rpartition("/")[0]
         layer = "/".join(filter(None, (self._prefix, module_path)))
-        return (
-            ("/".join(filter(None, (self._prefix, path))), layer)
-            if module_path in self._multi_matrix_modules
-            else (layer,)
-        )
+        if module_path in self._multi_matrix_modules:
+            return ("/".join(filter(None, (self._prefix, path))), layer)
+        return (layer,)

@@ -1,4 +1,4 @@
-"""Products and kernels of a program, as JAX traced it and as XLA compiled it, and those that lost their 8 bits.
+"""Products and kernels of a program as JAX traced it and as XLA compiled it, and those that run in more bits.
 
 `fp8jax.ops` names its products in the program: `fp8jax:e4m3*e5m2` multiplies codes of these formats. XLA keeps names.
 """
@@ -16,7 +16,7 @@ from fp8jax.core.tables import sentence
 from fp8jax.ops.dispatch.choice import Choice, record_choices, record_residuals, summary
 from fp8jax.rewrite.primitives import PRODUCTS
 
-_EIGHT_BITS = re.compile(r"float[48]\w*|u?int8|f[48]\w+|[su]8")
+_CODE_DTYPES = re.compile(r"float[48]\w*|u?int8|f[48]\w+|[su]8")
 _OPERAND = re.compile(r"(?:(?P<type>\w+)\[[^\]]*\]\S* )?%(?P<name>[\w.$-]+)")
 _OP_NAME, _TARGET = re.compile(r'op_name="([^"]*)"'), re.compile(r'custom_call_target="([^"]*)"')
 _REQUESTED = re.compile(r"fp8jax:(\w+)\*(\w+)")
@@ -47,15 +47,15 @@ class Product:
     kernel: str = ""
 
     @property
-    def is_8bit(self) -> bool:
-        """Whether both operands have 8 bits, or 4."""
-        return len(self.operands) == 2 and all(_EIGHT_BITS.fullmatch(name) for name in self.operands)
+    def has_codes(self) -> bool:
+        """Whether both operands have 8 or 4 bits."""
+        return len(self.operands) == 2 and all(_CODE_DTYPES.fullmatch(name) for name in self.operands)
 
     @property
     def widened_dtype(self) -> str | None:
-        """The wider dtype in which a product of two 8-bit formats runs, such as "bf16"; None if it is not widened."""
+        """The wider dtype in which a product of codes runs, such as "bf16"; None if it is not widened."""
         formats = self.requested_formats.split(" x ")
-        if not self.requested_formats or self.is_8bit or any(name in ("bf16", "fp16", "fp32") for name in formats):
+        if not self.requested_formats or self.has_codes or any(name in ("bf16", "fp16", "fp32") for name in formats):
             return None
         return max((_WIDE_DTYPES.get(name, name) for name in self.operands), key=lambda name: name[-2:])
 
@@ -86,7 +86,7 @@ class Program:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A line for each kind of product that was requested in 8 bits and runs in more."""
+        """A line for each kind of product that was requested in 8 or 4 bits and runs in more."""
         return describe_widened(self.compiled, self.choices, self.backend)
 
     def __str__(self) -> str:
@@ -94,8 +94,8 @@ class Program:
         for name, products in (("traced", self.traced), ("compiled", self.compiled)):
             lines += [f"  {name:<8}  {p}" for p in products]
         num_requested = sum(p.executions for p in self.compiled if p.requested_formats)
-        num_8bit = sum(p.executions for p in self.compiled if p.requested_formats and p.is_8bit)
-        lines.append(f"  fp8jax asked for {num_requested} products, {num_8bit} of them run on 8-bit operands")
+        num_codes = sum(p.executions for p in self.compiled if p.requested_formats and p.has_codes)
+        lines.append(f"  fp8jax asked for {num_requested} products, {num_codes} of them multiply codes of 8 or 4 bits")
         lines += [f"  WARNING: {line}" for line in self.warnings]
         lines += [f"  saved {line}" for line in self.residuals]
         lines += [f"  {line}" for line in summary(self.choices)]
@@ -103,12 +103,7 @@ class Program:
 
 
 def inspect_program(fn: Callable, *args: Any) -> Program:
-    """The products of a function, compiled for the default device.
-
-    Args:
-        fn: a function of arrays.
-        args: arrays or `jax.ShapeDtypeStruct`, in any structure.
-    """
+    """The products of a function, compiled for the default device."""
     with record_choices() as choices, record_residuals() as residuals:
         traced = jax.jit(fn).trace(*args)
     products = _count_products(
@@ -185,7 +180,7 @@ def _parse_kinds(lines: Iterable[Line]) -> Iterator[_Kind]:
 def describe_widened(
     products: Iterable[Product], choices: Iterable[tuple[str, Choice]] = (), backend: str = "cuda"
 ) -> tuple[str, ...]:
-    """A line for each kind of product that was requested in 8 bits and runs in more: the dtype, why, and the remedy.
+    """A line for each kind of product of codes that runs in more bits: the dtype, why, and the remedy.
 
     Args:
         products: of `parse_products`.
@@ -221,7 +216,7 @@ _REMEDY_BY_REASON = (
 
 
 def _explain_widening(reasons: list[str], backend: str) -> tuple[str, str]:
-    """Why products run in more than 8 bits, and the remedy."""
+    """Why products run in more bits than their codes, and the remedy."""
     if backend not in ("cuda", "gpu"):
         return f"XLA has no such product for {backend}", "the codes save memory there, no time"
     decode_reasons = [reason for reason in reasons if "decoded" in reason]
@@ -235,7 +230,7 @@ def _explain_widening(reasons: list[str], backend: str) -> tuple[str, str]:
 
 
 def describe(compiled: Any, choices: Iterable[tuple[str, Choice]] = (), backend: str = "cuda") -> list[str]:
-    """Lines on an executable, for a log: its products and kernels, and those that lost their 8 bits, with the remedy.
+    """Lines on an executable, for a log: its products and kernels, and those that run in more bits, with the remedy.
 
     Args:
         compiled: `jax.jit(f).lower(...).compile()`.

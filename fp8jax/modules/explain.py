@@ -172,7 +172,7 @@ def _list_rows(modules: dict[str, Any], rules: RuleSet, plan: CallPlan, find_sha
         if not entry.is_product or not entry.is_planned:
             rows.append(entry)
             continue
-        module = _owner(modules, entry.path)
+        module = modules.get(nnx_modules.find_owner(modules, entry.path))
         reason = entry.reason if entry.is_quantized else _class_reason(module) or entry.reason
         row = entry._replace(kind=type(module).__name__, reason=reason, dtype=_dtype(module))
         # In a loop the plan has the parameter of one iteration.
@@ -181,7 +181,7 @@ def _list_rows(modules: dict[str, Any], rules: RuleSet, plan: CallPlan, find_sha
             row = row._replace(shape=shape)
         rows.append(row)
         for path in entry.concatenated:
-            kind = type(_owner(modules, path)).__name__
+            kind = type(modules.get(nnx_modules.find_owner(modules, path))).__name__
             rows.append(row._replace(path=path, kind=kind, residual_bytes=None, gain=None, rates_device="", flops=0))
     paths = {row.path for row in rows if row.is_product and row.is_planned}
     return rows + _layers_without_product(modules, rules, find_shape, "no product of it is in this call", paths)
@@ -213,13 +213,6 @@ def _class_reason(module: Any) -> str:
 def _dtype(module: Any) -> str | None:
     dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None)
     return str(jnp.dtype(dtype)) if dtype else None
-
-
-def _owner(modules: dict[str, Any], path: str) -> Any:
-    """The module that is a layer, or that holds the parameter at a path."""
-    while path not in modules and path:
-        path = path.rpartition("/")[0]
-    return modules.get(path)
 
 
 def _nnx_shape(path: str, module: Any) -> tuple[int, ...]:

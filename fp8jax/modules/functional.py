@@ -48,12 +48,7 @@ def collect_adapters(attributes: Mapping[str, Any]) -> dict[str, Adapter]:
 
 
 def with_adapters(paths: Any, variables: Any, params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a call, by path, each with its adapter.
-
-    Args:
-        paths, variables: the leaves of the call.
-        params: the parameters, by path.
-    """
+    """The parameters of a call, by path, each with its adapter."""
     modules: dict[tuple[Any, ...], dict[str, Any]] = {}
     for path, variable in zip(paths, variables, strict=True):
         if isinstance(variable, nnx.LoRAParam) and path[0] == 0:

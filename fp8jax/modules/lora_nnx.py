@@ -15,6 +15,7 @@ from fp8jax.modules.functional import FrozenParam, collect_adapters
 from fp8jax.modules.nnx import LAYERS, get_layer_names, get_modules, get_owner, get_params, get_settings, select_params
 from fp8jax.ops.products.lora import Adapter, init_adapter, matrix_shape, merge_adapter
 from fp8jax.ops.products.weights import FrozenWeight, freeze
+from fp8jax.rewrite.states import observed_operands
 
 Model = TypeVar("Model", bound=nnx.Module)
 # Sharding metadata, which does not fit transposed codes.
@@ -74,7 +75,7 @@ def lora(
             "fp8jax.nnx.quantize(model, 'bf16')"
         )
     for path, (_, _, linear) in selected.items():
-        if linear.states and any(scaling.collects_stats for scaling in linear.states.values()):
+        if observed_operands(linear):
             raise ValueError(f"{path} has {linear.scaling} scaling, which keeps a state: take a recipe without")
     layer_names = {path: get_layer_names(selected, path) for path in selected}
     matching_paths = {

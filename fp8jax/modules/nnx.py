@@ -67,11 +67,11 @@ def _with_recipe_names(method: ModuleMethod) -> Callable:
             y = method.original(self, *args, **kwargs)  # first: calls are recorded once, in this order
         with training.suppress_training_checks():
             entries = functional.plan_call(self, method, args, kwargs).entries
-        modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(self)}
+        modules = get_modules(self)
         names: dict[str, list[str]] = {}
         for entry in entries:
             if entry.is_product and entry.is_quantized:
-                names.setdefault(_find_owner(modules, entry.path), []).append(_get_recipe_name(method.rules, entry))
+                names.setdefault(find_owner(modules, entry.path), []).append(_get_recipe_name(method.rules, entry))
         for path, recipe_names in names.items():
             cls: Any = type(modules[path])
             if "_fp8jax_written" in vars(cls):
@@ -95,9 +95,9 @@ def _frozen_as_arrays(module: nnx.Module) -> Iterator[None]:
             variable.set_raw_value(value)
 
 
-def _find_owner(modules: Mapping[str, Any], path: str) -> str:
-    """The path of the module that is a layer, or that holds the parameter at a path."""
-    while path not in modules:
+def find_owner(modules: Mapping[str, Any], path: str) -> str:
+    """The path of the module that is a layer, or that holds the parameter at a path; "" if there is none."""
+    while path and path not in modules:
         path = path.rpartition("/")[0]
     return path
 

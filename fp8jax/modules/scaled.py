@@ -283,23 +283,24 @@ def update_weight_amax_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...]
     Raises:
         ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
     """
-    for path, layer in _layers_to_update(model):
-        _set_bound(layer, path, bounds.get(path))
+    set_bounds(model, bounds, only_trained=False)
 
 
-def update_trained_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]) -> None:
-    """`update_weight_amax_bounds` for the weights that an optimizer trains; the others keep their bounds.
+def set_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array], only_trained: bool) -> None:
+    """Gives layers the bounds of an optimizer, in place; with `only_trained` other weights than its own keep theirs.
 
     Raises:
         ValueError: the model has no layer with automatic weight scaling, or the optimizer is of another model.
     """
-    layers = _layers_to_update(model)
-    layers_to_set = [(path, layer) for path, layer in layers if path in bounds]
-    if bounds and not layers_to_set:
+    layers = _bounded_layers(model)
+    for record in dict.fromkeys(layer.record for _, layer in layers):
+        training.record_advance(training.BOUNDS, record)
+    trained = [(path, layer) for path, layer in layers if path in bounds] if only_trained else layers
+    if bounds and not trained:
         # An optimizer of embeddings or a head alone follows other parameters of this model.
         state_paths = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
-        layers_to_set = [] if state_paths & set(bounds) else layers
-    for path, layer in layers_to_set:
+        trained = [] if state_paths & set(bounds) else layers
+    for path, layer in trained:
         _set_bound(layer, path, bounds.get(path))
 
 
@@ -333,14 +334,6 @@ def measure_missing_bounds(model: nnx.Module) -> None:
 
 def _get_params_by_path(model: nnx.Module) -> dict[tuple[str, ...], Any]:
     return {tuple(map(str, path)): param for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-
-
-def _layers_to_update(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScaling]]:
-    """`_bounded_layers` of a model whose bounds a step updates."""
-    layers = _bounded_layers(model)
-    for record in dict.fromkeys(layer.record for _, layer in layers):
-        training.record_advance(training.BOUNDS, record)
-    return layers
 
 
 def _set_bound(layer: LayerScaling, path: Sequence[str], bound: Array | None) -> None:

@@ -27,7 +27,7 @@ class StepMonitor(NamedTuple):
     Attributes:
         losses: fp32 (LOSS_WINDOW,), the newest losses of good steps, in a ring.
         loss_count: int32 scalar, losses that were ever stored.
-        total: int32 scalar, bad steps.
+        total: int32 scalar, bad steps since the state was initialized.
         consecutive: int32 scalar, bad steps since the last good one.
     """
 
@@ -90,18 +90,6 @@ class SkipBadStepsState(NamedTuple):
 
     monitor: StepMonitor
     inner: optax.OptState
-
-
-class BadSteps(NamedTuple):
-    """Numbers of bad steps.
-
-    Attributes:
-        total: int32 scalar, since the state was initialized.
-        consecutive: int32 scalar, since the last good step.
-    """
-
-    total: Array
-    consecutive: Array
 
 
 def skip_bad_steps(
@@ -193,15 +181,15 @@ def skip_bad_steps(
     return FusedTransformation(*flax_variables.with_unboxed_variables(init, update, step))
 
 
-def get_bad_steps(opt_state: optax.OptState) -> BadSteps:
-    """The numbers of bad steps in the state of an optimizer with `skip_bad_steps`, wherever it is in it.
+def get_bad_steps(opt_state: optax.OptState) -> StepMonitor:
+    """The `total` and `consecutive` numbers of bad steps of an optimizer with `skip_bad_steps`, wherever it is in it.
 
     Raises:
         ValueError: the optimizer has no `skip_bad_steps`, or several.
     """
     if (monitor := find_monitor(opt_state)) is None:
         raise ValueError("the optimizer skips no steps: wrap it in fp8jax.skip_bad_steps(tx)")
-    return BadSteps(monitor.total, monitor.consecutive)
+    return monitor
 
 
 def find_monitor(opt_state: optax.OptState) -> StepMonitor | None:

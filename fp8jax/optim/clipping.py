@@ -80,14 +80,12 @@ def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTran
         state: tuple[optax.OptState, optax.OptState],
         params: optax.Params,
         *,
-        key: Array | None = None,
         grad_scale: ArrayLike | None = None,
-        apply_if: ArrayLike | None = None,
         **step_options: Any,
     ) -> tuple[optax.Params, tuple[optax.OptState, optax.OptState]]:
         grad_scale = jnp.float32(1.0) if grad_scale is None else jnp.asarray(grad_scale, jnp.float32)
         clip = grad_scale * clip_factor(max_norm, global_norm(grads) * jnp.abs(grad_scale))
-        params, inner = tx.step(grads, state[1], params, key=key, grad_scale=clip, apply_if=apply_if, **step_options)
+        params, inner = tx.step(grads, state[1], params, grad_scale=clip, **step_options)
         return params, (state[0], inner)
 
     return FusedTransformation(chain.init, chain.update, step)

@@ -119,14 +119,7 @@ def fp8lm_adamw(
     one over the gradient. A copy that was changed beyond the bound is taken one step later.
 
     Args:
-        learning_rate: step size, or a schedule of the number of steps taken.
-        b1: decay of the first moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1).
-        eps: added to the root of the second moment; not negative.
-        eps_root: added to the second moment under the root; not negative.
-        weight_decay: strength of the decoupled weight decay, multiplied by the learning rate.
-        mask: tree of booleans with the structure of the parameters, or a function of the parameters that gives one:
-            which parameters decay. None decays all.
+        learning_rate, b1, b2, eps, eps_root, weight_decay, mask, impl: as of `compressed_adamw`.
         mu: format of the first moment, "e4m3" or "e5m2".
         master: which weights the optimizer updates. None: master weights in fp16 in its state, as in the paper.
             "bf16+stochastic", "bf16+int8", "bf16+int16", "fp16+int8" and "fp16+int16": the parameters, as in
@@ -139,9 +132,6 @@ def fp8lm_adamw(
         group_size: elements along the last axis that share a scale, such as 128; None for one scale per layer, as in
             the paper. A parameter whose scales would take 10 % of its codes keeps its state in fp32.
         min_size: parameters with fewer elements keep their state in fp32.
-        impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
-            run. In a jitted program on GPUs whose arrays lie on two automatic meshes, JAX cannot run kernels: take
-            "xla".
 
     Returns:
         A transformation with `step(grads, state, params) -> (params, state)`, which replaces the parameters. Its state

@@ -266,12 +266,8 @@ class FusedBackwardBlock:
     ) -> tuple[FusedBlockState, tuple[Any, ...]]:
         block_state, backward = residuals
         gradients, *inputs = backward(cotangent)
-        params, encoded_state, count, squares = (
-            block_state.params,
-            block_state.encoded_state,
-            block_state.count,
-            sum_of_squares(gradients),
-        )
+        params, encoded_state, count = block_state.params, block_state.encoded_state, block_state.count
+        squares = sum_of_squares(gradients)
         if not block_state.norm_only:
             factor = block_state.get_grad_scale(squares)
             params, encoded_state = self._step(
@@ -571,11 +567,9 @@ def _mark_used(block_state: FusedBlockState, number: int, used_numbers: set[int]
 
 def _reset_grad_scale(x: Any) -> Any:
     """A state after a step, without the scale and the limits of that step."""
-    return (
-        dataclasses.replace(x, grad_scale=jnp.ones_like(x.grad_scale), max_norms=None)
-        if isinstance(x, FusedBlockState)
-        else x
-    )
+    if isinstance(x, FusedBlockState):
+        return dataclasses.replace(x, grad_scale=jnp.ones_like(x.grad_scale), max_norms=None)
+    return x
 
 
 def _find_block_states(tree: Any) -> list[FusedBlockState]:

@@ -14,10 +14,9 @@ from jax.typing import ArrayLike
 
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.optim import checks, flax_variables, master_weights, moments
+from fp8jax.optim.compressed_adamw import ScalarOrSchedule
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.master_weights import MasterRoundingMargin
-
-ScalarOrSchedule: TypeAlias = float | Array | optax.Schedule
 
 # The relative error of an update by bias correction in fp32: 1 - 0.999 is off by 3e-5.
 _ROUNDING_MARGIN = 1.001

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from fp8jax.ops.quantization.fused_reference import ACTIVATIONS
-from fp8jax.rewrite.graph import Value, strip_upcasts
+from fp8jax.rewrite.graph import Value, search, strip_upcasts
 from fp8jax.rewrite.primitives import PROBE_IDENTITY
 from fp8jax.rewrite.probes import FUNCTIONS, NoMatchError, evaluate
 from fp8jax.rewrite.read import read
@@ -67,11 +67,7 @@ def _candidate_gates(value: Value) -> Iterator[Value]:
 
 def _ancestors(value: Value) -> list[Value]:
     """A value and the values that it is computed from elementwise, nearest first."""
-    found, new = {value: None}, [value]
-    for _ in range(_MAX_DEPTH):
-        new = [operand for v in new for operand in _operands(v) if operand not in found]
-        found |= dict.fromkeys(new)
-    return list(found)
+    return search([value], _operands, _MAX_DEPTH)
 
 
 def _operands(value: Value) -> list[Value]:

@@ -48,21 +48,17 @@ def find(node: Node, num_outputs: int, reader: Node | None) -> BiasForm | None:
 
 def _broadcast_vector(value: Value, shape: tuple[int, ...], num_leading: int) -> Value | None:
     """The vector that is broadcast over the first `num_leading` axes of a shape; None if the value has another form."""
-    value, target_axes = (
-        strip_layout(value, IDENTITY_PRIMITIVES),
-        [i for i in range(num_leading, len(shape)) if shape[i] != 1],
-    )
+    value = strip_layout(value, IDENTITY_PRIMITIVES)
+    target_axes = [i for i in range(num_leading, len(shape)) if shape[i] != 1]
     output_axes: Sequence[int] = range(value.aval.ndim)
     if value.kind == "broadcast_in_dim" and value.node is not None:
         output_axes = value.node.eqn.params["broadcast_dimensions"]
         (value,) = value.node.operands
     # Axes of length 1 are broadcast by JAX.
     wide_axes = [axis for axis, n in zip(output_axes, value.shape, strict=True) if n != 1]
-    return (
-        strip_layout(value, (*IDENTITY_PRIMITIVES, *RESHAPES), is_order_preserving)
-        if wide_axes == target_axes != []
-        else None
-    )
+    if wide_axes != target_axes or not target_axes:
+        return None
+    return strip_layout(value, (*IDENTITY_PRIMITIVES, *RESHAPES), is_order_preserving)
 
 
 def has_explicit_sharding(value: Value) -> bool:

@@ -1,9 +1,5 @@
 """Facts about a traced call from its caller, and the parameter paths that rules match."""
 
-import functools
-import os
-import sys
-import sysconfig
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -23,39 +19,6 @@ _PARAM_NAMES = (
     "beta",
     "value",
 )
-# Libraries whose frames are skipped in messages. Libraries of models, such as Levanter, are not in this list.
-_LIBRARIES = (
-    *("jax", "jaxlib", "flax", "haiku", "equinox", "haliax", "jaxtyping", "beartype", "typeguard", "optax", "chex"),
-    *("einops", "numpy", "fp8jax"),
-)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_library(file: str) -> bool:
-    """Whether a source file belongs to Python itself or to a library that models are written with.
-
-    Args:
-        file: the path of a frame's file.
-    """
-    if file.startswith(("<frozen", "<@beartype")):
-        return True
-    packages = (getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)
-    if file.startswith(tuple(os.path.dirname(package) + os.sep for package in packages if package)):
-        return True
-    installed = any(f"{os.sep}{name}{os.sep}" in file for name in ("site-packages", "dist-packages"))
-    return not installed and file.startswith(sysconfig.get_path("stdlib") + os.sep)
-
-
-def user_stacklevel(num_frames: int = 1) -> int:
-    """The `stacklevel` of a warning that names the nearest line outside of libraries.
-
-    Args:
-        num_frames: the number of calls between the warning function and this one.
-    """
-    frame, level = sys._getframe(num_frames), 1
-    while frame.f_back is not None and is_library(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 class CallInfo(NamedTuple):

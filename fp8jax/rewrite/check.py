@@ -71,10 +71,9 @@ class Comparison:
 
 
 class _Pair(NamedTuple):
-    """An operation's node in the planned graph, and the same node in the original one."""
+    """An operation's node in the planned graph, the original graph, and the same node in it."""
 
     original: Graph
-    planned: Graph
     node: Node
     original_node: Node
 
@@ -113,7 +112,7 @@ def _walk(
     use_inputs: Mapping[tuple[str, int], UseInputs],
     loop_depth: int = 0,
 ) -> Iterator[tuple[Array, Array]]:
-    """Run the original program; yield the errors of each operation, and of those in each loop's first iteration."""
+    """Run the original program; yield the errors of each operation, in loops of the first iteration of each part."""
     arrays_by_value: dict[Value, Any] = dict(zip(original.inputs, arrays, strict=True))
     original_values = dict(zip(planned.inputs, original.inputs, strict=True))
     for node, original_node in zip(planned.walk(), original.walk(), strict=True):
@@ -122,7 +121,7 @@ def _walk(
         arrays_by_value |= dict(zip(original_node.results, results, strict=True))
         original_values |= dict(zip(node.results, original_node.results, strict=True))
         if node.operation is not None:
-            pairs.append(_Pair(original, planned, node, original_node))
+            pairs.append(_Pair(original, node, original_node))
             leaves = [v for v in dict.fromkeys(node.operands) if v.array is None]
             yield _errors(
                 pairs[-1],
@@ -132,26 +131,29 @@ def _walk(
                 use_inputs,
             )
         elif node.is_rewritten and not node.has_custom_rule:
-            for body, planned_body, program in zip(
-                original_node.bodies, node.bodies, primitives.sub_jaxprs(node.eqn), strict=True
+            programs = primitives.sub_jaxprs(node.eqn) * max(len(node.parts), 1)
+            iteration, sizes = 0, [part.size for part in node.parts] or [0] * len(programs)
+            for body, planned_body, program, size in zip(
+                original_node.bodies, node.bodies, programs, sizes, strict=True
             ):
                 if node.kind != "shard_map":
-                    first_inputs = primitives.first_iteration(node.eqn, [operands[i] for i in program.operand_indices])
-                    inner_inputs = _first_use_inputs(node.eqn, planned_body, use_inputs, loop_depth)
+                    inputs = [operands[i] for i in program.operand_indices]
+                    inputs = primitives.iteration_inputs(node.eqn, inputs, iteration)
+                    inner_inputs = _iteration_use_inputs(node.eqn, planned_body, use_inputs, loop_depth, iteration)
                     inner_depth = loop_depth + (primitives.loop_info(node.eqn) is not None)
-                    yield from _walk(body, planned_body, first_inputs, pairs, inner_inputs, inner_depth)
+                    yield from _walk(body, planned_body, inputs, pairs, inner_inputs, inner_depth)
+                iteration += size
 
 
-def _first_use_inputs(
-    eqn: Any, body: Graph, use_inputs: Mapping[tuple[str, int], UseInputs], loop_depth: int
+def _iteration_use_inputs(
+    eqn: Any, body: Graph, use_inputs: Mapping[tuple[str, int], UseInputs], loop_depth: int, iteration: int
 ) -> dict[tuple[str, int], UseInputs]:
-    """The inputs of the uses in an equation's jaxpr, in its first iteration."""
+    """The inputs of the uses in an equation's jaxpr, in an iteration."""
     uses = [use for node in body.walk_nested() if (use := getattr(node.operation, "use", None)) is not None]
     found = {use.key: use_inputs[use.key] for use in uses if use.key in use_inputs}
-    info = primitives.loop_info(eqn)
-    if info is None:
+    if primitives.loop_info(eqn) is None:
         return found
-    row = info.size - 1 if eqn.params.get("reverse") else 0
+    row = primitives.iteration_row(eqn, iteration)
     take_row = functools.partial(jax.tree.map, lambda x: x[row])
     for use in uses:
         if use.key in found:

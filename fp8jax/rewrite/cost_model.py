@@ -80,9 +80,6 @@ def estimate_gain(
 
     Args:
         tokens, inputs, outputs: sizes of the layer on one device.
-        recipe: recipe of its products.
-        rates: rates of the GPU.
-        has_bias: whether it has a bias.
 
     Returns:
         Seconds, forward and backward; None if products of these specs were not measured.
@@ -151,7 +148,6 @@ def drop_unprofitable(
 
     Args:
         value: the output of the operation that computes the group's input.
-        group: the matmuls that read one array.
         entries: the plan's entries; reasons and choices are replaced.
         sole_readers: for each value that is read once, the node that reads it.
 
@@ -195,7 +191,7 @@ def annotate_gains(
             is_slower=group_gain.total <= 0,
             rates_device=group_gain.rates_device,
             tokens=group_gain.tokens,
-            runs_per_step=math.prod(node.eqn.params["length"] for node, _ in p.enclosing if node.kind == "scan"),
+            runs_per_step=math.prod(node.num_runs(body) for node, body in p.enclosing),
         )
 
 

@@ -5,18 +5,19 @@ import functools
 import math
 import os.path
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from fp8jax.core import formats
 from fp8jax.core.recipe import describe_folding
 from fp8jax.core.spec import QuantSpec
 from fp8jax.core.tables import fold_paths, sectioned_table, sentence, table
 from fp8jax.rewrite import primitives, unplanned
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry
-from fp8jax.rewrite.graph import Graph, Node, Value
+from fp8jax.rewrite.graph import Graph, Node, Value, walk_calls
 from fp8jax.rewrite.operations import ActivationOperation, NormOperation, RaggedOperation
 from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.run import Schedule
@@ -35,7 +36,7 @@ class Explanation:
 
     Attributes:
         rows: the products, norms and activations in the program's order, then layers without a product.
-        unquantized_note: the share of FLOPs in 16 bits that the rules want in 8, with reasons; "" if there is none.
+        unquantized_note: the share of FLOPs in 16 bits that the rules want in fewer, with reasons; "" if there is none.
         notes: what a user should look at.
         exchange_note: the bytes that devices send to each other's experts; "" if they send none.
         inspect: compiles the program for `program`; None if there is nothing to compile.
@@ -72,11 +73,12 @@ class Explanation:
 
     @property
     def layers(self) -> tuple[PlanEntry, ...]:
-        """The entries of products, each parameter once."""
+        """The entries of products, each parameter once: that of a quantized product, if there is one."""
         layers: dict[Any, PlanEntry] = {}
         for entry in self.entries:
-            if entry.is_product:
-                layers.setdefault((entry.path, entry.shape), entry)
+            key = entry.path, entry.shape
+            if entry.is_product and (key not in layers or (entry.is_quantized and not layers[key].is_quantized)):
+                layers[key] = entry
         return tuple(layers.values())
 
     @property
@@ -118,13 +120,14 @@ class Explanation:
         flops = [(row.flops, row.linear is not None) for row in self.entries if row.is_product]
         total = sum(count for count, _ in flops)
         share = sum(count for count, is_quantized in flops if is_quantized) / total if total else 0
-        parts = [f"{layers} {'layer runs' if layers == 1 else 'layers run'} in 8 bits"]
+        parts = [f"{layers} {'layer runs' if layers == 1 else 'layers run'} in {_bits(self.quantized_layers)}"]
         if total:
             parts[0] += f" ({100 * share:.3g} % of the FLOPs of products with parameters)"
         if contexts:
             count = len(contexts)
             parts.append(
-                f"{count} {'norm or activation saves' if count == 1 else 'norms and activations save'} 8-bit codes"
+                f"{count} {'norm or activation saves' if count == 1 else 'norms and activations save'} codes of "
+                f"{_bits(contexts)}"
             )
         return f"{', and '.join(parts)}."
 
@@ -135,12 +138,12 @@ class Explanation:
                 products = ", ".join(f"{name} {operands}" for name, operands in row.products.items())
                 frozen = "" if row.frozen is None else f"; {row.frozen}"
                 chosen_by = "" if row.choice is None else f" by {row.choice.reason}"
-                sections.setdefault(f"In 8 bits{chosen_by}{frozen}: {products}", []).append(row)
+                sections.setdefault(f"In {_bits([row])}{chosen_by}{frozen}: {products}", []).append(row)
         others = [row for row in self.rows if row.linear is None]
         contexts = [row for row in others if row.context is not None]
         unquantized = [row for row in others if row.context is None]
         layers_first = sorted(unquantized, key=lambda row: not (row.is_product and row.path))
-        sections |= {"Norms and activations that save 8 bits": contexts, "As written": layers_first}
+        sections |= {f"Norms and activations that save {_bits(contexts)}": contexts, "As written": layers_first}
         sections = {title: rows for title, rows in sections.items() if rows}
         if not sections:
             return ""
@@ -168,6 +171,20 @@ class Explanation:
         if self.rows:
             program = "" if self.inspect is None else "; what XLA compiles: print(explanation.program)"
             yield f"each row with its line and formats: print(explanation.details){program}"
+
+
+def _bits(entries: Iterable[PlanEntry]) -> str:
+    """The bits of the codes of products, norms and activations, such as "8 bits" or "4 or 8 bits"."""
+    specs = {
+        spec
+        for entry in entries
+        for spec in (
+            *(spec for pair in (entry.linear.products().values() if entry.linear else ()) for spec in pair),
+            entry.context.spec if entry.context else None,
+        )
+    }
+    bits = sorted({formats.get(spec.format).bits for spec in specs if spec is not None})
+    return f"{' or '.join(map(str, bits))} bits"
 
 
 def _fold_rows(rows: Sequence[PlanEntry]) -> list[tuple[str, ...]]:
@@ -306,31 +323,14 @@ def gains_note(entries: Sequence[PlanEntry]) -> str:
 def list_rows(
     graph: Graph, schedule: Schedule, rules: RuleSet, call_info: CallInfo, entries: Mapping[Node, PlanEntry]
 ) -> tuple[PlanEntry, ...]:
-    """The rows of a planned program in its order: the plan's entries with their bytes, and what the rules do not cover.
-
-    Args:
-        graph: the program, planned.
-        schedule: what is run of it.
-        rules: which recipe is whose.
-        call_info: of the program.
-        entries: of the plan.
-    """
+    """The rows of a planned program in its order: the entries with their bytes, and what the rules do not cover."""
     sizes, plain_sizes = (dict(_residual_bytes(graph, entries, count)) for count in (_operation_bytes, _plain_bytes))
     rows = unplanned.find(graph, schedule, rules, call_info, entries)
     rows |= {
         node: entry._replace(residual_bytes=sizes.get(node), unquantized_residual_bytes=plain_sizes.get(node))
         for node, entry in entries.items()
     }
-    return tuple(rows[node] for node in _walk_calls(graph.nodes) if node in rows)
-
-
-def _walk_calls(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All nodes in program order, and after each call the nodes inside it."""
-    for node in nodes:
-        yield node
-        yield from _walk_calls(node.inlined or ())
-        for body in node.bodies:
-            yield from _walk_calls(body.nodes)
+    return tuple(rows[node] for node in walk_calls(graph.nodes, lambda node: True) if node in rows)
 
 
 # The bytes of one run of an operation; None if they are unknown. Shared arrays are added to a set.
@@ -351,9 +351,8 @@ def _residual_bytes(
             if size is not None:
                 yield node, int(num_runs * size)
         if not primitives.rematerializes_products(node.eqn):
-            length = node.eqn.params["length"] if node.kind == "scan" else 1
             for body in node.bodies:
-                yield from _residual_bytes(body, entries, count_bytes, num_runs * length)
+                yield from _residual_bytes(body, entries, count_bytes, num_runs * node.num_runs(body))
 
 
 def _operation_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> float | None:

@@ -26,7 +26,7 @@ from fp8jax.ops.products.ragged import ragged_dot
 from fp8jax.ops.products.weights import FrozenWeight, StepWeight, check_same_kind
 from fp8jax.rewrite.graph import Node, Value, Weight, is_order_preserving, stored_weight_axes
 from fp8jax.rewrite.primitives import CASTS, GROUPED_KINDS, IDENTITY_PRIMITIVES, PRODUCTS, RESHAPES
-from fp8jax.rewrite.states import scaling_names
+from fp8jax.rewrite.states import observed_operands, scaling_names
 
 if TYPE_CHECKING:
     from fp8jax.rewrite.run import Interpreter
@@ -138,17 +138,12 @@ class FrozenMatmulOperation:
         order = (*free, *self.contract)
         transposed = x if order == tuple(range(x.ndim)) else x.transpose(order)
         value = merge(transposed, *[1] * len(free), len(self.contract)) if len(self.contract) > 1 else transposed
-        canonical, facts = (
-            self.canonical_data if value is x else None,
-            interpreter.get_facts(self.canonical_data, value),
+        facts = interpreter.get_facts(self.canonical_data, value)
+        input_facts, key = interpreter.input_facts(
+            value, self.canonical_data if value is x else None, self.linear, facts
         )
-        input_facts, key = interpreter.input_facts(value, canonical, self.linear, facts)
-        weight = frozen.weight if isinstance(frozen, AdaptedWeight) else frozen
-        w = (
-            weight.matrix
-            if isinstance(weight, FrozenWeight)
-            else lax.stop_gradient(weight).reshape(frozen.adapter.shape)
-        )
+        w = frozen.weight if isinstance(frozen, AdaptedWeight) else frozen
+        w = w.matrix if isinstance(w, FrozenWeight) else lax.stop_gradient(w).reshape(frozen.adapter.shape)
         w = w.T if self.is_transposed else w
         y = recipe_dot(
             Input(flatten_tokens(value, w), value, input_facts=input_facts),
@@ -231,7 +226,7 @@ def replace_product(
     frozen, params = weight.frozen, node.eqn.params
     assert frozen is not None
     if linear is not None and linear.is_quantized:
-        if any(scaling.collects_stats for scaling in linear.states.values()):
+        if observed_operands(linear):
             raise ValueError(
                 f"{path} is {frozen}, under {scaling_names(linear)} scaling, which keeps a state: take a recipe with "
                 "current scaling, such as te_current, fast or int8_block"

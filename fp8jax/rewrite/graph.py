@@ -1,7 +1,7 @@
 """A jaxpr as a graph: one node per equation, and facts about each value."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -109,6 +109,20 @@ class Replacement(Protocol):
         ...
 
 
+class LoopPart(NamedTuple):
+    """Consecutive iterations of a loop, which one of its bodies runs.
+
+    Attributes:
+        size: their number.
+        reason: why blocks in them stay in 16 bits, or "".
+        edge_numbers: the numbers in the paths of these blocks; None for all.
+    """
+
+    size: int
+    reason: str = ""
+    edge_numbers: frozenset[int] | None = None
+
+
 @dataclasses.dataclass(eq=False)
 class Node:
     """An equation, or the operation that a plan runs in its place.
@@ -118,7 +132,8 @@ class Node:
         operands, results: values.
         eqn: the equation.
         scope: the names of the scopes and calls around it in its program.
-        bodies: the graphs of its sub-jaxprs.
+        bodies: the graphs of its sub-jaxprs, or one graph for each of `parts`.
+        parts: of a scan, in the order of execution; () for all else.
         has_custom_rule: whether the bodies have a custom derivative. They are then read only.
         inlined: the nodes of a call, whose values belong to the outer graph; None if it is no such call.
         operation: the operation that replaces it.
@@ -133,6 +148,7 @@ class Node:
     eqn: Any
     scope: str = ""
     bodies: tuple["Graph", ...] = ()
+    parts: tuple[LoopPart, ...] = ()
     has_custom_rule: bool = False
     inlined: "list[Node] | None" = None
     operation: Replacement | None = None
@@ -145,6 +161,10 @@ class Node:
         """Whether a plan has replaced it, or a node inside of it."""
         has_rewritten_inlined = any(node.is_rewritten for node in self.inlined or ())
         return self.operation is not None or has_rewritten_inlined or any(body.is_rewritten for body in self.bodies)
+
+    def num_runs(self, body: "Graph") -> int:
+        """How often one run of this node runs a body: the iterations of a scan, or 1."""
+        return self.parts[self.bodies.index(body)].size if self.parts else 1
 
     def line(self) -> str:
         """The source line of its equation."""
@@ -164,6 +184,8 @@ class Graph:
         nodes: its nodes, in program order.
         outer_scope: the scopes around it.
         model_constants: the identities of closed-over arrays that are constants of the model.
+        split_loop: returns the parts of a loop in it, from the paths of stacked parameters and the number of
+            iterations. None splits no loop.
     """
 
     inputs: list[Value]
@@ -171,6 +193,7 @@ class Graph:
     outputs: list[Value]
     outer_scope: str = ""
     model_constants: frozenset[int] = frozenset()
+    split_loop: Callable[[Sequence[str], int], tuple[LoopPart, ...]] | None = None
 
     @property
     def is_rewritten(self) -> bool:
@@ -178,7 +201,9 @@ class Graph:
 
     def walk(self) -> Iterator[Node]:
         """The nodes of this program and of inlined calls, without those of sub-jaxprs."""
-        yield from _flatten_inlined(self.nodes)
+        for node in walk_calls(self.nodes, enters=lambda node: False):
+            if node.inlined is None:
+                yield node
 
     def walk_nested(self) -> Iterator[Node]:
         """The nodes of `walk`, each followed by those of its sub-jaxprs."""
@@ -188,12 +213,13 @@ class Graph:
                 yield from body.walk_nested()
 
 
-def _flatten_inlined(nodes: Sequence[Node]) -> Iterator[Node]:
+def walk_calls(nodes: Sequence[Node], enters: Callable[[Node], bool]) -> Iterator[Node]:
+    """All nodes in program order, each call followed by the nodes in it, and by its sub-jaxprs' if `enters(node)`."""
     for node in nodes:
-        if node.inlined is None:
-            yield node
-        else:
-            yield from _flatten_inlined(node.inlined)
+        yield node
+        yield from walk_calls(node.inlined or (), enters)
+        for body in node.bodies if enters(node) else ():
+            yield from walk_calls(body.nodes, enters)
 
 
 def count_readers(graph: Graph) -> dict[Value, int]:
@@ -231,20 +257,33 @@ def strip_layout(
     return value
 
 
-def source_parameters(value: Value, max_count: int = 4) -> dict[str, Any]:
-    """The paths of the nearest parameters that a value is computed from, each with its `frozen` facts."""
-    paths, visited, todo = dict[str, Any](), set[Value](), [value]
-    while todo and len(paths) < max_count:
-        value = todo.pop(0)
-        if value in visited:
-            continue
-        visited.add(value)
-        if value.weight is not None:
-            paths |= dict.fromkeys((value.weight.path, *value.weight.further_paths), value.weight.frozen)
-        else:
-            todo += [] if value.enclosing_value is None else [value.enclosing_value]
-            todo += [] if value.node is None else value.node.operands
-    return dict(list(paths.items())[:max_count])
+def direct_sources(value: Value) -> list[Value]:
+    """The operands of a value's node, its values in sub-jaxprs, and the outer value that it equals at first."""
+    outer = [] if value.enclosing_value is None else [value.enclosing_value]
+    if value.node is None:
+        return outer
+    return [*outer, *value.node.operands, *(b.outputs[value.node.results.index(value)] for b in value.node.bodies)]
+
+
+def search(
+    starts: Iterable[Value], step: Callable[[Value], Iterable[Value]], max_depth: int | None = None
+) -> list[Value]:
+    """These values and all that `step` leads to from them, in that many steps, nearest first."""
+    found = frontier = dict.fromkeys(starts)
+    while frontier and max_depth != 0:
+        frontier = dict.fromkeys(v for value in frontier for v in step(value) if v not in found)
+        found = found | frontier
+        max_depth = None if max_depth is None else max_depth - 1
+    return list(found)
+
+
+def source_parameters(value: Value) -> dict[str, Any]:
+    """The paths of the nearest four parameters that a value is computed from, each with its `frozen` facts."""
+    paths = dict[str, Any]()
+    for found in search([value], lambda v: [] if v.weight is not None else direct_sources(v)):
+        if found.weight is not None:
+            paths |= dict.fromkeys((found.weight.path, *found.weight.further_paths), found.weight.frozen)
+    return dict(list(paths.items())[:4])
 
 
 class ModifiedWeight(NamedTuple):

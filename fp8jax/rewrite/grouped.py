@@ -9,19 +9,14 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 
 from fp8jax.rewrite import primitives
-from fp8jax.rewrite.graph import Graph, Node
+from fp8jax.rewrite.graph import Graph, Node, walk_calls
 from fp8jax.rewrite.primitives import GROUPED_CALL
 from fp8jax.rewrite.rules import GroupedProduct
 
 
 def annotate(graph: Graph, grouped_products: Sequence[GroupedProduct]) -> None:
-    """Set `weight_axes` of all grouped products, and make each named call a single node, in place.
-
-    Args:
-        graph: the program.
-        grouped_products: the functions that the rules name.
-    """
-    for node in _readable_nodes(graph.nodes):
+    """Set `weight_axes` of all grouped products, and make each named call a single node, in place."""
+    for node in _readable_nodes(graph):
         if node.kind == "ragged_dot_general":
             node.weight_axes = primitives.ragged_weight_axes(node.eqn)
             continue
@@ -41,7 +36,7 @@ def function_name(node: Node) -> str:
 
 def check_names(graph: Graph, grouped_products: Sequence[GroupedProduct]) -> None:
     """Raise ValueError if a function that the rules name is not called as a grouped product."""
-    names = dict.fromkeys(filter(None, map(function_name, _readable_nodes(graph.nodes))))
+    names = dict.fromkeys(filter(None, map(function_name, _readable_nodes(graph))))
     for named in grouped_products:
         if not any(map(named.matches, names)):
             found = f"; functions that do are {', '.join(names)}" if names else ""
@@ -51,13 +46,9 @@ def check_names(graph: Graph, grouped_products: Sequence[GroupedProduct]) -> Non
             )
 
 
-def _readable_nodes(nodes: Sequence[Node]) -> Iterator[Node]:
+def _readable_nodes(graph: Graph) -> Iterator[Node]:
     """All nodes but those in custom derivatives, each call or loop followed by the nodes in it."""
-    for node in nodes:
-        yield node
-        yield from _readable_nodes(node.inlined or ())
-        for body in () if node.has_custom_rule else node.bodies:
-            yield from _readable_nodes(body.nodes)
+    return walk_calls(graph.nodes, lambda node: not node.has_custom_rule)
 
 
 def _weight_axes(node: Node, is_transposed: bool) -> tuple[int, int, int] | None:

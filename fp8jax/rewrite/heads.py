@@ -6,12 +6,12 @@ outputs gains no time in 8 bits. It often is a head inside of the function, such
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from fp8jax.rewrite.graph import Graph, Node, Value
+from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value, direct_sources, search
 from fp8jax.rewrite.primitives import CONCAT_PRIMITIVES, LAYOUTS, PRODUCTS, SELECTION_PRIMITIVES, SLICING_PRIMITIVES
 
 # Casts, layouts, slices and functions of one value, under which a head's result is still its result.
@@ -48,10 +48,8 @@ _ELEMENTWISE_FUNCTIONS = (
 _VALUE_OPERANDS = {"select_n": slice(1, None), "gather": slice(0, 1), "dynamic_slice": slice(0, 1)}
 MIN_OUTPUTS = 16
 NARROW_REASON = f"fewer than {MIN_OUTPUTS} outputs"
-OUTPUT_HEAD_REASON, _SELECTION_REASON = (
-    "an output head: the function returns its result",
-    "a router, gate or head: {} reads its result",
-)
+OUTPUT_HEAD_REASON = "an output head: the function returns its result"
+_SELECTION_REASON = "a router, gate or head: {} reads its result"
 
 
 def block_number(path: str) -> re.Match[str] | None:
@@ -81,6 +79,43 @@ def find_edge_blocks(paths: Collection[str], counts: tuple[int, int]) -> dict[st
             edges |= dict.fromkeys(blocks[len(blocks) - last :], f"in the last {last} of {len(blocks)} blocks")
             reasons |= {path: edges[block] for path, block in stack.items() if block in edges}
     return reasons
+
+
+def split_loop(paths: Collection[str], length: int, counts: tuple[int, int]) -> tuple[LoopPart, ...]:
+    """The parts of a loop over the blocks of a model, with those that hold its first and last blocks.
+
+    An iteration whose paths have several numbers has a block for each. If no other block would be left, none is an
+    edge, and the loop has one part.
+
+    Args:
+        paths: of the layers in an iteration.
+        length: of the loop.
+        counts: numbers of blocks at the start and at the end.
+    """
+    numbers = sorted({int(number[0]) for path in paths if (number := block_number(path)) is not None})
+    per_iteration = max(len(numbers), 1)
+    first, last = (-(-count // per_iteration) for count in counts)
+    if not any(counts) or length * per_iteration <= sum(counts) or length < first + last:
+        return (LoopPart(length),)
+
+    def edge(name: str, size: int, count: int, numbers: Sequence[int]) -> LoopPart:
+        edge_numbers = frozenset(numbers) if size == 1 and numbers else None
+        count = count if size == 1 else size * per_iteration
+        return LoopPart(size, f"in the {name} {count} of {length * per_iteration} blocks", edge_numbers)
+
+    parts = (
+        edge("first", first, counts[0], numbers[: counts[0]]),
+        LoopPart(length - first - last),
+        edge("last", last, counts[1], numbers[-counts[1] :]),
+    )
+    return tuple(part for part in parts if part.size)
+
+
+def edge_reason(path: str, part: LoopPart) -> str:
+    """Why a layer in a part of a loop stays in 16 bits; "" if it does not."""
+    number = block_number(path)
+    is_edge = part.edge_numbers is None or number is None or int(number[0]) in part.edge_numbers
+    return part.reason if is_edge else ""
 
 
 class Flow:
@@ -207,41 +242,26 @@ class Flow:
 
     def _inner_products(self) -> set[Node]:
         """The matmuls on whose results later matmuls depend."""
-        visited = set[Value]()
-        todo = [o for node in self._graph.walk_nested() if node.kind in PRODUCTS for o in node.operands]
-        while todo:
-            value = todo.pop()
-            if value in visited:
-                continue
-            visited.add(value)
-            todo += [] if value.enclosing_value is None else [value.enclosing_value]
-            if value.node is not None:
-                todo += value.node.operands
-                result_index = value.node.results.index(value)
-                todo += [body.outputs[result_index] for body in value.node.bodies]
-        return {value.node for value in visited if value.node in self._products and value.node is not None}
+        read = [o for node in self._graph.walk_nested() if node.kind in PRODUCTS for o in node.operands]
+        return {v.node for v in search(read, direct_sources) if v.node is not None and v.node in self._products}
 
 
 def elementwise_sources(value: Value, products: Collection[Node]) -> set[Node]:
     """The matmuls that a value is computed from elementwise. Noise, masks and sums over its elements are ignored."""
-    found, visited, todo = set[Node](), set[Value](), [value]
-    while todo:
-        value = todo.pop()
-        if value in visited or not value.is_data:
-            continue
-        visited.add(value)
+
+    def step(value: Value) -> list[Value]:
         node = value.node
         if node is None:
-            todo += [] if value.enclosing_value is None else [value.enclosing_value]
-        elif node in products:
-            found.add(node)
-        elif node.bodies:
-            todo += [body.outputs[node.results.index(value)] for body in node.bodies]
-        elif node.kind == "optimization_barrier":
-            todo.append(node.operands[node.results.index(value)])
-        elif node.kind in (*_TRANSPARENT, *_ELEMENTWISE_FUNCTIONS):
-            todo += node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))]
-    return found
+            return direct_sources(value)
+        if node.bodies and node not in products:
+            return [body.outputs[node.results.index(value)] for body in node.bodies]
+        if node.kind == "optimization_barrier":
+            return [node.operands[node.results.index(value)]]
+        is_elementwise = node.kind in (*_TRANSPARENT, *_ELEMENTWISE_FUNCTIONS) and node not in products
+        return node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))] if is_elementwise else []
+
+    found = search([value], lambda v: [source for source in step(v) if source.is_data]) if value.is_data else []
+    return {v.node for v in found if v.node is not None and v.node in products}
 
 
 def count_outputs(node: Node, side: int) -> int:

@@ -22,7 +22,6 @@ from fp8jax.ops.products.linear import (
     ScalingStats,
     dot_general,
     flatten_tokens,
-    output_spec,
     scaled_linear,
     to_matmul_order,
     weight_to_matmul_order,
@@ -161,11 +160,10 @@ class ProductOperation:
                 y = jnp.moveaxis(y, range(num_batch, num_batch + num_free), range(y.ndim - num_free, y.ndim))
         else:
             if w.ndim == 2 and x.shape[-1] == w.shape[0]:
-                product_input = Input(flatten_tokens(x, w), x, input_facts=input_facts)
-                matrix, spec = w, output_spec(x, w, None)
+                matrix, product_input = w, Input(flatten_tokens(x, w), x, input_facts=input_facts)
             else:
                 tokens, matrix = merge(x, *[1] * (x.ndim - 2), 2), merge(w, w.ndim - 1, 1)
-                product_input, spec = Input(tokens, x, False, input_facts), output_spec(tokens, matrix, None)
+                product_input = Input(tokens, x, False, input_facts)
                 step_weight = step_weight.with_step(lambda w: merge(w, w.ndim - 1, 1), values=w)
             y = recipe_dot(
                 product_input,
@@ -173,7 +171,6 @@ class ProductOperation:
                 linear,
                 key,
                 step_weight=step_weight,
-                out_spec=spec,
                 bias=self._bias(interpreter),
                 split_sizes=split_sizes,
             )

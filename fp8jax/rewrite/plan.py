@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from fp8jax.core.recipe import Linear
@@ -12,6 +12,7 @@ from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
 from fp8jax.rewrite.graph import (
     Graph,
+    LoopPart,
     Node,
     Replacement,
     Value,
@@ -28,8 +29,10 @@ from fp8jax.rewrite.heads import (
     Flow,
     block_number,
     count_outputs,
+    edge_reason,
     elementwise_sources,
     find_edge_blocks,
+    split_loop,
 )
 from fp8jax.rewrite.operations import (
     NON_DOT_OPERATIONS,
@@ -53,7 +56,7 @@ from fp8jax.rewrite.primitives import (
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
-from fp8jax.rewrite.states import LoopLevel, WeightUse, layer_axis_sizes, loop_levels, scaling_names
+from fp8jax.rewrite.states import LoopLevel, WeightUse, layer_axis_sizes, loop_levels, observed_operands, scaling_names
 from fp8jax.rewrite.unplanned import UnquantizedShare, flops, unquantized_share
 
 _UNKNOWN = LayerChoice(None, "")
@@ -68,7 +71,7 @@ class ProgramPlan(NamedTuple):
         entries: the entry of each node that the rules concern, in program order.
         uses: the matmuls of each parameter, with their recipes.
         error: the error to raise at a run if matmuls ask for a precision that a quantized one cannot reach, or "".
-        share: the share of FLOPs that stays in 16 bits although the rules ask for 8.
+        share: the share of FLOPs that stays in 16 bits although the rules ask for fewer.
     """
 
     entries: dict[Node, PlanEntry]
@@ -84,11 +87,6 @@ def plan(
 ) -> ProgramPlan:
     """Plan a program; the recipes' operations are put into the nodes of `graph`.
 
-    Args:
-        graph: the program.
-        rules: the rules that choose a recipe for each layer.
-        call_info: facts from the caller.
-
     Raises:
         ValueError: a rule matches nothing, nothing can be quantized, or a matmul of several parameters has a scaling
             that collects statistics.
@@ -101,18 +99,20 @@ def plan(
     other_paths = {p.path for p in matmuls if p.node not in reasons}
     heads = {p.path: reasons[p.node] for p in matmuls if p.node in reasons}
     heads = {path: why for path, why in heads.items() if why != OUTPUT_HEAD_REASON or path not in other_paths}
+    skipped: dict[Node, str] = {}
     if rules.has_default:
-        heads = find_edge_blocks({p.path for p in matmuls}, rules.unquantized_blocks) | heads
-    narrow = _narrow_products(matmuls, heads) if rules.has_default else set[Node]()
+        heads_and_edges = _find_edges(matmuls, rules) | {p.node: heads[p.path] for p in matmuls if p.path in heads}
+        skipped = dict.fromkeys(_narrow_products(matmuls, heads_and_edges), NARROW_REASON) | heads_and_edges
     for p in matmuls:
-        p.choice = choose(p, rules, call_info, {p.path: NARROW_REASON} | heads if p.node in narrow else heads)
+        p.choice = choose(p, rules, call_info, {p.path: skipped[p.node]} if p.node in skipped else {})
     _find_stacked_experts(matmuls)
     levels = _find_levels(matmuls)
     _skip_unsupported_products(matmuls, levels, call_info)
     error = reject_unsupported_precision(matmuls)
     for p in matmuls:
         shape, reason = p.weight.stored.shape, p.choice.reason
-        if rules.unquantized_blocks != (0, 0) and p.is_quantized and block_number(p.path) is None:
+        is_in_block = block_number(p.path) is not None or any(len(outer.parts) > 1 for outer, _ in p.enclosing)
+        if rules.unquantized_blocks != (0, 0) and p.is_quantized and not is_in_block:
             reason += "; its path has no number of a block"
         is_rematerialized = any(primitives.rematerializes_products(node.eqn) for node, _ in p.enclosing)
         entries[p.node] = PlanEntry(
@@ -146,8 +146,8 @@ def plan(
             path: tuple(rest) for p in matmuls for path, *rest in map(call_info.layer_paths, p.weight.further_paths)
         }
         sources = [path for entry in entries.values() for path in entry.source_layers]
-        narrow_paths = {p.path for p in matmuls if p.node in narrow} - {p.path for p in matmuls if p.node not in narrow}
-        skip_reasons = dict.fromkeys(narrow_paths, NARROW_REASON) | heads
+        other_paths = {p.path for p in matmuls if p.node not in skipped}
+        skip_reasons = {p.path: skipped[p.node] for p in matmuls if p.path not in other_paths}
         rules.check_all_used(
             aliases,
             skip_reasons,
@@ -160,10 +160,40 @@ def plan(
     return ProgramPlan(found, _number_uses(matmuls, levels), error, unquantized_share(graph, found, call_info))
 
 
-def _narrow_products(products: list[WeightMatmul], heads: Mapping[str, str]) -> set[Node]:
+def split_edge_iterations(
+    rules: RuleSet, call_info: CallInfo, paths: Sequence[str], length: int
+) -> tuple[LoopPart, ...]:
+    """The parts of a loop, as of `Graph.split_loop`: the recipe may leave its first and last iterations in 16 bits.
+
+    Args:
+        rules, call_info: as of `plan`.
+        paths: of the parameters that are stacked along the loop.
+        length: of the loop.
+    """
+    layers = [call_info.layer_paths(path) for path in paths]
+    counts = rules.unquantized_blocks if any(rules.takes_by_default(*layer) for layer in layers) else (0, 0)
+    return split_loop([path for path, *_ in layers], length, counts)
+
+
+def _find_edges(matmuls: list[WeightMatmul], rules: RuleSet) -> dict[Node, str]:
+    """The matmuls in the first and last blocks of a model, with the reason: by loops, or else by their paths."""
+    parts = {
+        p.node: outer.parts[outer.bodies.index(body)]
+        for p in matmuls
+        for outer, body in p.enclosing
+        if len(outer.parts) > 1
+    }
+    edges = find_edge_blocks({p.path for p in matmuls if p.node not in parts}, rules.unquantized_blocks)
+    reasons = {
+        p.node: edge_reason(p.path, parts[p.node]) if p.node in parts else edges.get(p.path, "") for p in matmuls
+    }
+    return {node: reason for node, reason in reasons.items() if reason}
+
+
+def _narrow_products(products: list[WeightMatmul], skipped: Collection[Node]) -> set[Node]:
     """Matmuls with few outputs; none if no other matmul would be left, in a part of a model or a toy."""
     nodes = {p.node for p in products if count_outputs(p.node, p.side) < MIN_OUTPUTS}
-    return nodes if any(p.node not in nodes and p.path not in heads for p in products) else set()
+    return nodes if any(p.node not in nodes and p.node not in skipped for p in products) else set()
 
 
 def _has_batch_axes(p: WeightMatmul) -> bool:
@@ -181,7 +211,7 @@ def _skip_unsupported_products(
             continue
         if p.node.kind != "dot_general" and (reason := unsupported_ragged_reason(linear)):
             p.is_unsupported, p.choice = True, LayerChoice(None, reason)
-        if not _collects_stats(linear):
+        if not observed_operands(linear):
             continue
         reason, names = "", scaling_names(linear)
         if _is_gathered(p):
@@ -199,10 +229,6 @@ def _skip_unsupported_products(
 def _is_gathered(p: WeightMatmul) -> bool:
     """Whether the parameter is gathered from devices, inside of `jax.shard_map`."""
     return p.weight.stored.kind in GATHER_PRIMITIVES
-
-
-def _collects_stats(linear: Linear) -> bool:
-    return any(scaling.collects_stats for scaling in linear.states.values())
 
 
 def _has_axis_of_experts(p: WeightMatmul) -> bool:
@@ -278,19 +304,19 @@ def _number_uses(products: list[WeightMatmul], levels: Mapping[Node, tuple[LoopL
         if p.concatenated:
             # Concatenated experts have the state of the first parameter. A bound on a weight is its own alone.
             has_shared_state = _has_batch_axes(p) and p.node in levels and not linear.needs_weight_bounds
-            if _collects_stats(linear) and not has_shared_state:
+            if observed_operands(linear) and not has_shared_state:
                 raise ValueError(
                     f"{path_list((p.path, *p.concatenated))} are concatenated or stacked into "
                     f"one matrix, at {p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each "
                     "parameter. Put them together outside of the function, or take a recipe with current scaling, "
                     "as te_current"
                 )
-            if not _collects_stats(linear):
+            if not observed_operands(linear):
                 continue
         if p.node not in levels:
             continue
         has_experts = _has_batch_axes(p) or p.is_stacked
-        if has_experts and not _collects_stats(linear) and not _is_outer_shape(p, layer_axis_sizes(levels[p.node])):
+        if has_experts and not observed_operands(linear) and not _is_outer_shape(p, layer_axis_sizes(levels[p.node])):
             continue  # bounds and codes are of the parameter's own axes
         operation.use = WeightUse(path, counts[path], levels[p.node])
         counts[path] += 1

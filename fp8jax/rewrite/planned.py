@@ -1,15 +1,14 @@
 """Calls of a transformed function with their plans."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from fp8jax.core import frames
 from fp8jax.core.recipe import Linear
 from fp8jax.ops.dispatch import choice
-from fp8jax.rewrite.call_info import user_stacklevel
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.states import (
@@ -94,23 +93,18 @@ class PlannedCall(NamedTuple):
     arrays: list[Any]
 
     @property
-    def entries(self) -> tuple[PlanEntry, ...]:
-        """The entry of each matmul with a parameter, and of each norm and activation before one."""
-        return self.plan.entries
-
-    @property
     def uses(self) -> dict[WeightUse, Linear]:
         """The matmuls of each parameter, with their recipes."""
         return self.plan.uses
 
     def warn(self, notices: Notices) -> None:
-        """Warn, once for each text, if more than a tenth of the FLOPs stay in 16 bits although the rules ask for 8."""
+        """Warn, once for each text, if over a tenth of the FLOPs stay in 16 bits although the rules ask for fewer."""
         share = self.plan.share
         is_known = notices.is_silent or share.text in notices.texts
         if share.is_notable and not self.plan.error and not is_known:
             notices.texts.add(share.text)
             text = f"{share.text}. explain lists each product. fp8jax.Rule(path, None) for a parameter silences this"
-            warnings.warn(text, UnquantizedWarning, stacklevel=user_stacklevel(1))
+            frames.warn(text, UnquantizedWarning)
 
     def _raise_error(self) -> None:
         if self.plan.error:

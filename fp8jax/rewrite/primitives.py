@@ -18,8 +18,8 @@ from jax._src import source_info_util
 from jax.extend import core
 
 from fp8jax.core import blocks
+from fp8jax.core.frames import is_library
 from fp8jax.ops.autodiff.checkpointing import saves_products, with_products
-from fp8jax.rewrite.call_info import is_library
 
 # Primitives that change only a value's dtype; its shape; its sharding, name and the like.
 CASTS = ("convert_element_type",)
@@ -201,13 +201,13 @@ def loop_info(eqn: Any) -> LoopInfo | None:
     return None
 
 
-def splits_first_axis(eqn: Any, operand: int) -> bool:
-    """Whether a shard_map splits the first axis of an operand over all of its devices."""
+def splits_first_axis(eqn: Any, operand: int, *, partly: bool = False) -> bool:
+    """Whether a shard_map splits the first axis of an operand over all of its devices, or `partly` over some."""
     info = loop_info(eqn)
     if info is None or not info.mesh_axes or operand < 0:
         return False
-    spec = tuple(eqn.params["in_specs"][operand])
-    return bool(spec) and blocks.spec_entry_axes(spec[0]) == info.mesh_axes
+    axes = blocks.spec_entry_axes(next(iter(eqn.params["in_specs"][operand]), None))
+    return bool(axes) if partly else axes == info.mesh_axes
 
 
 def is_unrolled(eqn: Any, is_enclosing_unrolled: bool) -> bool:
@@ -226,15 +226,29 @@ def _manual_axes(params: dict[str, Any]) -> frozenset[str]:
     return params.get("newly_manual_axes", params.get("manual_axes", frozenset()))  # type: ignore[no-any-return]
 
 
-def first_iteration(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of an equation's jaxpr in its first iteration, from the operands that are its inputs."""
+def iteration_row(eqn: Any, iteration: int) -> int:
+    """The row of scanned operands that an iteration of a loop reads."""
+    return eqn.params["length"] - 1 - iteration if eqn.params.get("reverse") else iteration
+
+
+def iteration_inputs(eqn: Any, inputs: Sequence[Any], iteration: int) -> list[Any]:
+    """The inputs of an equation's jaxpr in an iteration, with the first carry, from the operands of the equation."""
     info = loop_info(eqn)
     scanned = range(0) if info is None else info.scanned_operands
-    last = info.size - 1 if eqn.params.get("reverse") and info is not None else 0
-    return [x[last] if i in scanned else x for i, x in enumerate(inputs)]
+    row = iteration_row(eqn, iteration)
+    return [x[row] if i in scanned else x for i, x in enumerate(inputs)]
 
 
 BodyFn = Callable[..., list[Any]]
+
+
+def while_parts(eqn: Any, operands: list[Any]) -> tuple[Callable[[list[Any]], Any], list[Any], list[Any]]:
+    """The condition of a while loop as a function of its carry, the constants of its body, and the first carry."""
+    num_cond_consts, consts, cond_jaxpr = (eqn.params[key] for key in ("cond_nconsts", "body_nconsts", "cond_jaxpr"))
+    cond_consts, rest = operands[:num_cond_consts], operands[num_cond_consts:]
+    # Closed, or without constants.
+    function = core.jaxpr_as_fun(cond_jaxpr if hasattr(cond_jaxpr, "consts") else core.ClosedJaxpr(cond_jaxpr, ()))
+    return lambda carry: function(*cond_consts, *carry)[0], rest[:consts], rest[consts:]
 
 
 def rebind_control_flow(
@@ -244,6 +258,7 @@ def rebind_control_flow(
     extra_consts: Any = (),
     extra_xs: Any = (),
     num_extra_outputs: int = 0,
+    part_sizes: Sequence[int] = (),
 ) -> list[Any]:
     """The outputs of an equation that is run with other functions in place of its jaxprs.
 
@@ -255,29 +270,35 @@ def rebind_control_flow(
         extra_xs: a pytree that is split into one row per iteration of a scan, or per device.
         num_extra_outputs: the number of outputs that the functions add at the end. A scan or mesh stacks them by
             iteration or device. A while loop drops them.
+        part_sizes: for each function the number of consecutive iterations of a scan that it runs; () if there is one.
     """
     name, params, body, num_outputs = eqn.primitive.name, eqn.params, body_fns[0], len(eqn.outvars)
     if name == "scan":
         consts, carries = count_consts_and_carries(params)
-        consts_in = operands[:consts]
+        consts_in, carry, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
 
-        def scan_body(carry: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
+        def scan_body(body: BodyFn, carry: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
             results = body([*consts_in, *carry, *row[0]], extra_consts, row[1])
             return results[:carries], results[carries:]
 
-        keywords = {key: params[key] for key in ("length", "reverse", "unroll", "_split_transpose") if key in params}
-        carry, ys = lax.scan(
-            scan_body, operands[consts : consts + carries], (operands[consts + carries :], extra_xs), **keywords
-        )
-        return [*carry, *ys]
+        keywords = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
+        length, iteration, stacked = params["length"], 0, list[list[Any]]()
+        for body, size in zip(body_fns, part_sizes or (length,), strict=True):
+            start = min(iteration_row(eqn, i) for i in (iteration, iteration + size - 1))
+            rows = xs, extra_xs
+            if size < length:
+                rows = jax.tree.map(lambda x, at=slice(start, start + size): x[at], rows)
+            carry, ys = lax.scan(functools.partial(scan_body, body), carry, rows, length=size, **keywords)
+            stacked.append(ys)
+            iteration += size
+        if len(stacked) == 1:
+            return [*carry, *stacked[0]]
+        stacked = stacked[::-1] if params["reverse"] else stacked
+        return [*carry, *(jnp.concatenate(parts) for parts in zip(*stacked, strict=True))]
     if name == "while":
-        num_cond_consts, consts = params["cond_nconsts"], params["body_nconsts"]
-        cond_consts, consts_in = operands[:num_cond_consts], operands[num_cond_consts : num_cond_consts + consts]
-        cond_jaxpr = params["cond_jaxpr"]  # closed, or without constants
-        condition = core.jaxpr_as_fun(cond_jaxpr if hasattr(cond_jaxpr, "consts") else core.ClosedJaxpr(cond_jaxpr, ()))
+        condition, consts_in, carry = while_parts(eqn, operands)
         loop_body = lambda carry: body([*consts_in, *carry], extra_consts, extra_xs)[:num_outputs]  # noqa: E731
-        carry = operands[num_cond_consts + consts :]
-        return list(lax.while_loop(lambda carry: condition(*cond_consts, *carry)[0], loop_body, carry))
+        return list(lax.while_loop(condition, loop_body, carry))
     if name == "cond":
         branches = [lambda xs, more, r=r: r(xs, *more) for r in body_fns]
         return list(lax.switch(operands[0], branches, operands[1:], (extra_consts, extra_xs)))

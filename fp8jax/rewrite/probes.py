@@ -32,7 +32,6 @@ def evaluate(value: Value, known_values: dict[Value, Any], on_leaf: Callable[[Va
     An array (..., channels) is (rows, channels) here. A number per row is (rows, 1). A parameter is (1, channels).
 
     Args:
-        value: the value to compute.
         known_values: arrays by value; computed ones are added.
         on_leaf: returns the array of a value that is neither known nor computable, or raises `NoMatchError`.
 

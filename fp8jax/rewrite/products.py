@@ -32,10 +32,7 @@ def find(
     """Yield the matmuls of data with a parameter that may be quantized.
 
     Args:
-        graph: the program.
         entries: entries of skipped matmuls are added.
-        rules: the rules that choose a recipe for each layer.
-        call_info: facts from the caller.
         enclosing: the nodes around the program, each with the body, outermost first.
     """
     for node in graph.walk():
@@ -81,9 +78,10 @@ def choose(p: WeightMatmul, rules: RuleSet, call_info: CallInfo, heads: dict[str
     return dataclasses.replace(choice, reason=f"{choice.reason}; concatenated with {path_list(p.concatenated)}")
 
 
-def path_list(paths: tuple[str, ...], max_count: int = _MAX_LISTED) -> str:
-    """Paths as text, with a count of those after the first `max_count`."""
-    return ", ".join(paths[:max_count]) + (f" and {len(paths) - max_count} more" if len(paths) > max_count else "")
+def path_list(paths: tuple[str, ...]) -> str:
+    """Paths as text, with a count of those after the first `_MAX_LISTED`."""
+    more = f" and {len(paths) - _MAX_LISTED} more" if len(paths) > _MAX_LISTED else ""
+    return ", ".join(paths[:_MAX_LISTED]) + more
 
 
 def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:

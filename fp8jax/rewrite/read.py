@@ -1,8 +1,8 @@
 """Reads a jaxpr into a graph, and finds which values are parameters, data or constants."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from fp8jax.rewrite import grouped, primitives
-from fp8jax.rewrite.graph import Graph, Node, Value, Weight
+from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value, Weight, direct_sources, search
 from fp8jax.rewrite.primitives import (
     CASTS,
     CONCAT_PRIMITIVES,
@@ -53,19 +53,9 @@ def _has_batch_axes(eqn: object) -> bool:
 
 def _depends_on_product(value: Value) -> bool:
     """Whether a value is computed from a matmul with a parameter."""
-    seen, todo = set[Value](), [value]
-    while todo:
-        value = todo.pop()
-        if value in seen or not value.depends_on_params:
-            continue
-        seen.add(value)
-        todo += [] if value.enclosing_value is None else [value.enclosing_value]
-        if value.node is not None:
-            if value.kind in PRODUCTS and any(operand.weight is not None for operand in value.node.operands):
-                return True
-            todo += value.node.operands
-            todo += [body.outputs[value.node.results.index(value)] for body in value.node.bodies]
-    return False
+    sources = search([value], lambda v: [source for source in direct_sources(v) if source.depends_on_params])
+    products = (v.node for v in sources if v.kind in PRODUCTS and v.node is not None)
+    return any(operand.weight is not None for node in products for operand in node.operands)
 
 
 # Operations that are folded if their operands are constants, such as the divisor of a variance.
@@ -77,6 +67,7 @@ def read(
     paths: Sequence[str | None],
     frozen: Sequence[Any] = (),
     grouped_products: Sequence[GroupedProduct] = (),
+    split_loop: Callable[[Sequence[str], int], tuple[LoopPart, ...]] | None = None,
 ) -> Graph:
     """The graph of a program.
 
@@ -84,10 +75,10 @@ def read(
     the model.
 
     Args:
-        closed_jaxpr: the program, with its constants.
         paths: for each input its parameter path; None for data.
         frozen: for each input `fp8jax.rewrite.frozen_params.frozen_info`; empty if all are arrays.
         grouped_products: the functions that the rules name as grouped products.
+        split_loop: as of `Graph`.
     """
     jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
     frozen_infos, model_constants = frozen or [None] * len(paths), frozenset[int]()
@@ -99,20 +90,13 @@ def read(
             )
             value.weight = None if path is None else Weight(path, value, frozen=kind)
             inputs.append(value)
-        graph = _build_graph(SubJaxpr(jaxpr, closed_jaxpr.consts, range(0)), inputs, "", model_constants)
+        graph = Graph(inputs, [], [], "", model_constants, split_loop)
+        graph.outputs = _read_equations(SubJaxpr(jaxpr, closed_jaxpr.consts, range(0)), graph, graph.nodes, "")
         found = find_model_constants(graph)
         if not found:
             grouped.annotate(graph, grouped_products)
             return graph
         model_constants |= found
-
-
-def _build_graph(sub_jaxpr: SubJaxpr, inputs: list[Value], outer_scope: str, model_constants: frozenset[int]) -> Graph:
-    """The graph of a jaxpr; `model_constants` are identities of arrays that are no data."""
-    nodes: list[Node] = []
-    graph = Graph(inputs, nodes, [], outer_scope, model_constants)
-    graph.outputs = _read_equations(sub_jaxpr, graph, nodes, "")
-    return graph
 
 
 def _read_equations(
@@ -140,38 +124,29 @@ def _read_equations(
             for inner_node in inlined:
                 inner_node.enclosing_node = node
         else:
-            node = _make_node(
-                eqn,
-                operands,
-                equation_scope,
-                "/".join(filter(None, (graph.outer_scope, equation_scope))),
-                graph.model_constants,
-            )
+            node = _make_node(eqn, operands, equation_scope, graph)
             results = _forwarded_operands(node) or node.results
         nodes.append(node)
         values |= dict(zip(eqn.outvars, results, strict=True))
     return [value_of(atom) for atom in jaxpr.outvars]
 
 
-def _make_node(eqn: Any, operands: list[Value], scope: str, outer_scope: str, model_constants: frozenset[int]) -> Node:
+def _make_node(eqn: Any, operands: list[Value], scope: str, graph: Graph) -> Node:
     node = Node(eqn.primitive.name, operands, [], eqn, scope)
-    is_data = any(value.is_data for value in operands)
-    depends = _dependencies(operands)
-    node.results = [Value(v.aval, node, is_data=is_data, **depends._asdict()) for v in eqn.outvars]
     if node.kind == "optimization_barrier":
-        for result, operand in zip(node.results, operands, strict=True):
-            result.is_data, result.depends_on_inputs, result.depends_on_params = (
-                operand.is_data,
-                operand.depends_on_inputs,
-                operand.depends_on_params,
-            )
-            result.closure_ids = operand.closure_ids
-            result.weight = operand.weight and dataclasses.replace(operand.weight, is_relayouted=True)
+        for variable, operand in zip(eqn.outvars, operands, strict=True):
+            weight = operand.weight and dataclasses.replace(operand.weight, is_relayouted=True)
+            is_data, depends = operand.is_data, _dependencies([operand])
+            node.results.append(Value(variable.aval, node, weight=weight, is_data=is_data, **depends))
         return node
+    is_data, depends = any(value.is_data for value in operands), _dependencies(operands)
+    node.results = [Value(v.aval, node, is_data=is_data, **depends) for v in eqn.outvars]
     node.has_custom_rule = node.kind in primitives.CUSTOM_DERIVATIVE_CALLS
-    node.bodies = tuple(
-        _make_body(eqn, program, operands, outer_scope, model_constants) for program in primitives.sub_jaxprs(eqn)
-    )
+    programs = primitives.sub_jaxprs(eqn)
+    if node.kind == "scan":
+        node.parts = _split(eqn, programs[0], operands, graph)
+        programs *= len(node.parts)
+    node.bodies = tuple(_make_body(node, program, graph) for program in programs)
     for body in node.bodies:
         for inner_node in body.nodes:
             inner_node.enclosing_node = node
@@ -190,26 +165,34 @@ def _make_node(eqn: Any, operands: list[Value], scope: str, outer_scope: str, mo
     return node
 
 
-class _Dependencies(NamedTuple):
-    """The dependencies of a value; fields as in `Value`."""
+def _dependencies(operands: Sequence[Value]) -> dict[str, Any]:
+    """The dependencies of a value that is computed from these operands, by the names of fields of `Value`."""
+    return {
+        "depends_on_inputs": any(v.depends_on_inputs for v in operands),
+        "depends_on_params": any(v.depends_on_params for v in operands),
+        "closure_ids": frozenset().union(*(v.closure_ids for v in operands)),
+    }
 
-    depends_on_inputs: bool
-    depends_on_params: bool
-    closure_ids: frozenset[int]
+
+def _split(eqn: Any, sub_jaxpr: SubJaxpr, operands: list[Value], graph: Graph) -> tuple[LoopPart, ...]:
+    """The parts of a scan, by the matrices that it has for each iteration."""
+    paths = [
+        weight.path
+        for i in primitives.loop_info(eqn).scanned_operands  # type: ignore[union-attr]
+        if (weight := operands[i].weight) is not None and sub_jaxpr.jaxpr.invars[i].aval.ndim > 1
+    ]
+    length = eqn.params["length"]
+    return (LoopPart(length),) if graph.split_loop is None or not paths else graph.split_loop(paths, length)
 
 
-def _dependencies(operands: Sequence[Value]) -> _Dependencies:
-    """The dependencies of a value that is computed from these operands."""
-    closure_ids: frozenset[int] = frozenset().union(*(value.closure_ids for value in operands))
-    return _Dependencies(
-        any(v.depends_on_inputs for v in operands), any(v.depends_on_params for v in operands), closure_ids
+def _make_body(node: Node, sub_jaxpr: SubJaxpr, graph: Graph) -> Graph:
+    """The graph of a node's sub-jaxpr; `graph` is the one around it."""
+    eqn, operands, inputs = node.eqn, node.operands, []
+    # The edges of a device's layers, or of a loop inside of a split one, are no edges of the model.
+    is_split = len(node.parts) > 1 or any(
+        value.weight is not None and primitives.splits_first_axis(eqn, i, partly=True)
+        for i, value in enumerate(operands)
     )
-
-
-def _make_body(
-    eqn: Any, sub_jaxpr: SubJaxpr, operands: list[Value], outer_scope: str, model_constants: frozenset[int]
-) -> Graph:
-    inputs = []
     info = primitives.loop_info(eqn)
     scanned = info.scanned_operands if info is not None else range(0)
     is_data = sub_jaxpr.data_dependent_inputs([operands[i].is_data for i in sub_jaxpr.operand_indices])
@@ -222,7 +205,7 @@ def _make_body(
             enclosing_value=operand,
             is_loop_invariant=primitives.is_outside_loop(eqn),
             is_data=is_data[input_index],
-            **depends._asdict(),
+            **depends,
         )
         value.constant = None if is_carried or i in scanned else operand.constant
         if operand.weight is not None and not is_carried:
@@ -230,7 +213,10 @@ def _make_body(
             frozen = operand.weight.frozen if has_no_layout else None
             value.weight = Weight(operand.weight.path, value, frozen=frozen, further_paths=operand.weight.further_paths)
         inputs.append(value)
-    return _build_graph(sub_jaxpr, inputs, outer_scope, model_constants)
+    outer_scope = "/".join(filter(None, (graph.outer_scope, node.scope)))
+    body = Graph(inputs, [], [], outer_scope, graph.model_constants, None if is_split else graph.split_loop)
+    body.outputs = _read_equations(sub_jaxpr, body, body.nodes, "")
+    return body
 
 
 def _constant(aval: Any, array: Any, model_constants: frozenset[int]) -> Value:

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fp8jax.core.recipe import Context, Linear, Recipe
@@ -195,6 +195,12 @@ class RuleSet:
             reason += ", which quantizes no product"
         return LayerChoice(linear, reason, self.rules[i].context)
 
+    def takes_by_default(self, *paths: str) -> bool:
+        """Whether the recipe for all other layers quantizes a layer with these paths, or would if it is no head."""
+        is_default = self.has_default and self._first_match(*paths) == len(self.rules) - 1
+        linear = self.rules[-1].linear
+        return is_default and linear is not None and linear.is_quantized
+
     def check_all_used(
         self,
         paths: Iterable[str],
@@ -205,6 +211,8 @@ class RuleSet:
         unsupported_layers: Sequence[str] = (),
     ) -> None:
         """Raise ValueError if there are no paths, or a rule is the first match of none of them.
+
+        Rules for single layers may leave no layer to the rules after them, as those of `fp8jax.suggest` can.
 
         Args:
             paths: the paths of layers that can be quantized, and of norms.
@@ -219,24 +227,36 @@ class RuleSet:
             raise ValueError(f"the model has no linear layer that fp8jax knows how to quantize{hint}")
         aliases_of = {path: aliases.get(path, ()) for path in paths}
         skipped = {path for path in paths if self.choose(path, heads, aliases_of[path]).reason == heads.get(path)}
-        used = {self._first_match(path, *aliases_of[path]) for path in paths if path not in skipped}
+        names = {name for path, others in aliases_of.items() for name in (path, *others)}
+        single = {i for i, rule in enumerate(self.rules) if rule.path in names | {*map(re.escape, names)}}
+        used = set[int]()
+        for path in paths:
+            for i in () if path in skipped else self._matches(path, *aliases_of[path]):
+                used.add(i)
+                if i not in single:
+                    break
         used |= {
             i for path in source_layers if (i := self._first_match(path)) is not None and self.rules[i].recipe is None
         }
         optional = range(self._num_user_rules, len(self.rules) - 1)
         unused = [i for i in range(len(self.rules)) if i not in used and i not in optional]
         if unused:
-            names = ", ".join("the recipe" if i >= self._num_user_rules else repr(self.rules[i].path) for i in unused)
+            unused_names = ", ".join(
+                "the recipe" if i >= self._num_user_rules else repr(self.rules[i].path) for i in unused
+            )
             exclusion_note = (
                 " (embeddings, heads and routers are left alone unless a rule names them)" if self.has_default else ""
             )
             raise ValueError(
-                f"no layer is left for {names} to match; the layers are {', '.join(paths)}{exclusion_note}{hint}"
+                f"no layer is left for {unused_names} to match; the layers are {', '.join(paths)}{exclusion_note}{hint}"
             )
 
+    def _matches(self, *paths: str) -> Iterator[int]:
+        """The rules that match one of these paths, in order."""
+        return (i for i, rule in enumerate(self.rules) if any(re.fullmatch(rule.path, path) for path in paths))
+
     def _first_match(self, *paths: str) -> int | None:
-        matches = lambda rule: any(re.fullmatch(rule.path, path) for path in paths)  # noqa: E731
-        return next((i for i, rule in enumerate(self.rules) if matches(rule)), None)
+        return next(self._matches(*paths), None)
 
 
 Rules = Recipe | Linear | str | Rule | Sequence[Rule | GroupedProduct | Recipe | Linear | str] | RuleSet

@@ -9,7 +9,7 @@ import jax
 
 from fp8jax.core.recipe import Linear
 from fp8jax.ops.autodiff.observations import at_layer
-from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, InputFacts, gradient_facts_scope
+from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, InputFacts
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.partition import on_one_device
 from fp8jax.ops.products.linear import key_from_data
@@ -165,10 +165,6 @@ class Interpreter:
 
     def run(self) -> list[Any]:
         """Runs the graph and returns its outputs."""
-        with gradient_facts_scope():
-            return self._run()
-
-    def _run(self) -> list[Any]:
         schedule = self._schedule
         for self._position, node in enumerate(schedule.nodes):
             if node.operation is not None:
@@ -238,6 +234,7 @@ class Interpreter:
             extra_consts=(shared_inputs, fact_arrays),
             extra_xs=row_inputs,
             num_extra_outputs=len(stat_keys),
+            part_sizes=[part.size for part in node.parts],
         )
         if self.stats is not None:
             self.stats |= dict(zip(stat_keys, results[len(node.results) :], strict=False))

@@ -213,10 +213,6 @@ States = dict[str, TrackedScaling]
 def init(uses: Mapping[WeightUse, Linear], weights: Mapping[str, Any]) -> States:
     """The states before the first step, by the paths of parameters.
 
-    Args:
-        uses: the products, with their recipes.
-        weights: the parameters, by their paths.
-
     Raises:
         ValueError: products of one parameter cannot have one state.
     """
@@ -274,13 +270,7 @@ def advance(states: States, observed: States, axis_name: AxisNames = None) -> St
 
 
 def _merge_stats(linear: Linear, use_stats: Sequence[Stats], shared_axes: Sequence[tuple[bool, ...]]) -> Stats:
-    """The stats of a parameter from those of its uses, merged as each scaling asks.
-
-    Args:
-        linear: the recipe of the uses.
-        use_stats: of each use.
-        shared_axes: as of `WeightUse`, of each use.
-    """
+    """The stats of a parameter from those of its uses, merged as each scaling asks."""
     merged: Stats = {}
     for stats, is_shared in zip(use_stats, shared_axes, strict=True):
         axes = _indices(is_shared)
@@ -300,12 +290,7 @@ def _indices(flags: Sequence[bool]) -> tuple[int, ...]:
 def merge_use_stats(
     stats: Mapping[tuple[tuple[str, int], str], Array], uses: Mapping[WeightUse, Linear]
 ) -> dict[str, Stats]:
-    """The stats of the forward pass, by the paths of parameters.
-
-    Args:
-        stats: by use and operand.
-        uses: all of them, with their recipes.
-    """
+    """The stats of the forward pass, by the paths of parameters."""
     stats_by_use: dict[tuple[str, int], Stats] = {}
     for (key, operand), value in stats.items():
         stats_by_use.setdefault(key, {})[operand] = value
@@ -396,12 +381,7 @@ _broadcast_max_slot.defvjp(lambda slot, axes: (_broadcast_max_slot(slot, axes), 
 
 
 def use_inputs_from_states(states: States, weights: Mapping[str, Any]) -> dict[tuple[str, int], UseInputs]:
-    """The inputs of each use, from the states of a transformed function.
-
-    Args:
-        states: by the paths of parameters.
-        weights: the parameters of the call.
-    """
+    """The inputs of each use, from the states of a transformed function."""
     use_inputs: dict[tuple[str, int], UseInputs] = {}
     for path, scaling in states.items():
         state, (slots, structure) = scaling.state, jax.tree.flatten(scaling.slots)
@@ -428,10 +408,7 @@ def read_in_call(
     """A record as the products of a call read it, with the errors and warnings of `fp8jax.rewrite.training`.
 
     Args:
-        stored: the record.
         weight: the parameter of the call, in any structure.
-        layer: what messages call the layer.
-        interface: of the caller.
         record: of the model's training, in NNX.
         is_mutable: whether the caller stores what the call observes.
     """

@@ -33,7 +33,6 @@ class Suggestion:
         unmended: the faults that no rule mends, such as NaN in a batch, or errors of an optimizer's moments.
         unquantized_loss, loss_before, loss_after: of the batch in 16 bits, with the given rules, and with `rules`. NaN
             if the function does not return a scalar.
-        unobserved: paths of quantized products whose errors are not measured, those of grouped products.
     """
 
     rules: tuple[Rule | GroupedProduct | Recipe | Linear | str, ...]
@@ -42,7 +41,6 @@ class Suggestion:
     unquantized_loss: float
     loss_before: float
     loss_after: float
-    unobserved: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = ["rules = ["]
@@ -53,7 +51,6 @@ class Suggestion:
             else:
                 lines.append(f"    {getattr(rule, 'name', rule)!r},")
         lines += ["]", *(f"# no rule mends {fault}" for fault in self.unmended)]
-        lines += [f"# not measured: {path}" for path in self.unobserved]
         if self.loss_before == self.loss_before:
             before, after = f"{self.loss_before:.5g} before", f"{self.loss_after:.5g} with these rules"
             lines.append(f"# loss of this batch: {self.unquantized_loss:.5g} in 16 bits, {before}, {after}")
@@ -97,28 +94,25 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
     for fault in faults:
         if fault.role in _ROLES and fault.statistic != "nonfinite" and fault.layer in measured:
             mendable.setdefault(fault.layer, fault)
-    entries = transform(fn, given).plan_call(params, *args).entries
-    chosen = _rules_for_shapes(entries)
+    chosen = _rules_for_shapes(transform(fn, given).plan_call(params, *args).plan.entries)
     pending = [layer for layer in mendable if layer not in chosen]
     for remedy in _REMEDIES:
         if not pending or given == (remedy,):
             continue
         candidates = {layer: Rule(re.escape(layer), remedy) for layer in pending}
         rules_by_layer = {layer: rule for layer, (rule, _) in chosen.items()} | candidates
-        _, errors = measure(_join(rules_by_layer, given, entries))
+        _, errors = measure((*rules_by_layer.values(), *given))
         still_faulty = {fault.layer for fault in find_faults(errors) if fault.statistic != "nonfinite"}
         for layer in pending:
             if layer not in still_faulty:
                 chosen[layer] = candidates[layer], _reason(mendable[layer], remedy, errors)
         pending = [layer for layer in pending if layer not in chosen]
-    new_rules = _join({layer: rule for layer, (rule, _) in chosen.items()}, given, entries)
+    new_rules = *(rule for rule, _ in chosen.values()), *given
     after = measure(new_rules)[0] if chosen else before
     unquantized_loss = float(_unquantized_loss(fn, params, args))
     unmended = [fault for fault in faults if fault.layer not in chosen or fault.statistic == "nonfinite"]
     reasons = {rule.path: reason for rule, reason in chosen.values()}
-    products = [entry.path for entry in entries if entry.is_product and entry.is_quantized]
-    unobserved = tuple(dict.fromkeys(path for path in products if path not in measured))
-    return Suggestion(new_rules, reasons, tuple(unmended), unquantized_loss, float(before), float(after), unobserved)
+    return Suggestion(new_rules, reasons, tuple(unmended), unquantized_loss, float(before), float(after))
 
 
 def _as_sequence(rules: Rules) -> tuple[Any, ...]:
@@ -155,19 +149,6 @@ def _to_scalars(results: Any) -> tuple[Array, Array]:
         return loss, loss
     projections = (jnp.mean(x * jax.random.normal(jax.random.key(i), x.shape, x.dtype)) for i, x in enumerate(floats))
     return sum(projections, start=jnp.zeros([])), jnp.full([], jnp.nan)
-
-
-def _join(new: Mapping[str, Rule], given: Sequence[Any], entries: Sequence[PlanEntry]) -> tuple[Any, ...]:
-    """New rules by layer, then those of the given ones that still match a layer: others would raise."""
-    layers = [entry.path for entry in entries if entry.is_quantized and entry.path not in new]
-    has_products = any(entry.is_product and entry.path in layers for entry in entries)
-
-    def is_used(rule: Any) -> bool:
-        if isinstance(rule, Rule):
-            return rule.recipe is None or any(re.fullmatch(rule.path, layer) for layer in layers)
-        return has_products or isinstance(rule, GroupedProduct)
-
-    return (*new.values(), *filter(is_used, given))
 
 
 def _rules_for_shapes(entries: Sequence[PlanEntry]) -> dict[str, tuple[Rule, str]]:

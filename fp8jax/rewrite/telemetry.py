@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 from fp8jax.core import derivatives
 from fp8jax.ops.autodiff import observations
 from fp8jax.ops.autodiff.observations import OBSERVE, Observation
+from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.primitives import Equation, SubJaxpr
 
@@ -46,8 +47,8 @@ def telemetry(fn: Callable) -> Callable[..., tuple[Any, Telemetry]]:
         gradient: a sum of gradients in 8 bits with a factor.
 
     Stacked layers in a scan of a transformed function have a value each. Iterations of other loops, microbatches,
-    devices and products of one weight have one value together. Not observed are grouped products, gradients of frozen
-    weights, and what runs in `jax.lax.while_loop`.
+    devices and products of one weight have one value together. `fp8jax.ragged_dot` of two arrays along their tokens is
+    not observed.
 
     The statistics, fp32:
         snr_db: signal-to-noise ratio of the codes in decibels.
@@ -105,7 +106,7 @@ class _Expected(NamedTuple):
 
     Attributes:
         params: of its equation.
-        sizes: of the loops and meshes around it in the jaxpr, outermost first.
+        sizes: of the scans and meshes around it in the jaxpr, outermost first.
     """
 
     params: dict[str, Any]
@@ -118,6 +119,11 @@ class _Expected(NamedTuple):
         values = jnp.array([0.0] * num_sums + [-jnp.inf] * num_maxima, jnp.float32)
         return jnp.broadcast_to(values, (*self.sizes, *values.shape))
 
+    def merge(self, x: Array, y: Array) -> Array:
+        """The values of two tensors together."""
+        num_sums = len(self.params["sums"])
+        return jnp.concatenate([x[..., :num_sums] + y[..., :num_sums], jnp.maximum(x, y)[..., num_sums:]], -1)
+
 
 def _find(program: SubJaxpr) -> list[_Expected]:
     """The observations in a jaxpr that can be returned, in the order of `_run`."""
@@ -125,7 +131,7 @@ def _find(program: SubJaxpr) -> list[_Expected]:
     for eqn in program.jaxpr.eqns:
         if eqn.primitive is OBSERVE:
             found.append(_Expected(eqn.params))
-        elif eqn.primitive.name != "while":
+        else:
             info = primitives.loop_info(eqn)
             sizes = () if info is None else (info.size,)
             inner = [each for body in primitives.sub_jaxprs(eqn) for each in _find(body)]
@@ -144,7 +150,7 @@ def _run(program: SubJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], list[Arra
 
     for eqn in program.jaxpr.eqns:
         operands = [value_of(atom) for atom in eqn.invars]
-        expected = [] if eqn.primitive.name == "while" else [*map(_find, primitives.sub_jaxprs(eqn))]
+        expected = [*map(_find, primitives.sub_jaxprs(eqn))]
         if eqn.primitive is OBSERVE:
             results = operands[:1]
             observed.append(jnp.stack(operands[1:]))
@@ -165,6 +171,8 @@ def _run_nested(
     programs = primitives.sub_jaxprs(eqn)
     if primitives.runs_once(eqn):
         return _run(programs[0], primitives.separate_recomputation(eqn, operands))
+    if eqn.primitive.name == "while":
+        return _run_while(eqn, operands, expected[0])
 
     def run_body(index: int, inputs: Sequence[Any], *_: Any) -> list[Any]:
         outputs, observed = _run(programs[index], inputs)
@@ -175,6 +183,20 @@ def _run_nested(
     results = primitives.rebind_control_flow(eqn, operands, bodies, num_extra_outputs=sum(map(len, expected)))
     count = len(eqn.outvars)
     return results[:count], results[count:]
+
+
+def _run_while(eqn: Any, operands: list[Any], expected: Sequence[_Expected]) -> tuple[list[Any], list[Array]]:
+    """`_run_nested` of a while loop: its carry has the merged values of the iterations so far."""
+    (program,) = primitives.sub_jaxprs(eqn)
+    condition, consts, carry = primitives.while_parts(eqn, operands)
+
+    def body(state: tuple[list[Any], list[Array]]) -> tuple[list[Any], list[Array]]:
+        results, observed = _run(program, [*consts, *state[0]])
+        return results, [each.merge(*pair) for each, *pair in zip(expected, state[1], observed, strict=True)]
+
+    neutral = cast_varying_over([each.neutral for each in expected], varying_axes(operands))
+    results, observed = jax.lax.while_loop(lambda state: condition(state[0]), body, (carry, neutral))
+    return results, observed
 
 
 def _summarize(expected: Sequence[_Expected], observed: Sequence[Array]) -> Telemetry:

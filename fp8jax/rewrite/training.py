@@ -6,8 +6,6 @@ statistics of the scaling are lost. Their lowering warns if the program never ad
 """
 
 import contextlib
-import sys
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +16,8 @@ from jax import Array
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
-_LIBRARY_PREFIXES = ("fp8jax", "jax", "jaxlib", "flax", "functools", "contextlib")
+from fp8jax.core import frames
+
 # Up to this number of gradients outside of a program may be the microbatches of one step.
 _MAX_MICROBATCHES = 16
 # The calls that advance states: by the statistics of a step, or by the bounds of an optimizer.
@@ -122,19 +121,14 @@ def record_observation(record: TrainingRecord) -> None:
 
 
 def warn_if_stats_lost(record: TrainingRecord, stats: Sequence[Array]) -> None:
-    """Warn if calls of a model in this program have observed something, and all of it is lost.
-
-    Args:
-        record: of the model.
-        stats: all stats of the model, before the state is advanced by them.
-    """
+    """Warn if calls of a model in this program have observed something, and all of it is lost."""
     program, outermost, _ = _outermost_program()
     if program is None or record not in program.observed:
         return
     # Without these names in a version of JAX there is no warning.
     inputs = set(map(id, getattr(outermost.frame, "invars", ())))
     if all(id(getattr(value, "val", None)) in inputs for value in stats):
-        _warn(
+        frames.warn(
             "the observations of this model's calls are lost, and its scales stay as they are: nnx.scan drops changes "
             "of a model that it broadcasts (None in in_axes). Write nnx.StateAxes({nnx.Param: None, ...: nnx.Carry}) "
             "for the model in in_axes"
@@ -231,7 +225,6 @@ def warn_if_never_advanced(
     Args:
         state: the state of a scaling, as a product reads it.
         operands: the weight and the slot of the product, in any structure.
-        message: the text of the warning.
         call: the name of the call that advances the state, `ADVANCE` or `BOUNDS`.
         record: the record of an NNX model; None for other interfaces.
     """
@@ -245,20 +238,8 @@ def warn_if_never_advanced(
             state, *arrays, message=message, call=call, record=record, program=program, is_differentiated=False
         )
     if differentiated and not _is_inspecting and record is not None and record.count_gradient(call, outermost):
-        _warn(message)
+        frames.warn(message)
     return state
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=_user_stacklevel())
-
-
-def _user_stacklevel() -> int:
-    """The number of frames from the caller to the first one outside of the libraries of a training step."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARY_PREFIXES:
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _lower_read(
@@ -266,7 +247,7 @@ def _lower_read(
 ) -> Any:
     if is_differentiated and (record, call) not in program.advanced | program.warned:
         program.warned.add((record, call))
-        _warn(message)
+        frames.warn(message)
     return [state]
 
 
@@ -283,7 +264,6 @@ def raise_if_differentiated(value: Array, weight: Any, message: str, *, unless_d
     Args:
         value: a state as a product reads it, or a slot whose cotangent is a statistic.
         weight: the weight of the product, in any structure.
-        message: of the error.
         unless_differentiated: allow a gradient of `weight` that is also taken of `value`.
 
     Raises:

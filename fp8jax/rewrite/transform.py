@@ -16,7 +16,8 @@ from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.check import Comparison, check
 from fp8jax.rewrite.explanation import Explanation, exchange_note, list_rows
 from fp8jax.rewrite.frozen_params import as_shape_struct, frozen_info, frozen_leaf_predicate, is_frozen
-from fp8jax.rewrite.plan import plan
+from fp8jax.rewrite.graph import Graph
+from fp8jax.rewrite.plan import plan, split_edge_iterations
 from fp8jax.rewrite.planned import CallPlan, Notices, PlannedCall
 from fp8jax.rewrite.read import read
 from fp8jax.rewrite.rules import Rules, RuleSet, as_rule_set
@@ -26,6 +27,7 @@ from fp8jax.rewrite.states import (
     UseInputs,
     WeightUse,
     advance,
+    observed_operands,
     scaling_names,
     use_inputs_from_states,
     with_complete_bounds,
@@ -91,9 +93,6 @@ class Transformed:
     def plan_call(self, *args: Any, **kwargs: Any) -> PlannedCall:
         """A call with its plan; nothing is computed.
 
-        Args:
-            args, kwargs: of a call.
-
         Raises:
             ValueError: as in a call, but not for a precision that matmuls ask for: the plan's run raises that.
         """
@@ -135,8 +134,9 @@ class Transformed:
                 "fp8jax.lora.merge"
             )
         paths = self._param_paths(call)
-        original, planned = (read(call.program, paths, grouped_products=self._rules.grouped_products) for _ in range(2))
-        entries, uses, *_ = plan(planned, self._rules, self._make_call_info(call.shapes))
+        call_info = self._make_call_info(call.shapes)
+        original, planned = (self._read(call.program, paths, (), call_info) for _ in range(2))
+        entries, uses, *_ = plan(planned, self._rules, call_info)
         use_inputs: dict[tuple[str, int], UseInputs] = {}
         if states is not None:
             _check_states(states, uses)
@@ -234,11 +234,17 @@ class Transformed:
             raise ValueError(f"params={unknown[0]!r} names no argument of this call that holds arrays{hint}")
         return [self._param_path(path) for path in call.array_paths]
 
+    def _read(
+        self, program: Any, paths: Sequence[str | None], frozen_infos: Sequence[Any], call_info: CallInfo
+    ) -> Graph:
+        split_loop = functools.partial(split_edge_iterations, self._rules, call_info)
+        return read(program, paths, frozen_infos, self._rules.grouped_products, split_loop)
+
     def _make_plan(
         self, program: Any, paths: Sequence[str | None], shapes: Any, frozen_infos: Sequence[Any]
     ) -> CallPlan:
-        graph = read(program, paths, frozen_infos, self._rules.grouped_products)
         call_info = self._make_call_info(shapes)
+        graph = self._read(program, paths, frozen_infos, call_info)
         try:
             entries, uses, message, unquantized = plan(graph, self._rules, call_info)
         except ValueError as error:
@@ -288,7 +294,7 @@ def _check_states(states: States | None, uses: dict[WeightUse, Linear]) -> None:
         tracked = None if states is None else states.get(use.path)
         if tracked is not None and use.number < len(tracked.slots):
             continue
-        if states or any(scaling.collects_stats for scaling in linear.states.values()):
+        if states or observed_operands(linear):
             missing = "of which the given states have none" if states else "and no states are given"
             raise ValueError(
                 f"{scaling_names(linear)} scaling of {use.path or 'the parameter'} keeps a state, {missing}: write "

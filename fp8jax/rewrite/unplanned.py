@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from fp8jax.rewrite import activations, norms, primitives
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry
-from fp8jax.rewrite.graph import Graph, Node, Value, strip_layout
+from fp8jax.rewrite.graph import Graph, Node, Value, search, strip_layout
 from fp8jax.rewrite.heads import Flow
 from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES
 from fp8jax.rewrite.rules import RuleSet
@@ -21,11 +21,11 @@ _MAX_FRACTION = 0.1
 
 
 class UnquantizedWarning(UserWarning):
-    """More than a tenth of a model's FLOPs stay in 16 bits, although the rules ask for 8."""
+    """More than a tenth of a model's FLOPs stay in 16 bits, although the rules ask for fewer."""
 
 
 class UnquantizedShare(NamedTuple):
-    """The matmuls that stay in 16 bits although the rules ask for 8.
+    """The matmuls that stay in 16 bits although the rules ask for fewer.
 
     Attributes:
         fraction: their share of the FLOPs of all matmuls with parameters in a forward pass. Output heads, embeddings,
@@ -47,14 +47,13 @@ def flops(node: Node, enclosing: Iterable[tuple[Node, Graph]]) -> float:
 
     A custom derivative has those of the matmuls in it.
     """
-    num_runs = math.prod(outer.eqn.params["length"] for outer, _ in enclosing if outer.kind == "scan")
+    num_runs = math.prod(outer.num_runs(body) for outer, body in enclosing)
     return 2 * num_runs * _node_flops(node)
 
 
 def _node_flops(node: Node) -> float:
     if node.bodies:
-        length = node.eqn.params["length"] if node.kind == "scan" else 1
-        return length * sum(_node_flops(inner) for body in node.bodies for inner in body.walk())
+        return sum(node.num_runs(body) * _node_flops(inner) for body in node.bodies for inner in body.walk())
     if node.kind not in primitives.PRODUCTS or len(node.operands) < 2:
         return 0
     left, right, result = node.operands[0].shape, node.operands[1].shape, node.results[0].shape
@@ -103,7 +102,7 @@ def _summarize_share(quantized_flops: float, entries: Sequence[PlanEntry]) -> Un
     rest = f"; and {len(notes) - _MAX_LISTED} other reasons" if len(notes) > _MAX_LISTED else ""
     fraction = lost / (lost + quantized_flops)
     figure = f"{min(100 * fraction, 99):.2g} %" if fraction < 1 else "all"
-    head = f"{figure} of the FLOPs in products with parameters stay in 16 bits, although the rules ask for 8"
+    head = f"{figure} of the FLOPs in products with parameters stay in 16 bits, although the rules ask for fewer"
     return UnquantizedShare(fraction, f"{head}: {'; '.join(notes[:_MAX_LISTED])}{rest}")
 
 
@@ -144,16 +143,8 @@ _UNREAD_REASON = "no product of a recipe reads its result as it is"
 class _Program:
     """A planned program, and the readers of each value."""
 
-    def __init__(
-        self, graph: Graph, schedule: Schedule, rules: RuleSet, call_info: CallInfo, quantized_nodes: set[Node]
-    ) -> None:
-        self.graph, self.schedule, self.rules, self.call_info, self.quantized_nodes = (
-            graph,
-            schedule,
-            rules,
-            call_info,
-            quantized_nodes,
-        )
+    def __init__(self, graph: Graph, rules: RuleSet, call_info: CallInfo, quantized_nodes: set[Node]) -> None:
+        self.graph, self.rules, self.call_info, self.quantized_nodes = graph, rules, call_info, quantized_nodes
         self.readers: dict[Value, list[Node]] = {}
         for node in graph.walk_nested():
             for value in node.operands:
@@ -166,18 +157,8 @@ Enclosing = tuple[tuple[Node, Graph], ...]
 def find(
     graph: Graph, schedule: Schedule, rules: RuleSet, call_info: CallInfo, entries: Mapping[Node, PlanEntry]
 ) -> dict[Node, PlanEntry]:
-    """The entries of norms, activations and matmuls without a parameter that a plan does not list.
-
-    Args:
-        graph: the program, planned.
-        schedule: the nodes that run.
-        rules: the rules that choose a recipe for each layer.
-        call_info: facts from the caller.
-        entries: the plan's entries.
-    """
-    program = _Program(
-        graph, schedule, rules, call_info, {node for node, entry in entries.items() if entry.is_quantized}
-    )
+    """The entries of norms, activations and matmuls without a parameter that a plan does not list."""
+    program = _Program(graph, rules, call_info, {node for node, entry in entries.items() if entry.is_quantized})
     found: dict[Node, PlanEntry] = {}
     for node, enclosing in _executed_nodes(schedule, ()):
         if node in entries or node.operation is not None:
@@ -351,23 +332,15 @@ def _operands(value: Value, kinds: Sequence[str]) -> list[Value]:
     return node.operands if node is not None and node.operation is None and value.kind in kinds else []
 
 
-def _search(value: Value, step: Callable[[Value], list[Value]], max_depth: int) -> list[Value]:
-    found, frontier = {value: None}, [value]
-    for _ in range(max_depth):
-        frontier = [o for v in frontier for o in step(v) if o not in found]
-        found |= dict.fromkeys(frontier)
-    return list(found)
-
-
 def _ancestors(value: Value, max_depth: int = 10) -> list[Value]:
     """A value and the statistics that it is computed from, down to their sums."""
-    return _search(value, lambda v: _operands(v, _STATISTICS), max_depth)
+    return search([value], lambda v: _operands(v, _STATISTICS), max_depth)
 
 
 def _upstream(value: Value) -> list[Value]:
     """A value and the values that it is computed from, up to matmuls and norms before it."""
     kinds = (*_STATISTICS, *_BY_ELEMENT, "reduce_sum", *_ROOTS)
-    return _search(value, lambda v: _operands(v, kinds), _MAX_DISTANCE)
+    return search([value], lambda v: _operands(v, kinds), _MAX_DISTANCE)
 
 
 def _strip_identities(value: Value) -> Value:

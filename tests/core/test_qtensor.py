@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 import fp8jax
 from fp8jax import QuantSpec, quantize
 from fp8jax.core import expansion, formats
-from fp8jax.core.qtensor import quantize_with_scale
-from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
+from fp8jax.core.qtensor import from_bytes, quantize_with_scale, to_bytes
 from tests.programs import count
 from tests.rows import few, slow
 

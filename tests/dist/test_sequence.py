@@ -11,10 +11,10 @@ from jax import P
 from jax.sharding import AxisType
 
 import fp8jax
+from fp8jax.core.qtensor import from_bytes
 from fp8jax.core.scaling import find_scaling
 from fp8jax.dist import gather_linear, gather_sequence, scatter_sequence, sequence, sequence_collectives
 from fp8jax.dist.collectives import Collective, collectives
-from fp8jax.ops.autodiff.residuals import from_bytes
 from fp8jax.ops.products import operands
 from tests.dist import blocks, programs
 from tests.distance import order, relative

@@ -94,6 +94,7 @@ def test_a_run_with_a_bad_batch_ends_as_one_without_it_and_so_does_a_resumed_one
         assert train(f"{policy}_broken_{place}", *flags, bad=bad) == (found, counts)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_another_policy_from_a_checkpoint_without_counts(train, capsys, monkeypatch):
     """Checkpoints of older versions have no monitor: it starts as zeros."""
     with monkeypatch.context() as patch:

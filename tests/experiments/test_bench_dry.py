@@ -26,7 +26,6 @@ SLOW = {
     "models",
     "release",
     "optimizer",
-    "coat_speed",
     "reduce",
     "step",
     "lora",
@@ -34,7 +33,9 @@ SLOW = {
     "gemm_int8",
     "peers",
     "profile",
-    "scaling",
+    "grouped",
+    "moe",
+    "layer",
 }
 
 

@@ -107,6 +107,7 @@ def test_a_torch_optimizer_sees_the_same_gradients():
     assert size == pytest.approx(8, abs=0.01)
 
 
+@pytest.mark.slow
 def test_recorded_gradients_are_those_of_a_training(monkeypatch):
     """Of another loss at each step, and of every leaf that is compressed."""
     peers.recorded.cache_clear()
@@ -124,7 +125,7 @@ def test_a_dry_run_takes_one_short_stream(monkeypatch, tmp_path):
     monkeypatch.setenv("FP8JAX_DRY", "1")
     monkeypatch.setattr(peers, "available", lambda device: {})
     monkeypatch.setattr(peers, "ours", lambda b2: {peers.OURS: optax.with_extra_args_support(optax.adamw(peers.RATE))})
-    monkeypatch.setattr(timing, "write", lambda *of, **_: seen.update(rows=of[2], notes=of[3]))
+    monkeypatch.setattr(timing, "write", lambda *of, notes, **_: seen.update(rows=of[2], notes=notes))
     peers.main(["--out", str(tmp_path)])
     assert {r["impl"] for r in seen["rows"]} == {peers.OURS}
     assert any("left out: torch.optim.AdamW, fp32, torchao" in note for note in seen["notes"])

@@ -76,7 +76,7 @@ def test_rows_compare_kinds_with_bf16():
     # From the first kernel to the last.
     assert found["fast", "all"] == (pytest.approx(5), pytest.approx(7 / 5))
     assert found["bf16", SIXTEEN] == (pytest.approx(6), 1)
-    (longest,) = [row for row in rows if row["case"] == "fast: int8_matmul_mosaic"]
+    (longest,) = [row for row in rows if row["case"] == "case, fast: int8_matmul_mosaic"]
     assert (longest["metric"], longest["value"]) == ("1 launches", pytest.approx(3))
 
 

@@ -36,7 +36,9 @@ def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path):
     clock = itertools.count()
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     seen = {}
-    monkeypatch.setattr(step, "memory", lambda program: seen.setdefault(id(program), (len(seen) + 1, len(seen) + 2)))
+    monkeypatch.setattr(
+        step.driver, "memory", lambda program: seen.setdefault(id(program), (len(seen) + 1, len(seen) + 2))
+    )
     late, synchronised = (timing.Seconds([time, time]) for time in (0.25, 0.5))
     torch = {"torch bf16": step_torch.TorchTimes(late, synchronised, (1.0, 4.0))}
     step.measure(LLAMA, options(tmp_path), torch)
@@ -88,7 +90,7 @@ def test_one_state_at_a_time_and_ratios_are_of_the_recomputed_baseline(monkeypat
     """Not of the slowest or fastest arm, and not upside down: bf16 as written is between them."""
     PlantedArm.clock, PlantedArm.live, PlantedArm.order = 0.0, 0, []
     monkeypatch.setattr(step, "StepArm", PlantedArm)
-    monkeypatch.setattr(step, "memory", lambda program: (1.0, 2.0))
+    monkeypatch.setattr(step.driver, "memory", lambda program: (1.0, 2.0))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: PlantedArm.clock)
     monkeypatch.setattr(timing.jax, "block_until_ready", lambda x: x)
     step.measure(LLAMA, options(tmp_path, arm=["bf16", "coat"], rounds=3, steps=2, name="other"))
@@ -96,21 +98,6 @@ def test_one_state_at_a_time_and_ratios_are_of_the_recomputed_baseline(monkeypat
     ratios = {r["impl"]: (r["value"], r["ratio"]) for r in content["rows"] if r["metric"] == "step"}
     assert ratios == {step.AGAIN: (5000, 1), "bf16": (4000, 1.25), "coat": (2000, 2.5)}
     assert {name: PlantedArm.order.count(name) for name in ratios} == dict.fromkeys(ratios, 1 + 3 * 2 * 2)
-    # What is cut short in the second round leaves the first one, and says so.
-    taken = []
-
-    def cut(*how):
-        if taken:
-            raise KeyboardInterrupt
-        taken.append(how[1])
-        return {name: timing.Seconds([PlantedArm(name).took]) for name in how[0]}
-
-    monkeypatch.setattr(timing, "in_turns", cut)
-    with pytest.raises(KeyboardInterrupt):
-        step.measure(LLAMA, options(tmp_path, arm=["coat"], rounds=3, name="cut"))
-    content = json.loads((tmp_path / "cpu" / "cut.json").read_text())
-    assert not content["complete"]
-    assert {r["impl"]: r["ratio"] for r in content["rows"] if r["metric"] == "step"} == {step.AGAIN: 1, "coat": 2.5}
 
 
 def test_an_arm_that_does_not_fit_is_left_out_and_the_rest_measured(monkeypatch, tmp_path, capsys):
@@ -122,7 +109,7 @@ def test_an_arm_that_does_not_fit_is_left_out_and_the_rest_measured(monkeypatch,
 
     PlantedArm.live = 0
     monkeypatch.setattr(step, "StepArm", FullArm)
-    monkeypatch.setattr(step, "memory", lambda program: (1.0, 2.0))
+    monkeypatch.setattr(step.driver, "memory", lambda program: (1.0, 2.0))
     monkeypatch.setattr(timing.jax, "block_until_ready", lambda x: x)
     step.measure(LLAMA, options(tmp_path, arm=["coat", "bf16"]))
     rows = json.loads((tmp_path / "cpu" / "step.json").read_text())["rows"]
@@ -130,11 +117,11 @@ def test_an_arm_that_does_not_fit_is_left_out_and_the_rest_measured(monkeypatch,
     assert "bf16" in {r["impl"] for r in rows if r["metric"] == "step"}
     assert "coat failed: MemoryError RESOURCE_EXHAUSTED" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="which all arms are compared with, does not run"):
-        step.built(["coat", "bf16"], FullArm)
-    assert list(step.built([step.AGAIN, "bf16"], PlantedArm, limit=1e9)) == [step.AGAIN, "bf16"]
+        step.driver.built(["coat", "bf16"], FullArm)
+    assert list(step.driver.built([step.AGAIN, "bf16"], PlantedArm, limit=1e9)) == [step.AGAIN, "bf16"]
     clock = itertools.count(0, 10)
     monkeypatch.setattr(driver.time, "perf_counter", lambda: float(next(clock)))
-    assert list(step.built([step.AGAIN, "bf16"], PlantedArm, limit=15)) == [step.AGAIN]
+    assert list(step.driver.built([step.AGAIN, "bf16"], PlantedArm, limit=15)) == [step.AGAIN]
     assert "bf16: left out, the time limit is reached" in capsys.readouterr().out
 
 
@@ -331,6 +318,7 @@ def test_without_torch_its_rows_are_left_out_and_that_is_said(monkeypatch, capsy
     assert told[1] == "  torchao tensorwise: torch and torchao not importable: rows left out"
 
 
+@pytest.mark.slow
 def test_arms_that_fit_in_so_many_gigabytes_are_compared_by_tokens():
     """`coat` takes more sequences than bf16; each is the largest batch whose plan stays within the limit."""
     limit = 0.603  # the runtime's share is 0.6

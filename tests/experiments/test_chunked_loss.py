@@ -79,7 +79,7 @@ def agree(found, losses, steps):
 
 @pytest.mark.parametrize(
     ("tied", "tokens"),
-    [(False, TOKENS), (True, ROWS), slow(True, TOKENS), slow(False, ROWS)],
+    [slow(False, TOKENS), (True, ROWS), slow(True, TOKENS), slow(False, ROWS)],
     ids=["text", "packed, tied", "text, tied", "packed"],
 )
 def test_losses_and_gradients_are_those_of_whole_logits(tied, tokens):
@@ -99,7 +99,7 @@ def test_beside_layers_in_8_bits(weights, tokens, losses):
     agree(found, losses, 0.05)
 
 
-@pytest.mark.parametrize("devices", [None, {"data": 2, "fsdp": 2}])
+@pytest.mark.parametrize("devices", [slow(None), {"data": 2, "fsdp": 2}])
 def test_a_head_in_8_bits(devices, monkeypatch):
     """Its three products are, of layers in 16 bits; the others' gradients are those of its errors."""
     monkeypatch.setattr(mesh, "SMALLEST", 256)
@@ -122,7 +122,11 @@ def test_a_head_in_8_bits(devices, monkeypatch):
 
 @pytest.mark.parametrize(
     ("where", "comm"),
-    [slow({"data": 8, "fsdp": 1}, Comm()), ({"data": 2, "fsdp": 2}, Comm()), ({"data": 1, "fsdp": 4}, Comm("fp32"))],
+    [
+        slow({"data": 8, "fsdp": 1}, Comm()),
+        slow({"data": 2, "fsdp": 2}, Comm()),
+        ({"data": 1, "fsdp": 4}, Comm("fp32")),
+    ],
     ids=["data", "both", "in shard_map"],
 )
 def test_on_several_devices(where, comm, monkeypatch):

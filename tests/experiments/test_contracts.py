@@ -21,7 +21,7 @@ from experiments.train.task import Task
 from fp8jax.core.scaling import Threshold
 from fp8jax.recipes import Comm, Context, Linear, Weights
 from tests.distance import relative
-from tests.rows import few
+from tests.rows import few, slow
 
 pytestmark = pytest.mark.usefixtures("small_on_meshes")
 
@@ -147,7 +147,7 @@ def test_loss_and_gradients_are_the_means_of_those_of_the_parts(name):
         assert relative(got, want) <= limit, jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("name", [name for name, (one, *_) in RECIPES.items() if one.linear.states])
+@pytest.mark.parametrize("name", ["delayed", "fallback", slow("fp8_lm")])
 def test_what_scalings_observe_is_of_all_parts(name):
     *_, states = zip(*alone(name), strict=True)
     before, after, _ = together(name)

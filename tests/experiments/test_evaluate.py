@@ -1,4 +1,4 @@
-"""Evaluation: windows and scores against direct computation, no leak token by token, and one line for wrong input."""
+"""Evaluation: windows and scores against direct computation, and one line for wrong input."""
 
 import dataclasses
 import json
@@ -36,11 +36,6 @@ def bigram(table, tokens_BxT):
     return jnp.take(table, tokens_BxT, axis=0).astype(jnp.bfloat16)
 
 
-def peeking(table, tokens_BxT):
-    """The same with a scale that spans all tokens, as of a quantized model."""
-    return bigram(table, tokens_BxT) * (1 + tokens_BxT.max() / VOCAB)
-
-
 @pytest.mark.parametrize("count", [2, 3, 5, 6, 7, 8, 11, 16])
 def test_windows_score_every_token_but_the_first_once(count):
     tokens = np.random.default_rng(count).integers(0, VOCAB, count)
@@ -67,48 +62,9 @@ def test_a_sum_loses_no_token_beside_large_ones():
     assert scoring.score_text(lambda *_: logs, None, windows) == (2**24 + 63, 64)
 
 
-def test_continuations_are_scored_given_their_context():
-    context, short, long = np.array([1, 2, 3, 4, 5, 6, 7]), np.array([8]), np.array([8, 9, 10])
-    scores = scoring.score_continuations(
-        scoring.score_sequences(bigram), TABLE, [(context, short), (context, long), (context[:1], long)], length=5
-    )
-    chain = LOG[8, 9] + LOG[9, 10]
-    np.testing.assert_allclose(scores, [LOG[7, 8], LOG[7, 8] + chain, LOG[1, 8] + chain], rtol=1e-5)
-    # Of a context as much is kept as fits beside it: all inputs and the last target of 5.
-    seen = scoring.score_continuations(lambda _, x: 0 * x[:, 1:] + x.sum(1)[:, None], None, [(context, short)], 5)
-    assert seen == [3 + 4 + 5 + 6 + 7 + 8]
-
-
-def test_token_by_token_no_later_token_is_seen():
-    a = np.random.default_rng(1).integers(0, 5, (2, 9)).astype(np.int32)
-    b = a.copy()
-    b[:, 5:] = VOCAB - 1
-    for scorer, leaks in ((scoring.score_sequences, True), (scoring.score_prefixes, False)):
-        first, second = (scoring.run(scorer(peeking), TABLE, x) for x in (a, b))
-        assert np.array_equal(first[:, :4], second[:, :4]) != leaks, scorer
-        assert not np.array_equal(first[:, 4:], second[:, 4:])
-    for tokens in (a, b):
-        plain = scoring.run(scoring.score_sequences(bigram), TABLE, tokens)
-        np.testing.assert_array_equal(scoring.run(scoring.score_prefixes(bigram), TABLE, tokens), plain)
-
-
 @pytest.fixture(scope="module")
 def trained(finished):
     return evaluate.load(finished, "bf16")
-
-
-@pytest.mark.parametrize(("recipe", "leaks"), [("te_current", True), ("switchback", False)])
-def test_quantized_models_leak_exactly_where_scales_span_tokens(trained, recipe, leaks):
-    model = trained.model(evaluate.get_recipe(recipe, "--recipe").linear)
-    a = np.random.default_rng(2).integers(97, 122, (1, 17)).astype(np.int32)
-    b = a.copy()
-    b[:, 12:] = 200
-    whole = [scoring.run(scoring.score_sequences(model), trained.params, x, rows=1)[:, :11] for x in (a, b)]
-    assert np.array_equal(*whole) != leaks
-    prefixes = [scoring.run(scoring.score_prefixes(model), trained.params, x, rows=1)[:, :11] for x in (a, b)]
-    np.testing.assert_array_equal(*prefixes)
-    if not leaks:
-        np.testing.assert_allclose(prefixes[0], whole[0], atol=0.02)
 
 
 def small(recipe):
@@ -125,30 +81,10 @@ def test_a_model_with_states_is_evaluated_with_those_it_was_trained_to():
     tokens = np.random.default_rng(3).integers(0, VOCAB, (1, 16)).astype(np.int32)
     histories = jax.tree.map(lambda x: jnp.full_like(x, 0.05), trained.model_state)
     seen = dataclasses.replace(trained, model_state=histories)
-    fresh, found = (np.asarray(t.model(t.recipe.linear)(t.params, tokens), np.float32) for t in (trained, seen))
+    fresh, found = (np.asarray(t.model(t.params, tokens), np.float32) for t in (trained, seen))
     want = np.asarray(trained.task.model(trained.params, histories)(tokens), np.float32)
     np.testing.assert_array_equal(found, want)
     assert np.linalg.norm(found - fresh) > 0.1 * np.linalg.norm(fresh)  # inputs beyond a twentieth saturated
-
-
-def test_thresholds_of_a_recipe_that_a_model_was_not_trained_with_settle_on_the_text_first(monkeypatch):
-    """They are divided by 1.3 a pass while too few blocks fall back, from 1 on; products then have those residuals."""
-    block = "int8:block16"
-    linear = fp8jax.recipes.Linear(block, block, block, scaling="threshold", fallback_fraction_range=(1.0, 1.0))
-    trained, passes = small(fp8jax.recipes.bf16()), []
-    monkeypatch.setattr("experiments.train.trained.SETTLING", 3)
-    observed = Task.observed
-    monkeypatch.setattr(Task, "observed", lambda task, params, state, batch: passes.append(batch.shape) or observed(
-        task, params, state, batch))  # fmt: skip
-    model, seen = Task.model, []
-    monkeypatch.setattr(Task, "model", lambda task, params, state: seen.append(state) or model(task, params, state))
-    text = np.random.default_rng(3).integers(0, VOCAB, 40).astype(np.int32)
-    jax.eval_shape(trained.model(linear, text), trained.params, text[None, :16])
-    assert passes == [(3, 17)]  # of 40 tokens, traced once
-    up = seen[-1]["layers"]["mlp"]["down"]["dot_general"]["threshold_x"]
-    np.testing.assert_allclose(up, 1.3**-3, rtol=1e-5)
-    jax.eval_shape(trained.model(linear), trained.params, text[None, :16])
-    np.testing.assert_array_equal(seen[-1]["layers"]["mlp"]["down"]["dot_general"]["threshold_x"], 1)
 
 
 @pytest.mark.slow
@@ -159,22 +95,12 @@ def test_a_run_with_delayed_scaling_is_evaluated_with_its_histories(argv, out):
     assert (np.asarray(product["dy"])[:, :8] > 0).all()
     assert (np.asarray(product["dy"])[:, 8:] == 0).all()
     # Scales of steps before, unlike those of the tensor itself, see no later token.
-    model = trained.model(trained.recipe.linear)
+    model = trained.model
     a = np.random.default_rng(2).integers(97, 122, (1, 17)).astype(np.int32)
     b = a.copy()
     b[:, 12:] = 200
     whole = [scoring.run(scoring.score_sequences(model), trained.params, x, rows=1)[:, :11] for x in (a, b)]
     np.testing.assert_array_equal(*whole)
-    other = trained.model(evaluate.get_recipe("te_current", "--recipe").linear)
-    assert (scoring.run(scoring.score_sequences(other), trained.params, a, rows=1)[:, :11] != whole[0]).any()
-
-
-def test_automatic_scaling_measures_weights_that_were_trained_without(trained):
-    current = evaluate.get_recipe("te_current", "--recipe").linear
-    a = np.random.default_rng(2).integers(97, 122, (1, 17)).astype(np.int32)
-    models = [trained.model(part) for part in (current, dataclasses.replace(current, w_scaling="automatic"))]
-    logits = [np.asarray(jax.jit(model)(trained.params, a), np.float32) for model in models]
-    np.testing.assert_array_equal(*logits)
 
 
 def test_perplexity_of_a_file_is_that_of_the_model(trained, finished, tmp_path):
@@ -189,7 +115,7 @@ def test_perplexity_of_a_file_is_that_of_the_model(trained, finished, tmp_path):
         inputs = tokens[end - 16 : end]
         log = np.asarray(jax.nn.log_softmax(model(inputs[None]).astype(jnp.float32)), np.float64)[0]
         total -= log[np.arange(16), tokens[end - 15 : end + 1]][16 - (end - start) :].sum()
-    score = found["text"][str(tmp_path / "a.txt")]
+    score = found[str(tmp_path / "a.txt")]
     assert score.tokens == len(text)
     np.testing.assert_allclose(score.loss, total / len(text), rtol=2e-3)
 
@@ -200,7 +126,7 @@ def table_row(shown, name):
 
 
 def test_without_data_the_text_is_what_training_held_back(trained, finished, corpus, capsys):
-    found = evaluate.evaluate(Evaluation(finished, "bf16"), report.make_console())["text"]["validation split"]
+    found = evaluate.evaluate(Evaluation(finished, "bf16"), report.make_console())["validation split"]
     row = table_row(capsys.readouterr().out, "validation split")
     texts = [path.read_text() for path in corpus.glob("*.txt")]
     held = data.read_corpus([str(corpus)], 0.05).valid
@@ -215,7 +141,7 @@ def test_without_data_the_text_is_what_training_held_back(trained, finished, cor
 def test_a_limit_scores_the_first_tokens_alone(trained, finished, corpus, capsys):
     paths = sorted(map(str, corpus.glob("*.txt")))[:2]
     settings = Evaluation(finished, "bf16", data=tuple(paths), limit=20)
-    found = evaluate.evaluate(settings, report.make_console())["text"]
+    found = evaluate.evaluate(settings, report.make_console())
     assert [found[path].tokens for path in (*paths, "together")] == [20, 20, 40]
     assert found["together"].nll == pytest.approx(found[paths[0]].nll + found[paths[1]].nll)
     row = table_row(capsys.readouterr().out, paths[0])
@@ -223,9 +149,10 @@ def test_a_limit_scores_the_first_tokens_alone(trained, finished, corpus, capsys
     assert float(row[-1]) == pytest.approx(found[paths[0]].nll / math.log(2) / 20, abs=1e-4)
 
 
-def test_without_a_limit_a_text_is_scored_whole_and_the_last_line_is_of_all(trained, capsys):
+def test_without_a_limit_a_text_is_scored_whole_and_the_last_line_is_of_all(trained, capsys, monkeypatch):
     texts, nothing = {"a": ("abcd" * 9,), "b": ("é" * 5,)}, lambda params, tokens: -jnp.ones(tokens[:, 1:].shape)
-    found = evaluate._print_texts(report.make_console(), trained, nothing, texts, 0)
+    monkeypatch.setattr(scoring, "score_sequences", lambda model: nothing)
+    found = evaluate._print_texts(report.make_console(), trained, texts, 0)
     assert {name: score.tokens for name, score in found.items()} == {"a": 36, "b": 10, "together": 46}
     assert table_row(capsys.readouterr().out, "together") == ["46", "46", "1.0000", "2.7183", f"{1 / math.log(2):.4f}"]
 
@@ -244,42 +171,6 @@ def test_texts_are_read_whole_and_files_that_are_none_passed_over_unless_they_ar
         other = dataclasses.replace(trained, config=dataclasses.replace(trained.config, **{name: part}))
         with pytest.raises(UserError, match="packed records; name texts to score with --data"):
             evaluate.read_texts(Evaluation(Path(), "bf16"), other)
-
-
-def test_a_leak_is_looked_for_in_the_first_tokens_of_all_texts(finished, monkeypatch):
-    seen = []
-    monkeypatch.setattr(evaluate, "read_texts", lambda *_: {"one": (10 * "a", "c"), "two": (10 * "b",)})
-    monkeypatch.setattr(evaluate, "_print_leak", lambda *args: seen.append(args[-1].tolist()))
-    settings = Evaluation(finished, "bf16", quantize="te_current", leak=True, leak_tokens=14)
-    evaluate.evaluate(settings, report.make_console())
-    assert seen == [[0, *10 * b"a", 0, *b"c", 0, *b"b"]]
-
-
-def test_shares_and_their_errors(trained, capsys, monkeypatch):
-    questions = [evaluate.Question("x", ("a", "b", "c", "d"), right) for right in (0, 0, 1, 2)]
-    monkeypatch.setattr(evaluate, "answer", lambda *_: [(0, 1), (0, 1), (0, 1), (2, 1)])
-    shares = evaluate._print_choices(report.make_console(), trained, None, questions)
-    assert shares == {"accuracy": 0.75, "accuracy, per byte": 0.25, "chance": 0.25}
-    shown = capsys.readouterr().out
-    error = f"{math.sqrt(0.75 * 0.25 / 4):.4f}"
-    assert table_row(shown, "accuracy") == ["0.7500", error]
-    assert table_row(shown, "chance") == ["0.2500", ""]
-
-
-def test_leaks_are_told_as_ratios_of_perplexities(trained, corpus, capsys, monkeypatch):
-    nll, tokens = {"plain": 30.0, "quantized": 32.0, "prefixes": 35.0}, np.arange(21)
-    plain = evaluate.get_recipe("bf16", "--recipe").linear
-    linear = evaluate.get_recipe("te_current", "--recipe").linear
-    monkeypatch.setattr(evaluate.Trained, "model", lambda _, of, tokens: "plain" if of == plain else "quantized")
-    monkeypatch.setattr(scoring, "score_sequences", lambda model: model)
-    monkeypatch.setattr(scoring, "score_prefixes", lambda model: "prefixes" if model == "quantized" else model)
-    monkeypatch.setattr(scoring, "score_text", lambda arm, params, windows: scoring.Score(nll[arm], 20))
-    evaluate._print_leak(report.make_console(), trained, trained.model(linear, tokens), tokens)
-    shown = capsys.readouterr().out
-    assert "leak, 20 tokens" in shown
-    for name, loss in (("unquantized", 1.5), ("quantized", 1.6), ("quantized, token by token", 1.75)):
-        assert table_row(shown, name) == [f"{x:.4f}" for x in (loss, math.exp(loss), math.exp(loss - 1.5))]
-    assert "hide: +0.1500 nats" in shown
 
 
 def test_a_checkpoint_that_is_damaged_is_refused_and_stays(finished, tmp_path, capsys):
@@ -302,71 +193,11 @@ def test_a_recipe_that_changed_since_is_refused(finished, monkeypatch, capsys):
     assert "recipe.weights.compute was 'bf16', now 'fp32'" in capsys.readouterr().err
 
 
-def test_the_command_line_prints_all_three(finished, tmp_path, capsys):
-    lines = [
-        {"context": "document ", "choices": ["3\nw37 w38", "\u00e9\u00e9"], "answer": 0},
-        {"context": "", "choices": ["\u00fc", "w1", "w1 w2"], "answer": 0},
-    ]
-    path = tmp_path / "questions.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    flags = ["--run", str(finished), "--recipe", "coat_optimizer", "--quantize", "te_current", "--leak"]
-    assert evaluate.main([*flags, "--leak-tokens", "20", "--choices", str(path)]) == 0
+def test_the_command_line_prints_the_run_and_its_text(finished, capsys):
+    assert evaluate.main(["--run", str(finished), "--recipe", "coat_optimizer", "--limit", "20"]) == 0
     shown = capsys.readouterr().out
-    for part in (
-        "step 8; linear layers as te_current",
-        "accuracy, per byte",
-        "quantized, token by token",
-        "leak, 20 tokens",
-        "2 questions",
-    ):
-        assert part in shown, shown
-    assert re.search(r"chance\s+│\s+0.4167", shown)
-    assert "validation split" not in shown
-
-
-def test_the_likeliest_choice_is_taken_per_byte_too(trained, monkeypatch):
-    lengths, score = [], scoring.score_continuations
-    monkeypatch.setattr(scoring, "score_continuations", lambda *args: lengths.append(args[-1]) or score(*args))
-    questions = [evaluate.Question("x", ("\u00fc", "w1 w2 w3 w4 w5"), 0)]
-
-    def scorer(params, tokens_NxT):
-        # Every target that is a byte of the long choice costs 1 nat, every other 3.
-        return jnp.where(tokens_NxT[:, 1:] < 128, -1.0, -3.0)
-
-    assert evaluate.answer(trained, scorer, questions) == [(0, 1)]
-    assert lengths == [16]  # as long as sequences were in training
-
-    def of_bytes(params, tokens_NxT):
-        return jnp.where(tokens_NxT[:, 1:] < 128, -1.5, -1.0)
-
-    # Two letters of two bytes: 1 nat a byte against 1.5, but 2 nats a letter.
-    questions = [evaluate.Question("x", ("\u00e9\u00e9", "abc"), 0)]
-    assert evaluate.answer(trained, of_bytes, [evaluate.Question("x", ("a" * 16, "b"), 0)]) == [(1, 0)]
-    assert evaluate.answer(trained, of_bytes, questions) == [(0, 0)]
-
-
-QUESTION = {"context": "a", "choices": ["b", "c"], "answer": 0}
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2: no JSON"),
-        ("[]", 'line 2: give an object with "context", "choices" and "answer"'),
-        (json.dumps({**QUESTION, "choices": ["b"]}), "line 2: context must be a text and choices a list of at least"),
-        (json.dumps({**QUESTION, "choices": ["b", ""]}), "line 2: every choice must be a text that is not empty"),
-        (json.dumps({**QUESTION, "answer": 2}), "line 2: answer must be the index of a choice, 0 to 1, got 2"),
-        (json.dumps({**QUESTION, "answer": True}), "got True"),
-        (json.dumps({**QUESTION, "choices": ["b", "c" * 99]}), "has 99 tokens; the model takes 16"),
-    ],
-)
-def test_wrong_questions_are_one_line_that_names_them(finished, tmp_path, capsys, line, message):
-    path = tmp_path / "questions.jsonl"
-    path.write_text(f"{json.dumps(QUESTION)}\n{line}\n")
-    assert evaluate.main(["--run", str(finished), "--recipe", "bf16", "--choices", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert message in error, error
+    assert "step 8; linear layers unquantized; contexts of 16" in shown
+    assert "validation split" in shown
 
 
 @pytest.mark.parametrize(
@@ -374,13 +205,9 @@ def test_wrong_questions_are_one_line_that_names_them(finished, tmp_path, capsys
     [
         (["--recipe", "bf17"], "--recipe: unknown recipe 'bf17'"),
         (["--recipe", "te_current"], "has checkpoints of bf16, coat_optimizer"),
-        (["--recipe", "bf16", "--quantize", "fp9"], "--quantize: unknown recipe 'fp9'"),
-        (["--recipe", "bf16", "--leak"], "--leak compares quantized linear layers, and bf16 has none"),
         (["--recipe", "bf16", "--run", "nowhere"], "no run of experiments.train is there"),
         (["--recipe", "bf16", "--limit", "-1"], "--limit must be at least 0, got -1"),
-        (["--recipe", "bf16", "--leak-tokens", "0"], "--leak-tokens must be at least 1, got 0"),
         (["--recipe", "bf16", "--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
-        (["--recipe", "bf16", "--choices", "nowhere.jsonl"], "--choices nowhere.jsonl cannot be read"),
     ],
 )
 def test_wrong_input_is_one_line_that_names_it(finished, capsys, flags, message):

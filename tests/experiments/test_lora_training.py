@@ -126,6 +126,7 @@ def test_dropout_is_of_training_alone():
 FLAGS = ["--recipe", "te_current", "--lora-rank", "4", "--base", "e4m3:block128", "--lora-dropout", "0.1"]
 
 
+@pytest.mark.slow
 def test_a_run_stops_resumes_exactly_and_is_evaluated(argv, out, capsys):
     assert cli.main([*argv, *FLAGS, "--run", "lora"]) == 0
     assert "adapters: lora_rank=4" in (out / "lora" / "log.txt").read_text()

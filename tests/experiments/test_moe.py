@@ -276,7 +276,6 @@ def test_a_plan_counts_what_experts_exchange():
     ("flags", "message"),
     [
         ("--recipe te_delayed", "te_delayed: delayed scaling keeps a state for each product"),
-        ("--recipe nvfp4", "nvfp4: grouped matmuls of 4-bit codes are not built; take mxfp8"),
         ("--lora-rank 4", "--lora-rank 4: experts have no adapters"),
         ("--release previous", "--release previous: it leaves out the losses of routers"),
         ("--mesh tensor=2 --batch 4", "2 devices along tensor do not share experts"),

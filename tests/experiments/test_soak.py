@@ -29,12 +29,13 @@ def test_a_bit_of_the_last_state_that_differs_is_named(small):
 
 STEPPER = """
 import pathlib, sys, time
-log, kept = pathlib.Path(sys.argv[1]), []
+log, kept, files = pathlib.Path(sys.argv[1]), [], []
 log.parent.mkdir(parents=True)
 print("Finished XLA compilation of step", "valid 5/100 loss 1", sep="\\n", flush=True)
 with log.open("w", buffering=1) as file:
     for step in range(1, 101):
         kept.append(b"x" * int(sys.argv[2]))
+        files += [log.open() for _ in range(int(sys.argv[4]))]
         print(step, file=file)
         time.sleep(0.02)
 print(sys.argv[3], "valid 100/100 loss 1", sep="\\n", flush=True)
@@ -42,16 +43,17 @@ print(sys.argv[3], "valid 100/100 loss 1", sep="\\n", flush=True)
 
 
 @pytest.mark.parametrize(
-    ("size", "line", "failure"),
+    ("size", "line", "files", "failure"),
     [
-        (10, "", ""),
-        (10**6, "", r"\d+ bytes a step more, 0 recompilations"),
-        (10, "Finished XLA compilation", r"-?\d+ bytes a step more, 1 recompilations"),
+        (10, "", 0, ""),
+        (10**6, "", 0, r"\+\d{5,} bytes a step, .0 open files, 0 recompilations"),
+        (10, "Finished XLA compilation", 0, r".\d+ bytes a step, .0 open files, 1 recompilations"),
+        (10, "", 1, r".\d+ bytes a step, \+\d\d open files, 0 recompilations"),
     ],
 )
-def test_memory_that_grows_and_programs_that_are_compiled_again_are_failures(small, monkeypatch, size, line, failure):
+def test_growth_and_programs_that_are_compiled_again_are_failures(small, monkeypatch, size, line, files, failure):
     log, start = small.folder / "many" / soak.RECIPE / "metrics.jsonl", soak.subprocess.Popen
-    stepper = [sys.executable, "-c", STEPPER, str(log), str(size), line]
+    stepper = [sys.executable, "-c", STEPPER, str(log), str(size), line, str(files)]
     monkeypatch.setattr(soak.subprocess, "Popen", lambda command, **options: start(stepper, **options))
     case = soak.many_steps(small, 100)
     assert re.fullmatch(failure, case.failure)

@@ -5,78 +5,12 @@ import json
 import pytest
 
 from experiments.bench import cases
-from experiments.models.llama import LlamaConfig
 from experiments.papers import speeds
-from experiments.papers.speeds import CardRates, Shape
-
-SMALL = LlamaConfig(vocab=8, dim=4, layers=1, heads=2, kv_heads=1, mlp_dim=6)
-RATES = CardRates({(3, 5): 1e3, (9, 9): 2e3}, {"int8": {(11, 5, 3): 2e3, (5, 3, 11): 3e3, (9, 9, 9): 8e3},
-                                              "fp8": {(9, 9, 9): 4e3}}, 1e3)  # fmt: skip
-
-
-def test_layers_of_a_block_are_those_of_the_model():
-    shapes = speeds.linears(SMALL)
-    assert [(shape.k, n) for shape in shapes for n in shape.widths] == [
-        (4, 4), (4, 2), (4, 2), (4, 4), (4, 6), (4, 6), (6, 4)
-    ]  # fmt: skip
-
-
-def test_the_limit_is_of_products_at_the_rates_of_their_shapes_and_of_bytes(monkeypatch):
-    monkeypatch.setattr(speeds, "TOKENS", 11)
-    shapes = (Shape(3, (5, 7)),)
-    first, second = (2e3 * 11 * 3 * n for n in (5, 7))
-    assert speeds.plain_products(shapes, RATES) == pytest.approx(3 * (first / 1e3 + second / 1e3))
-    # Forward (11, 5, 3) as it is; of the weight's gradient (3, 5, 11) the transpose; the gradient of the input is none.
-    of_first = first * (1.2 / 2e3 + 1 / 8e3 + 1 / 3e3)
-    # The input is read once for both layers: bf16 in, codes and what is kept, a fifth with a residual.
-    moved = 11 * 3 * (2 + 1 + 1) + 4 * 11 * (5 + 7) + 4 * 3 * (5 + 7)
-    want = of_first + 3.2 * second / 8e3, moved + 0.2 * 33
-    assert speeds.limit(shapes, "int8", RATES) == pytest.approx(want)
-    assert speeds.limit(shapes, "fp8", RATES) == pytest.approx((3 * (first + second) / 4e3, moved))
 
 
 def row(impl, metric, value, case="c", ratio=None):
     return {"case": case, "impl": impl, "metric": metric, "value": value, "unit": "1", "baseline": "b",
             "ratio": ratio, "commit": "c1", "device": "NVIDIA H9"}  # fmt: skip
-
-
-def test_a_page_is_made_of_a_cards_files_and_none_without_them(tmp_path):
-    step = "1b, one GPU, 8 x 2048 tokens"
-    rows = {
-        "gemm": [row("ours tensor", "rate", 1200.0, "1x1x1")],
-        "gemm_int8": [row("ours int8 block", "rate", x, f"{n}x1x1") for n, x in enumerate((900.0, 1200.0))],
-        "linear": [row("xla bf16", "rate", 600.0, "16384 x 4096 -> 11008"),
-                   row("int8_fallback, 20 %", "rate", 700.0, "16384 x 4096 -> 11008", 700 / 600)],
-        "quantize": [row("device copy", "bandwidth", 2.5)],
-        "layer": [row("bf16", "time", 40.0), row("int8_fallback", "time", 38.0), row("fast", "time", 28.0)],
-        "step": [row("bf16, recomputed", "step", 220.0, step), row("fast", "step", 160.0, step)],
-        "step_more": [row("bf16, recomputed", "step", 220.0, step), row("fast", "step", 1.0, step),
-                      row("int8_fallback", "step", 215.0, step)],
-    }  # fmt: skip
-    (tmp_path / "h9").mkdir()
-    for name, listed in rows.items():
-        assert speeds.main(["--results", str(tmp_path)]) == 0
-        assert not (tmp_path / "h9" / "int8_limit.json").exists()
-        content = {"bench": name, "versions": {}, "rows": listed, "date": "2026-01-01", "command": "c"}
-        (tmp_path / "h9" / f"{name}.json").write_text(json.dumps(content))
-    assert speeds.main(["--results", str(tmp_path)]) == 0
-    content = json.loads((tmp_path / "h9" / "int8_limit.json").read_text())
-    values = {tuple(r["pivot"]): r["value"] for r in content["rows"]}
-    case = "16384 x 4096 -> 11008"
-    operations = 2 * 16384 * 4096 * 11008
-    assert values[case, "bf16"] == pytest.approx(3 * operations / 600e9)
-    assert values[case, "products at the limit"] == pytest.approx(3.2 * operations / 1200e9)
-    assert values[case, "measured over bf16"] == pytest.approx(700 / 600)
-    assert values["a layer of 7B, int8_fallback", "measured over bf16"] == pytest.approx(40 / 38)
-    assert values["a step of 1b, fast", "measured over bf16"] == pytest.approx(220 / 160)
-    # 1b has 16 layers of four widths; what its products take of bf16's step is not all of it.
-    shapes = speeds.linears(speeds.sizes.get("1b", 32000)) * 16
-    rest = 220 - 6e3 * 16384 * sum(shape.k * sum(shape.widths) for shape in shapes) / 600e12
-    assert values["a step of 1b, int8_fallback", "all else, as bf16"] == pytest.approx(rest)
-    assert values["a step of 1b, int8_fallback", "measured over bf16"] == pytest.approx(220 / 215)
-    limit, measured = (values["a step of 1b, fast", name] for name in ("limit over bf16", "measured over bf16"))
-    assert values["a step of 1b, fast", "above the limit"] == pytest.approx(220 / measured - 220 / limit)
-    assert content["rows"][0]["device"] == "NVIDIA H9"
 
 
 def test_products_of_moss_are_times_of_measured_rates_beside_the_paper_s():

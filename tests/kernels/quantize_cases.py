@@ -368,8 +368,10 @@ def stack(rows: str | None) -> jax.Array:
     return jnp.nan_to_num(x, nan=1, posinf=2, neginf=-2) if rows == "int8" else x
 
 
-def wrong_stack(rows: str | None, columns: str, has_scale: bool, vmap: bool = False) -> list[int]:
-    """How many codes and scales of a stack, quantized by one launch, are not those of its matrices by XLA."""
+def stack_arrays(
+    rows: str | None, columns: str, has_scale: bool, vmap: bool = False
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Codes and scales of a stack, quantized by one launch, each beside those of its matrices by XLA."""
     x, scales = stack(rows), jnp.float32([1.7, 3e-3, 2.0**-9]) if has_scale else None
     if vmap:
         got = jax.jit(jax.vmap(lambda x, s: op.quantize(x, rows, columns, scale=s, impl="triton")))(x, scales)
@@ -382,9 +384,14 @@ def wrong_stack(rows: str | None, columns: str, has_scale: bool, vmap: bool = Fa
         want = op.quantize(x[i], rows, columns, scale=scale, impl="xla")
         for a, b in zip(got, want, strict=True):
             if a is not None and b is not None:
-                found.append(_differ(_bytes(a.codes[i]), _bytes(b.codes)))
-                found.append(_differ(np.asarray(a.scale[i]), np.asarray(b.scale)))
+                found.append((_bytes(a.codes[i]), _bytes(b.codes)))
+                found.append((np.asarray(a.scale[i]), np.asarray(b.scale)))
     return found
+
+
+def wrong_stack(rows: str | None, columns: str, has_scale: bool) -> list[int]:
+    """How many codes and scales differ, of each of `stack_arrays`."""
+    return [_differ(got, want) for got, want in stack_arrays(rows, columns, has_scale)]
 
 
 def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:

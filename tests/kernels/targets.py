@@ -1,4 +1,4 @@
-"""Programs compiled for GPUs of several kinds, in one process that has none: `python targets.py FUNCTION KIND...`.
+"""Programs compiled for GPUs of several kinds, in one process that has none: `python targets.py FUNCTION,... KIND...`.
 
 Each function of this file gives programs by name, each with the shapes of its arguments; what became of their products
 and collectives is printed.
@@ -36,11 +36,11 @@ FP8 = "--xla_gpu_enable_triton_gemm=false"
 Programs = dict[str, tuple[Any, ...]]  # by name a function, its arguments' shapes and, if sharded, how these lie
 
 
-def report(function: str, kinds: list[str], flags: str = "") -> dict[str, Any]:
+def report(functions: str, kinds: list[str], flags: str = "") -> dict[str, Any]:
     """By kind and program: `fp8jax.modules.compiled.Product`s as lists, warnings, and collectives.
 
     Args:
-        function: of this file.
+        functions: names of functions of this file, with commas between them. They have one mesh.
         kinds: of GPUs.
         flags: XLA_FLAGS.
     """
@@ -51,10 +51,10 @@ def report(function: str, kinds: list[str], flags: str = "") -> dict[str, Any]:
         "XLA_FLAGS": flags,
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, "-m", "tests.kernels.targets", function, *kinds]
+    command = [sys.executable, "-m", "tests.kernels.targets", functions, *kinds]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE.parents[1])
     if done.returncode:
-        raise RuntimeError(f"{function} does not compile for {kinds}:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"{functions} does not compile for {kinds}:\n{done.stderr[-3000:]}")
     (told,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
     found: dict[str, Any] = json.loads(told)
     return found
@@ -377,10 +377,10 @@ def main() -> None:
     from fp8jax.ops.dispatch import choice
 
     found: dict[str, Any] = {}
-    function, *kinds = sys.argv[1:]
+    functions, *kinds = sys.argv[1:]
     for kind in kinds:
         config = (HERE / f"{kind}.txtpb").read_text()
-        sizes = MESHES.get(function, {"fsdp": 1})
+        sizes = MESHES.get(functions, {"fsdp": 1})
         gpus = math.prod(sizes.values())
         topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{gpus}")
         mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(*sizes.values()), tuple(sizes))
@@ -389,7 +389,8 @@ def main() -> None:
         one = jax.ShapeDtypeStruct((), float, sharding=jax.sharding.NamedSharding(mesh, jax.P()))
         jax.jit(lambda x: x).lower(one).compile()
         with choice.target(capability=CAPABILITIES[kind]), jax.set_mesh(mesh) if gpus > 1 else contextlib.nullcontext():
-            for name, (program, shapes, *specs) in globals()[function]().items():
+            programs = {name: made for x in functions.split(",") for name, made in globals()[x]().items()}
+            for name, (program, shapes, *specs) in programs.items():
                 where = specs[0] if specs else [jax.P()] * len(shapes)
                 placed = [
                     jax.tree.map(functools.partial(_placed, jax.sharding.NamedSharding(mesh, spec)), s)

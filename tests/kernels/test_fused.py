@@ -90,8 +90,8 @@ def test_kernels_quantize_what_xla_computes_in_the_interpreter_and_write_nothing
         check(case, *values)
 
 
-def odd(*which: str) -> None:
-    """Prints by case how much of what kernels make of Inf, NaN, zeros and extremes differs from the reference's."""
+def count_wrong_of_odd_values(*which: str) -> dict[str, list[int]]:
+    """By case, how much of what kernels make of Inf, NaN, zeros and extremes differs from the reference's."""
     from fp8jax.ops.quantization import fused_reference
     from pallas_kernels.nonlinear import (
         activation_rows_triton,
@@ -196,7 +196,7 @@ def odd(*which: str) -> None:
             )
         ]
         differ[name] = apart(*found)
-    print(json.dumps(differ))
+    return differ
 
 
 def odd_values() -> jax.Array:
@@ -221,8 +221,8 @@ def apart(*found, least: float = 0.0) -> list[int]:
     return [int(np.sum(~c)) for c in close]
 
 
-def odd_ten_bits() -> None:
-    """Prints the same of what is kept in ten bits, of results that are written, and of cotangents from such codes.
+def count_wrong_in_ten_bits() -> dict[str, list[int]]:
+    """The same of what is kept in ten bits, of results that are written, and of cotangents from such codes.
 
     The last of three groups of a row is half a group.
     """
@@ -238,7 +238,7 @@ def odd_ten_bits() -> None:
     silu = Operation(dtype=0, activated=True, format="int10", group=32)
     norm = Operation(dtype=0, has_scale=True, format="int10", group=32)
     ones, inverse, differ = jnp.ones(80), jnp.full(20, 0.7), {}
-    for name, rows in (("odd", x), ("finite", x.at[:3].set(x[-3:]))):
+    for name, rows in (("ten bits, odd", x), ("ten bits, finite", x.at[:3].set(x[-3:]))):
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
         # The largest values times a gradient overflow in XLA's order of factors.
         least = jnp.where(jnp.isfinite(gate), jnp.clip(gate, -1e30, 1e30), gate)
@@ -261,7 +261,7 @@ def odd_ten_bits() -> None:
         ]
         # SiLU's derivative, a difference of numbers near 1, is 0 at -1.28.
         differ[name] = apart(*found, least=1e-8)
-    print(json.dumps(differ))
+    return differ
 
 
 def unsigned_last(results: tuple) -> tuple:
@@ -274,14 +274,12 @@ def unsigned_last(results: tuple) -> tuple:
     "which", [("odd", "codes"), pytest.param(("finite", "result"), marks=pytest.mark.slow)], ids=" ".join
 )
 def test_what_is_made_of_values_that_are_not_finite_is_the_references_in_the_interpreter(which):
-    found = python("-c", f"from tests.kernels import test_fused; test_fused.odd{which}", TRITON_INTERPRET="1")
-    assert list(found) == list(which)
-    assert not any(any(counts) for counts in found.values()), found
-
-
-def test_ten_bits_of_values_that_are_not_finite_are_the_references_in_the_interpreter():
-    found = python("-c", "from tests.kernels import test_fused; test_fused.odd_ten_bits()", TRITON_INTERPRET="1")
-    assert list(found) == ["odd", "finite"]
+    """Codes of eight bits, and with the first cases those of ten."""
+    made, ten_bits = f"test_fused.count_wrong_of_odd_values{which}", "odd" in which
+    made += " | test_fused.count_wrong_in_ten_bits()" * ten_bits
+    code = f"import json; from tests.kernels import test_fused; print(json.dumps({made}))"
+    found = python("-c", code, TRITON_INTERPRET="1")
+    assert list(found) == [*which, *["ten bits, odd", "ten bits, finite"] * ten_bits]
     assert not any(any(counts) for counts in found.values()), found
 
 

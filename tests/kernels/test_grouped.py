@@ -82,6 +82,7 @@ ROWS = [
     Case((33, 0, 100), (133, 75, 200), Tile(64, 64, "N", 2), left=I8, right=I8),
     Case((3, 0), (3, 8, 16), terms=("row_scale",)),
 ]
+FEW_ROWS = (ROWS[1], *ROWS[3:5], *ROWS[6:8])
 
 
 def row_arguments(case: Case) -> tuple[dict[str, jax.Array], np.ndarray]:
@@ -99,7 +100,7 @@ def row_arguments(case: Case) -> tuple[dict[str, jax.Array], np.ndarray]:
     return {"a": a, "b": b, "group_sizes": jnp.asarray(case.sizes, jnp.int32), **scales}, want
 
 
-@pytest.mark.parametrize("case", few(ROWS, *ROWS[:5], *ROWS[6:8]), ids=str)
+@pytest.mark.parametrize("case", few(ROWS, *FEW_ROWS), ids=str)
 def test_each_group_is_multiplied_by_its_own_matrix(case: Case) -> None:
     arguments, want = row_arguments(case)
     settings = {"out_dtype": case.out, "fast": case.fast, "tile": case.tile}
@@ -118,9 +119,10 @@ TOKENS = [
     Case((0, 129, 0), (203, 75, 0), out=BF16, terms=ALL_SCALES),
     Case((100, 0, 1, 700), (75, 140, 0), SHARED, terms=("row_scale",), fast=False),
     Case((129, 128, 513), (64, 40, 40), Tile(128, 96, None, 3), left=I8, right=I8),
-    Case((100, 0, 65, 1), (203, 75, 60), left=BF16, right=BF16, out=BF16, terms=ALL_SCALES, is_k_major=False),
+    Case((100, 0, 65, 1), (140, 75, 60), left=BF16, right=BF16, out=BF16, terms=ALL_SCALES, is_k_major=False),
     Case((200, 3), (40, 130, 0), Tile(64, 64, None, 2), left=BF16, right=BF16, terms=("column_scale",)),
 ]
+FEW_TOKENS = (TOKENS[0], *TOKENS[2:5])
 
 
 def token_arguments(case: Case) -> tuple[dict[str, Any], np.ndarray]:
@@ -143,7 +145,7 @@ def token_arguments(case: Case) -> tuple[dict[str, Any], np.ndarray]:
     return {**operands, **numbers, "is_k_major": case.is_k_major, **scales}, want
 
 
-@pytest.mark.parametrize("case", few(TOKENS, TOKENS[0], *TOKENS[2:5]), ids=str)
+@pytest.mark.parametrize("case", few(TOKENS, *FEW_TOKENS), ids=str)
 def test_each_group_contracts_its_own_tokens(case: Case) -> None:
     arguments, want = token_arguments(case)
     settings = {"out_dtype": case.out, "fast": case.fast, "tile": case.tile}
@@ -157,7 +159,7 @@ def test_each_group_contracts_its_own_tokens(case: Case) -> None:
 
 BLOCKS = [
     Case((100, 0, 1, 120, 35), (256, 128, 256), Tile(64, 128, "M", 3)),
-    Case((100, 0, 1, 130, 0), (233, 203, 300), Tile(128, 128, "M", 2, store_slots=4), left=E5M2, out=BF16),
+    Case((100, 0, 1, 130, 0), (233, 140, 200), Tile(128, 128, "M", 2, store_slots=4), left=E5M2, out=BF16),
     Case((60, 7), (67, 140, 130), Tile(64, 96, "M", 3)),
 ]
 
@@ -439,7 +441,7 @@ def test_errors_name_the_value_and_the_fix(call: Any, kind: type[Exception], tex
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ROWS + TOKENS, ids=str)
+@pytest.mark.parametrize("case", few(ROWS + TOKENS, *FEW_ROWS, *FEW_TOKENS), ids=str)
 def test_on_a_gpu(case: Case) -> None:
     """In the chosen tile; tensor cores add FP8 products with 14 bits."""
     is_rows = any(case is x for x in ROWS)

@@ -17,7 +17,7 @@ from fp8jax.ops.dispatch import choice, partition
 from fp8jax.ops.quantization import quantize as op
 from tests.kernels import h200, logits_cases
 from tests.kernels import quantize_cases as cases
-from tests.rows import slow
+from tests.rows import few, slow
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
@@ -33,7 +33,10 @@ def test_codes_equal_the_quantizers_in_the_interpreter_and_nothing_is_written_ou
 
 
 def check(got, want, few=3e-4):
-    """Equal, but for few codes next to a tie: on some machines XLA converts through half precision, rounding twice."""
+    """Equal, but for few codes next to a tie.
+
+    On some machines XLA converts through half precision, rounding twice. On a GPU its reciprocals are one ulp off.
+    """
     if want.dtype.itemsize > 1:
         np.testing.assert_array_equal(got, want)
     else:
@@ -162,7 +165,7 @@ def test_kernels_compile_without_spills(every, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
+@pytest.mark.parametrize("case", few(cases.CASES, *cases.CASES[1::2]), ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
 def test_codes_equal_the_quantizers_on_a_gpu(case):
     # Of 255 integers, and values that are multiples of few numbers, more lie next to a tie.
     for want, got in zip(cases.arrays(case, "xla"), cases.arrays(case, "triton"), strict=True):
@@ -203,7 +206,7 @@ def test_no_two_places_are_rounded_up_by_the_same_noise_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", cases.GIVEN, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
+@pytest.mark.parametrize("case", few(cases.GIVEN, *cases.GIVEN[::3]), ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
 def test_under_given_scales_they_do_on_a_gpu(case):
     assert not any(cases.wrong_under_given_scales(case, "triton"))
 
@@ -215,9 +218,10 @@ def test_under_given_scales_they_do_where_an_activation_is_quantized(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", cases.STACKS, ids=str)
+@pytest.mark.parametrize("case", [slow(case) for case in cases.STACKS[1::2]] + list(cases.STACKS[::2]), ids=str)
 def test_a_stack_has_the_codes_of_its_matrices_on_a_gpu(case):
-    assert not any(cases.wrong_stack(*case, vmap=True))
+    for got, want in cases.stack_arrays(*case, vmap=True):
+        check(got, want)
 
 
 @triton
@@ -265,7 +269,7 @@ def test_shifted_codes_equal_the_references_on_a_gpu(name, shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(4096, 11008), (1000, 32003), (4099, 516), (4099, 32003)])
+@pytest.mark.parametrize("shape", [slow((4096, 11008)), slow((1000, 32003)), (4099, 516), (4099, 32003)])
 def test_large_and_odd_matrices_on_a_gpu(shape):
     x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
     for rows, columns in (("e4m3", "same"), ("e4m3:group128", "e5m2:group128"), ("e4m3:block128", "same")):

@@ -200,7 +200,8 @@ def test_a_cache_of_attention_is_written_as_before():
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=4, mlp_dim=96)
 
 
-@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [False, True])
 def test_a_whole_llama_has_nearly_the_gradients_of_bf16(remat, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **_: flash(q, k, v))
     model = Llama(LLAMA, remat=remat, rngs=nnx.Rngs(0))

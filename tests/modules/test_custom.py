@@ -95,7 +95,7 @@ def test_layers_of_a_users_class_compute_as_a_linear_with_the_recipe(how):
         ("known", "Linear"),
         ("own", "Own"),
     ]
-    assert sum(p.occurrences for p in report.program.traced if p.is_8bit) == 9
+    assert sum(p.occurrences for p in report.program.traced if p.has_codes) == 9
 
 
 @pytest.mark.parametrize(

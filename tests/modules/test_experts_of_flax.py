@@ -94,7 +94,7 @@ class LinenMapped(nn.Module):
 
 @pytest.mark.parametrize(
     ("model", "rules"),
-    [slow(NnxBlock(), "coat"), (NnxBlock(experts.own_dot), OWN), (NnxMapped(), "coat")],
+    [slow(NnxBlock(), "coat"), slow(NnxBlock(experts.own_dot), OWN), (NnxMapped(), "coat")],
     ids=["arrays", "a named function", "mapped"],
 )
 def test_experts_of_nnx(model, rules):

@@ -59,12 +59,12 @@ def test_a_report_on_an_nnx_model():
 
 @pytest.mark.parametrize(
     ("recipe", "products"),
-    [(TE, 3 * 6 * LAYERS), slow(DEEPSEEK, 3 * 6 * LAYERS), (fp8jax.recipes.switchback(), 2 * 6 * LAYERS)],
+    [(TE, 3 * 6 * LAYERS), slow(DEEPSEEK, 3 * 6 * LAYERS), slow(fp8jax.recipes.switchback(), 2 * 6 * LAYERS)],
     ids=lambda r: getattr(r, "name", None),
 )
 def test_the_program_of_a_linen_model(recipe, products):
     report = fp8jax.explain(Nanodo(), recipe, TOKENS)
-    eight = [p for p in report.program.traced if p.is_8bit]
+    eight = [p for p in report.program.traced if p.has_codes]
     assert sum(p.occurrences for p in eight) == products
     # Beside them QK, AV and their gradients, and the three products of the tied head.
     rest = sum(p.occurrences for p in report.program.traced) - products
@@ -79,6 +79,46 @@ def test_the_program_of_a_linen_model(recipe, products):
     assert {layer.shape for layer in report.quantized_layers} >= {(WIDTH, 2, WIDTH // 2), (2, WIDTH // 2, WIDTH)}
 
 
+class ScannedNnx(nnx.Module):
+    """Four stacked blocks and a head."""
+
+    def __init__(self):
+        block = lambda rngs: nnx.Linear(32, 32, rngs=rngs)  # noqa: E731
+        self.blocks, self.head = nnx.vmap(block)(nnx.Rngs(0).split(4)), nnx.Linear(32, 64, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        run = nnx.scan(lambda x, block: jnp.tanh(block(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.head(run(x, self.blocks))
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return jnp.tanh(nn.Dense(32, name="up")(x)), None
+
+
+class ScannedLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(LinenBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
+        return nn.Dense(64, name="head")(scan(name="blocks")(x, None)[0])
+
+
+@pytest.mark.parametrize("model", [ScannedNnx, ScannedLinen])
+def test_a_report_names_the_bits_of_each_section_and_the_edges_of_a_loop(model):
+    recipe = dataclasses.replace(fp8jax.recipes.nvfp4(), head=fp8jax.recipes.HEAD)
+    report = fp8jax.explain(model(), recipe, jnp.ones((32, 32)))
+    assert [row.reason for row in report.entries if row.path.startswith("blocks")] == [
+        "in the first 1 of 4 blocks",
+        "the recipe",
+        "in the last 1 of 4 blocks",
+    ]
+    text = " ".join(str(report).split())
+    assert "2 layers run in 4 or 8 bits" in text
+    assert "In 4 bits by the recipe: forward e2m1:nv16 x e2m1:nvblock16" in text
+    assert "In 8 bits by the recipe's head: forward e4m3:tensor x e4m3:tensor" in text
+
+
 def test_what_cpu_makes_of_the_products():
     for recipe, names in ((TE, {"f8e4m3fn", "f8e5m2"}), (fp8jax.recipes.jetfire(), {"s8"})):
         report = fp8jax.explain(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), recipe, jnp.ones((8, 64)))
@@ -86,13 +126,13 @@ def test_what_cpu_makes_of_the_products():
         if jax.default_backend() == "cpu" and recipe is TE:
             # Nothing on a CPU multiplies fp8: the program says so. (The input's gradient is not asked for.)
             assert not made & names
-            assert "fp8jax asked for 2 products, 0 of them run on 8-bit operands" in str(report.program)
+            assert "fp8jax asked for 2 products, 0 of them multiply codes of 8 or 4 bits" in str(report.program)
             assert "WARNING: 1 products of e4m3 x e5m2 run in fp32: XLA has no such product for cpu" in str(
                 report.program
             )
         else:
             assert made & names
-            assert re.search(r"fp8jax asked for \d+ products, [1-9]\d* of them run on 8-bit", str(report.program))
+            assert re.search(r"fp8jax asked for \d+ products, [1-9]\d* of them multiply codes", str(report.program))
 
 
 def test_the_program_says_what_computes_each_operation(monkeypatch):
@@ -128,7 +168,7 @@ def test_products_are_read_from_programs_of_xla(line, want):
     )
     (found,) = compiled.parse_products(text)
     assert found == compiled.Product(*want, 1, 1)
-    assert found.is_8bit
+    assert found.has_codes
 
 
 PROGRAM = """HloModule jit_step

@@ -145,7 +145,7 @@ def test_how_often_products_run_counts_loops():
 
     model = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
     report = fp8jax.explain(model, TE, X, None)
-    counts = {p.operands: (p.occurrences, p.executions) for p in report.program.traced if p.is_8bit}
+    counts = {p.operands: (p.occurrences, p.executions) for p in report.program.traced if p.has_codes}
     assert counts == dict.fromkeys(counts, (1, 3))
     assert len(counts) == 3
 

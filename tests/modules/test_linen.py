@@ -78,10 +78,7 @@ def variables(how="loop"):
 PLAIN, REMAT = (18, 6), (23, 8)
 
 
-SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("how", ["loop", SLOW("scan"), SLOW("remat"), "scan+remat", "jit"])
+@pytest.mark.parametrize("how", [slow("loop"), slow("scan"), slow("remat"), "scan+remat", "jit"])
 def test_all_linears_are_quantized_under_transformations(how):
     plain = Stack(how)
     model = fp8jax.linen.quantize(plain, TE)
@@ -97,7 +94,7 @@ def test_all_linears_are_quantized_under_transformations(how):
     np.testing.assert_array_equal(jax.jit(lambda v, x: plain.apply(v, x))(variables(how), X), before)
 
 
-@pytest.mark.parametrize("how", ["scan", slow("remat"), "jit"])
+@pytest.mark.parametrize("how", ["scan", slow("remat"), slow("jit")])
 def test_transformations_change_no_value(how):
     loop = variables()["params"]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *[loop[f"blocks_{i}"] for i in range(LAYERS)])

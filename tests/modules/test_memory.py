@@ -185,12 +185,13 @@ def test_bf16_keeps_at_least_three_and_a_half_times_as_much():
     assert plain / faithful >= 1.69
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "below", "kernels"),
     [
         ("int8_fallback", 0.6, False),
-        slow("int8_fallback", 0.6, True),
-        pytest.param("int8_fallback, lean", 0.65, False, marks=pytest.mark.slow),
+        ("int8_fallback", 0.6, True),
+        ("int8_fallback, lean", 0.65, False),
     ],
 )
 def test_int8_fallback_keeps_ten_bits_of_operations_and_eight_of_linear_layers(recipe, below, kernels, monkeypatch):

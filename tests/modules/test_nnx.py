@@ -81,7 +81,7 @@ def test_every_linear_of_a_training_step_takes_the_operands_of_the_recipe(name):
 def test_layers_times_seven_times_three_products_run():
     model = llama()
     program = fp8jax.explain(model, TE, jnp.asarray(TEXT[:, :-1])).program
-    run = {p.operands: (p.occurrences, p.executions) for p in program.traced if p.is_8bit}
+    run = {p.operands: (p.occurrences, p.executions) for p in program.traced if p.has_codes}
     forward, dgrad, wgrad = (("float8_e4m3fn",) * 2, ("float8_e5m2", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2"))
     assert run == {pair: (7, 7 * CONFIG.layers) for pair in (forward, dgrad, wgrad)}
 

@@ -241,7 +241,7 @@ def test_explain_takes_a_quantized_model():
     assert [layer.path for layer in report.quantized_layers] == [
         f"layers/{i}/{name}" for i in range(2) for name in ("gate", "up", "down")
     ]
-    assert sum(p.occurrences for p in report.program.traced if p.is_8bit) == 3 * 6
+    assert sum(p.occurrences for p in report.program.traced if p.has_codes) == 3 * 6
 
 
 def test_adapters_of_a_library_that_changes_products_keep_their_part():

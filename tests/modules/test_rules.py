@@ -90,6 +90,14 @@ def test_a_rule_behind_others_that_take_all_its_layers_is_refused():
         choose(PATHS, [Rule("layers/.*", TE), Rule("layers/0/mlp/up", None)])
 
 
+def test_rules_for_single_layers_may_take_all_layers_of_a_later_one():
+    layers = [path for path in PATHS if path.startswith("layers")]
+    chosen = choose(PATHS, [*(Rule(path, INT8) for path in layers), Rule("layers/0/.*", TE), TE])
+    assert {path for path, choice in chosen.items() if choice.linear == INT8.linear} == set(layers)
+    with pytest.raises(ValueError, match="no layer is left for the recipe to match"):
+        choose(PATHS, [*(Rule(path, INT8) for path in layers), Rule("layers/.*", TE), TE])
+
+
 def test_a_model_of_heads_only_is_refused():
     with pytest.raises(ValueError, match="no layer is left for the recipe to match"):
         choose(["lm_head"], TE)

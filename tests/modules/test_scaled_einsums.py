@@ -427,7 +427,7 @@ def test_own_classes_under_scan_have_a_state_for_each_layer_and_weight():
 def test_explain_tells_of_einsums_with_states():
     for model, products in ((Attention(NnxEinsum, nnx.Rngs(0)), 3), (LinenAttention(True), 5)):
         report = fp8jax.explain(model, DELAYED, X)
-        assert sum(p.executions for p in report.program.traced if p.is_8bit) == 3 * products
+        assert sum(p.executions for p in report.program.traced if p.has_codes) == 3 * products
         assert len(report.quantized_layers) == products
 
 

@@ -59,7 +59,7 @@ def test_a_model_may_have_an_init_and_an_apply_of_its_own():
     variables = copy.init(KEY)
     assert jax.tree.structure(variables) == jax.tree.structure(model.init(KEY))
     program = inspect_program(jax.grad(lambda v: jnp.sum(copy.apply(v, X))), variables)
-    assert sum(p.occurrences for p in program.traced if p.is_8bit) == 2 * 3
+    assert sum(p.occurrences for p in program.traced if p.has_codes) == 2 * 3
     assert all("makes it again" in line for line in program.residuals)
 
 
@@ -103,7 +103,7 @@ def test_layers_in_the_scope_of_the_module_around_them_are_layers():
         ("mlp/down", "Gated"),
     ]
     assert (report.skipped_layers, report.notes) == ((), ())
-    assert sum(p.occurrences for p in report.program.traced if p.is_8bit) == 2 * 3
+    assert sum(p.occurrences for p in report.program.traced if p.has_codes) == 2 * 3
     copy = fp8jax.linen.quantize(Residual(), COAT)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -170,7 +170,7 @@ def test_what_a_bridge_holds_is_quantized(model, whole, first):
     assert [layer.path for layer in report.quantized_layers] == [first, "held/up", "held/down"]
     for each in (whole, report):
         assert each.notes == ()
-        assert sum(p.occurrences for p in each.program.traced if p.is_8bit) == 3 * 3
+        assert sum(p.occurrences for p in each.program.traced if p.has_codes) == 3 * 3
 
 
 def test_what_cannot_be_quantized_is_refused_with_what_to_do():

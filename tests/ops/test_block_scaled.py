@@ -115,11 +115,74 @@ def test_stochastic_gradients_average_out():
         assert relative(mean, want) < 0.8 * relative(got, want)
 
 
+SIZES = np.asarray([40, 0, 23, 100])
+
+
+@functools.cache
+def grouped(name: str):
+    """The operands of a grouped product, its three results, and those of dense products with the same recipe."""
+    x, w, dy = (np.array(a) for a in problem())
+    ends = np.cumsum(SIZES)
+    for scale, start, end in zip((1, 1, 1e-4, 1e4), ends - SIZES, ends, strict=True):
+        x[start:end] *= scale
+    x[ends[-1] :], dy[ends[-1] :] = 1e30, np.nan  # rows in no group
+    w = np.stack([w, w, 30 * w[::-1], w[:, ::-1]])
+
+    def run(x, w, dy):
+        key = jax.random.key(1) if LINEAR[name].is_stochastic else None
+        multiply = functools.partial(fp8jax.ragged_dot, group_sizes=jnp.asarray(SIZES), recipe=LINEAR[name], key=key)
+        y, back = jax.vjp(multiply, x, w)
+        return y, *back(dy)
+
+    return (x, w, dy), jax.jit(run)(x, w, dy)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_experts_have_the_error_of_their_format_and_no_scale_spans_two(name):
+    (x, w, dy), (y, dx, dw) = grouped(name)
+    ends = np.cumsum(SIZES)
+    for group in (0, 2, 3):
+        rows = slice(ends[group] - SIZES[group], ends[group])
+        x64, w64, dy64 = (a.astype(np.float64) for a in (x[rows], w[group], dy[rows]))
+        found = relative(y[rows], x64 @ w64), relative(dx[rows], dy64 @ w64.T), relative(dw[group], x64.T @ dy64)
+        assert all(bound / 1.7 < error < bound for error, bound in zip(found, BOUNDS[name], strict=True)), found
+    assert not np.any(dw[1])
+    assert not np.any(y[ends[-1] :])
+    assert not np.any(dx[ends[-1] :])
+
+
+@pytest.mark.parametrize(
+    "linear",
+    [dataclasses.replace(LINEAR["nvfp4"], dy="e2m1:nv16", dy_wgrad="e2m1:nv16"),
+     Linear("int8:block128", "int8:block128", "int8:block128", rotation=16)],
+    ids=["nvfp4", "int8_block"],
+)  # fmt: skip
+def test_one_group_is_a_dense_product_rotated_before_wgrad(linear):
+    x, w, dy = (a[:128] for a in problem())
+    x = x.at[::16].multiply(30.0)
+
+    def run(linear, *sizes):
+        def multiply(x, w):
+            if not sizes:
+                return fp8jax.linear(x, w, recipe=linear)
+            return fp8jax.ragged_dot(x, w[None], jnp.asarray(sizes), recipe=linear)
+
+        y, back = jax.vjp(multiply, x, w)
+        return y, *back(dy)
+
+    dense, got = jax.jit(functools.partial(run, linear))(), jax.jit(functools.partial(run, linear, 128))()
+    assert all(relative(a, b) < 5e-3 for a, b in zip(got, dense, strict=True))
+    assert relative(got[2], jax.jit(functools.partial(run, dataclasses.replace(linear, rotation=None)))()[2]) > 0.01
+
+
 def test_what_has_no_such_product_says_so():
     x, w, _ = problem()
     sizes = jnp.asarray([100, 100])
-    for recipe, reason in (("nvfp4", "4-bit codes"), (dataclasses.replace(LINEAR["te_current"], rotation=16), "rotat")):
-        with pytest.raises(ValueError, match=f"grouped matmuls .*{reason}.*take one without, such as 'mxfp8'"):
+    for recipe, reason in (
+        (dataclasses.replace(LINEAR["te_current"], rotation=16), "rotation=16 before x_wgrad=e4m3:tensor is not built"),
+        (dataclasses.replace(LINEAR["nvfp4"], x="e2m1:nvblock16"), "x is e2m1:nvblock16, and .* for weights alone"),
+    ):
+        with pytest.raises(ValueError, match=f"{reason}.*take one without, such as 'mxfp8'"):
             fp8jax.ragged_dot(x, jnp.stack([w, w]), sizes, recipe=recipe)
     for settings, message in (
         ({"rotation": 8}, "linear.rotation 8 is not one of 16, 32, 64, 128"),

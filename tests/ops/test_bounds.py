@@ -16,7 +16,7 @@ from fp8jax.ops.products import operands, product
 from tests.distance import relative
 from tests.ops.test_contexts import CHANNELS, LEAN, LINEAR, OUTPUTS, TOKENS, layer, normal, parameters
 from tests.programs import residuals
-from tests.rows import covering
+from tests.rows import covering, slow
 
 COAT = fp8jax.recipes.coat()
 
@@ -163,7 +163,7 @@ class LinenPerceptron(nn.Module):
         return nn.Dense(CHANNELS, name="down")(nn.silu(gate) * up)
 
 
-@pytest.mark.parametrize("flax", ["nnx", "linen"])
+@pytest.mark.parametrize("flax", [slow("nnx"), "linen"])
 def test_by_substitution_bounds_are_of_the_layers_that_rules_quantize(flax, scales):
     x, part = normal(0, TOKENS, CHANNELS), recipe("bound")
 

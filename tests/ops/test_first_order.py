@@ -10,7 +10,7 @@ import pytest
 import fp8jax
 from fp8jax.core import derivatives
 from fp8jax.ops.autodiff import residuals
-from fp8jax.ops.autodiff.residuals import NO_FACTS, GradientFacts
+from fp8jax.ops.autodiff.residuals import NO_FACTS
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.products import product
 from fp8jax.ops.products.linear import linears
@@ -48,7 +48,7 @@ def same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.parametrize("recipe", few(RECIPES, "moss", "switchback"))
+@pytest.mark.parametrize("recipe", few(RECIPES, "switchback"))
 def test_first_order_maml_is_the_gradient_at_the_moved_weights(recipe):
     """Bit for bit."""
 
@@ -72,7 +72,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("how", few(STEPS, "eager", "jit within", "vmap"))
+@pytest.mark.parametrize("how", few(STEPS, "vmap"))
 def test_it_is_so_through_transformations_and_inner_loops(how):
     f = STEPS[how](loss)
     gradient = jax.jit(jax.grad(f))
@@ -155,20 +155,6 @@ def test_so_do_other_operations(f, name):
         jax.jvp(f, (X,), (X,))
 
 
-class Watched(GradientFacts):
-    """Which arrays are asked for, and of which something is said."""
-
-    def __init__(self):
-        super().__init__()
-        self.asked, self.noted = [], []
-
-    def pop(self, x):
-        self.asked.append(x)
-
-    def attach(self, x, facts):
-        self.noted.append(x)
-
-
 LABELS = jnp.arange(32)
 
 
@@ -220,7 +206,7 @@ def test_so_do_operations_in_16_bits_however_forward_mode_is_asked_for(recipe, n
 
 
 def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypatch):
-    known, operand = Watched(), CodesResidual.operand
+    asked, noted, operand = [], [], CodesResidual.operand
 
     def predicting(self, side, cotangent_facts):
         cotangent_facts.predicted = CotangentPrediction()
@@ -228,7 +214,8 @@ def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypat
 
     monkeypatch.setattr(CodesResidual, "operand", predicting)
     for module in (residuals, product):
-        monkeypatch.setattr(module, "current_gradient_facts", lambda: known)
+        monkeypatch.setattr(module, "pop_facts", lambda x: asked.append(x) or NO_FACTS)
+        monkeypatch.setattr(module, "attach_facts", lambda x, facts: noted.append(x))
 
     @jax.jit
     def program(x):
@@ -236,11 +223,11 @@ def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypat
             return jnp.sum(fp8jax.linear(fp8jax.rms_norm(x, recipe="coat"), W["up"], recipe="coat"))
 
         y, back = jax.vjp(f, x)
-        known.noted.clear()
+        noted.clear()
         return back(y)
 
     program(X)
-    assert any(known.noted[0] is x for x in known.asked)
+    assert any(noted[0] is x for x in asked)
 
 
 def test_products_with_frozen_weights_are_differentiated_once_by_the_input():

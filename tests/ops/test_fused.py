@@ -58,7 +58,7 @@ def same(got, want):
         assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b) + 1e-30
 
 
-@pytest.mark.parametrize("case", few([*FEW, *WRITTEN], FEW[0], FEW[2], FEW[3], *WRITTEN))
+@pytest.mark.parametrize("case", few([*FEW, *WRITTEN], FEW[2], *WRITTEN))
 def test_a_jitted_layer_computes_the_same(case, made):
     f, args = CASES[case]()
     made(False)
@@ -68,7 +68,7 @@ def test_a_jitted_layer_computes_the_same(case, made):
     assert bool(seen) == (case not in WRITTEN)
 
 
-@pytest.mark.parametrize("case", few(["rms 1 lean", "silu True lean", *WRITTEN], "silu True lean", WRITTEN[0]))
+@pytest.mark.parametrize("case", few(["rms 1 lean", "silu True lean", *WRITTEN], "silu True lean"))
 def test_a_mapped_layer_computes_what_each_does(case, made):
     f, (x, *weights) = CASES[case]()
     stack = jnp.stack([x, 2 * x[::-1]])
@@ -114,13 +114,13 @@ def test_a_loop_over_layers_computes_the_same_and_keeps_the_same(remat, made):
 
 
 @pytest.mark.parametrize(("case", "calls"), [
-    ("silu True faithful", {"quantize": 2, "compute_amaxes": 1}),
+    slow("silu True faithful", {"quantize": 2, "compute_amaxes": 1}),
     # What the weight's gradient reads is made with the largest magnitudes of the cotangents, or with their codes.
     ("silu True lean", {"quantize": 2, "quantize_and_predict": 1}),
     # A sample is read first, of results and of cotangents. All is read again only under a flag: by
     # `requantize_if` forward, by `compute_amaxes` backward.
     ("silu True bound", {"compute_amaxes": 3, "requantize_if": 1, "quantize": 1}),
-    ("gelu False bound", {"compute_amaxes": 3, "requantize_if": 1, "quantize": 1}),
+    slow("gelu False bound", {"compute_amaxes": 3, "requantize_if": 1, "quantize": 1}),
     # Where layers take other codes, results and cotangents are written once.
     ("silu True ten bits", {"cotangents": 1}),
     ("gelu_tanh False ten bits", {"cotangents": 1}),

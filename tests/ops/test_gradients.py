@@ -1,4 +1,4 @@
-"""What is known of gradients: of the very array, in its own trace and run, once, and no longer than its program."""
+"""What is known of gradients: of the very array, in its own trace, once, and no longer than its program."""
 
 import dataclasses
 import gc
@@ -11,97 +11,66 @@ import pytest
 
 import fp8jax
 from fp8jax.ops.autodiff import residuals
-from fp8jax.ops.autodiff.residuals import ArrayFacts
+from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, attach_facts, pop_facts
 
 SAID = ArrayFacts(amax=jnp.float32(3))
 
 
 def test_a_gradient_is_known_once_and_only_itself():
-    known, x = residuals.GradientFacts(), jnp.ones(3)
-    known.attach(x, SAID)
-    known.attach(None, SAID)  # of an input that has no gradient
-    assert known.pop(x + 0) is None
-    assert known.pop(x) is SAID
-    assert known.pop(x) is None
+    x = jnp.ones(3)
+    attach_facts(x, SAID)
+    attach_facts(None, SAID)  # of an input that has no gradient
+    assert pop_facts(x + 0) is NO_FACTS
+    assert pop_facts((x, x)) is NO_FACTS
+    assert pop_facts(x) is SAID
+    assert pop_facts(x) is NO_FACTS
 
 
 @pytest.mark.usefixtures("young_heap")
 def test_an_array_that_took_the_place_of_another_one_is_not_known():
-    known, x = residuals.GradientFacts(), jnp.ones(3)
-    known.attach(x, SAID)
-    (place, (_, trace, origin)), other = next(iter(known._facts.items())), jnp.ones(3)
-    known._facts[id(other)] = weakref.ref(x), trace, origin
-    assert known.pop(other) is None
+    known, x, other = residuals._gradient_facts, jnp.ones(3), jnp.ones(3)
+    attach_facts(x, SAID)
+    place, (_, trace, facts) = id(x), known[id(x)]
+    known[id(other)] = weakref.ref(x), trace, facts
+    assert pop_facts(other) is NO_FACTS
     del x
     gc.collect()
-    assert place not in known._facts
+    assert place not in known
 
 
 def test_a_gradient_is_not_known_in_a_program_inside():
-    known = residuals.GradientFacts()
-
     @jax.jit
     def program(x):
         def turn(carry, _):
-            assert known.pop(x) is None
+            assert pop_facts(x) is NO_FACTS
             return carry, None
 
-        known.attach(x, SAID)
+        attach_facts(x, SAID)
         jax.lax.scan(turn, 0, None, length=2)
-        known.attach(x, SAID)
-        assert known.pop(x) is SAID
+        attach_facts(x, SAID)
+        assert pop_facts(x) is SAID
         return x
 
     program(jnp.ones(3))
 
 
-def test_runs_and_programs_have_facts_of_their_own():
-    x = jnp.ones(3)
-    around = residuals.current_gradient_facts()
-    with residuals.gradient_facts_scope():
-        inner = residuals.current_gradient_facts()
-        with residuals.gradient_facts_scope():
-            assert residuals.current_gradient_facts() not in (inner, around)
-        assert residuals.current_gradient_facts() is inner
-        inner.attach(x, SAID)
-    assert residuals.current_gradient_facts() is around
-    assert around.pop(x) is None
-    held = []
-
-    def program(y):
-        own = residuals.current_gradient_facts()
-        assert own is residuals.current_gradient_facts()
-        own.attach(y, SAID)
-        held.append((y, own))
-        return jax.jit(lambda z: (held.append((z, residuals.current_gradient_facts())), own)[0] or z)(y)
-
-    for _ in range(3):
-        jax.jit(lambda y: program(y))(x)
-    facts = [own for _, own in held]
-    assert len({id(own) for own in (around, *facts)}) == 7
-    assert residuals.current_gradient_facts() is not facts[-1]
-    assert residuals.current_gradient_facts().pop(held[0][0]) is None
-    # Nothing of the first program is referenced by the thread.
-    first = weakref.ref(facts[0])
-    del facts
-    held.clear()
-    gc.collect()
-    assert first() is None
-
-
-def test_a_program_around_another_one_has_its_facts_before_and_after():
-    found = []
+@pytest.mark.usefixtures("young_heap")
+def test_nothing_is_known_of_a_program_that_is_over():
+    before, held = len(residuals._gradient_facts), []
 
     @jax.jit
     def program(x):
-        found.append(residuals.current_gradient_facts())
-        jax.jit(lambda y: found.append(residuals.current_gradient_facts()) or y)(x)
-        found.append(residuals.current_gradient_facts())
-        return x
+        y = x + 1
+        attach_facts(y, SAID._replace(amax=x[0]))
+        held.append(y)
+        return y
 
     program(jnp.ones(3))
-    assert found[0] is found[2]
-    assert found[0] is not found[1]
+    assert pop_facts(held[0]) is NO_FACTS
+    jax.jit(lambda x: program(x + 1))(jnp.ones(4))
+    held.clear()
+    gc.collect()
+    assert len(residuals._gradient_facts) <= before
 
 
 def test_products_of_one_array_share_its_codes_under_the_scale_of_the_first_state():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops.autodiff.residuals import from_bytes
+from fp8jax.core.qtensor import from_bytes
 from tests.distance import order, relative
 from tests.ops.test_linear import KEY, expected_error
 from tests.programs import dots, outputs, residuals

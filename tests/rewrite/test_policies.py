@@ -58,7 +58,7 @@ def test_products_are_computed_once_where_dots_are_kept_and_twice_elsewhere(reci
     for policy in (POLICIES.dots_saveable, POLICIES.dots_with_no_batch_dims_saveable, POLICIES.everything_saveable):
         found, grads, _ = counted(policy, recipe, on_gpu)
         assert found == once
-        if not on_gpu:
+        if policy is POLICIES.dots_saveable and not on_gpu:
             for a, b in zip(jax.tree.leaves(grads(P, X)), jax.tree.leaves(want(P, X)), strict=True):
                 np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     for policy in (None, POLICIES.nothing_saveable, POLICIES.save_only_these_names("other")):

@@ -110,15 +110,54 @@ def linear_loss(recipe):
 
 def test_the_gradient_of_a_result():
     p, x, dy = {"w": normal(0, WIDTH, INNER)}, normal(1, TOKENS, WIDTH), wide(2, TOKENS, INNER)
-    dtype = ml_dtypes.float8_e5m2
     _, found = jax.jit(fp8jax.telemetry(linear_loss("te_current")))(p, x, dy)
-    dy = np.asarray(dy)
-    decoded, stats = quantized(dy, dtype), found["w"]["dy"]
-    assert abs(float(stats["lost"]) - np.mean(decoded == 0)) <= 2 / dy.size
-    assert 0 < float(stats["lost"]) < 1
-    assert abs(float(stats["snr_db"]) - snr_db(dy, decoded)) < 0.05
-    assert float(stats["amax"]) == np.max(np.abs(dy))
+    check_codes(found["w"]["dy"], [dy], ml_dtypes.float8_e5m2)
+    assert 0 < float(found["w"]["dy"]["lost"]) < 1
+
+
+def check_codes(stats, groups, dtype):
+    """Statistics of matrices that have a scale each."""
+    decoded = np.concatenate([quantized(x, dtype).ravel() for x in groups])
+    x = np.concatenate([np.asarray(x).ravel() for x in groups])
+    assert abs(float(stats["snr_db"]) - snr_db(x, decoded)) < 0.05
+    assert abs(float(stats["lost"]) * np.sum(x != 0) - np.sum((decoded == 0) & (x != 0))) <= 2
+    assert float(stats["amax"]) == np.max(np.abs(x))
     assert float(stats["saturated"]) == float(stats["nonfinite"]) == 0
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_grouped_products(frozen):
+    """Each group of tokens, and each expert, has a scale. Rows in no group are not counted."""
+    x, w, dy = (np.array(wide(i, *s)) for i, s in enumerate([(TOKENS, WIDTH), (3, WIDTH, INNER), (TOKENS, INNER)]))
+    x[11:], dy[11:] = np.nan, 1e9
+    sizes = jnp.array([4, 0, 7])
+    fn = fp8jax.transform(lambda p, x: jax.lax.ragged_dot(x, p["experts"], sizes), "te_current")
+    weight = fp8jax.freeze(w, "e4m3") if frozen else w
+
+    def loss(p, x):
+        y = fp8jax.ragged_dot(x, weight, sizes, recipe="te_current") if frozen else fn(p, x)
+        return jnp.vdot(y, dy)
+
+    _, found = jax.jit(fp8jax.telemetry(jax.grad(loss, (0, 1))))({"experts": w}, x)
+    (roles,) = found.values()
+    assert list(found) == ["ragged_dot 3x32x64" if frozen else "experts"]
+    assert set(roles) == ({"x", "dy"} if frozen else {"x", "w", "dy"})
+    check_codes(roles["x"], np.split(x[:11], [4]), ml_dtypes.float8_e4m3fn)
+    check_codes(roles["dy"], np.split(dy[:11], [4]), ml_dtypes.float8_e5m2)
+    if not frozen:
+        check_codes(roles["w"], w, ml_dtypes.float8_e4m3fn)
+
+
+def test_the_gradient_of_a_frozen_product():
+    """Scales of a row of the weight are multiplied into the gradient before it is quantized."""
+    x, w, dy = normal(0, TOKENS, WIDTH), np.array(wide(1, WIDTH, INNER)), np.array(wide(2, TOKENS, INNER))
+    for granularity in ("tensor", "token"):
+        frozen = fp8jax.freeze(w, f"e4m3:{granularity}")
+        loss = lambda x, w=frozen: jnp.vdot(fp8jax.linear(x, w, recipe="te_current"), dy)  # noqa: E731
+        _, found = jax.jit(fp8jax.telemetry(jax.grad(loss)))(x)
+        scale = np.float32(np.max(np.abs(w), 0) / np.float32(448)) if granularity == "token" else np.float32(1)
+        assert set(found[f"linear {WIDTH}x{INNER}"]) == {"x", "dy"}
+        check_codes(found[f"linear {WIDTH}x{INNER}"]["dy"], [dy * scale], ml_dtypes.float8_e5m2)
 
 
 def test_a_stale_scale_and_values_that_are_not_finite():
@@ -220,13 +259,12 @@ def test_sums_of_gradients_in_8_bits():
     assert set(found) == {"mlp/w"}
 
 
-def test_branches_and_loops():
+def test_a_branch_that_is_not_taken_has_no_values():
     p, x = {"w": normal(0, WIDTH, WIDTH)}, normal(1, TOKENS, WIDTH)
     fn = fp8jax.transform(lambda p, x: x @ p["w"], "te_current")
 
     def program(p, x, flag):
-        y = jax.lax.cond(flag, lambda x: fn(p, x), lambda x: fp8jax.linear(2 * x, p["w"], recipe="te_current"), x)
-        return jax.lax.while_loop(lambda c: c[1] < 2, lambda c: (fn(p, c[0]), c[1] + 1), (y, 0))[0]
+        return jax.lax.cond(flag, lambda x: fn(p, x), lambda x: fp8jax.linear(2 * x, p["w"], recipe="te_current"), x)
 
     run = jax.jit(fp8jax.telemetry(program))
     for flag, amax, other in ((True, 1, "linear 32x32"), (False, 2, "w")):
@@ -234,6 +272,21 @@ def test_branches_and_loops():
         taken = found["w"] if flag else found["linear 32x32"]
         np.testing.assert_array_equal(taken["x"]["amax"], amax * np.max(np.abs(x)))
         assert np.isnan(found[other]["x"]["snr_db"])
+
+
+def test_iterations_of_a_while_loop_have_one_value_together():
+    fn, x = fp8jax.transform(stacked_mlp, "coat"), BATCH[0]
+
+    def loop(p, x, count):
+        return jax.lax.while_loop(lambda c: c[1] < count, lambda c: (fn(p, c[0]), c[1] + 1), (x, 0))[0]
+
+    run = jax.jit(fp8jax.telemetry(loop))
+    one_by_one = jax.jit(fp8jax.telemetry(lambda p, x: fn(p, fn(p, x))))
+    (y, found), (expected_y, expected) = run(STACKED, x, 2), one_by_one(STACKED, x)
+    np.testing.assert_array_equal(y, expected_y)
+    assert found["layers/up"]["x"]["snr_db"].shape == (LAYERS,)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, expected)
+    assert np.isnan(run(STACKED, x, 0)[1]["layers/up"]["x"]["snr_db"]).all()
 
 
 def test_a_differentiated_call_is_refused():

@@ -770,37 +770,3 @@ def test_all_products_that_ask_for_a_precision_are_in_one_error_and_explain_mark
     six = lambda p, x: sum(jnp.sum(jnp.dot(x, w, precision="highest")) for w in p.values())  # noqa: E731
     with pytest.raises(ValueError, match=re.escape(r"Rule('layers/\\d+/up', None)")):
         fp8jax.transform(six, "te_current")(many, X)
-
-
-def test_the_first_and_the_last_blocks_stay_in_16_bits():
-    """By the first number in a path, of each stack; where no other block is left, all are quantized."""
-    p = {
-        "blocks": {str(i): {"up": normal(i, WIDTH, WIDTH), "down": normal(9 + i, WIDTH, WIDTH)} for i in range(4)},
-        "tail": {str(i): normal(20 + i, WIDTH, WIDTH) for i in range(2)},
-        "out": normal(30, WIDTH, WIDTH),
-    }
-
-    def net(p, x):
-        for w in p["blocks"].values():
-            x = x + jnp.tanh(x @ w["up"]) @ w["down"]
-        for w in p["tail"].values():
-            x = jnp.tanh(x @ w)
-        return jnp.tanh(x @ p["out"])
-
-    recipe = dataclasses.replace(fp8jax.recipes.te_current(), unquantized_blocks=(1, 1))
-    explained = fp8jax.transform(net, recipe).explain(p, X)
-    reasons = {e.path: e.reason for e in explained.skipped}
-    assert reasons == {
-        f"blocks/{i}/{name}": f"in the {edge} 1 of 4 blocks"
-        for i, edge in ((0, "first"), (3, "last"))
-        for name in ("up", "down")
-    }
-    (no_block,) = [e for e in explained.quantized if e.path == "out"]
-    assert no_block.reason == "the recipe; its path has no number of a block"
-    named = fp8jax.transform(net, [fp8jax.Rule("blocks/0/up", "te_current"), recipe]).explain(p, X)
-    assert "blocks/0/up" in [e.path for e in named.quantized]
-    wider = dataclasses.replace(recipe, unquantized_blocks=(0, 3))
-    assert [e.path for e in fp8jax.transform(net, wider).explain(p, X).quantized if "blocks" in e.path] == [
-        "blocks/0/up",
-        "blocks/0/down",
-    ]

@@ -11,8 +11,8 @@ from flax import nnx
 from jax import lax
 
 import fp8jax
+from fp8jax.core.frames import is_library
 from fp8jax.modules import nnx as quantized_nnx
-from fp8jax.rewrite.call_info import is_library
 
 WIDTH, INNER = 32, 48
 
@@ -182,7 +182,7 @@ def model(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     for name, text in (("own_library", LIBRARY), ("own_models", MODEL)):
         (folder / f"{name}.py").write_text(textwrap.dedent(text))
-    monkeypatch.setattr("fp8jax.rewrite.call_info._LIBRARIES", (*fp8jax.rewrite.call_info._LIBRARIES, "own_library"))
+    monkeypatch.setattr("fp8jax.core.frames._LIBRARIES", (*fp8jax.core.frames._LIBRARIES, "own_library"))
     # Its files are those of a folder: a library is a package.
     (folder / "own_library.py").rename((folder / "own_library").mkdir() or folder / "own_library" / "__init__.py")
     is_library.cache_clear()

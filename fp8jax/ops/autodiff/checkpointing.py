@@ -24,11 +24,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8jax.core import derivatives, encoding
+from fp8jax.core import derivatives
 from fp8jax.core.derivatives import GUARD_NAME
-from fp8jax.core.qtensor import quantize
+from fp8jax.core.qtensor import from_bytes
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
+from fp8jax.ops.autodiff.residuals import quantize_residual
 
 PRODUCT, PRODUCT_AUX = "fp8jax_product", "fp8jax_beside_product"
 NORM, ACTIVATION, INPUT = CHECKPOINT_NAMES = ("fp8jax_norm", "fp8jax_activation", "fp8jax_input")
@@ -69,12 +69,9 @@ def save_quantized(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") 
         raise ValueError(f"save_quantized takes no key and rounds to nearest, not {spec!r}; leave out '+stochastic'")
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"save_quantized takes (..., channels) of a floating dtype, not {x.dtype}{list(x.shape)}")
-    codes = with_checkpoint_name(
-        to_bytes(quantize(encoding.limit_group_range(lax.stop_gradient(x), parsed_spec, 1.0), parsed_spec)), name
-    )
-    return derivatives.check_differentiable_dtypes(
-        "save_quantized", _straight_through(x, from_bytes(codes).dequantize(x.dtype)), x
-    )
+    codes = with_checkpoint_name(quantize_residual(x, parsed_spec), name)
+    values = _straight_through(x, from_bytes(codes).dequantize(x.dtype))
+    return derivatives.check_differentiable_dtypes("save_quantized", values, x)
 
 
 def with_checkpoint_name(tree: Tree, name: str) -> Tree:

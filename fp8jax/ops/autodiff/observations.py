@@ -22,8 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from fp8jax.core import formats
-from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.autodiff.residuals import from_bytes
+from fp8jax.core.qtensor import QTensor, from_bytes
 from fp8jax.ops.quantization.fallback import FallbackTensor
 
 # Whether functions are traced for telemetry.
@@ -100,19 +99,20 @@ class Observation:
         )
 
 
-def compare(x: Array, codes: Any, *, is_relative: bool = False) -> Observation:
+def compare(x: Array, codes: Any, *, is_relative: bool = False, row_mask: Array | None = None) -> Observation:
     """The statistics of a tensor and of what its codes lose.
 
     Args:
         x: the tensor.
         codes: of its shape: a `QTensor`, also as bytes, or a `FallbackTensor`. An array, or None, loses nothing.
         is_relative: whether squares are of values relative to the amax, because they would underflow.
+        row_mask: bool (rows, 1), which rows of a matrix are counted; None counts all. Scales are then per row.
     """
     x = lax.stop_gradient(x).astype(jnp.float32)
-    total = lambda condition: jnp.sum(condition, dtype=jnp.float32)  # noqa: E731
+    total = lambda condition: jnp.sum(condition, dtype=jnp.float32, where=row_mask)  # noqa: E731
     finite = jnp.isfinite(x)
     sums = {"size": total(jnp.ones_like(x)), "nonfinite": total(~finite)}
-    x = jnp.where(finite, x, 0)
+    x = jnp.where(finite if row_mask is None else finite & row_mask, x, 0)
     magnitude = jnp.abs(x)
     maxima = {"amax": jnp.max(magnitude, initial=0.0)}
     if not isinstance(codes, (QTensor, FallbackTensor)):
@@ -143,7 +143,8 @@ def compare(x: Array, codes: Any, *, is_relative: bool = False) -> Observation:
     if base.expansion is not None:
         exponents = base.expansion.astype(jnp.float32)
         sums |= {"exponents": total(exponents), "groups": total(jnp.ones_like(exponents))}
-        maxima |= {"largest_exponent": jnp.max(exponents), "smallest_exponent": jnp.max(-exponents)}
+        for name, sign in (("largest_exponent", 1), ("smallest_exponent", -1)):
+            maxima[name] = jnp.max(sign * exponents, initial=-jnp.inf, where=row_mask)
     return Observation(sums, maxima)
 
 
@@ -202,18 +203,28 @@ def observe(y: Array, place: Place | None, role: str, observation: Observation) 
     )
 
 
-def observe_codes(y: Array, place: Place | None, role: str, x: Any, codes: Any, *, transposed: bool = False) -> Array:
+def observe_codes(
+    y: Array,
+    place: Place | None,
+    role: str,
+    x: Any,
+    codes: Any,
+    *,
+    transposed: bool = False,
+    row_mask: Array | None = None,
+) -> Array:
     """`observe` of a tensor and its codes.
 
     Args:
         y, place, role: as of `observe`.
         x: the tensor, or the matrices that it consists of, side by side.
         codes: as of `compare`; of the transposed matrix if `transposed`.
+        row_mask: as of `compare`.
     """
     if place is None:
         return y
     x = jnp.concatenate(jax.tree.leaves(x), -1) if isinstance(x, tuple) else x
-    return observe(y, place, role, compare(x.T if transposed else x, codes))
+    return observe(y, place, role, compare(x.T if transposed else x, codes, row_mask=row_mask))
 
 
 def from_values(sums: Sequence[str], maxima: Sequence[str], values: Array) -> Observation:

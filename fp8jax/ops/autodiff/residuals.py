@@ -9,13 +9,10 @@ trace. An array that is computed from it, such as a sum, has no facts, and the o
 measures it: one more pass over the array, and the same result.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -24,94 +21,35 @@ from jax import Array, lax
 from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
-from fp8jax.core import derivatives, encoding, formats
-from fp8jax.core.qtensor import QTensor, quantize
+from fp8jax.core import derivatives, encoding
+from fp8jax.core.qtensor import QTensor, from_bytes, quantize, to_bytes
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import match_varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding
 
-# How many traces a thread remembers: those of nested programs that it traces in turn.
-_MAX_TRACES = 4
+# The facts of gradients by identity, each with a weak reference to its array and the trace that it belongs to.
+_gradient_facts: dict[int, tuple[Any, Any, "ArrayFacts"]] = {}
 
 
-class GradientFacts:
-    """`fp8jax.ops.autodiff.residuals.ArrayFacts` of the gradients of one program, each of which is read once."""
+def attach_facts(gradient: Array | None, facts: "ArrayFacts") -> None:
+    """Attaches facts to a gradient, for the operation that reads it; does nothing if it is no array.
 
-    def __init__(self) -> None:
-        self._facts: dict[int, tuple[Any, Any, Any]] = {}
-
-    def attach(self, x: Array | None, facts: Any) -> None:
-        """Attaches facts to a gradient; does nothing if `x` is no array."""
-        if isinstance(x, Array):
-            key = id(x)
-            remove = lambda _: self._facts.pop(key, None)  # noqa: E731
-            self._facts[key] = weakref.ref(x, remove), get_opaque_trace_state(), facts
-
-    def pop(self, x: Any) -> Any:
-        """Removes and returns the facts of a gradient; None if it has none in this trace, or is several arrays."""
-        reference, trace, facts = self._facts.pop(id(x), (lambda: None, None, None))
-        return facts if reference() is x and trace == get_opaque_trace_state() else None
+    Facts computed from `gradient` itself would keep it alive: compute them from what it is computed from.
+    """
+    if isinstance(gradient, Array):
+        key, facts_by_id = id(gradient), _gradient_facts
+        reference = weakref.ref(gradient, lambda _: facts_by_id.pop(key, None))
+        facts_by_id[key] = reference, get_opaque_trace_state(), facts
 
 
-class _Thread(threading.local):
-    """The facts of operations that a thread calls outside of a run, by trace, the latest one last."""
-
-    def __init__(self) -> None:
-        self.by_trace: list[tuple[Any, GradientFacts]] = []
-
-
-_thread = _Thread()
-_run_facts: contextvars.ContextVar[GradientFacts | None] = contextvars.ContextVar("gradients", default=None)
-
-
-def current_gradient_facts() -> GradientFacts:
-    """The facts of the run that an operation is part of. Outside of a run, those of the trace that it is called in."""
-    if (run_facts := _run_facts.get()) is not None:
-        return run_facts
-    trace = get_opaque_trace_state()
-    facts = next((facts for each, facts in _thread.by_trace if each == trace), None) or GradientFacts()
-    others = [pair for pair in _thread.by_trace if pair[0] != trace]
-    _thread.by_trace = [*others[1 - _MAX_TRACES :], (trace, facts)]
-    return facts
-
-
-@contextlib.contextmanager
-def gradient_facts_scope() -> Iterator[None]:
-    """A context whose operations share facts about gradients, such as one run of a transformed function."""
-    token = _run_facts.set(GradientFacts())
-    try:
-        yield
-    finally:
-        _run_facts.reset(token)
+def pop_facts(gradient: Any) -> "ArrayFacts":
+    """Removes and returns the facts of a gradient; no facts if it has none in this trace, or is several arrays."""
+    reference, trace, facts = _gradient_facts.pop(id(gradient), (lambda: None, None, NO_FACTS))
+    return facts if reference() is gradient and trace == get_opaque_trace_state() else NO_FACTS
 
 
 T = TypeVar("T")
-
-
-def to_bytes(q: QTensor) -> QTensor:
-    """A quantized tensor without gradients, its codes as bytes."""
-    q = jax.tree.map(lax.stop_gradient, q)
-    return q.with_codes(_cast_bytes(q.codes, jnp.uint8))
-
-
-def from_bytes(q: QTensor) -> QTensor:
-    """The inverse of `to_bytes`."""
-    dtype = jnp.uint8 if q.spec.is_packed else formats.get(q.spec.format).dtype
-    return q.with_codes(_cast_bytes(q.codes, dtype))
-
-
-def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
-    """Codes of 4 or 8 bits as another dtype of one byte; wider codes as they are."""
-    if codes.dtype.itemsize > 1:
-        return codes
-    if _bits(codes.dtype) == 4:
-        return lax.bitcast_convert_type(codes, jnp.uint4).astype(dtype)
-    return lax.bitcast_convert_type(codes.astype(jnp.uint4) if _bits(dtype) == 4 else codes, dtype)
-
-
-def _bits(dtype: DTypeLike) -> int:
-    return int((jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits)
 
 
 def quantize_residual(x: Array, spec: QuantSpec) -> QTensor:
@@ -184,11 +122,15 @@ class Recomputed(NamedTuple):
 
 
 class Recomputable(Protocol):
-    """The backward pass of an operation, from its residuals. It is hashable, and static under `jax.jit`."""
+    """An operation that computes its result again from its residuals. It is hashable, and static under `jax.jit`."""
 
     def recompute(self, saved: Any, gradient: CotangentFacts) -> Recomputed:
         """The result of the operation, given the facts about its gradient."""
         ...
+
+
+class Differentiable(Recomputable, Protocol):
+    """A `Recomputable` with a backward pass that reads only its residuals."""
 
     def backward(
         self,
@@ -198,7 +140,7 @@ class Recomputable(Protocol):
         passthrough_cotangent: Array | None,
         predicted: Any,
     ) -> tuple[tuple[Array | None, ...], "tuple[ArrayFacts, ...]"]:
-        """The cotangents of the differentiable inputs.
+        """The cotangents of the differentiable inputs, and facts about them; no facts if nothing is known.
 
         Args:
             saved: residuals of the operation.
@@ -206,9 +148,6 @@ class Recomputable(Protocol):
             dtypes: of the inputs; None for an input without a cotangent.
             passthrough_cotangent: from other readers of the first input, added to its cotangent; or None.
             predicted: facts about the cotangents that were predicted when the result was recomputed, or None.
-
-        Returns:
-            The cotangents, and facts about them; no facts if nothing is known.
         """
         ...
 
@@ -219,16 +158,6 @@ class AlreadySaved:
 
     def recompute(self, saved: Array, gradient: CotangentFacts) -> Recomputed:
         return Recomputed(saved)
-
-    def backward(
-        self,
-        saved: Array,
-        dy: Array,
-        dtypes: tuple[DTypeLike | None, ...],
-        passthrough_cotangent: Array | None,
-        predicted: Any,
-    ) -> tuple[tuple[Array | None, ...], "tuple[ArrayFacts, ...]"]:
-        raise TypeError("an array that is saved is no operation")
 
 
 ALREADY_SAVED = AlreadySaved()
@@ -291,7 +220,7 @@ NO_INPUT_FACTS = InputFacts()
 
 
 def with_saved_vjp(
-    operation: Recomputable,
+    operation: Differentiable,
     inputs: tuple[Array | None, ...],
     residuals: Any,
     y: Array,
@@ -315,7 +244,7 @@ def with_saved_vjp(
     y, *inputs = match_varying_axes(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
     name = derivatives.qualified_op_name(name)
     guard = derivatives.second_order_guard(name, *inputs)
-    config = _VjpConfig(operation, returns_input, current_gradient_facts(), name)
+    config = _VjpConfig(operation, returns_input, name)
     result: tuple[Array, Array | None] = _saved_vjp(config, tuple(inputs), residuals, y, guard)
     return result
 
@@ -323,9 +252,8 @@ def with_saved_vjp(
 class _VjpConfig(NamedTuple):
     """The static part of an operation; see `with_saved_vjp`."""
 
-    operation: Recomputable
+    operation: Differentiable
     returns_input: bool
-    gradient_facts: GradientFacts
     name: str
 
 
@@ -351,7 +279,7 @@ def _backward(config: _VjpConfig, residuals: Any, cotangents: Any) -> tuple[Any,
     (operation_residuals, kinds, guard), (dy, passthrough_cotangent) = residuals, cotangents
     dtypes = tuple(None if kind is None else kind.dtype for kind in kinds)
     values = lax.stop_gradient((dy, passthrough_cotangent))
-    predicted = (config.gradient_facts.pop(dy) or NO_FACTS).predicted
+    predicted = pop_facts(dy).predicted
     cotangents_in, facts = config.operation.backward(operation_residuals, values[0], dtypes, values[1], predicted)
     input_cotangents = tuple(
         None if ct is None or kind is None else kind.cast_cotangent(ct)
@@ -361,7 +289,7 @@ def _backward(config: _VjpConfig, residuals: Any, cotangents: Any) -> tuple[Any,
         config.name, input_cotangents, (dy, passthrough_cotangent, guard)
     )
     for ct, ct_facts in zip(input_cotangents, facts, strict=False):
-        config.gradient_facts.attach(ct, ct_facts)
+        attach_facts(ct, ct_facts)
     return input_cotangents, None, None, None
 
 

@@ -22,7 +22,6 @@ import importlib
 import importlib.metadata
 import sys
 import types
-import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from importlib.machinery import PathFinder
 from typing import Any, Literal, NamedTuple
@@ -30,6 +29,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 from jax import Array, lax
+
+from fp8jax.core import frames
 
 
 class _FunctionByContent:
@@ -409,7 +410,6 @@ def _broken_triton(capability: int) -> str | None:
 
 # The bounds of pyproject.toml, which explains why Python 3.11 needs another Triton.
 REQUIREMENTS = ("jax-triton>=0.3.1,<0.5", *(["triton>=3.6,<3.7"] if sys.version_info < (3, 12) else []))
-_LIBRARY_PACKAGES = ("fp8jax", "jax", "jaxlib", "flax", "optax", "equinox", "contextlib", "functools")
 
 
 class MissingKernelsWarning(UserWarning):
@@ -445,9 +445,5 @@ def missing_kernels_advice() -> str | None:
 
 def warn_if_kernels_missing() -> None:
     """Warn, at the caller's line outside of libraries, if no kernel runs on an NVIDIA GPU."""
-    if (message := missing_kernels_advice()) is None or capability() == 0:
-        return
-    level, frame = 1, sys._getframe(0)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARY_PACKAGES:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, MissingKernelsWarning, stacklevel=level)
+    if (message := missing_kernels_advice()) is not None and capability() != 0:
+        frames.warn(message, MissingKernelsWarning)

@@ -170,9 +170,6 @@ class ShardingRule(NamedTuple):
         """Return the mesh axes of each dimension, from the operands' shardings. An axis shards one dimension.
 
         Args:
-            lengths: length of each dimension.
-            specs: PartitionSpec of each operand.
-            mesh: size of each mesh axis.
             out_spec: sharding of the only result, if known.
         """
         axes: dict[str, tuple[str, ...]] = {}

@@ -327,13 +327,6 @@ def _mark_invalid_labels(softmax: _Softmax, weights: Array) -> Array:
     return jnp.where(softmax.is_valid_label | (weights == 0), weights, jnp.nan)
 
 
-def _cotangent_facts(
-    config: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array
-) -> LogitCotangentFacts | None:
-    """Return `_describe_cotangents` if the logits are as the product wrote them, else None."""
-    return _describe_cotangents(config, sharding, softmax, weights) if softmax.has_matmul_output else None
-
-
 def _describe_cotangents(
     config: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array
 ) -> LogitCotangentFacts:
@@ -427,18 +420,20 @@ def _compute_gradients(
     weights: Array,
 ) -> _Gradients:
     """Compute loss and gradients with three products per chunk."""
-    head, shape = (
-        make_head(w, config.vocabulary_axis, config.linear_recipe, key, x.dtype),
-        weight_shape(w, config.vocabulary_axis),
-    )
+    head = make_head(w, config.vocabulary_axis, config.linear_recipe, key, x.dtype)
+    shape, tokens = weight_shape(w, config.vocabulary_axis), _token_dims(x)
     chunks = _chunks(config, x, shape)
-    tokens = _token_dims(x)
 
     def chunk(sums: Any, operands: Any) -> Any:
         x, labels, weights = operands
         logits, vjp_fn = compute_logits(head, x, bias)
         values, softmax = _values(config, sharding, logits, labels)
         d = _logit_cotangents(config, sharding, softmax, weights)
+
+        def describe(weights: Array) -> LogitCotangentFacts | None:
+            """The formula of the cotangents, if the logits are as the product wrote them."""
+            return _describe_cotangents(config, sharding, softmax, weights) if softmax.has_matmul_output else None
+
         if isinstance(w, HeadCodes):
             assert config.linear_recipe is not None
             facts_before_cap = _describe_cotangents(config, sharding, softmax, weights)
@@ -447,10 +442,10 @@ def _compute_gradients(
             if config.z_loss and config.softcap is None:
                 vocabulary = logits.values.shape[-1] * sharding.num_shards("v")
                 divisor = divisor * bound_excess(vocabulary, config.z_loss, jnp.where(weights == 0, 0.0, softmax.lse))
-            facts = _cotangent_facts(config, sharding, softmax, weights / divisor)
+            facts = describe(weights / divisor)
             dx, dw = (divisor * gradient.astype(jnp.float32) for gradient in vjp_fn(d / divisor, facts))
         else:
-            dx, dw = vjp_fn(d, _cotangent_facts(config, sharding, softmax, weights))
+            dx, dw = vjp_fn(d, describe(weights))
         total, sum_w, sum_bias = sums
         if sum_bias is not None:
             sum_bias = sum_bias + jnp.sum(d, axis=tuple(range(d.ndim - 1)))

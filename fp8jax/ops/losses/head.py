@@ -15,10 +15,9 @@ import numpy as np
 from jax import Array, lax
 
 from fp8jax.core import blocks, encoding, formats, scaling
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
 from fp8jax.ops.dispatch.choice import Choice, capability, choose_impl, missing_triton, record_choice, run
 from fp8jax.ops.dispatch.partition import DimSharding, run_partitioned
 from fp8jax.ops.matmul.matmul import matmul
@@ -69,7 +68,6 @@ def cotangent_bound(facts: LogitCotangentFacts, z: Array, label_logit: Array, so
         facts: the cotangents before the cap.
         z: capped logits (..., vocabulary).
         label_logit: logits of the labels (...).
-        softcap: the cap, or None.
     """
     label_logit, z = label_logit.reshape(-1), z.reshape(-1, z.shape[-1])
     lse_factor, label_prob = 1 + facts.two_z_loss * facts.lse, jnp.exp(label_logit - facts.lse)

@@ -222,7 +222,9 @@ def _multiply_shard(
     """Return the product of a device's rows, all or a shard, with its part of the matrices."""
     rows, multiply = x.shape[0], multiply_shard if "t" in sharding.axes else multiply_whole
     groups = Groups(*bounds).shift(sharding.shard_offset("t", rows), rows)
-    sum_dtype = _sum_dtype(x, w, dtype) if "k" in sharding.axes else dtype
+    sum_dtype = dtype
+    if "k" in sharding.axes:
+        sum_dtype, x, w = _sum_dtype(x, w, dtype), _with_local_length(x), _with_local_length(w)
     y = multiply(sum_dtype, x, w, *groups)
     return sharding.psum(y, "k", "t n").astype(dtype)
 
@@ -241,9 +243,17 @@ def _multiply_shard_dw(
     """Return the products over a device's part of the padded axis, summed over devices."""
     length = rows.shape[0]
     groups = Groups(starts, starts + lengths).shift(sharding.shard_offset("t", length), length)
-    sum_dtype = _sum_dtype(a, b, dtype) if "t" in sharding.axes else dtype
+    sum_dtype = dtype
+    if "t" in sharding.axes:
+        sum_dtype, a, b = _sum_dtype(a, b, dtype), _with_local_length(a), _with_local_length(b)
     dw = multiply(sum_dtype, a, b, rows, *groups, *scales)
     return sharding.psum(dw, "t", "- m n").astype(dtype)
+
+
+def _with_local_length(x: Any) -> Any:
+    """Return an operand whose packed codes are a device's part of its contraction."""
+    is_packed = isinstance(x, QTensor) and x.length is not None
+    return dataclasses.replace(x, length=2 * x.codes.shape[x.spec.axis]) if is_packed else x
 
 
 def _sum_dtype(a: Any, b: Any, dtype: Any) -> Any:
@@ -404,7 +414,9 @@ def _slice(x: Any, axis: int, start: Array, size: int) -> Any:
         block = length // leaf.shape[axis]
         return lax.dynamic_slice_in_dim(leaf, start // block, size // block, axis) if block < length else leaf
 
-    return jax.tree.map(slice_leaf, x)
+    part = jax.tree.map(slice_leaf, x)
+    is_packed_axis = isinstance(x, QTensor) and x.length is not None and axis == x.spec.axis % 2
+    return dataclasses.replace(part, length=size) if is_packed_axis else part
 
 
 def _mask_columns(x: Any, is_own: Array) -> Any:

@@ -23,7 +23,7 @@ KernelName = Literal["codes", "block", "int8 block", "bf16"]
 
 
 class Encoder(Protocol):
-    """Makes an operand of 8-bit codes from a part of an array. It is hashable, and static under `jax.jit`."""
+    """Makes an operand of codes from a part of an array. It is hashable, and static under `jax.jit`."""
 
     @property
     def spec(self) -> QuantSpec:
@@ -50,12 +50,15 @@ class DeferredMatrices:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        matrix = jax.eval_shape(jax.vmap(self.encoder), self.values, self.scale)
-        return tuple(matrix.codes.shape)
+        return tuple(jax.eval_shape(self.quantize).shape)
 
     @property
     def dtype(self) -> Any:
         return self.values.dtype
+
+    def quantize(self) -> QTensor:
+        """The codes of all matrices."""
+        return jax.vmap(self.encoder)(self.values, self.scale)  # type: ignore[no-any-return]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["encoder"])
@@ -174,7 +177,7 @@ def _multiply_rows(
 
     scale = row_scale = column_scale = None
     if isinstance(w, DeferredMatrices):
-        w = jax.vmap(w.encoder)(w.values, w.scale)
+        w = w.quantize()
     out_dtype, first_row = _kernel_dtype(dtype), groups.starts[0]
     with reserved_sms(n_reserved):
         if kernel_name == "int8 block":

@@ -132,11 +132,9 @@ def matmul(
     with product_name_scope(strip_residual(a), b):
         if kernel is None:
             return reference(a, b)
-        return (
-            mark_varying(run_kernel)(a, b)
-            if impl == "mosaic"
-            else by_platform(a, b, cuda=run_kernel, default=reference)
-        )
+        if impl == "mosaic":
+            return mark_varying(run_kernel)(a, b)
+        return by_platform(a, b, cuda=run_kernel, default=reference)
 
 
 def _describe(q: Any) -> str:

@@ -15,11 +15,12 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import derivatives, formats, scaling
 from fp8jax.core.groups import ALIGNMENT, Groups, PaddedTokens
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, to_bytes
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.autodiff.checkpointing import ACTIVATION, with_checkpoint_name
+from fp8jax.ops.autodiff.observations import current_place, observe_codes
 from fp8jax.ops.autodiff.residuals import (
     NO_FACTS,
     ArrayFacts,
@@ -27,7 +28,6 @@ from fp8jax.ops.autodiff.residuals import (
     Recomputed,
     dequantize_residual,
     quantize_residual,
-    to_bytes,
     with_saved_vjp,
 )
 from fp8jax.ops.dispatch.sharding import explicit_mesh
@@ -103,6 +103,10 @@ def grouped_glu(
     residuals = with_checkpoint_name(residuals, ACTIVATION) if spec is not None else residuals
     backward = GroupedGluBackward(activation, jnp.dtype(gate_up.dtype), linear, operation)
     y, _ = with_saved_vjp(backward, (gate_up, weights), residuals, y, name="a GLU of groups")
+    place = current_place(f"{activation} of groups")
+    if place is not None and spec is not None:
+        row_mask = _padded(groups, gate_up).is_in_group[:, None]
+        y = observe_codes(y, place, "context", values, residual, row_mask=row_mask)
     y = derivatives.check_differentiable_dtypes("a GLU of groups", y, gate_up)
     return y, ArrayFacts(recompute_rule=(backward, residuals), codes=codes)
 
@@ -145,7 +149,7 @@ class GroupedGluBackward:
             QTensor(rows, row_scale, None, None, QuantSpec(spec.format, "token")),
             unscaled_columns(columns, spec.format, scale),
         )
-        dots = jnp.where(tokens.places < tokens.length, dots, 0.0)
+        dots = jnp.where(tokens.is_in_group, dots, 0.0)
         result = unscaled_columns(result_columns, x_spec.format, saved.scale)
         return Recomputed(y, result, GluCotangents(spec, cotangents, dots))
 

@@ -185,32 +185,41 @@ def normalize(
         if x.ndim < 1 or (parameter is not None and parameter.shape != x.shape[-1:]):
             shape = None if parameter is None else parameter.shape
             raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
-    dtype, context, consumer = (
-        jnp.dtype(x.dtype if dtype is None else dtype),
-        context_part(recipe),
-        fused_outputs.find_consumer(recipe),
-    )
-    operation, writes_result = None, fused_outputs.writes_result(recipe)
+    dtype, context = jnp.dtype(x.dtype if dtype is None else dtype), context_part(recipe)
+    operation = None
     if context.spec is not None or fused_outputs.emits_codes(recipe):
         operation = fused_outputs.describe_operation(
-            x, context.spec, dtype, norm=True, forward=True, fp8=not writes_result,
+            x, context.spec, dtype, norm=True, forward=True, fp8=not fused_outputs.writes_result(recipe),
             has_scale=scale is not None, has_bias=bias is not None, centered=centered,
         )  # fmt: skip
     if context.spec is None and operation is None:
-        z, rstd = statistics(x, eps, centered=centered)
-        y = apply_normalization(z, rstd, scale, bias).astype(dtype)
-        return (
-            derivatives.check_differentiable_dtypes("a norm", y, x, scale, bias),
-            x if returns_input else None,
-            NO_FACTS,
+        y = apply_normalization(*statistics(x, eps, centered=centered), scale, bias).astype(dtype)
+        passthrough, facts = x if returns_input else None, NO_FACTS
+    else:
+        y, passthrough, facts = _normalize_and_save(
+            x, scale, bias, recipe, eps, dtype, operation, centered=centered, returns_input=returns_input
         )
+    return derivatives.check_differentiable_dtypes("a norm", y, x, scale, bias), passthrough, facts
+
+
+def _normalize_and_save(
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    recipe: Recipe | Context | str,
+    eps: float,
+    dtype: Any,
+    operation: Any,
+    *,
+    centered: bool,
+    returns_input: bool,
+) -> tuple[Array, Array | None, ArrayFacts]:
+    """`normalize` with a backward pass of its own, by the kernels of `operation`, or by XLA without one."""
+    context, consumer = context_part(recipe), fused_outputs.find_consumer(recipe)
     value, weight, shift = lax.stop_gradient((x, scale, bias))
-    out_spec = None if consumer is None else consumer.spec("x")
-    result_bound = (
-        None
-        if out_spec is None or out_spec.is_folded
-        else ResultBound.from_params(weight, shift, x.shape[-1], out_spec)
-    )
+    out_spec, result_bound = None if consumer is None else consumer.spec("x"), None
+    if out_spec is not None and not out_spec.is_folded:
+        result_bound = ResultBound.from_params(weight, shift, x.shape[-1], out_spec)
     fused_output = codes = out_scale = None
     if operation is None:
         assert context.spec is not None
@@ -218,7 +227,7 @@ def normalize(
         residuals = NormResiduals(quantize_residual(z if centered else value, context.spec), rstd, weight, shift)
         y = apply_normalization(z, rstd, weight, shift).astype(dtype)
         out_scale = None if result_bound is None else result_bound.scale_from_amax(scaling.compute_amax(y))
-    elif writes_result:
+    elif fused_outputs.writes_result(recipe):
         residuals, _, _, y, _ = _save_and_quantize_result(
             operation, value, weight, shift, context.spec, eps, None, dtype
         )
@@ -231,9 +240,14 @@ def normalize(
         z, rstd = value.astype(jnp.float32), residuals.rstd
         if mean is not None:
             z = z - mean.reshape(rstd.shape)
-        exact_operation = operation._replace(reads_arrays=True)
         (fused_output,) = _fused_result(
-            exact_operation, (fused_outputs.to_matrix(value), None), rstd, mean, weight, shift, amax
+            operation._replace(reads_arrays=True),
+            (fused_outputs.to_matrix(value), None),
+            rstd,
+            mean,
+            weight,
+            shift,
+            amax,
         ).outputs
         y = apply_normalization(z, rstd, weight, shift).astype(dtype)
     if context.spec is None:
@@ -247,10 +261,9 @@ def normalize(
         recomputable, (x, scale, bias), residuals, y, returns_input=returns_input, name="a norm"
     )
     facts = fused_outputs.make_array_facts(context, recomputable, residuals, fused_output, consumer, out_scale, codes)
-    if context.spec is not None:
+    if context.spec is not None and (place := current_place("norm")) is not None:
         saved = statistics(value, eps, centered=True)[0] if centered else value
-        y = observe_codes(y, current_place("norm"), "context", saved, residuals.codes)
-    y = derivatives.check_differentiable_dtypes("a norm", y, x, scale, bias)
+        y = observe_codes(y, place, "context", saved, residuals.codes)
     return y, passthrough, facts
 
 
@@ -276,10 +289,8 @@ class ResultBound(NamedTuple):
         max_magnitude = jnp.float32(max_normalized)
         if scale is not None:
             scale_amax = scaling.compute_amax(scale)
-            max_magnitude, outlier_ratio = (
-                max_normalized * scale_amax,
-                jnp.maximum(scale_amax / (OUTLIER_FACTOR * _geometric_mean(scale)), 1.0),
-            )
+            max_magnitude = max_normalized * scale_amax
+            outlier_ratio = jnp.maximum(scale_amax / (OUTLIER_FACTOR * _geometric_mean(scale)), 1.0)
         if bias is not None:
             max_magnitude = max_magnitude + scaling.compute_amax(bias)
         return cls(jnp.minimum(1.01 * max_magnitude, np.finfo(np.float32).max), outlier_ratio, spec)

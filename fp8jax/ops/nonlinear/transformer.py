@@ -68,12 +68,9 @@ def norm_linear(
     recipe = _resolve_whole_recipe(recipe)
     if norm not in ("rms", "layer") or (norm == "rms" and norm_bias is not None):
         raise ValueError(f"norm is 'rms', without norm_bias, or 'layer', not {norm!r} with norm_bias {norm_bias}")
-    prequantized = [None] * len(weights) if quantized is None else list(quantized)
-    if len(prequantized) != len(weights):
-        raise ValueError(f"{len(weights)} weights were given quantized as {len(prequantized)}")
     centered = norm == "layer"
     h, passthrough, facts = normalize(x, scale, norm_bias, recipe, eps, None, centered=centered, returns_input=residual)
-    y = linears(h, weights, recipe=recipe, key=key, quantized=prequantized, facts=facts, out_sharding=out_sharding)
+    y = linears(h, weights, recipe=recipe, key=key, quantized=quantized, facts=facts, out_sharding=out_sharding)
     if not residual:
         return y
     assert passthrough is not None

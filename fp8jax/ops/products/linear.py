@@ -3,8 +3,7 @@
 `scaled_linear` has a stateful scaling, whose state the caller holds.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -122,7 +121,10 @@ def dot_general(
         y = lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
         n_outputs = rhs.ndim - len(dimension_numbers[0][1]) - len(dimension_numbers[1][1])
         return y if bias is None else y + bias.astype(y.dtype).reshape(y.shape[y.ndim - n_outputs :])
-    check_precision(precision)
+    if not is_default_precision(precision):
+        raise ValueError(
+            f"a quantized product takes no precision={precision!r}: give None, or leave the product as it is written"
+        )
     out_spec = product_sharding(lhs, rhs, dimension_numbers, out_sharding)
     (lhs_contract, _), (lhs_batch, _) = dimension_numbers
     left, right = to_matmul_order(lhs, rhs, dimension_numbers)
@@ -225,30 +227,15 @@ def einsum(
             only; or as `dot_general`.
         ShardingTypeError of JAX: as `jax.lax.dot_general`.
     """
-    dot_general_fn = functools.partial(dot_general, recipe=recipe, key=key)
-    return einsum_with(
-        dot_general_fn, subscripts, lhs, rhs, precision, preferred_element_type, out_sharding=out_sharding
-    )
-
-
-def einsum_with(
-    dot_general_fn: Callable[..., Array],
-    subscripts: str,
-    lhs: Array,
-    rhs: Array,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    *,
-    out_sharding: OutSharding = None,
-) -> Array:
-    """`einsum` computed by a function with the signature of `jax.lax.dot_general`."""
     a, b, out = _parse_subscripts(subscripts, lhs.ndim, rhs.ndim)
     batch = [i for i in a if i in b and i in out]
     contract = [i for i in a if i in b and i not in out]
     numbers: Any = tuple(tuple([t.index(i) for i in axes] for t in (a, b)) for axes in (contract, batch))
     order = [*batch, *(i for i in a if i not in b), *(i for i in b if i not in a)]
     lhs_rhs_sharding = transpose_sharding(out_sharding, [out.index(i) for i in order])
-    y = dot_general_fn(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=lhs_rhs_sharding)
+    y: Array = dot_general(
+        lhs, rhs, numbers, precision, preferred_element_type, recipe=recipe, key=key, out_sharding=lhs_rhs_sharding
+    )
     return y.transpose([order.index(i) for i in out])
 
 
@@ -278,7 +265,7 @@ def linears(
     recipe: Recipe | Linear | str,
     facts: ArrayFacts,
     key: Array | None = None,
-    quantized: Sequence[QuantizedWeight | None],
+    quantized: Sequence[QuantizedWeight] | None = None,
     out_sharding: OutSharding = None,
 ) -> tuple[Array, ...]:
     """`linear` of one input with several weights, which share the codes of the input.
@@ -287,26 +274,28 @@ def linears(
         x: (..., inputs).
         weights: each (inputs, outputs).
         facts: what `x` is made from.
-        quantized: for each weight, the result of `quantize_weight` or None.
+        quantized: results of `quantize_weight` for each weight; None quantizes them in this call.
         recipe, key, out_sharding: as of `linear`.
 
     Returns:
         (..., outputs) for each weight.
+
+    Raises:
+        ValueError: `quantized` has another length than `weights`; or as `linear`.
     """
-    linear_recipe, results = require_stateless(recipe), []
-    if not weights:
-        return ()
-    shared_input = Input(flatten_tokens(x, weights[0]), x, input_facts=InputFacts(facts))
-    x_source = input_source(shared_input, linear_recipe, key)
-    for w, prequantized in zip(weights, quantized, strict=True):
-        flatten_tokens(x, w)
+    if quantized is not None and len(quantized) != len(weights):
+        raise ValueError(f"{len(weights)} weights were given quantized as {len(quantized)}")
+    linear_recipe, results, x_source = require_stateless(recipe), [], None
+    for w, codes in zip(weights, quantized or [None] * len(weights), strict=True):
+        shared_input = Input(flatten_tokens(x, w), x, input_facts=InputFacts(facts))
+        x_source = x_source or input_source(shared_input, linear_recipe, key)
         y = recipe_dot(
             shared_input,
             w,
             linear_recipe,
             key,
             x_source=x_source,
-            step_weight=StepWeight.from_codes(prequantized),
+            step_weight=StepWeight.from_codes(codes),
             out_spec=output_spec(x, w, out_sharding),
         )
         results.append(y)
@@ -337,14 +326,6 @@ def flatten_tokens(x: Array, w: Array | FrozenWeight) -> Array:
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
     return merge(x, x.ndim - 1, 1)
-
-
-def check_precision(precision: lax.PrecisionLike) -> None:
-    """Raises ValueError if a precision is not JAX's default."""
-    if not is_default_precision(precision):
-        raise ValueError(
-            f"a quantized product takes no precision={precision!r}: give None, or leave the product as it is written"
-        )
 
 
 def is_default_precision(precision: Any) -> bool:
@@ -499,11 +480,9 @@ def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str
         ValueError: the recipe's scaling has no state.
     """
     linear_recipe = linear_part(recipe)
-    return (
-        _scale("w", lax.stop_gradient(w), lax.stop_gradient(state), linear_recipe)
-        if "w" in stateful_strategies(recipe)
-        else None
-    )
+    if "w" in stateful_strategies(recipe):
+        return _scale("w", lax.stop_gradient(w), lax.stop_gradient(state), linear_recipe)
+    return None
 
 
 def update_scaling(state: ScalingState, stats: ScalingStats, recipe: Recipe | Linear | str) -> ScalingState:

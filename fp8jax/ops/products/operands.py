@@ -20,7 +20,7 @@ one per token, if the scales of the gradient may be chosen to go with it, else N
 | `FrozenSource` (`frozen_weights`) | of a weight that is not trained | itself; nothing of the input |
 
 Sources and residuals are pytrees without gradients. FP8 codes are in them as bytes, because an FP8 array may not enter
-a differentiated function. `choose_input_source` and `fp8jax.ops.products.weights.weight_source` choose the source, and
+a differentiated function. `input_source` and `fp8jax.ops.products.weights.weight_source` choose the source, and
 with it what a product saves.
 """
 
@@ -35,22 +35,18 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import formats, scaling
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT_AUX, with_checkpoint_name
 from fp8jax.ops.autodiff.residuals import (
     ALREADY_SAVED,
-    NO_FACTS,
     NO_INPUT_FACTS,
-    ArrayFacts,
     CotangentFacts,
     InputFacts,
     Recomputable,
     derive_key,
-    from_bytes,
-    to_bytes,
 )
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.sharding import reshape_to_matrix
@@ -309,55 +305,6 @@ Source = QuantizeHere | PrequantizedInput | RecomputableInput | FallbackBlocks
 Residual = ArrayResidual | CodesResidual | RecomputeResidual
 
 
-def choose_input_source(
-    x: Array,
-    side: Side,
-    *,
-    key: Array | None = None,
-    scale: Array | None = None,
-    facts: ArrayFacts = NO_FACTS,
-    get_or_compute: Callable[[Callable[[], Any]], Any] = lambda make: make(),
-) -> Source:
-    """The source of an input, which decides what the product saves of it.
-
-    Args:
-        x: (tokens, inputs).
-        side: how the recipe quantizes it.
-        key: PRNG key for saved codes that are rounded stochastically.
-        scale: fp32, given for its codes in the forward product; None computes it from `x`.
-        facts: what is known about `x`.
-        get_or_compute: `get_or_compute(make)` returns what another product saves of `x`, or `make()`.
-    """
-    source: QuantizeHere | PrequantizedInput
-    residual_spec = side.residual
-    if residual_spec is None:
-        source = QuantizeHere(scale, get_or_compute(lambda: lax.stop_gradient(x)))
-    else:
-
-        def make_residual() -> QTensor:
-            if facts.codes is not None and facts.codes[0] == residual_spec:
-                q = with_checkpoint_name(facts.codes[1], INPUT)
-            else:
-                residual_scale = convert_scale_to_spec(scale, side.forward, residual_spec)
-                q = with_checkpoint_name(
-                    make_codes(
-                        x, residual_spec, side.strategy, key=key, scale=residual_scale, fused_output=facts.fused_output
-                    ),
-                    INPUT,
-                )
-            return (
-                q
-                if facts.recompute_rule is None
-                else dataclasses.replace(q, scale=with_checkpoint_name(q.scale, PRODUCT_AUX))
-            )
-
-        source = PrequantizedInput(get_or_compute(make_residual), scale)
-    # Codes that are rounded stochastically cannot be recomputed without their key.
-    if facts.recompute_rule is None or (residual_spec is not None and residual_spec.rounding == "stochastic"):
-        return source
-    return RecomputableInput(*facts.recompute_rule, source)
-
-
 def convert_scale_to_spec(scale: Array | None, forward: QuantSpec | None, spec: QuantSpec | None) -> Array | None:
     """The scale given for the codes of the forward product, converted for codes of another format."""
     if scale is None or forward is None or spec is None:
@@ -510,7 +457,10 @@ class Input(NamedTuple):
 
 
 def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | None = None) -> Source:
-    """The source of an input, for `recipe_dot`. Arguments as of `recipe_dot`; `scale` is `scales.x`."""
+    """The source of an input, which decides what `recipe_dot` saves of it.
+
+    Arguments are as of `recipe_dot`; `scale` is `scales.x`.
+    """
     side, source, matrix = input_side(recipe), x.source_or_matrix, fused_outputs.to_matrix(x.matrix)
     facts = x.input_facts.facts
     if facts.recompute_rule is not None and facts.recompute_rule[0] == ALREADY_SAVED:
@@ -526,7 +476,32 @@ def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | Non
         dependencies = scale if given_scale is None else None, None if subkey is None else key
         return x.input_facts.get_or_compute((side.residual, strategy, matrix.shape), make, *dependencies)
 
-    return choose_input_source(matrix, side, key=subkey, scale=scale, facts=facts, get_or_compute=get_or_compute)
+    def make_residual() -> QTensor:
+        assert side.residual is not None
+        if facts.codes is not None and facts.codes[0] == side.residual:
+            codes = facts.codes[1]
+        else:
+            residual_scale = convert_scale_to_spec(scale, side.forward, side.residual)
+            codes = make_codes(
+                *(matrix, side.residual, side.strategy),
+                key=subkey,
+                scale=residual_scale,
+                fused_output=facts.fused_output,
+            )
+        q = with_checkpoint_name(codes, INPUT)
+        if facts.recompute_rule is None:
+            return q
+        return dataclasses.replace(q, scale=with_checkpoint_name(q.scale, PRODUCT_AUX))
+
+    forward_source: QuantizeHere | PrequantizedInput
+    if side.residual is None:
+        forward_source = QuantizeHere(scale, get_or_compute(lambda: lax.stop_gradient(matrix)))
+    else:
+        forward_source = PrequantizedInput(get_or_compute(make_residual), scale)
+    # Codes that are rounded stochastically cannot be recomputed without their key.
+    if facts.recompute_rule is None or (side.residual is not None and side.residual.rounding == "stochastic"):
+        return forward_source
+    return RecomputableInput(*facts.recompute_rule, forward_source)
 
 
 def gradient_key(recipe: Linear, key: Array | None, uses: Sequence[str] = ("dy", "dy_wgrad")) -> Array | None:

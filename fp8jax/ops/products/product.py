@@ -25,7 +25,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.ops.autodiff.checkpointing import PRODUCT
 from fp8jax.ops.autodiff.observations import Place, current_place, observe_codes
-from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, CotangentFacts, GradientFacts, current_gradient_facts
+from fp8jax.ops.autodiff.residuals import ArrayFacts, CotangentFacts, attach_facts, pop_facts
 from fp8jax.ops.dispatch.choice import cast_varying_over, match_varying_axes, record_residual, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, OutSharding, merge_spec, product_sharding, reshape
 from fp8jax.ops.matmul.matmul import Operand, matmul
@@ -160,7 +160,6 @@ class ProductConfig(NamedTuple):
     Attributes:
         recipe: formats and scalings of the three matmuls.
         out_spec: sharding of the result on a mesh with Explicit axes, else None.
-        gradient_facts: what earlier operations of the backward pass attached to the gradients that they returned.
         name: of the product, for error messages.
         split_sizes: widths of the arrays into which the result is split along its last axis; None for one array.
         place: where its operands are observed, or None.
@@ -168,7 +167,6 @@ class ProductConfig(NamedTuple):
 
     recipe: Linear
     out_spec: tuple[Any, ...] | None
-    gradient_facts: GradientFacts
     name: str
     split_sizes: tuple[int, ...] | None
     place: Place | None
@@ -269,7 +267,6 @@ def recipe_dot(
     config = ProductConfig(
         recipe=recipe,
         out_spec=out_spec,
-        gradient_facts=current_gradient_facts(),
         name=name,
         split_sizes=split_sizes,
         place=current_place(f"linear {'x'.join(map(str, w.shape))}"),
@@ -363,7 +360,7 @@ def _matmuls(
 
 
 def _product_bwd(config: ProductConfig, residuals: Residuals, dy: PackedMatrix) -> tuple[Operands]:
-    dy_facts = config.gradient_facts.pop(dy) or NO_FACTS
+    dy_facts = pop_facts(dy)
     guard = residuals.guard
     if guard is None:
         operand_cotangents, predicted = _gradients(config, residuals, dy_facts, dy)
@@ -373,7 +370,7 @@ def _product_bwd(config: ProductConfig, residuals: Residuals, dy: PackedMatrix) 
         )
         operand_cotangents = derivatives.differentiable_once(config.name, operand_cotangents, (dy, guard))
     if predicted is not None:
-        config.gradient_facts.attach(operand_cotangents.x, ArrayFacts(predicted=predicted))
+        attach_facts(operand_cotangents.x, ArrayFacts(predicted=predicted))
     return (operand_cotangents,)
 
 
@@ -397,8 +394,8 @@ def _gradients(
     dy_columns: Operand | None = None
     if isinstance(residuals.w, FrozenSource):
         dy = concatenate_packed(dy)
-        dy_rows, w_operand = residuals.w.dgrad_operands(dy, recipe, residuals.key)
         dy_sums = None if bias_kind is None else column_sums(dy)
+        dy_rows, w_operand, dy = residuals.w.dgrad_operands(dy, recipe, residuals.key)
     else:
         assert residuals.x is not None
         w_operand = residuals.w.operand(weight_side(recipe), None)
@@ -423,6 +420,8 @@ def _gradients(
         out_spec=merge_spec(x_kind.spec, (len(batch_shape), 1)),
     )
     dx = reshape(dx, (*batch_shape, dx.shape[-1]), x_kind.spec)
+    if isinstance(residuals.w, FrozenSource):
+        dx = observe_codes(dx, config.place, "dy", dy, dy_rows)
     dx_facts = CotangentFacts(
         array=dx,
         spec=recipe.spec("dy") if dy_amax is None else None,

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, derivatives
 from fp8jax.core.groups import Groups
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.ops.autodiff.residuals import NO_INPUT_FACTS, InputFacts, current_gradient_facts
+from fp8jax.ops.autodiff.residuals import NO_INPUT_FACTS, InputFacts
 from fp8jax.ops.dispatch.sharding import explicit_mesh, spec_of
 from fp8jax.ops.products.linear import ScalingState, ScalingStats, require_stateless, stateful_strategies
 from fp8jax.ops.products.ragged_rows import multiply_rows
@@ -75,7 +75,7 @@ def ragged_dot(
 
     Raises:
         ValueError: shapes do not match, a key is missing, `dimension_numbers` are of another form, or the recipe's
-            scaling observes operands. Or the recipe has 4-bit codes or a rotation.
+            scaling observes operands. Or the recipe rotates operands with one scale, or has "nvblock" codes of tokens.
         TypeError: `group_sizes` are not integers.
     """
     static = require_stateless(recipe), dimension_numbers, preferred_element_type
@@ -156,7 +156,7 @@ def _multiply(
         offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
         groups = Groups.from_sizes(group_sizes, x.shape[0], offset, None if form.contracts_tokens else w.shape[0])
         name = derivatives.qualified_op_name(f"ragged_dot of {x.shape} and {w.shape}")
-        config = RaggedConfig(recipe, dtype, form.transposed, name, current_gradient_facts())
+        config = RaggedConfig(recipe, dtype, form.transposed, name)
         if form.contracts_tokens:
             return multiply_tokens(config, x, w, groups, key), ScalingStats()
         scaling = None if state is None else GroupScaling.from_state(x, w, groups, recipe, state, amax_slot)
@@ -185,10 +185,14 @@ def _weight_spec(w: Array | FrozenWeight) -> tuple[Any, ...]:
 
 def unsupported_ragged_reason(recipe: Linear) -> str | None:
     """Return why a recipe has no ragged products, or None."""
-    specs = {spec for pair in recipe.products().values() for spec in pair}
-    if any(spec is not None and spec.is_packed for spec in specs):
-        return "grouped matmuls of 4-bit codes are not built"
-    return None if recipe.rotation is None else "grouped matmuls with a rotation are not built"
+    fields = ("x", "dy", "x_residual", "x_wgrad", "dy_wgrad")
+    specs = {field: spec for field in fields if (spec := recipe.spec(field)) is not None}
+    for field, spec in specs.items():
+        if spec.granularity == "nvblock":
+            return f"{field} is {spec}, and grouped matmuls have such squares of scales for weights alone"
+        if recipe.rotation is not None and field.endswith("_wgrad") and spec.granularity == "tensor":
+            return f"rotation={recipe.rotation} before {field}={spec} is not built for grouped matmuls"
+    return None
 
 
 class _Form(NamedTuple):

@@ -12,23 +12,24 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.core import derivatives
 from fp8jax.core.groups import Groups, PaddedTokens
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT, PRODUCT_AUX, with_checkpoint_name
+from fp8jax.ops.autodiff.observations import Observation, current_place, observe, observe_codes
 from fp8jax.ops.autodiff.residuals import (
     ALREADY_SAVED,
-    NO_FACTS,
     ArrayFacts,
     CotangentFacts,
     InputFacts,
     Recomputable,
+    attach_facts,
     derive_key,
-    from_bytes,
-    to_bytes,
+    pop_facts,
 )
 from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, reshape_to_matrix
+from fp8jax.ops.matmul.grouped import DeferredMatrices
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.products.operands import Side, convert_scale_to_spec, gradient_key, input_side, weight_side
 from fp8jax.ops.products.product import Scales, check_slot_varies, expected_scale
@@ -191,17 +192,20 @@ def input_columns(
         else:
             residual = reshape_to_matrix(x, *dx.shape) if saved.index is None else x[saved.index]
     if isinstance(residual, TokenCodes):
-        if side.backward == side.residual:
+        if side.backward == side.residual and side.rotation is None:
             columns = residual.gather(tokens, columns=True).columns
             assert columns is not None
             return columns, predicted
         residual = to_bytes(rows_of(residual, tokens))
     if isinstance(residual, QTensor):
         codes, spec = from_bytes(residual), side.backward
-        if spec is not None and spec == side.residual and spec.granularity in TRANSPOSABLE:
+        if spec == side.residual and side.rotation is None and spec is not None and spec.granularity in TRANSPOSABLE:
             return transpose_rows(codes, spec, tokens), predicted
-        return quantize_columns(codes, spec, side.strategy, tokens, scale=scale, dtype=dx.dtype), predicted
-    return quantize_columns(residual, side.backward, side.strategy, tokens, scale=scale), predicted
+        residual = codes
+    columns = quantize_columns(
+        residual, side.backward, side.strategy, tokens, scale=scale, dtype=dx.dtype, rotation=side.rotation
+    )
+    return columns, predicted
 
 
 class _Residuals(NamedTuple):
@@ -243,7 +247,12 @@ def multiply_rows(
     if isinstance(w_source, StepWeight):
         w_source = dataclasses.replace(w_source, values=cast_varying_over(w_source.values, axes))
     token = derivatives.second_order_guard(config.name, x, trained_w)
+    place = current_place(f"ragged_dot {'x'.join(map(str, w.shape))}")
+    config = config._replace(place=place)
     result: Array = _ragged_product(config, x, trained_w, source, w_source, groups, dy_key, scales, token)
+    if scaling is not None and scaling.thresholds is not None:
+        observation = Observation({}, {"fallback_threshold": jnp.max(scaling.thresholds)})
+        result = observe(result, place, "x", observation)
     return result, counts
 
 
@@ -289,17 +298,24 @@ def _forward(
     w = _logical(w, config.transposed)
     w_operand = w_source.forward(w, w_side)
     y = multiply_groups("forward", x_operand, w_operand, groups, recipe, config.dtype)
-    y = derivatives.differentiable_once(config.name, checkpoint_name(y, PRODUCT), token)
+    y = checkpoint_name(y, PRODUCT)
+    if config.place is not None:
+        y = observe_codes(y, config.place, "x", x, x_operand, row_mask=tokens.is_in_group[:, None])
+        if w is not None:
+            w_codes = w_operand.quantize() if isinstance(w_operand, DeferredMatrices) else w_operand
+            observe_matrix = functools.partial(observe_codes, y, config.place, "w", transposed=True)
+            y = jax.vmap(observe_matrix, out_axes=None)(w, w_codes)
+    y = derivatives.differentiable_once(config.name, y, token)
     w_residual, x_residual = w_source.residual(w, w_operand, w_side), None if w_kind is None else source.residual
     return y, _Residuals(x_residual, w_residual, groups, key, scales, x_kind, w_kind, token)
 
 
 def _ragged_bwd(config: RaggedConfig, residuals: _Residuals, dy: Array) -> tuple[Any, ...]:
-    dy_facts = config.gradient_facts.pop(dy) or NO_FACTS
+    dy_facts = pop_facts(dy)
     gradients, predicted = _gradients(config, *lax.stop_gradient((residuals, dy)), dy_facts)
     gradients = derivatives.differentiable_once(config.name, gradients, (dy, residuals.token))
     if predicted is not None:
-        config.gradient_facts.attach(gradients[0], ArrayFacts(predicted=predicted))
+        attach_facts(gradients[0], ArrayFacts(predicted=predicted))
     return gradients
 
 
@@ -320,6 +336,8 @@ def _gradients(
     dy_rows, make_dy_columns = _gradient_operands(recipe, dy, dy_facts, tokens, residuals.key, scale)
     matrices = w.dgrad_codes() if isinstance(w, FrozenSource) else w.operand(weight_side(recipe), None)
     dx = multiply_groups("dgrad", dy_rows, matrices, residuals.groups, recipe, residuals.x_kind.dtype)
+    if config.place is not None:
+        dx = observe_codes(dx, config.place, "dy", dy, dy_rows, row_mask=tokens.is_in_group[:, None])
     if not isinstance(w, StepWeight) or residuals.w_kind is None:
         return (dx, None, None, None, None, None, None, None), None
     assert residuals.x is not None
@@ -337,7 +355,8 @@ def _gradient_operands(
 ) -> tuple[Operand, Callable[[], TokenColumns]]:
     """Return the output's gradient as dgrad reads it, and a function that returns it as wgrad reads it."""
     spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")
-    if recipe.dy_wgrad == SAME and spec is not None and scale is None:
+    shares_codes = recipe.dy_wgrad == SAME and recipe.rotation is None
+    if shares_codes and spec is not None and scale is None:
         codes = None
         if facts.codes is not None and facts.codes[0] == spec:
             codes = facts.codes[1]
@@ -350,9 +369,11 @@ def _gradient_operands(
 
     def make_columns() -> TokenColumns:
         is_transposable = spec is not None and spec.granularity in TRANSPOSABLE
-        if recipe.dy_wgrad == SAME and isinstance(rows, QTensor) and spec is not None and is_transposable:
+        if shares_codes and isinstance(rows, QTensor) and spec is not None and is_transposable:
             return transpose_rows(rows, spec, tokens)
         column_scale = convert_scale_to_spec(scale, spec, column_spec)
-        return quantize_columns(dy, column_spec, strategy, tokens, keys[1], scale=column_scale)
+        return quantize_columns(
+            dy, column_spec, strategy, tokens, keys[1], scale=column_scale, rotation=recipe.rotation
+        )
 
     return rows, make_columns

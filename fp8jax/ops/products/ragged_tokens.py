@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import derivatives
 from fp8jax.core.groups import Groups, PaddedTokens
 from fp8jax.core.recipe import Linear
-from fp8jax.ops.autodiff.residuals import GradientFacts
+from fp8jax.ops.autodiff.observations import Place
 from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.ops.matmul.grouped import grouped_matmul, grouped_matmul_dw
 from fp8jax.ops.matmul.matmul import Operand
@@ -27,14 +27,14 @@ class RaggedConfig(NamedTuple):
         dtype: of the result.
         transposed: whether the weight is (groups, outputs, inputs).
         name: of the product, for error messages.
-        gradient_facts: what earlier operations of the backward pass attached to the gradients that they returned.
+        place: where its operands are observed, or None.
     """
 
     recipe: Linear
     dtype: Any
     transposed: bool
     name: str
-    gradient_facts: GradientFacts
+    place: Place | None = None
 
 
 def multiply_tokens(config: RaggedConfig, a: Array, b: Array, groups: Groups, key: Array | None) -> Array:
@@ -59,8 +59,17 @@ def _token_product_fwd(
     a, b = lax.stop_gradient((a, b))
     tokens = padded_tokens(recipe, groups, a.shape[0])
     y = multiply_columns(
-        quantize_columns(a, recipe.spec("x_wgrad"), recipe.stateless_scaling("x"), tokens, keys[0]),
-        quantize_columns(b, recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy"), tokens, keys[1]),
+        *(
+            quantize_columns(
+                x,
+                recipe.spec(f"{operand}_wgrad"),
+                recipe.stateless_scaling(operand),
+                tokens,
+                key,
+                rotation=recipe.rotation,
+            )
+            for x, operand, key in zip((a, b), ("x", "dy"), keys, strict=True)
+        ),
         tokens,
         dtype=config.dtype,
         fast="wgrad" in recipe.fast_accumulation,

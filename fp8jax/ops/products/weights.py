@@ -17,11 +17,11 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import formats
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.autodiff.checkpointing import PRODUCT_AUX, with_checkpoint_name
-from fp8jax.ops.autodiff.residuals import CotangentFacts, from_bytes, to_bytes
+from fp8jax.ops.autodiff.residuals import CotangentFacts
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.partition import on_one_device
 from fp8jax.ops.dispatch.sharding import merge
@@ -181,11 +181,14 @@ class FrozenSource:
     def residual(self, matrix: Array | None, operand: ForwardOperand, side: Side) -> "FrozenSource":
         return self
 
-    def dgrad_operands(self, dy: Array, recipe: Linear, key: Array | None) -> tuple[Operand, Operand]:
+    def dgrad_operands(self, dy: Array, recipe: Linear, key: Array | None) -> tuple[Operand, Operand, Array]:
         """The operands of dgrad: dy (tokens, outputs) and the weight (inputs, outputs).
 
         The codes are transposed if their scales allow it: per tensor, per block, or per output. Scales per output are
         multiplied into dy. Other codes are decoded to 16 bits for this product.
+
+        Returns:
+            The operands, and the values of the first one before it is quantized.
         """
         w = from_bytes(self.codes)
         if w.spec.granularity == "token" and not w.spec.expand:
@@ -193,9 +196,9 @@ class FrozenSource:
             plain = dataclasses.replace(w.spec, granularity="tensor", scale_format="fp32")
             w = dataclasses.replace(w, scale=jnp.ones((1, 1), jnp.float32), spec=plain)
         if w.spec.granularity not in TRANSPOSABLE or w.spec.expand:
-            return dy, w.dequantize(jnp.float32 if dy.dtype == jnp.float32 else jnp.bfloat16).T
+            return dy, w.dequantize(jnp.float32 if dy.dtype == jnp.float32 else jnp.bfloat16).T, dy
         rows = encode(dy, recipe.spec("dy"), recipe.stateless_scaling("dy"), key=key)
-        return rows, w if self.transposed else transpose(w)
+        return rows, w if self.transposed else transpose(w), dy
 
 
 class QuantizedWeight(NamedTuple):

@@ -180,10 +180,8 @@ def quantize_and_predict(operation: Any, operands: Any, scale: Array, dtype: Any
         return codes, [sharding.pmax(amax, "n" if amax.ndim else "m n") for amax in maxima]
 
     amax_dims = "m" if scale.ndim else ""
-    ins, outs = (
-        (_operands(operation), _scale_dims(scale)),
-        (_transposed_tile(operation), [amax_dims] * (1 + operation.gated)),
-    )
+    ins = _operands(operation), _scale_dims(scale)
+    outs = _transposed_tile(operation), [amax_dims] * (1 + operation.gated)
     return run_partitioned("quantize_and_predict", (operation, str(dtype)), run, (operands, scale), ins, outs)
 
 
@@ -222,21 +220,11 @@ def quantize_glu_cotangents(
     dtype: Any,
     result_dtype: Any,
 ) -> Any:
-    def run(
-        sharding: DimSharding,
-        gate_up: Array,
-        scales: Array | None,
-        gradient: Array,
-        blocks: Array,
-        factor: Array,
-        result_factor: Array,
-    ) -> Any:
-        return tuple(
-            grouped_glu_triton.quantize_cotangents(
-                operation, gate_up, scales, gradient, blocks, factor, result_factor, dtype, result_dtype,
-                compute_capability=capability(),
-            )
-        )  # fmt: skip
+    def run(sharding: DimSharding, *arrays: Any) -> Any:
+        codes = grouped_glu_triton.quantize_cotangents(
+            operation, *arrays, dtype, result_dtype, compute_capability=capability()
+        )
+        return tuple(codes)
 
     operands = (gate_up, scales, gradient, block_table(rows, gate_up.shape[0]), factor, result_factor)
     matrix = "- -"

@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, formats, scaling
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import SAME, Context, Linear, Recipe
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.autodiff.residuals import ArrayFacts, Recomputable, from_bytes, to_bytes
+from fp8jax.ops.autodiff.residuals import ArrayFacts, Recomputable
 from fp8jax.ops.dispatch.choice import Choice, by_platform, missing_triton, on_cuda, record_choice
 from fp8jax.ops.dispatch.sharding import merge, reshape, reshard, spec_of
 from fp8jax.ops.quantization import fused_reference
@@ -435,10 +435,8 @@ def _quantize_and_predict(group: FusedOutputs, spec: QuantSpec, scale: Array) ->
     operation, dtype = group.operation, formats.get(spec.format).dtype
     predicted = group.predicted
     assert predicted is not None
-    out_dtype, needs_sums = (
-        None if predicted.spec is None else formats.get(predicted.spec.format).dtype,
-        predicted.needs_sums,
-    )
+    out_dtype = None if predicted.spec is None else formats.get(predicted.spec.format).dtype
+    needs_sums = predicted.needs_sums
 
     def make(backend: Any, operands: Any, scale: Array, scales: tuple[Array, ...]) -> Any:
         scale = scaling.clamp_scale(scale.reshape(()))

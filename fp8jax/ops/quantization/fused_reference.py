@@ -139,10 +139,8 @@ def compute_amaxes(
 def quantize_and_predict(operation: Any, operands: Any, scale: Array, dtype: Any) -> tuple[Array, list[Array]]:
     from pallas_kernels.nonlinear import quantize_recomputed_triton
 
-    result, cotangents = (
-        (quantize_recomputed_triton.RESULT,),
-        (quantize_recomputed_triton.GATE, quantize_recomputed_triton.UP)[: 1 + operation.gated],
-    )
+    result = (quantize_recomputed_triton.RESULT,)
+    cotangents = (quantize_recomputed_triton.GATE, quantize_recomputed_triton.UP)[: 1 + operation.gated]
     ((_, codes),) = quantize(operation, result, operands, (scale,), dtype, rows=False, columns=True)
     if scale.ndim > 0:
         maxima = [compute_row_amax(x) for x in results(operation, cotangents, operands)]

@@ -21,6 +21,7 @@ from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.microscaling import fold_rows
 from fp8jax.ops.quantization.quantize import quantize, transpose
+from fp8jax.ops.quantization.rotation import rotate_rows
 
 
 class TokenColumns(NamedTuple):
@@ -91,9 +92,10 @@ def quantize_rows(
         axes: mesh axes of `jax.shard_map` whose devices share the scale of a group.
 
     Returns:
-        QTensor (rows, n) with scales per row: granularity "tensor" becomes "token", and "block" becomes "group".
+        QTensor (rows, n) with scales per row: granularity "tensor" becomes "token". "block", "mx" and "nv" become
+        "group", whose scales are the products of both levels.
     """
-    spans_rows = spec.granularity in ("tensor", "block") or (spec.granularity == "mx" and spec.outer_scale == "tensor")
+    spans_rows = "tensor" in (spec.granularity, spec.outer_granularity) or spec.granularity == "block"
     if spec.is_folded and not spans_rows:
         return fold_rows(x, spec)
     if spec.expand or not spans_rows:
@@ -112,7 +114,7 @@ def quantize_rows(
     group_amax = tokens.take_groups(lax.pmax(group_amax, axes) if axes else group_amax)
     if spec.granularity == "tensor":
         return _quantize_with_scale(x, spec, None, scaling.to_scale(strategy.reduce_amax(group_amax), fmt), key)
-    outer_scale = scaling.to_scale(group_amax, fmt)
+    outer_scale = _outer_scale(group_amax, spec)
     if spec.is_folded:
         return _quantize_with_scale(x, spec, None, scaling.pow2_scale(row_amax, outer_scale, fmt), key)
     block_amax = _block_amax(x, (1, size))
@@ -179,6 +181,7 @@ def quantize_columns(
     *,
     scale: Array | None = None,
     dtype: DTypeLike | None = None,
+    rotation: int | None = None,
 ) -> TokenColumns:
     """Quantize the transpose of a matrix, which a product contracts along its rows, within each group.
 
@@ -188,9 +191,12 @@ def quantize_columns(
             the array itself.
         strategy, tokens, key, scale: as in `quantize_rows`.
         dtype: of decoded values; None is fp32.
+        rotation: length of the transformation of each group's rows (`fp8jax.ops.quantization.rotation`), with zeros in
+            the places that are filled up; or None. Not for granularity "tensor".
     """
     dtype = jnp.float32 if dtype is None else dtype
-    is_deferred = spec is not None and spec.granularity in ("group", "block") and spec.rounding == "nearest"
+    is_nearest = spec is not None and spec.rounding == "nearest" and rotation is None
+    is_deferred = is_nearest and spec.granularity in ("group", "block")  # type: ignore[union-attr]
     if isinstance(x, QTensor) and (not is_deferred or x.spec.expand):
         x = x.dequantize(dtype)
     if spec is not None and is_deferred:
@@ -200,17 +206,18 @@ def quantize_columns(
         return TokenColumns(UnpaddedRows(x))
     if spec.granularity == "tensor":
         return transpose_rows(quantize_rows(x, spec, strategy, tokens, key, scale=scale), spec, tokens)
-    padded, key = tokens.pad(x), key if spec.rounding == "stochastic" else None
+    padded, key = rotate_rows(tokens.pad(x), rotation), key if spec.rounding == "stochastic" else None
     if spec.granularity in ("group", "block"):
         columns = quantize(padded, None, spec, key=key)[1]
         assert columns is not None
         return TokenColumns(columns)
     fmt, size, unit = formats.get(spec.format), spec.group_size or 1, tokens.alignment
     group_amax = tokens.reduce_groups(_block_amax(padded, (unit, 1)))
-    outer_scale = scaling.to_scale(group_amax, fmt)
-    if spec.granularity == "mx" and spec.outer_scale == "tensor":
-        outer_scale = scaling.to_scale(jnp.max(group_amax, axis=1, keepdims=True, initial=0.0), fmt)
-    if spec.granularity == "mx" and not spec.is_folded:
+    if spec.outer_granularity == "tensor":
+        outer_scale = _outer_scale(jnp.max(group_amax, axis=1, keepdims=True, initial=0.0), spec)
+    else:
+        outer_scale = _outer_scale(group_amax, spec)
+    if spec.has_microscales and not spec.is_folded:
         block_amax = _block_amax(padded, (size, 1))
         scale = _two_level_scale(block_amax, tokens.spread_groups(outer_scale, size, fill_value=1), spec)
         return TokenColumns(_quantize_with_scale(padded.T, spec, size, scale.T, key))
@@ -260,11 +267,19 @@ def _padded_block_amax(x: Array, size: int, tokens: PaddedTokens) -> Array:
     return tokens.reduce_blocks(_block_amax(x, (1, size)), size)
 
 
+def _outer_scale(amax: Array, spec: QuantSpec) -> Array:
+    """Return the scales per tensor or row from their amax; of two levels the outer ones."""
+    max_microscale = formats.E4M3.max if spec.microscale_format == "e4m3" else 1.0
+    return scaling.to_scale(amax, formats.get(spec.format), max_microscale)
+
+
 def _two_level_scale(amax: Array, outer_scale: Array, spec: QuantSpec) -> Array:
-    """Return the scales of microscaled groups from their amax, with (MOSS, section 3.1) or without outer scales."""
-    outer_scale = jnp.ones_like(outer_scale) if spec.outer_scale == "none" else outer_scale
-    powers = encoding.compute_microscales(amax * (1 / outer_scale), spec, formats.get(spec.format))
-    return outer_scale * formats.decode_e8m0(powers)
+    """Return both scales of groups, multiplied, from their amax (MOSS, section 3.1; arXiv 2509.25149, appendix B)."""
+    outer_scale = jnp.ones_like(outer_scale) if spec.outer_granularity == "none" else outer_scale
+    microscales = encoding.compute_microscales(amax * (1 / outer_scale), spec, formats.get(spec.format))
+    microscales = encoding.decode_microscales(microscales, spec)
+    # Under the outer scale alone, the codes of a group whose scale is 0 are 0, too.
+    return outer_scale * jnp.where(microscales > 0, microscales, 1)
 
 
 def _quantize_with_scale(x: Array, spec: QuantSpec, size: int | None, scale: Array, key: Array | None) -> QTensor:

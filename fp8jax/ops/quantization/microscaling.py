@@ -268,8 +268,6 @@ def token_scale_unit(dy: QTensor) -> Array:
 
 def relative_token_scales(dy: QTensor) -> Array:
     """Return a gradient's token scales divided by `token_scale_unit(dy)`, fp32 (tokens, 1), or 1 for a single scale."""
-    return (
-        jnp.ones((), jnp.float32)
-        if dy.spec.granularity == "tensor"
-        else lax.stop_gradient(dy.scale) / token_scale_unit(dy)
-    )
+    if dy.spec.granularity == "tensor":
+        return jnp.ones((), jnp.float32)
+    return lax.stop_gradient(dy.scale) / token_scale_unit(dy)

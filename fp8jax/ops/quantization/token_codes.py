@@ -7,10 +7,9 @@ from jax import Array
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.groups import ALIGNMENT, PaddedTokens
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
 from fp8jax.ops.quantization import fused_outputs
 from fp8jax.ops.quantization.fused_reference import compute_row_amax
 from fp8jax.ops.quantization.group_scales import TokenColumns, group_maxima
@@ -92,8 +91,7 @@ def quantize_tokens(
     """
     if scale is None:
         fmt, row_amax = formats.get(spec.format), compute_row_amax(x)
-        is_inside = tokens.places < tokens.length
-        largest = jnp.max(jnp.where(is_inside, row_amax[index], 0.0), initial=0.0)
+        largest = jnp.max(jnp.where(tokens.is_in_group, row_amax[index], 0.0), initial=0.0)
         outer_scale = scaling.to_scale(strategy.reduce_amax(largest), fmt)
         # Tokens in no group saturate.
         scale = scaling.pow2_scale(jnp.minimum(row_amax, largest)[:, None], outer_scale, fmt)

@@ -1,0 +1,157 @@
+"""`Recipe.unquantized_blocks`: the first and the last blocks of a model, by their paths or in a loop."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax.rewrite import heads
+
+WIDTH = 32
+
+
+def normal(i, *shape):
+    return 0.2 * jax.random.normal(jax.random.key(i), shape)
+
+
+X = 5 * normal(2, 32, WIDTH)
+
+
+def test_the_first_and_the_last_blocks_stay_in_16_bits():
+    """By the first number in a path, of each stack; where no other block is left, all are quantized."""
+    p = {
+        "blocks": {str(i): {"up": normal(i, WIDTH, WIDTH), "down": normal(9 + i, WIDTH, WIDTH)} for i in range(4)},
+        "tail": {str(i): normal(20 + i, WIDTH, WIDTH) for i in range(2)},
+        "out": normal(30, WIDTH, WIDTH),
+    }
+
+    def net(p, x):
+        for w in p["blocks"].values():
+            x = x + jnp.tanh(x @ w["up"]) @ w["down"]
+        for w in p["tail"].values():
+            x = jnp.tanh(x @ w)
+        return jnp.tanh(x @ p["out"])
+
+    recipe = dataclasses.replace(fp8jax.recipes.te_current(), unquantized_blocks=(1, 1))
+    explained = fp8jax.transform(net, recipe).explain(p, X)
+    reasons = {e.path: e.reason for e in explained.skipped}
+    assert reasons == {
+        f"blocks/{i}/{name}": f"in the {edge} 1 of 4 blocks"
+        for i, edge in ((0, "first"), (3, "last"))
+        for name in ("up", "down")
+    }
+    (no_block,) = [e for e in explained.quantized if e.path == "out"]
+    assert no_block.reason == "the recipe; its path has no number of a block"
+    named = fp8jax.transform(net, [fp8jax.Rule("blocks/0/up", "te_current"), recipe]).explain(p, X)
+    assert "blocks/0/up" in [e.path for e in named.quantized]
+    wider = dataclasses.replace(recipe, unquantized_blocks=(0, 3))
+    assert [e.path for e in fp8jax.transform(net, wider).explain(p, X).quantized if "blocks" in e.path] == [
+        "blocks/0/up",
+        "blocks/0/down",
+    ]
+
+
+def scanned_blocks(reverse=False):
+    """A function of stacked blocks and x, by `jax.lax.scan`; and its parameters."""
+
+    def block(x, w):
+        h = jnp.tanh(x @ w["up"]) @ w["down"]
+        return x + h, jnp.sum(h)
+
+    def net(p, x):
+        x, sums = jax.lax.scan(jax.checkpoint(block), x, p["blocks"], reverse=reverse)
+        return jnp.tanh(x), sums
+
+    return net, {"blocks": {name: normal(i, 5, WIDTH, WIDTH) / 4 for i, name in enumerate(("up", "down"))}}
+
+
+EDGES = dataclasses.replace(fp8jax.recipes.te_current(), unquantized_blocks=(1, 2))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_loop_over_blocks_leaves_its_first_and_last_iterations_in_16_bits(reverse):
+    """Against the blocks one by one, by `fp8jax.linear` in the middle ones."""
+    net, p = scanned_blocks(reverse)
+    fast = fp8jax.transform(net, EDGES)
+
+    def one_by_one(p, x):
+        sums, order = [], list(range(5))[:: -1 if reverse else 1]
+        for i, index in enumerate(order):
+            up, down = (p["blocks"][name][index] for name in ("up", "down"))
+            multiply = functools.partial(fp8jax.linear, recipe=EDGES) if i in (1, 2) else jnp.matmul
+            h = multiply(jnp.tanh(multiply(x, up)), down)
+            x, sums = x + h, [*sums, jnp.sum(h)]
+        return jnp.tanh(x), jnp.stack(sums[:: -1 if reverse else 1])
+
+    def loss(f):
+        weighted = lambda y: jnp.vdot(jnp.sin(y), jnp.linspace(0, 1, y.size).reshape(y.shape))  # noqa: E731
+        return jax.jit(jax.value_and_grad(lambda p: sum(map(weighted, f(p, X)))))
+
+    for got, want in zip(jax.tree.leaves(loss(fast)(p)), jax.tree.leaves(loss(one_by_one)(p)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    if not reverse:
+        explained = fast.explain(p, X)
+        assert [e.reason for e in explained.skipped if e.path == "blocks/up"] == [
+            "in the first 1 of 5 blocks",
+            "in the last 2 of 5 blocks",
+        ]
+        assert [e.path for e in explained.quantized_layers] == ["blocks/up", "blocks/down"]
+        flops = {e.reason: e.flops for e in explained.entries if e.path == "blocks/up"}
+        assert flops == {reason: 2 * n * 32 * WIDTH**2 for reason, n in zip(flops, (1, 2, 2), strict=True)}
+        assert fast.check(p, X).first_failure is None
+
+
+def count_scans(fast, p):
+    return [eqn.primitive.name for eqn in jax.make_jaxpr(fast)(p, X).jaxpr.eqns].count("scan")
+
+
+def test_a_loop_is_split_only_for_what_its_recipe_leaves():
+    net, p = scanned_blocks()
+    assert count_scans(fp8jax.transform(net, EDGES), p) == 3
+    with_output, more = (lambda p, x: net(p, x)[0] @ p["out"]), p | {"out": normal(9, WIDTH, WIDTH)}
+    rule = fp8jax.Rule("blocks/.*", "te_current")
+    assert count_scans(fp8jax.transform(with_output, [rule, EDGES]), more) == 1
+    named = fp8jax.transform(net, [fp8jax.Rule("blocks/up", "te_current"), EDGES]).explain(p, X)
+    assert [e.path for e in named.quantized] == ["blocks/up", "blocks/up", "blocks/down", "blocks/up"]
+    every = dataclasses.replace(EDGES, unquantized_blocks=(3, 2))
+    assert count_scans(fp8jax.transform(net, every), p) == 1  # no other block would be left
+    mesh = jax.make_mesh((1,), ("pipe",), axis_types=(jax.sharding.AxisType.Auto,))
+    stages = jax.shard_map(
+        net, mesh=mesh, in_specs=(jax.P("pipe"), jax.P()), out_specs=(jax.P(), jax.P("pipe")), check_vma=False
+    )
+    explained = fp8jax.transform(stages, EDGES).explain(p, X)  # the edges of a device's layers are none of the model
+    assert {e.reason for e in explained.quantized} == {"the recipe; its path has no number of a block"}
+
+
+@pytest.mark.filterwarnings("ignore:.*never calls advance")
+def test_states_of_a_split_loop_have_a_row_for_each_iteration():
+    net, p = scanned_blocks()
+    fast = fp8jax.transform(net, dataclasses.replace(fp8jax.recipes.te_delayed(), unquantized_blocks=(1, 2)))
+    states = fast.init(p, X)
+    observed = jax.jit(jax.grad(lambda s: jnp.sum(fast(p, X, states=s)[0] ** 2)))(states)
+    for path in ("blocks/up", "blocks/down"):
+        (slots,) = observed[path].slots
+        for stat in jax.tree.leaves(slots):
+            np.testing.assert_array_equal(np.asarray(stat) > 0, [False, True, True, False, False])
+
+
+@pytest.mark.parametrize(
+    ("length", "counts", "parts"),
+    [
+        (4, (1, 1), [(1, "in the first 1 of 8 blocks", {0}), (2, "", None), (1, "in the last 1 of 8 blocks", {1})]),
+        (2, (1, 0), [(1, "in the first 1 of 4 blocks", {0}), (1, "", None)]),
+        (2, (1, 1), [(1, "in the first 1 of 4 blocks", {0}), (1, "in the last 1 of 4 blocks", {1})]),
+        (4, (2, 3), [(1, "in the first 2 of 8 blocks", {0, 1}), (1, "", None), (2, "in the last 4 of 8 blocks", None)]),
+        (2, (2, 2), [(2, "", None)]),
+    ],
+)
+def test_an_iteration_of_several_blocks_leaves_the_numbers_at_its_edges(length, counts, parts):
+    """As in models that scan over groups of layers. An edge of several iterations has whole ones."""
+    found = heads.split_loop(["layers/0/up", "layers/1/up", "layers/norm"], length, counts)
+    assert [(part.size, part.reason, part.edge_numbers) for part in found] == parts
+    assert heads.edge_reason("layers/0/up", found[0]) == found[0].reason
+    assert bool(heads.edge_reason("layers/1/up", found[0])) == (counts[0] > 1 and len(found) > 1)
