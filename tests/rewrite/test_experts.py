@@ -10,6 +10,7 @@ from jax import lax
 
 import fp8jax
 from fp8jax.ops.dispatch.choice import target
+from fp8jax.ops.products import weights
 from tests.distance import relative
 from tests.programs import residuals
 from tests.rewrite import experts
@@ -110,6 +111,21 @@ def test_tokens_are_quantized_before_they_are_gathered_and_the_glu_between_produ
     assert program.count("_quantize_cotangents") == 1
     kept = [shape for dtype, shape in saved if dtype == "uint8" and len(shape) == 2 and shape[0] != X.shape[0]]
     assert kept == [(rows, 2 * experts.INNER)]
+
+
+@pytest.mark.parametrize("params", [P, JOINED], ids=["apart", "as one"])
+def test_tokens_and_weights_of_experts_are_quantized_once(params, monkeypatch):
+    """On one GPU the codes of dgrad are made with those of the forward product, and saved in place of the weights."""
+    monkeypatch.setattr(weights, "on_one_device", lambda: True)
+    fast = fp8jax.transform(experts.block(experts.sorted_tokens(lax.ragged_dot)), "coat")
+    with target(capability=90):
+        saved = residuals(lambda p, x: fast(p, x), params, X)
+    assert (
+        saved.count(("uint8", X.shape)) == 3
+    )  # the inputs of the mixer and of the experts, and a weight of this shape
+    for name in experts_of(params):
+        assert saved.count(("uint8", params[name].shape)) >= 1
+        assert ("float32", params[name].shape) not in saved
 
 
 def test_codes_of_tokens_are_saved_once_for_all_experts():
