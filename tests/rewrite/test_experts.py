@@ -331,6 +331,34 @@ def test_states_of_experts_in_a_scan_over_layers_and_microbatches():
     np.testing.assert_allclose(state.w[..., 0], np.abs(np.asarray(stacked["gate"])).max((2, 3)), rtol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["ecd,edf->ecf", "ragged_dot"])
+def test_concatenated_experts_have_one_state_in_a_scan_over_layers(form):
+    """That of the first parameter, for each layer and expert."""
+    stacked = jax.tree.map(lambda w: jnp.stack([w, 0.5 * w]), BATCHED)
+
+    def layer(x, p):
+        gate_up, sizes = jnp.concatenate([p["gate"], p["up"]], -1), jnp.full(EXPERTS, TOKENS)
+        if form == "ragged_dot":
+            y = lax.ragged_dot(x.reshape(-1, WIDTH), gate_up, sizes).reshape(*x.shape[:2], -1)
+        else:
+            y = jnp.einsum(form, x, gate_up)
+        gate, up = jnp.split(y, 2, -1)
+        return jnp.einsum("ecf,efd->ecd", jax.nn.silu(gate) * up, p["down"]), None
+
+    written = lambda p, x: lax.scan(layer, x, p)[0]  # noqa: E731
+    fast = fp8jax.transform(written, "te_delayed")
+    states = fast.init(stacked, INPUTS)
+    assert states.keys() == {"gate", "down"}
+    _, grads, states = make_step(fast)(stacked, states, INPUTS, WEIGHTS)
+    want = jax.grad(lambda p: jnp.vdot(written(p, INPUTS), WEIGHTS))(stacked)
+    for name in stacked:
+        assert 0 < relative(grads[name], want[name]) < 0.25, name
+    largest = np.maximum(*(np.abs(np.asarray(stacked[name])).max((2, 3)) for name in ("gate", "up")))
+    np.testing.assert_allclose(states["gate"].state.w[..., 0], largest, rtol=1e-6)
+    np.testing.assert_allclose(states["gate"].state.x[0, :, 0], np.abs(np.asarray(INPUTS)).max((1, 2)), rtol=1e-6)
+
+
 def all_to_all(p, x):
     """An expert on each device; tokens travel to their experts, with a capacity."""
     dispatched, weights = experts.dispatch(p, x, x.shape[0])
