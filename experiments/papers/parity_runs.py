@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from experiments.files import write_json
 from experiments.models import plain
 from experiments.models.llama import LlamaConfig
 from experiments.models.moe import MoE, router_losses
+from experiments.papers import common
 from experiments.results import record
 from experiments.text import data
 from experiments.text.tokenizer import Bytes
@@ -172,21 +174,22 @@ class PlainState(NamedTuple):
 
 
 def plain_programs(
-    recipe: fp8jax.Recipe, setting: PlainSetting, observed_every: int = 0
+    recipe: fp8jax.Recipe, setting: PlainSetting, *, is_observed: bool = False
 ) -> tuple[Callable[..., Any], Callable[..., Any], int]:
     """`programs` of a `PlainSetting`.
 
     Args:
         recipe: of the model and of its optimizer.
         setting: the model and its schedule.
-        observed_every: steps from one with telemetry to the next, a divisor of the steps. `train` then returns the
-            statistics of these steps, too, as `fp8jax.telemetry` does, with a leading axis. 0 for none.
+        is_observed: whether `train` returns the statistics of each step, too, as `fp8jax.telemetry` does, with a
+            leading axis.
     """
     optim = config.Optim(steps=setting.steps, warmup=setting.warmup, lr=setting.lr)
     tx = make_optimizer(config.Config(optim=optim), recipe)
 
     def begin(seed: jax.typing.ArrayLike) -> tuple[nnx.Module, nnx.Optimizer]:
-        network = setting.model(recipe, nnx.Rngs(jax.random.key(seed)))
+        # A generator that compiles fast.
+        network = setting.model(recipe, nnx.Rngs(jax.random.key(seed, impl="rbg")))
         return network, fp8jax.nnx.Optimizer(network, tx, wrt=nnx.Param)
 
     abstract = nnx.eval_shape(lambda: begin(0))
@@ -212,16 +215,15 @@ def plain_programs(
             return nnx.state((network, optimizer)), loss
 
         def observed(state: nnx.State, starts: jax.Array) -> tuple[nnx.State, Any]:
-            (state, loss), found = fp8jax.telemetry(step)(state, starts[0])
-            state, losses = jax.lax.scan(step, state, starts[1:])
-            return state, (jnp.concatenate([loss[None], losses]), found)
+            (state, loss), found = fp8jax.telemetry(step)(state, starts)
+            return state, (loss, found)
 
         state = nnx.state(begin(seed))
-        if not observed_every:
-            state, losses = jax.lax.scan(step, state, starts)
-            return final(state), losses
-        state, (losses, found) = jax.lax.scan(observed, state, starts.reshape(-1, observed_every, setting.batch))
-        return final(state), losses.reshape(-1), found
+        if is_observed:
+            state, (losses, found) = jax.lax.scan(observed, state, starts)
+            return final(state), losses, found
+        state, losses = jax.lax.scan(step, state, starts)
+        return final(state), losses
 
     def final(state: nnx.State) -> PlainState:
         network, optimizer = nnx.merge(graph, state)
@@ -418,15 +420,30 @@ def fixed_batch_run(arm: ParityArm, setting: FixedBatch) -> Callable[[int], list
     return run
 
 
-def text_run(arm: ParityArm, setting: Setting, text: Text) -> tuple[Callable[[int], dict[str, Any]], dict[str, Any]]:
-    """A function from a seed to losses, each the mean of `STRIDE` steps, and the validation loss; and facts."""
+@contextlib.contextmanager
+def gpu_turn(folder: Path) -> Iterator[None]:
+    """Holds the GPU among processes that fill one folder. In time slices of several, each run takes longer."""
+    with common.alone(folder / f".gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"):
+        yield
+
+
+def text_run(
+    arm: ParityArm, setting: Setting, text: Text, folder: Path
+) -> tuple[Callable[[int], dict[str, Any]], dict[str, Any]]:
+    """A function from a seed to losses, each the mean of `STRIDE` steps, and the validation loss; and facts.
+
+    Programs are compiled before the function is returned. A call waits for other processes that train into `folder`.
+    """
     run, validate, parameters = programs(arm, setting)
     train_N = jax.device_put(text.train)
+    run = run.lower(jnp.int32(0), train_N, text.starts(0, setting)).compile()
+    validate = validate.lower(run.out_info[0], text.valid).compile()
     facts: dict[str, Any] = {"parameters": parameters, "replicas": replicas(arm)}
 
     def of_seed(seed: int) -> dict[str, Any]:
-        state, losses = run(jnp.int32(seed), train_N, text.starts(seed, setting))
-        valid = float(np.mean(validate(state, text.valid)))
+        with gpu_turn(folder):
+            state, losses = run(jnp.int32(seed), train_N, text.starts(seed, setting))
+            valid = float(np.mean(validate(state, text.valid)))
         sizes = fp8jax.state_bytes(state.opt_state)
         facts["moments"] = (sizes["mu"] + sizes["nu"]) / parameters
         curve = np.asarray(losses, np.float64).reshape(-1, STRIDE).mean(1)
@@ -479,7 +496,7 @@ def train_arm(
         run: Callable[[int], dict[str, Any]] = lambda seed: {"losses": losses_of(seed)}  # noqa: E731
     else:
         assert text is not None
-        run, facts = text_run(arm, setting, text)
+        run, facts = text_run(arm, setting, text, path.parent)
     seconds = 0.0
     for seed in missing:
         if not has_time(seconds):

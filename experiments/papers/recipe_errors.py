@@ -1,8 +1,8 @@
 """The errors of each preset's 8-bit tensors while it trains: `python -m experiments.papers.recipe_errors --data TEXT`.
 
-Each preset trains one model with one start and one order of text. `fp8jax.telemetry` observes every 25th step. The
+Each preset trains one model with one start and one order of text, and `fp8jax.telemetry` observes its steps. The
 presets that the study's folder in results/ lacks are trained, then the page and its figure are written. Several
-processes with `--presets` of their own, on one GPU or on several, fill one folder.
+processes with `--presets` of their own fill one folder: they compile side by side, and take turns on a GPU.
 """
 
 import argparse
@@ -10,8 +10,9 @@ import dataclasses
 import datetime
 import json
 import sys
+import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +27,32 @@ from experiments.errors import UserError
 from experiments.files import write_json
 from experiments.papers import common, parity_runs
 from experiments.papers.common import Row
-from experiments.papers.parity import NAMED
 from experiments.papers.parity_runs import PlainSetting, Text
 from experiments.results import record
 
-BENCH, FOLDER, BASE = "recipe_errors", "recipe_errors", "bf16"
+BENCH, FOLDER, BASE = "recipe_errors", "parity_recipe_errors", "bf16"
 TITLE = "Errors of 8-bit tensors of each preset, by role and layer, while it trains"
-EVERY = 25
-# Training losses are means of so many steps.
-WINDOW = 25
+SETTING = PlainSetting(batch=16, steps=100, warmup=10)
+# Statistics are medians of so many steps, losses means.
+WINDOW = 5
 ROLES = {
     "x": "inputs", "w": "weights", "dy": "gradients of outputs", "context": "residuals of norms and activations",
     "m": "first moments", "v": "second moments",
 }  # fmt: skip
-STATISTICS = ("snr_db", "saturated", "lost", "fallback_rate")
+STATISTICS = ("snr_db", "fallback_rate")
 
 
-def train(preset: str, setting: PlainSetting, text: Text, path: Path, every: int = EVERY) -> None:
+def train(preset: str, setting: PlainSetting, text: Text, path: Path) -> None:
     """Trains a preset and writes its losses and statistics to a JSON file."""
-    begin = time.perf_counter()
-    run, validate, parameters = parity_runs.plain_programs(fp8jax.recipes.get(preset), setting, every)
-    state, losses, found = run(jnp.int32(0), jax.device_put(text.train), text.starts(0, setting))
-    found = jax.device_get(found)
+    run, _, parameters = parity_runs.plain_programs(fp8jax.recipes.get(preset), setting, is_observed=True)
+    inputs = jnp.int32(0), jax.device_put(text.train), text.starts(0, setting)
+    compiled = run.lower(*inputs).compile()
+    with parity_runs.gpu_turn(path.parent):
+        begin = time.perf_counter()
+        _, losses, found = jax.device_get(compiled(*inputs))
+        seconds = time.perf_counter() - begin
     statistics = {
-        f"{layer.removesuffix('/kernel')}/{role}/{name}": [float(f"{x:.5g}") for x in values[name]]
+        f"{layer.removesuffix('/kernel')}/{role}/{name}": [float(f"{x:.4g}") for x in windows(values[name], np.median)]
         for layer, roles in found.items()
         for role, values in roles.items()
         if role in ROLES
@@ -66,13 +69,18 @@ def train(preset: str, setting: PlainSetting, text: Text, path: Path, every: int
             "text": text.fingerprint,
             "setting": dataclasses.asdict(setting),
             "parameters": parameters,
-            "every": every,
-            "valid_loss": round(float(np.mean(validate(state, text.valid))), 6),
-            "losses": [round(x, 5) for x in np.asarray(losses, np.float64).tolist()],
+            "losses": [round(x, 5) for x in windows(losses, np.mean)],
             "statistics": statistics,
-            "seconds": round(time.perf_counter() - begin, 1),
+            "seconds": round(seconds, 1),
         },
     )
+
+
+def windows(values: Any, reduce: Callable[..., Any]) -> list[float]:
+    """A value for each `WINDOW` of the steps; later ones that fill none are left out."""
+    values = np.asarray(values, np.float64)
+    found: list[float] = reduce(values[: len(values) // WINDOW * WINDOW].reshape(-1, WINDOW), 1).tolist()
+    return found
 
 
 def read(results: Path) -> dict[str, dict[str, Any]]:
@@ -99,63 +107,59 @@ def series(file: Mapping[str, Any], role: str, statistic: str = "snr_db") -> dic
     }
 
 
-def tail(values: np.ndarray) -> float:
-    """The median of the second half of the observed steps."""
+def tail(values: Sequence[float] | np.ndarray) -> float:
+    """The median of the second half of a run."""
     return float(np.median(values[len(values) // 2 :]))
 
 
+def gap(file: Mapping[str, Any], base: Mapping[str, Any]) -> np.ndarray:
+    """The training loss in percent above that of bf16, a value for each window."""
+    return 100 * (np.array(file["losses"]) / np.array(base["losses"]) - 1)
+
+
 def rows(files: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
-    """The loss of each preset, and its lowest SNR in each role with the layer, in the second half of the run."""
-    table, worst = "Losses, and SNR of the coarsest layer of each role", "Coarsest layer of each role"
-    base = files[BASE]
+    """Each preset's loss beside that of bf16, and its lowest SNR in each role with the layer, in the second half."""
+    table, worst = "Loss, and SNR of the coarsest layer of each role", "Which layer is the coarsest of each role"
     for preset, file in files.items():
-        above = 100 * (file["valid_loss"] / base["valid_loss"] - 1)
-        yield Row(
-            preset, "validation loss", file["valid_loss"], "nats/byte", table=table, pivot=(preset, "validation loss")
-        )
         if preset != BASE:
-            yield Row(preset, "% above bf16", above, "%", table=table, pivot=(preset, "% above bf16"))
-        for role in ROLES:
+            above = tail(gap(file, files[BASE]))
+            yield Row(preset, "loss", above, "%", table=table, pivot=(preset, "training loss, % above bf16"))
+        for role, name in ROLES.items():
             found = {layer: tail(values) for layer, values in series(file, role).items()}
             if found:
                 layer = min(found, key=lambda layer: found[layer])
-                yield Row(preset, role, found[layer], "dB", table=table, pivot=(preset, f"{role}, dB"))
-                yield Row(preset, f"{role}: {layer}", found[layer], "dB", table=worst)
+                yield Row(preset, role, found[layer], "dB", table=table, pivot=(preset, f"{name}, dB"))
+                yield Row(preset, f"{name}: {layer}", found[layer], "dB", table=worst)
 
 
 def draw(files: Mapping[str, Mapping[str, Any]]) -> Figure:
     """A row for each preset: its loss beside that of bf16, then for each role the SNR of each layer over steps."""
-    figure = Figure(figsize=(3 * (1 + len(ROLES)), 1.5 * len(files)), dpi=100, layout="constrained")
-    grid = figure.subplots(len(files), 1 + len(ROLES), squeeze=False, sharex=False)
-    base = _smooth(files[BASE]["losses"])
-    for (preset, file), (first, *others) in zip(files.items(), grid, strict=True):
-        steps = WINDOW * (0.5 + np.arange(len(base)))
+    drawn = {preset: file for preset, file in files.items() if preset != BASE}
+    figure = Figure(figsize=(2.2 * (1 + len(ROLES)), 1.0 + 1.1 * len(drawn)), dpi=100, layout="constrained")
+    grid = figure.subplots(len(drawn), 1 + len(ROLES), squeeze=False)
+    titles = "training loss, % above bf16", *(f"SNR of {name}" for name in ROLES.values())
+    for ax, title in zip(grid[0], titles, strict=True):
+        ax.set_title("\n".join(textwrap.wrap(title, 24)), fontsize=8)
+    image = None
+    for (preset, file), (first, *others) in zip(drawn.items(), grid, strict=True):
+        above = gap(file, files[BASE])
+        steps = file["setting"]["steps"]
         first.axhline(0, color="gray", linewidth=0.8)
-        first.plot(steps, 100 * (_smooth(file["losses"]) / base - 1), color="tab:red")
-        first.set_ylim(-2, 6)
-        first.set_ylabel(preset, fontsize=9)
-        image = None
+        first.plot(WINDOW * (0.5 + np.arange(len(above))), above, color="tab:red")
+        first.set(xlim=(0, steps), ylim=(-3, 6))
+        first.set_ylabel(preset, fontsize=8)
+        first.tick_params(labelsize=7)
         for ax, role in zip(others, ROLES, strict=True):
             values = series(file, role)
             ax.set(xticks=[], yticks=[])
             if not values:
-                ax.set_axis_off()
+                ax.text(0.5, 0.5, "16 bits or more", ha="center", va="center", fontsize=7, color="gray")
                 continue
-            extent = (0, len(file["losses"]), len(values), 0)
             shown = np.array(list(values.values()))
-            image = ax.imshow(shown, aspect="auto", interpolation="nearest", vmin=10, vmax=45, extent=extent)
-        if image is not None:
-            figure.colorbar(image, ax=others, label="dB", pad=0.01)
-    for ax, title in zip(
-        grid[0], ("training loss, % above bf16", *(f"SNR of {role}" for role in ROLES.values())), strict=True
-    ):
-        ax.set_title(title, fontsize=8)
+            image = ax.imshow(shown, aspect="auto", interpolation="nearest", vmin=10, vmax=45)
+    if image is not None:
+        figure.colorbar(image, ax=grid, label="dB", location="bottom", shrink=0.3, aspect=40)
     return figure
-
-
-def _smooth(losses: Sequence[float]) -> np.ndarray:
-    window = min(WINDOW, len(losses))
-    return np.asarray(losses[: len(losses) // window * window]).reshape(-1, window).mean(1)
 
 
 def write(results: Path) -> None:
@@ -171,11 +175,11 @@ def write(results: Path) -> None:
     setting = PlainSetting(**base["setting"])
     notes = [
         f"A Llama of {base['parameters']:,} parameters, {setting.steps} steps of {setting.batch} x {setting.length} "
-        f"bytes, text {base['text']}, one seed. Every {base['every']}th step is observed.",
-        "SNR is the signal-to-noise ratio of codes against the values that were quantized. Figures are medians of the "
-        "second half of the run. One seed does not tell small differences of losses from noise: see recipe_parity.",
-        "In the figure each line of a heat map is a layer, from the first at the top to the last. Bright is 45 dB, "
-        "dark 10 dB.",
+        f"bytes, text {base['text']}, one seed. Figures are medians of the second half of the run.",
+        "SNR is the signal-to-noise ratio of codes against the values that were quantized. One seed of so few steps "
+        "does not tell small differences of losses from noise: see recipe_parity.",
+        "In the figure each line of a heat map is a layer, from the first at the top to the last, each column "
+        f"{WINDOW} steps.",
     ]  # fmt: skip
     listed = list(rows(files))
     common.write(
@@ -197,11 +201,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         paths = {name: options.results / FOLDER / f"{name}.json" for name in options.presets}
         missing = {name: path for name, path in paths.items() if not path.exists()}
-        text = parity_runs.read_text(options.data, NAMED) if missing else None
+        text = parity_runs.read_text(options.data, SETTING) if missing else None
         for name, path in missing.items():
             assert text is not None
             path.parent.mkdir(parents=True, exist_ok=True)
-            train(name, NAMED, text, path)
+            train(name, SETTING, text, path)
             print(f"trained {name}", flush=True)
         if len(read(options.results)) == len(fp8jax.recipes.NAMES):
             write(options.results)
