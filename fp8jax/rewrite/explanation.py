@@ -278,16 +278,22 @@ def residual_bytes_note(entries: Sequence[PlanEntry]) -> str:
 
 def exchange_note(graph: Graph) -> str:
     """The bytes of tokens that a device sends to the devices of their experts and back; "" if it sends none."""
-    total = _exchanged_bytes(graph, {})
+    total = _exchanged_bytes(graph, jax.sharding.get_abstract_mesh().shape)
+    if not total:
+        return ""
     return (
         f"devices: in a forward pass a device sends {_format_bytes(total)} of rows to the devices of their experts and "
         "back, if each device gets as many; the backward pass sends as many rows"
-        if total
-        else ""
     )
 
 
 def _exchanged_bytes(graph: Graph, mesh_sizes: Mapping[str, int]) -> float:
+    """The bytes that one run of a program sends.
+
+    Args:
+        graph: the program.
+        mesh_sizes: sizes of the mesh axes around it.
+    """
     total = 0.0
     for node in graph.walk():
         sizes = {**mesh_sizes, **primitives.mesh_sizes(node.eqn)}

@@ -342,9 +342,8 @@ class ProductOperation:
     def _is_matrix(self) -> bool:
         """Whether the weight is one parameter (inputs, outputs), or such for each expert, as given codes are."""
         (_, contract), num_experts = self._contracting_axes(), len(self.params["dimension_numbers"][1][0])
-        return not is_concatenated(self.weight) and tuple(contract) == tuple(
-            range(num_experts, num_experts + len(contract))
-        )
+        is_in_order = tuple(contract) == tuple(range(num_experts, num_experts + len(contract)))
+        return is_in_order and not is_concatenated(self.weight)
 
 
 def is_concatenated(value: Value) -> bool:

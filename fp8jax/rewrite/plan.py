@@ -233,7 +233,7 @@ def _is_gathered(p: WeightMatmul) -> bool:
 
 def _has_axis_of_experts(p: WeightMatmul) -> bool:
     """Whether a product has a matrix for each index of the first axis of the parameter as it is stored."""
-    concatenation = p.weight.stored.node
+    concatenation = p.weight.stored.node  # along the first axis each parameter has experts of its own
     if p.weight.further_paths and (concatenation is None or concatenation.eqn.params.get("dimension", 0) == 0):
         return False
     if p.node.kind != "dot_general":

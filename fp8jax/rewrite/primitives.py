@@ -386,12 +386,12 @@ def sent_bytes(eqn: Any, mesh_sizes: Mapping[str, int]) -> float:
 
     Args:
         eqn: the equation.
-        mesh_sizes: sizes of the mesh axes around it.
+        mesh_sizes: sizes of the mesh axes around it; others have one device.
     """
     if eqn.primitive.name != "ragged_all_to_all":
         return 0.0
     axes, (rows, received) = eqn.params["axis_name"], (v.aval for v in eqn.invars[:2])
-    devices = math.prod(mesh_sizes[name] for name in (axes if isinstance(axes, tuple) else (axes,)))
+    devices = math.prod(mesh_sizes.get(name, 1) for name in (axes if isinstance(axes, tuple) else (axes,)))
     # One of both has room for the rows of all devices.
     return float(min(rows.size, received.size) * rows.dtype.itemsize * (devices - 1) / devices)
 
