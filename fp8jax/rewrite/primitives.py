@@ -382,6 +382,28 @@ class Equation:
             return list(self._call(*values.values()))
 
 
+def sent_bytes(eqn: Any, mesh_sizes: Mapping[str, int]) -> float:
+    """Bytes of the rows that a device sends to others in a ragged all-to-all; 0 for any other equation.
+
+    Each device is assumed to send as many rows to each device.
+
+    Args:
+        eqn: the equation.
+        mesh_sizes: sizes of the mesh axes around it; others have one device.
+    """
+    if eqn.primitive.name != "ragged_all_to_all":
+        return 0.0
+    axes, (rows, received) = eqn.params["axis_name"], (v.aval for v in eqn.invars[:2])
+    devices = math.prod(mesh_sizes.get(name, 1) for name in (axes if isinstance(axes, tuple) else (axes,)))
+    # One of both has room for the rows of all devices.
+    return float(min(rows.size, received.size) * rows.dtype.itemsize * (devices - 1) / devices)
+
+
+def mesh_sizes(eqn: Any) -> Mapping[str, int]:
+    """Sizes of the mesh axes of a `shard_map` equation; none for any other equation."""
+    return dict(eqn.params["mesh"].shape) if eqn.primitive.name == "shard_map" else {}
+
+
 def ragged_weight_axes(eqn: Any) -> tuple[int, int, int] | None:
     """The axes of a ragged product's weight that are groups, inputs and outputs.
 
