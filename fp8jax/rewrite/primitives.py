@@ -242,7 +242,7 @@ def iteration_inputs(eqn: Any, inputs: Sequence[Any], iteration: int) -> list[An
 BodyFn = Callable[..., list[Any]]
 
 
-def while_parts(eqn: Any, operands: list[Any]) -> tuple[Callable[[list[Any]], Any], list[Any], list[Any]]:
+def while_parts(eqn: Any, operands: list[Any]) -> tuple[Callable[[Any], Any], list[Any], list[Any]]:
     """The condition of a while loop as a function of its carry, the constants of its body, and the first carry."""
     num_cond_consts, consts, cond_jaxpr = (eqn.params[key] for key in ("cond_nconsts", "body_nconsts", "cond_jaxpr"))
     cond_consts, rest = operands[:num_cond_consts], operands[num_cond_consts:]

@@ -235,9 +235,8 @@ class RuleSet:
                 used.add(i)
                 if i not in single:
                     break
-        used |= {
-            i for path in source_layers if (i := self._first_match(path)) is not None and self.rules[i].recipe is None
-        }
+        first_rules = [self._first_match(path) for path in source_layers]
+        used |= {i for i in first_rules if i is not None and self.rules[i].recipe is None}
         optional = range(self._num_user_rules, len(self.rules) - 1)
         unused = [i for i in range(len(self.rules)) if i not in used and i not in optional]
         if unused:

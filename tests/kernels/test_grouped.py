@@ -330,7 +330,7 @@ def test_rows_of_no_group_are_zero_on_a_gpu(sizes: tuple[int, ...], first_row: i
     assert not out[end:].any()
 
 
-@pytest.mark.parametrize("tile", [ALTERNATING, SHARED])
+@pytest.mark.parametrize("tile", few([ALTERNATING, SHARED], SHARED))
 def test_rows_before_the_first_group_are_zero(tile: Tile) -> None:
     """In whole pieces of 64 rows, and in parts of such, whatever they hold."""
     case = Case((30, 0, 40), (70, 75, 136), terms=ALL_SCALES, out=BF16)
