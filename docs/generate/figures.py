@@ -20,6 +20,16 @@ def results() -> Mapping[str, Mapping[str, Any]]:
     return report.read(ROOT / "results")
 
 
+# Studies of the errors of presets, the largest model first.
+ERRORS = ("recipe_errors_13m", "recipe_errors_small")
+# What model each study of losses trains.
+LOSSES = {
+    "recipe_parity": "65 M",
+    "recipe_parity_block_scaled": "13 M",
+    "recipe_parity_experts": "185 M with experts",
+}
+
+
 class Look(NamedTuple):
     """A ratio that is measured of recipes.
 
@@ -73,18 +83,23 @@ def cards(look: Look, recipe: str) -> Iterator[str]:
 
 
 def _losses(recipe: str) -> Iterator[tuple[str, str]]:
-    for card, result in results().get("recipe_parity", {}).items():
-        rows = {tuple(r["pivot"]): r["value"] for r in result["rows"] if r.get("pivot")}
-        told = []
-        for loss in ("training loss", "validation loss"):
-            above, half = rows.get((recipe, f"{loss}: % above")), rows.get((recipe, f"± ({loss})"))
-            if above is not None and half is not None:
-                told.append(f"{above:+.2f} ± {half:.2f} % ({loss.split()[0]})")
-        if told:
-            yield (
-                f"Loss relative to bf16, 65 M, {rows[recipe, 'seeds']:.0f} seeds, simultaneous 95 % interval",
-                f"[{', '.join(told)} ({card.upper()})](/results/recipe_parity.md)",
-            )
+    for bench, model in LOSSES.items():
+        for card, result in results().get(bench, {}).items():
+            rows = {tuple(r["pivot"]): r["value"] for r in result["rows"] if r.get("pivot")}
+            told, has_interval = [], False
+            for loss in ("training loss", "validation loss"):
+                above, half = rows.get((recipe, f"{loss}: % above")), rows.get((recipe, f"± ({loss})"))
+                has_interval |= half is not None
+                if above is not None:
+                    told.append(f"{above:+.2f}{'' if half is None else f' ± {half:.2f}'} % ({loss.split()[0]})")
+            if told:
+                # Seeds that bf16 lacks are not compared.
+                seeds = min(rows[recipe, "seeds"], rows["bf16", "seeds"])
+                of_seeds = f"{seeds:.0f} seeds, simultaneous 95 % interval" if has_interval else "one seed, no interval"
+                yield (
+                    f"Loss relative to bf16, {model}, {of_seeds}",
+                    f"[{', '.join(told)} ({card.upper()})](/results/{bench}.md)",
+                )
 
 
 def measured(recipe: str) -> str:
@@ -165,6 +180,19 @@ def peers() -> str:
                        for part in page.split("\n## ")[1:4])  # fmt: skip
 
 
+def errors() -> str:
+    """The figure and the table of the errors of presets while a model trains, of the largest model that was run."""
+    bench = next((name for name in ERRORS if name in results()), None)
+    if bench is None:
+        return "No run of this study is in `results/` yet."
+    card, result = next(iter(results()[bench].items()))
+    rows = [row for row in result["rows"] if row.get("pivot")]
+    return "\n\n".join([
+        f"![Loss and SNR of each preset, by role and layer, over the steps](../../results/{card}/{bench}.png)",
+        report.pivot_rows(rows), f"Measured on: {label(card)}. All rows: {{doc}}`/results/{bench}`.",
+    ])  # fmt: skip
+
+
 def presets() -> str:
     """All presets with the first sentence of their docstrings."""
     lines = []
@@ -176,5 +204,5 @@ def presets() -> str:
 
 MADE: dict[str, Callable[..., str]] = {
     "measured": measured, "stored": stored, "device": device, "choose": choose, "chosen": chosen, "first": first,
-    "peers": peers, "presets": presets,
+    "peers": peers, "errors": errors, "presets": presets,
 }  # fmt: skip

@@ -215,21 +215,21 @@ class Gap(NamedTuple):
     Attributes:
         each: of a seed.
         value: their mean.
-        half: half of the interval's width.
-        p: of no difference, two-sided, for this comparison alone.
+        half: half of the interval's width; None of one seed, which tells no noise.
+        p: of no difference, two-sided, for this comparison alone; None of one seed.
     """
 
     each: tuple[float, ...]
     value: float
-    half: float
-    p: float
+    half: float | None = None
+    p: float | None = None
 
 
 def gap(arm: Mapping[int, float], base: Mapping[int, float], confidence: float) -> Gap | None:
-    """The paired difference of two arms; None with fewer than two seeds, which tell no noise."""
+    """The paired difference of two arms; None without a seed that both have."""
     each = np.array([arm[seed] / base[seed] - 1 for seed in sorted(arm.keys() & base.keys())])
     if len(each) < 2:
-        return None
+        return Gap(tuple(each.tolist()), float(each[0])) if len(each) else None
     error = float(np.std(each, ddof=1) / np.sqrt(len(each)))
     quantile = float(stats.t.ppf((1 + confidence) / 2, len(each) - 1))
     p = float(2 * stats.t.sf(abs(each.mean()) / error, len(each) - 1)) if error else float(each.mean() == 0)
@@ -261,7 +261,8 @@ def compare(study: Study, runs: Runs) -> dict[tuple[str, str], Gap]:
             if (found := gap(of, beside, study.confidence)) is not None:
                 gaps[label, loss] = found
     if study.family:
-        adjusted = holm({key: g.p for key, g in gaps.items() if key[0] in study.recipes}, study.tests)
+        values = {key: g.p for key, g in gaps.items() if key[0] in study.recipes and g.p is not None}
+        adjusted = holm(values, study.tests)
         gaps |= {key: gaps[key]._replace(p=p) for key, p in adjusted.items()}
     return gaps
 
@@ -314,8 +315,9 @@ def rows(study: Study, runs: Runs, gaps: Mapping[tuple[str, str], Gap]) -> list[
                     "nats/token" if isinstance(study.setting, FixedBatch) else "nats/byte")  # fmt: skip
             if (of := gaps.get((arm, loss))) is not None:
                 put(arm, f"{loss}: % above", 100 * of.value, "%")
-                put(arm, f"± ({loss})", 100 * of.half, "%")
-                put(arm, f"p ({loss})", of.p)
+                if of.half is not None:
+                    put(arm, f"± ({loss})", 100 * of.half, "%")
+                    put(arm, f"p ({loss})", of.p)
     return entries
 
 
@@ -327,7 +329,9 @@ def draw(study: Study, gaps: Mapping[tuple[str, str], Gap]) -> Figure:
         for y, arm in enumerate(arms):
             of = gaps[arm, loss]
             axes.plot([100 * x for x in of.each], [y] * len(of.each), "o", color="0.6", ms=4)
-            axes.errorbar(100 * of.value, y, xerr=100 * of.half, fmt="s", color="tab:red", capsize=4)
+            # The interval of two seeds would be wider than the picture.
+            half = None if of.half is None or len(of.each) < 3 else 100 * of.half
+            axes.errorbar(100 * of.value, y, xerr=half, fmt="s", color="tab:red", capsize=4)
         axes.set_yticks(range(len(arms)), arms, fontsize=8)
         axes.axvline(0, color="gray", linewidth=0.8)
         axes.set(xlabel=f"{loss}, % above the other's with the same seed")
@@ -353,10 +357,16 @@ def notes(study: Study, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
             f", so that all {study.tests} of recipes and losses hold together with {1 - FAMILY_ERROR:.0%} "
             f"(Bonferroni). p is Holm's, of {study.tests} tests; of other arms it is of that test alone"
         )
+    short = ", ".join(
+        f"{name} {len(of['runs'])} of {len(study.seeds_of(name))} seeds" for name, of in files.items()
+        if len(of["runs"]) < len(study.seeds_of(name))
+    )  # fmt: skip
     return [
         what,
         f"Stated before the runs: the recipes {', '.join(study.recipes)}, {study.seeds} seeds each{doubled}.",
         f"{intervals}.",
+        *([f"Not finished: {short}. A difference without an interval is that of one seed, which tells no noise."]
+          if short else []),
         *([study.about] if study.about else []),
         *(f"{name} ran on {of['replicas']} devices, whose gradients travelled as its recipe says."
           for name, of in files.items() if of.get("replicas", 1) > 1),
@@ -389,7 +399,8 @@ def write(name: str, results: Path) -> None:
         date=max(of["date"] for of in files.values()),
     )  # fmt: skip
     for (label, loss), of in gaps.items():
-        print(f"{label}, {loss}: {100 * of.value:+.2f} ± {100 * of.half:.2f} % (p {of.p:.2g})")
+        interval = "" if of.half is None else f" ± {100 * of.half:.2f} % (p {of.p:.2g})"
+        print(f"{label}, {loss}: {100 * of.value:+.2f}{interval or ' % (one seed)'}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

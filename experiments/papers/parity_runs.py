@@ -7,6 +7,7 @@ differ by in a seed is the recipe, and the chaos of training, but not the text.
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import functools
 import json
 import os
@@ -30,7 +31,6 @@ from experiments.files import write_json
 from experiments.models import plain
 from experiments.models.llama import LlamaConfig
 from experiments.models.moe import MoE, router_losses
-from experiments.papers import common
 from experiments.results import record
 from experiments.text import data
 from experiments.text.tokenizer import Bytes
@@ -174,8 +174,8 @@ class PlainState(NamedTuple):
 
 
 def plain_programs(
-    recipe: fp8jax.Recipe, setting: PlainSetting, *, is_observed: bool = False
-) -> tuple[Callable[..., Any], Callable[..., Any], int]:
+    recipe: fp8jax.Recipe, setting: PlainSetting, *, is_observed: bool = False, generator: str | None = None
+) -> tuple[Any, Any, int]:
     """`programs` of a `PlainSetting`.
 
     Args:
@@ -183,13 +183,13 @@ def plain_programs(
         setting: the model and its schedule.
         is_observed: whether `train` returns the statistics of each step, too, as `fp8jax.telemetry` does, with a
             leading axis.
+        generator: of random keys for the parameters, as `jax.random.key` takes it. "rbg" compiles faster.
     """
     optim = config.Optim(steps=setting.steps, warmup=setting.warmup, lr=setting.lr)
     tx = make_optimizer(config.Config(optim=optim), recipe)
 
     def begin(seed: jax.typing.ArrayLike) -> tuple[nnx.Module, nnx.Optimizer]:
-        # A generator that compiles fast.
-        network = setting.model(recipe, nnx.Rngs(jax.random.key(seed, impl="rbg")))
+        network = setting.model(recipe, nnx.Rngs(jax.random.key(seed, impl=generator)))
         return network, fp8jax.nnx.Optimizer(network, tx, wrt=nnx.Param)
 
     abstract = nnx.eval_shape(lambda: begin(0))
@@ -203,12 +203,11 @@ def plain_programs(
 
             def loss_fn(network: Any) -> tuple[jax.Array, jax.Array]:
                 loss = cross_entropy(network(tokens[:, :-1]), tokens[:, 1:])
-                routers = router_losses(nnx.state(network)) or {"balance_loss": 0.0, "z_loss": 0.0}
-                balance, z = (
-                    optim.balance_coefficient * routers["balance_loss"],
-                    optim.z_coefficient * routers["z_loss"],
-                )
-                return loss + balance + z, loss
+                routers, total = router_losses(nnx.state(network)), loss
+                if routers:
+                    total += optim.balance_coefficient * routers["balance_loss"]
+                    total += optim.z_coefficient * routers["z_loss"]
+                return total, loss
 
             (_, loss), grads = fp8jax.nnx.value_and_grad(loss_fn, has_aux=True)(network)
             optimizer.update(network, grads)
@@ -227,7 +226,7 @@ def plain_programs(
 
     def final(state: nnx.State) -> PlainState:
         network, optimizer = nnx.merge(graph, state)
-        return PlainState(nnx.state(network), nnx.pure(optimizer.opt_state))
+        return PlainState(nnx.state(network), nnx.as_pure(optimizer.opt_state))
 
     def validate(state: PlainState, sequences: jax.Array) -> jax.Array:
         def loss(tokens: jax.Array) -> jax.Array:
@@ -241,7 +240,7 @@ def plain_programs(
     return jax.jit(run), jax.jit(validate), parameters
 
 
-def programs(arm: ParityArm, setting: Setting) -> tuple[Callable[..., Any], Callable[..., Any], int]:
+def programs(arm: ParityArm, setting: Setting) -> tuple[Any, Any, int]:
     """A training run and its validation, and the number of parameters.
 
     Returns:
@@ -423,7 +422,8 @@ def fixed_batch_run(arm: ParityArm, setting: FixedBatch) -> Callable[[int], list
 @contextlib.contextmanager
 def gpu_turn(folder: Path) -> Iterator[None]:
     """Holds the GPU among processes that fill one folder. In time slices of several, each run takes longer."""
-    with common.alone(folder / f".gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"):
+    with (folder / f".gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
         yield
 
 

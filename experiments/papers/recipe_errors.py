@@ -30,9 +30,12 @@ from experiments.papers.common import Row
 from experiments.papers.parity_runs import PlainSetting, Text
 from experiments.results import record
 
-BENCH, FOLDER, BASE = "recipe_errors", "parity_recipe_errors", "bf16"
+BASE = "bf16"
 TITLE = "Errors of 8-bit tensors of each preset, by role and layer, while it trains"
-SETTING = PlainSetting(batch=16, steps=100, warmup=10)
+SETTINGS = {
+    "13m": PlainSetting(batch=16, steps=100, warmup=10),
+    "small": PlainSetting(dim=128, layers=3, heads=2, mlp_dim=320, length=128, batch=4, steps=60, warmup=6),
+}
 # Statistics are medians of so many steps, losses means.
 WINDOW = 5
 ROLES = {
@@ -44,7 +47,8 @@ STATISTICS = ("snr_db", "fallback_rate")
 
 def train(preset: str, setting: PlainSetting, text: Text, path: Path) -> None:
     """Trains a preset and writes its losses and statistics to a JSON file."""
-    run, _, parameters = parity_runs.plain_programs(fp8jax.recipes.get(preset), setting, is_observed=True)
+    recipe = fp8jax.recipes.get(preset)
+    run, _, parameters = parity_runs.plain_programs(recipe, setting, is_observed=True, generator="rbg")
     inputs = jnp.int32(0), jax.device_put(text.train), text.starts(0, setting)
     compiled = run.lower(*inputs).compile()
     with parity_runs.gpu_turn(path.parent):
@@ -83,17 +87,24 @@ def windows(values: Any, reduce: Callable[..., Any]) -> list[float]:
     return found
 
 
-def read(results: Path) -> dict[str, dict[str, Any]]:
+def folder_of(results: Path, size: str) -> Path:
+    """The folder of the runs of a size."""
+    return results / f"parity_recipe_errors_{size}"
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
     """The files of the presets that were trained, in the order of the presets.
 
     Raises:
-        UserError: two were trained on another text, device or setting.
+        UserError: two were trained on another text, device or setting, or bf16 was not trained.
     """
-    paths = {name: results / FOLDER / f"{name}.json" for name in fp8jax.recipes.NAMES}
+    paths = {name: folder / f"{name}.json" for name in fp8jax.recipes.NAMES}
     files = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     for key in ("text", "device", "setting"):
         if len({json.dumps(of[key], sort_keys=True) for of in files.values()}) > 1:
-            raise UserError(f"the files in {results / FOLDER} differ in {key}: delete them, and train again")
+            raise UserError(f"the files in {folder} differ in {key}: delete them, and train again")
+    if BASE not in files:
+        raise UserError(f"{folder} has no {BASE}.json: train it first")
     return files
 
 
@@ -134,7 +145,7 @@ def rows(files: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
 
 def draw(files: Mapping[str, Mapping[str, Any]]) -> Figure:
     """A row for each preset: its loss beside that of bf16, then for each role the SNR of each layer over steps."""
-    drawn = {preset: file for preset, file in files.items() if preset != BASE}
+    drawn = {preset: file for preset, file in files.items() if preset != BASE or len(files) == 1}
     figure = Figure(figsize=(2.2 * (1 + len(ROLES)), 1.0 + 1.1 * len(drawn)), dpi=100, layout="constrained")
     grid = figure.subplots(len(drawn), 1 + len(ROLES), squeeze=False)
     titles = "training loss, % above bf16", *(f"SNR of {name}" for name in ROLES.values())
@@ -162,15 +173,13 @@ def draw(files: Mapping[str, Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def write(results: Path) -> None:
+def write(results: Path, size: str) -> None:
     """Writes the page and its figure of the presets that were trained.
 
     Raises:
-        UserError: as `read`, or bf16 is missing.
+        UserError: as `read`.
     """
-    files = read(results)
-    if BASE not in files:
-        raise UserError(f"{results / FOLDER} has no {BASE}.json: train it first")
+    files = read(folder_of(results, size))
     base = files[BASE]
     setting = PlainSetting(**base["setting"])
     notes = [
@@ -183,32 +192,34 @@ def write(results: Path) -> None:
     ]  # fmt: skip
     listed = list(rows(files))
     common.write(
-        BENCH, TITLE, listed, notes, draw(files), results, arguments="--data 'books/*.txt'", device=base["device"],
+        f"recipe_errors_{size}", TITLE, listed, notes, draw(files), results,
+        arguments=f"--size {size} --data 'books/*.txt'", module="recipe_errors", device=base["device"],
         sources=[(files[row.case]["commit"], base["device"]) for row in listed],
         date=max(of["date"] for of in files.values()),
     )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains the presets that are missing, and writes the page once all are there."""
+    """Trains the presets that are missing, and writes the page of those that are there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="*", default=[], help="text, as experiments.train takes it")
+    parser.add_argument("--size", choices=SETTINGS, default="13m", help="of the model (default: %(default)s)")
     parser.add_argument("--presets", nargs="*", default=fp8jax.recipes.NAMES, choices=fp8jax.recipes.NAMES,
                         metavar="PRESET", help="which to train (default: all)")  # fmt: skip
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
     options = parser.parse_args(argv)
     startup.recommend_flags()
     try:
-        paths = {name: options.results / FOLDER / f"{name}.json" for name in options.presets}
+        setting, folder = SETTINGS[options.size], folder_of(options.results, options.size)
+        paths = {name: folder / f"{name}.json" for name in options.presets}
         missing = {name: path for name, path in paths.items() if not path.exists()}
-        text = parity_runs.read_text(options.data, SETTING) if missing else None
+        text = parity_runs.read_text(options.data, setting) if missing else None
         for name, path in missing.items():
             assert text is not None
-            path.parent.mkdir(parents=True, exist_ok=True)
-            train(name, SETTING, text, path)
+            folder.mkdir(parents=True, exist_ok=True)
+            train(name, setting, text, path)
             print(f"trained {name}", flush=True)
-        if len(read(options.results)) == len(fp8jax.recipes.NAMES):
-            write(options.results)
+        write(options.results, options.size)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

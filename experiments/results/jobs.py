@@ -174,7 +174,11 @@ DERIVED = (
       for page in ("moss_speed", "coat_layer", "coat_efficiency")),
     *(Job(page, ("experiments.papers.parity", "--study", name, "--judge", "--results"), 5, gpus=0)
       for name, page in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals"),
+                         ("block_scaled", "recipe_parity_block_scaled"), ("experts", "recipe_parity_experts"),
                          ("fixed_batch", "fixed_batch"))),
+    *(Job(f"recipe_errors_{size}",
+          ("experiments.papers.recipe_errors", "--size", size, "--presets", "--results"), 5, gpus=0)
+      for size in ("13m", "small")),
 )  # fmt: skip
 
 
@@ -194,5 +198,9 @@ TRAINED = (
     *seeds("recipes", 300, ("coat", "fast", "int8_fallback", "control_one_bit", "coat, fast accumulation",
                             "coat_fast, fast dgrad", "coat_fp8_head", "released_by_shares")),
     *seeds("intervals", 150, ("bf16", "moss_interval_1", "moss_interval_100", "moss", "moss_interval_2000")),
+    *seeds("block_scaled", 100, ("bf16", "mxfp8", "nvfp4", "coat", "mxfp8, rounded down", "nvfp4, no rotation",
+                                 "nvfp4, nearest", "nvfp4, 1x16 weights", "nvfp4, all blocks", "nvfp4, no part")),
+    *seeds("experts", 150, ("bf16", "coat", "coat_fast", "deepseek", "int8_fallback")),
+    Job("parity_recipe_errors_13m", ("experiments.papers.recipe_errors", "--size", "13m", "--results"), 600),
     *seeds("long", 4000, ("bf16", "moss", "fast")),
 )  # fmt: skip

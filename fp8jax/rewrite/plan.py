@@ -146,8 +146,8 @@ def plan(
             path: tuple(rest) for p in matmuls for path, *rest in map(call_info.layer_paths, p.weight.further_paths)
         }
         sources = [path for entry in entries.values() for path in entry.source_layers]
-        other_paths = {p.path for p in matmuls if p.node not in skipped}
-        skip_reasons = {p.path: skipped[p.node] for p in matmuls if p.path not in other_paths}
+        kept_paths = {p.path for p in matmuls if p.node not in skipped}
+        skip_reasons = {p.path: skipped[p.node] for p in matmuls if p.path not in kept_paths}
         rules.check_all_used(
             aliases,
             skip_reasons,

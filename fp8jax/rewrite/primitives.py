@@ -242,7 +242,7 @@ def iteration_inputs(eqn: Any, inputs: Sequence[Any], iteration: int) -> list[An
 BodyFn = Callable[..., list[Any]]
 
 
-def while_parts(eqn: Any, operands: list[Any]) -> tuple[Callable[[Any], Any], list[Any], list[Any]]:
+def while_parts(eqn: Any, operands: list[Any]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
     """The condition of a while loop as a function of its carry, the constants of its body, and the first carry."""
     num_cond_consts, consts, cond_jaxpr = (eqn.params[key] for key in ("cond_nconsts", "body_nconsts", "cond_jaxpr"))
     cond_consts, rest = operands[:num_cond_consts], operands[num_cond_consts:]
@@ -297,8 +297,11 @@ def rebind_control_flow(
         return [*carry, *(jnp.concatenate(parts) for parts in zip(*stacked, strict=True))]
     if name == "while":
         condition, consts_in, carry = while_parts(eqn, operands)
-        loop_body = lambda carry: body([*consts_in, *carry], extra_consts, extra_xs)[:num_outputs]  # noqa: E731
-        return list(lax.while_loop(condition, loop_body, carry))
+
+        def loop_body(carry: list[Any]) -> list[Any]:
+            return body([*consts_in, *carry], extra_consts, extra_xs)[:num_outputs]
+
+        return lax.while_loop(condition, loop_body, carry)
     if name == "cond":
         branches = [lambda xs, more, r=r: r(xs, *more) for r in body_fns]
         return list(lax.switch(operands[0], branches, operands[1:], (extra_consts, extra_xs)))

@@ -231,9 +231,9 @@ class RuleSet:
         single = {i for i, rule in enumerate(self.rules) if rule.path in names | {*map(re.escape, names)}}
         used = set[int]()
         for path in paths:
-            for i in () if path in skipped else self._matches(path, *aliases_of[path]):
-                used.add(i)
-                if i not in single:
+            for match in () if path in skipped else self._matches(path, *aliases_of[path]):
+                used.add(match)
+                if match not in single:
                     break
         first_rules = [self._first_match(path) for path in source_layers]
         used |= {i for i in first_rules if i is not None and self.rules[i].recipe is None}

@@ -41,7 +41,13 @@ def test_gaps_are_paired_with_students_t_of_the_seeds():
     assert (of.value - of.half, of.value + of.half) == pytest.approx(tuple(want.confidence_interval(0.99)))
     # Seeds that one of the two lacks say nothing; one seed tells no noise.
     assert parity.gap(ours | {7: 99.0}, base, 0.99) == of
-    assert parity.gap({0: 1.0}, base, 0.99) is None
+    assert parity.gap({0: 1.0}, base, 0.99) == (
+        (pytest.approx(1 / base[0] - 1),),
+        pytest.approx(1 / base[0] - 1),
+        None,
+        None,
+    )
+    assert parity.gap({7: 1.0}, base, 0.99) is None
     assert parity.gap(base, base, 0.99).p == 1
 
 
@@ -132,7 +138,8 @@ def test_pages_of_the_runs_that_are_there_give_the_rows_of_their_results_files(t
     """Of results/: a change of the statistics would change what README and docs/ quote."""
     root = Path(__file__).parents[2] / "results"
     for name, page in (("recipes", "h100/recipe_parity"), ("intervals", "h100/recipe_parity_intervals"),
-                       ("fixed_batch", "h200/fixed_batch")):  # fmt: skip
+                       ("fixed_batch", "h200/fixed_batch"), ("block_scaled", "h200/recipe_parity_block_scaled"),
+                       ("experts", "h200/recipe_parity_experts")):  # fmt: skip
         study = STUDIES[name]
         runs, _ = parity.read(study, root)
         ours = {tuple(r.pivot): r.value for r in parity.rows(study, runs, parity.compare(study, runs))}

@@ -1,6 +1,7 @@
 """`fp8jax.telemetry`: statistics against NumPy, in loops, checkpoints, meshes and frameworks; programs without it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -178,12 +179,15 @@ def test_a_stale_scale_and_values_that_are_not_finite():
     assert float(stats["saturated"]) > 0.1
 
 
-def test_blocks_that_fall_back():
-    p, x = {"w": normal(0, 256, 128)}, np.asarray(normal(1, 256, 256)).copy()
+@pytest.mark.parametrize("grouped", [False, True])
+def test_blocks_that_fall_back(grouped):
+    """A product of one expert has the statistics of a matrix."""
+    p, x = {"w": normal(0, *[1] * grouped, 256, 128)}, np.asarray(normal(1, 256, 256)).copy()
     x[:128, 128:] *= 100
-    fn = fp8jax.transform(lambda p, x: x @ p["w"], "int8_fallback")
+    multiply = functools.partial(jax.lax.ragged_dot, group_sizes=jnp.array([256])) if grouped else jnp.matmul
+    fn = fp8jax.transform(lambda p, x: multiply(x, p["w"]), "int8_fallback")
     states = fn.init(p, x)
-    threshold = float(states["w"].state.x)
+    threshold = float(np.max(states["w"].state.x))
     run = jax.jit(fp8jax.telemetry(lambda p, x, states: fn(p, x, states=states)))
     stats = run(p, x, states)[1]["w"]["x"]
     amax = np.max(np.abs(x).reshape(2, 128, 2, 128), (1, 3))
