@@ -35,7 +35,8 @@ slow: ## run the tests that `make test` leaves out: before a release
 	$(MAKE) test ARGS="-m slow $(ARGS)"
 
 gpu: .venv/test.stamp ## run the GPU tests in five minutes, and list those that are left out
-	FP8JAX_TEST_GPU=1 $(BIN)/python -m pytest -m "gpu and not slow" -n 5 --dist worksteal $(ARGS)
+	@command -v nvidia-smi >/dev/null || { echo "make gpu needs an NVIDIA GPU, and there is no nvidia-smi here" >&2; exit 1; }
+	FP8JAX_TEST_GPU=1 $(BIN)/python -m pytest -m "gpu and not slow" -n 6 --dist worksteal $(ARGS)
 	@echo 'left out (make gpu ARGS="-m gpu" runs them, too):'
 	@$(BIN)/python -m pytest --collect-only -q -m "gpu and slow" tests/kernels
 

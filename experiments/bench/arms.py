@@ -1,76 +1,81 @@
-"""What the arms of the benchmark of training steps are called, and what their names say."""
+"""What the arms of benchmarks of whole steps are called, and what their names say: "RECIPE[, PART]..."."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import fp8jax
 from experiments.models import flash
 from experiments.models.llama import products_saveable
 from experiments.train.form import fastest
-from fp8jax.recipes import Comm
 
 BF16 = "bf16"
 FAITHFUL, LEAN, AGAIN = "COAT, faithful", "COAT, lean", "bf16, recomputed"
-# Arms such as "coat, 8-bit gradients" are recipes whose gradients travel so over several GPUs.
-GRADIENTS = {"8-bit gradients": Comm("e4m3"), "8-bit gradients, one phase": Comm("e4m3", "one_phase")}
-# Or the scales of their weights are another strategy's than the recipe's (MOSS, Table 10).
-WEIGHTS = {"weights just in time": "current", "weights delayed": "delayed"}
-# Or they keep what another choice than training's own keeps, run in a loop over the layers, or by XLA alone.
-KEEPING: dict[str, bool | str] = {"as written": False, "recomputed": "products"}
-PLAIN, LOOP = "none of our kernels", "in a loop"
-HEAD = "8-bit head"
-# Or the loss has logits of all tokens, or of a chunk at a time; else as `--logits auto` of training has it.
+_HEAD_FIELDS = [field for field in dataclasses.fields(fp8jax.recipes.HEAD) if field.init]
+# What a part of a name changes of a part of the recipe: how gradients travel over several GPUs, the strategy of the
+# scales of weights (MOSS, Table 10). "MASTER masters" changes the master weights.
+CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "8-bit gradients": ("comm", {"gradients": "e4m3"}),
+    "one phase": ("comm", {"form": "one_phase"}),
+    "weights just in time": ("linear", {"w_scaling": "current"}),
+    "weights delayed": ("linear", {"w_scaling": "delayed"}),
+    "8-bit head": ("head", {field.name: getattr(fp8jax.recipes.HEAD, field.name) for field in _HEAD_FIELDS}),
+}
+MASTERS = " masters"
+# Parts of the step of the training program: it computes again all but products and attention; XLA computes all.
+RECOMPUTED, PLAIN = "recomputed", "none of our kernels"
+# The loss has logits of all tokens, or of a chunk at a time; else as `--logits auto` of training has it.
 LOGITS = {"whole logits": False, "logits in chunks": True}
+STEP_PARTS = (RECOMPUTED, PLAIN, *LOGITS)
+
+
+def parse(name: str, known: Collection[str] = ()) -> tuple[fp8jax.Recipe, frozenset[str]]:
+    """The recipe of an arm, changed as its name says, and those of the known parts that the name has.
+
+    Raises:
+        ValueError: there is no such recipe, or a part is unknown.
+    """
+    preset, *parts = name.split(", ")
+    recipe, found = fp8jax.recipes.get(preset), set[str]()
+    for part in parts:
+        if part in known:
+            found.add(part)
+            continue
+        master = {"master": part.removesuffix(MASTERS)} if part.endswith(MASTERS) else None
+        where, settings = ("weights", master) if master else CHANGES.get(part, ("", {}))
+        if not where:
+            listed = ", ".join(map(repr, [*CHANGES, f"bf16+int8{MASTERS}", *known]))
+            raise ValueError(f"arm {name!r}: {part!r} is none of {listed}")
+        recipe = dataclasses.replace(recipe, **{where: dataclasses.replace(getattr(recipe, where), **settings)})
+    return recipe, frozenset(found)
 
 
 class Settings(NamedTuple):
-    """What an arm's name says.
+    """What the name of an arm of `bench step` says.
 
     Attributes:
         recipe: of its layers and optimizer.
         remat: what it recomputes.
         kernels: whether ours run.
-        unroll: layers in a turn of the loop over them; None for all.
         chunked: whether the loss takes logits in chunks; None as training does.
     """
 
     recipe: fp8jax.Recipe
     remat: bool | str
     kernels: bool = True
-    unroll: int | None = None
     chunked: bool | None = None
 
 
-def parsed(name: str) -> tuple[fp8jax.Recipe, str, bool]:
-    """The recipe of an arm, what follows its name, and whether layers run in a loop; asks for no device.
-
-    Raises:
-        ValueError: there is no such recipe, or what follows its name is unknown.
-    """
-    preset, _, how = name.partition(", ")
-    recipe = fp8jax.recipes.get(preset)
-    how, loop = how.removesuffix(LOOP).removesuffix(", "), how.endswith(LOOP)
-    if how in GRADIENTS:
-        recipe = dataclasses.replace(recipe, comm=GRADIENTS[how])
-    elif how in WEIGHTS:
-        recipe = dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, w_scaling=WEIGHTS[how]))
-    elif how == HEAD:
-        recipe = dataclasses.replace(recipe, head=fp8jax.recipes.HEAD)
-    elif how and how not in (*KEEPING, *LOGITS, PLAIN):
-        listed = [*KEEPING, *GRADIENTS, *WEIGHTS, HEAD, *LOGITS, PLAIN, LOOP]
-        raise ValueError(f"arm {name!r}: after the recipe stands nothing, or one of {listed}")
-    return recipe, how, loop
-
-
 def settings(name: str) -> Settings:
-    """The recipe of an arm, what it recomputes, and how it runs.
+    """The recipe of an arm of `bench step`, what it recomputes, and how it runs.
 
     Raises:
-        ValueError: as `parsed`.
+        ValueError: as `parse`.
     """
-    recipe, how, loop = parsed(name)
-    remat = False if name == BF16 else KEEPING.get(how, fastest(recipe))
-    return Settings(recipe, remat, how != PLAIN, 1 if loop else None, LOGITS.get(how))
+    recipe, parts = parse(name, STEP_PARTS)
+    remat = False if name == BF16 else "products" if RECOMPUTED in parts else fastest(recipe)
+    chunked = next((LOGITS[part] for part in LOGITS if part in parts), None)
+    return Settings(recipe, remat, PLAIN not in parts, chunked)
 
 
 def coat_recipes() -> dict[str, fp8jax.Recipe | None]:

@@ -1,6 +1,5 @@
 """A whole Llama's step by a recipe, with its state in as few bytes as the arm's name says, on one GPU or more."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,51 +11,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 import fp8jax
 from experiments import mesh
-from experiments.bench import driver, timing
+from experiments.bench import arms, driver, timing
 from experiments.models.llama import Block
 from experiments.models.parts import rows_on
 from experiments.models.rope import rope_tables
 from experiments.models.shape import LlamaConfig
 from experiments.train import speed
 
-RELEASED, NARROW, OFFLOADED, MASTERS = "released", "bf16 weights", "offloaded", " masters"
+# Layers are updated inside the backward pass; their weights are bf16 without any master, rounded by a key (of these
+# alone); their inputs wait for the backward pass in the host's memory.
+RELEASED, NARROW, OFFLOADED = PARTS = "released", "bf16 weights", "offloaded"
 RATE = 1e-4
-
-
-@dataclasses.dataclass(frozen=True)
-class CardSettings:
-    """What an arm's name says: "RECIPE[, released][, offloaded][, bf16 weights | , MASTER masters]".
-
-    Attributes:
-        recipe: with its master weights.
-        released: whether layers are updated inside the backward pass.
-        offloaded: whether layers' inputs wait for the backward pass in the host's memory.
-        narrow: whether layers' weights are bf16 without any master, rounded by a key; `released` alone.
-    """
-
-    recipe: fp8jax.Recipe
-    released: bool
-    offloaded: bool
-    narrow: bool
-
-    @classmethod
-    def parse(cls, name: str) -> "CardSettings":
-        """Raises ValueError for a name that says something else."""
-        preset, *how = name.split(", ")
-        recipe = fp8jax.recipes.get(preset)
-        for part in how:
-            if part.endswith(MASTERS):
-                master = part.removesuffix(MASTERS)
-                recipe = dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, master=master))
-            elif part not in (RELEASED, OFFLOADED, NARROW):
-                known = f"{RELEASED!r}, {OFFLOADED!r}, {NARROW!r} or 'bf16+int8{MASTERS}'"
-                raise ValueError(f"arm {name!r}: {part!r} is not {known}")
-        return cls(recipe, RELEASED in how, OFFLOADED in how, NARROW in how)
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the parameters of layers."""
-        return jnp.bfloat16 if self.narrow else fp8jax.formats.get(self.recipe.weights.param_format).dtype
 
 
 def _checkpointed(layer: Callable[..., jax.Array], offloaded: bool) -> Callable[..., jax.Array]:
@@ -75,7 +40,7 @@ class CardArm(driver.Arm):
     """A step over a whole model, and the state that it updates.
 
     Args:
-        name: as `CardSettings.parse` takes it.
+        name: as `arms.parse` takes it, with some of `PARTS`.
         model: the shape.
         batch: sequences on each GPU.
         length: tokens of a sequence.
@@ -83,16 +48,17 @@ class CardArm(driver.Arm):
     """
 
     def __init__(self, name: str, model: LlamaConfig, batch: int, length: int, gpus: int = 1) -> None:
-        self.settings = CardSettings.parse(name)
+        self.recipe, self.parts = arms.parse(name, PARTS)
+        param_format = fp8jax.formats.get(self.recipe.weights.param_format)
+        self.dtype: Any = jnp.bfloat16 if NARROW in self.parts else param_format.dtype
         self.config, self.length, self.gpus, self.batch = model, length, gpus, batch
         self.count = batch * gpus * length
         self.mesh = mesh.make(1, gpus, jax.devices()[:gpus]) if gpus > 1 else None
         self.rows = None if self.mesh is None else mesh.batches(self.mesh)
-        recipe = self.settings.recipe
-        self.tx = fp8jax.optimizer(recipe, RATE, b2=0.95, weight_decay=0.1)
-        layer = _checkpointed(self._layer(recipe), self.settings.offloaded)
-        key = jax.random.key(2) if self.settings.narrow else None
-        self.block = fp8jax.fused_backward(layer, self.tx, key=key) if self.settings.released else None
+        self.tx = fp8jax.optimizer(self.recipe, RATE, b2=0.95, weight_decay=0.1)
+        layer = _checkpointed(self._layer(self.recipe), OFFLOADED in self.parts)
+        key = jax.random.key(2) if NARROW in self.parts else None
+        self.block = fp8jax.fused_backward(layer, self.tx, key=key) if RELEASED in self.parts else None
         self.tables = rope_tables(length, model.head_dim, model.rope_theta, model.rope_scaling)
         self._plain = layer
         shapes = jax.eval_shape(self._begun)
@@ -107,7 +73,7 @@ class CardArm(driver.Arm):
 
     def _layer(self, recipe: fp8jax.Recipe) -> Callable[..., jax.Array]:
         """A layer as a function of its parameters, whose products are the recipe's."""
-        kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": self.settings.dtype, "rows": self.rows}
+        kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": self.dtype, "rows": self.rows}
         graph, self.shapes = nnx.split(nnx.eval_shape(lambda: Block(self.config, rngs=nnx.Rngs(0), **kinds)))
 
         def layer(params: Any, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -119,7 +85,7 @@ class CardArm(driver.Arm):
     def _begun(self) -> Any:
         """The first state, from a generator that compiles fast."""
         config, key = self.config, jax.random.key(0, impl="rbg")
-        held = jnp.float32 if self.settings.narrow else self.settings.dtype
+        held = jnp.float32 if NARROW in self.parts else self.dtype
 
         def drawn(i: int, *shape: int, dtype: Any = held) -> jax.Array:
             normal = 0.02 * jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
@@ -179,7 +145,7 @@ class CardArm(driver.Arm):
 
     def build(self) -> Any:
         """Compiles the step."""
-        step = self._released_step if self.settings.released else self._plain_step
+        step = self._released_step if RELEASED in self.parts else self._plain_step
         return timing.traced(step, self._shapes, self.tokens, donate_argnums=0, **self._where)
 
     @property

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.bench import cases, driver, timing
+from experiments.bench import driver, timing
 from experiments.bench.step_torch import Waiting
 from pallas_kernels.matmul.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul.matmul_mosaic import matmul
@@ -40,7 +40,22 @@ from pallas_kernels.quantization.fold_triton import fold_codes
 
 torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
-SETS = {"all": cases.GEMMS, "moss": cases.MOSS}
+Gemm = tuple[int, int, int]
+# (M, N, K). Of MOSS's Table 6 and DeepGEMM's own table, then Llama-7B's with 16 k tokens, then the rest of MOSS.
+SHAPES: list[Gemm] = [
+    (8192, 8192, 8192),
+    (2048, 7168, 4096),
+    (16384, 4096, 4096),
+    (4096, 7168, 16384),
+    (4096, 4096, 8192),
+    (4096, 2048, 7168),
+    (4096, 24576, 1536),
+    (4096, 4096, 12288),
+    (16384, 22016, 4096),
+    (16384, 4096, 11008),
+    (2048, 7168, 11008),
+    (5120, 5120, 10240),
+]
 # A program of one implementation takes so many seconds at least, by the rate that is expected, in FLOP/s.
 PROGRAM, EXPECTED = 3e-3, 1.2e15
 BASE = "xla bf16"
@@ -192,9 +207,7 @@ class Measured(NamedTuple):
     seconds: dict[str, timing.Seconds]
 
 
-def measure(
-    shape: cases.Gemm, arms: Sequence[GemmArm], operands: Any, oracle: Any, options: argparse.Namespace
-) -> Measured:
+def measure(shape: Gemm, arms: Sequence[GemmArm], operands: Any, oracle: Any, options: argparse.Namespace) -> Measured:
     """Compiles, checks and times the implementations of a shape.
 
     Args:
@@ -260,9 +273,7 @@ def rate_rows(case: str, work: float, arms: Sequence[GemmArm], seconds: dict[str
     return rows
 
 
-def add_shapes(
-    file: driver.ResultsFile, shapes: Sequence[cases.Gemm], rows_of: Callable[[cases.Gemm], Any], limit: float
-) -> None:
+def add_shapes(file: driver.ResultsFile, shapes: Sequence[Gemm], rows_of: Callable[[Gemm], Any], limit: float) -> None:
     """Adds the rows of each shape to a results file, until a time limit in seconds."""
     start = time.perf_counter()
     for shape in [(256, 256, 512)] if timing.dry() else shapes:
@@ -275,19 +286,16 @@ def add_shapes(
 
 def main(argv: list[str]) -> None:
     parser = driver.parser("gemm", __doc__, rounds=3, burst=0.1)
-    parser.add_argument("--shapes", choices=SETS, default="all")
-    parser.add_argument("--only", default="", help="substring of the implementations to run, alternatives with |")
     parser.add_argument("--limit", type=float, default=480, help="seconds after which no further shape is started")
     options = parser.parse_args(argv)
     timing.need_gpu()
     arms = [*xla_arms(), *(torch_arms() if torch is not None else []), *our_arms()]
-    arms = [a for a in arms if not options.only or any(word in a.name for word in options.only.split("|"))]
     versions = {"torch": torch.__version__} if torch else {}
     notes = driver.notes_of(__doc__)
     file = driver.ResultsFile(options, "FP8 products", notes, versions=versions, last_resort=BASE)
 
-    def rows_of(shape: cases.Gemm) -> list[timing.Row]:
+    def rows_of(shape: Gemm) -> list[timing.Row]:
         found = measure(shape, arms, operands, oracle, options)
         return found.rows + rate_rows(found.case, found.work, arms, found.seconds)
 
-    add_shapes(file, SETS[options.shapes], rows_of, options.limit)
+    add_shapes(file, SHAPES, rows_of, options.limit)

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.bench import cases, driver, timing
-from experiments.bench.gemm import NT, GemmArm, add_shapes, measure
+from experiments.bench import driver, gemm, timing
+from experiments.bench.gemm import NT, Gemm, GemmArm, add_shapes, measure
 from pallas_kernels.matmul.matmul_int8_mosaic import BLOCK, FallbackResidual, matmul_int8_block
 from pallas_kernels.matmul.matmul_mosaic import matmul
 
-SHAPES = [cases.GEMMS[i] for i in (0, 1, 2, 4, 6, 9)]
+SHAPES = [gemm.SHAPES[i] for i in (0, 1, 2, 4, 6, 9)]
 RATES = (0.1, 0.2, 0.3, 0.5)
 ORDERS = ("random", "sequential")
 XLA, BF16, OURS, FALLBACK = "xla int8 to int32", "xla bf16", "ours int8 block", "ours fallback"
@@ -139,7 +139,7 @@ def main(argv: list[str]) -> None:
     title = "INT8 products of rows and of blocks of 128x128 with fallback"
     file = driver.ResultsFile(options, title, driver.notes_of(__doc__))
 
-    def rows_of(shape: cases.Gemm) -> list[timing.Row]:
+    def rows_of(shape: Gemm) -> list[timing.Row]:
         found = measure(shape, arms(), operands, oracle, options)
         return found.rows + rate_rows(found.case, found.work, found.seconds)
 

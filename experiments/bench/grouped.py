@@ -5,16 +5,15 @@ is the gate and up projection, "w2" the down projection. A case is all three pro
 the passes that quantize, permute and transpose activations and gradients under given scales. Weights are quantized
 before. The baseline is the same in bf16 by JAX's Pallas kernels.
 
-All programs are compiled first. Then the arms of each case are timed in turns. An arm that fails is reported and does
-not stop the others. Errors are the largest of the three results, relative (Frobenius), to float32 products of the same
+The arms of a case are compiled first, then timed in turns. An arm that fails is reported and does not stop the others.
+Errors are the largest of the three results, relative (Frobenius), to float32 products of the same
 bf16 operands, on samples of the largest group.
 """
 
-import concurrent.futures
+import argparse
 import dataclasses
 import functools
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -103,19 +102,15 @@ class Case:
         is_permuted: whether it reads tokens, in the order of rows; else it reads rows.
 
     Attributes:
-        arms: functions of some operands, which return y, dx and dw, by name, with the names of the operands.
+        arms: functions of all operands, by name, which return y, dx and dw.
     """
 
     def __init__(self, layer: Layer, n: int, k: int, is_permuted: bool) -> None:
         self.layer, self.n, self.k, self.is_permuted = layer, n, k, is_permuted
         self.work = 6.0 * layer.rows * n * k
-        plain = ("x", "dy", "index", "sizes", "w16", "wt16")
-        self.arms: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-            OURS: (self._fp8, ("x", "dy", "index", "sizes", "scale", "w", "wt")),
-            PLAIN: (self._bf16, plain),
-        }
+        self.arms: dict[str, Callable[..., Any]] = {OURS: self._fp8, PLAIN: self._bf16}
         if not timing.dry():
-            self.arms[JAX] = self._jax, plain
+            self.arms[JAX] = self._jax
 
     def operands(self) -> dict[str, Any]:
         """Arrays by name."""
@@ -134,7 +129,7 @@ class Case:
     def _tokens(self, sizes: Any) -> PaddedTokens:
         return PaddedTokens.from_groups(Groups.from_sizes(sizes, self.layer.rows), self.layer.rows)
 
-    def _fp8(self, x: Any, dy: Any, index: Any, sizes: Any, scale: Any, w: Any, wt: Any) -> Any:
+    def _fp8(self, x: Any, dy: Any, index: Any, sizes: Any, scale: Any, w: Any, wt: Any, **_: Any) -> Any:
         tokens, index, one = self._tokens(sizes), index if self.is_permuted else None, jnp.ones((), F32)
         quantize: Any = functools.partial(quantize_groups, tokens=tokens)
         x_codes, _ = quantize(x, index=index, rows="e4m3", row_scale=one)
@@ -144,15 +139,15 @@ class Case:
         _, x_columns = quantize(x, index=index, columns="e4m3", column_scale=one)
         return y, dx, grouped_matmul_dw(dy_columns, x_columns, tokens.starts, tokens.lengths, scale=scale)
 
-    def _bf16(self, x: Any, dy: Any, index: Any, sizes: Any, w: Any, wt: Any) -> Any:
+    def _bf16(self, x: Any, dy: Any, index: Any, sizes: Any, w16: Any, wt16: Any, **_: Any) -> Any:
         tokens, ordered = self._tokens(sizes), x[index] if self.is_permuted else x
         padded = tokens.pad(dy), tokens.pad(ordered)
         dw = grouped_matmul_dw(*padded, tokens.starts, tokens.lengths, is_k_major=False)
-        return grouped_matmul(ordered, w, sizes), grouped_matmul(dy, wt, sizes), dw
+        return grouped_matmul(ordered, w16, sizes), grouped_matmul(dy, wt16, sizes), dw
 
-    def _jax(self, x: Any, dy: Any, index: Any, sizes: Any, w: Any, wt: Any) -> Any:
+    def _jax(self, x: Any, dy: Any, index: Any, sizes: Any, w16: Any, wt16: Any, **_: Any) -> Any:
         ordered = x[index] if self.is_permuted else x
-        return jax_rows(ordered, w, sizes), jax_rows(dy, wt, sizes), jax_dw(dy, ordered, sizes)
+        return jax_rows(ordered, w16, sizes), jax_rows(dy, wt16, sizes), jax_dw(dy, ordered, sizes)
 
     def error(self, out: Any, x: dict[str, Any]) -> float:
         """The largest error of the three results of the largest group: what quantization changes is in it."""
@@ -176,51 +171,28 @@ def cases(layers: dict[str, Layer]) -> dict[str, Case]:
     return found
 
 
-def measure(
-    name: str, case: Case, programs: dict[str, concurrent.futures.Future], rounds: int, burst: float
-) -> list[timing.Row]:
-    """Rows of a case: milliseconds against JAX's kernels, rates and errors.
-
-    Args:
-        name: of the case.
-        case: what is computed.
-        programs: what compiles each arm.
-        rounds, burst: as of `timing.seconds`.
-    """
-    rows, ready, operands = list[timing.Row](), dict[str, Callable[[], Any]](), case.operands()
-    for arm, future in programs.items():
-        try:
-            call = functools.partial(future.result(), *(operands[key] for key in case.arms[arm][1]))
-            rows.append(timing.row(name, arm, "error", case.error(call(), operands), "of float32"))
-            ready[arm] = call
-        except Exception as problem:  # one arm does not stop the others
-            timing.report_failure(f"{name}, {arm}", problem)
-    for arm, spent in (times := timing.seconds(ready, rounds, burst)).items():
+def measure(name: str, case: Case, options: argparse.Namespace) -> list[timing.Row]:
+    """Rows of a case: milliseconds against JAX's kernels, rates and errors."""
+    rows, operands = list[timing.Row](), case.operands()
+    functions = {arm: functools.partial(_call, function) for arm, function in case.arms.items()}
+    ready = timing.compiled(functions, [(operands,)])
+    for arm, call in ready.items():
+        rows.append(timing.row(name, arm, "error", case.error(call()[0], operands), "of float32"))
+    for arm, spent in (times := timing.seconds(ready, options.rounds, options.burst)).items():
         ratio = times[JAX] / spent if JAX in times else None
         rows.append(driver.time_row(name, arm, "time", spent, JAX, ratio))
         rows.append(driver.rate_row(name, arm, "rate", spent, 1e-12 * case.work, "TFLOP/s"))
     return rows
 
 
+def _call(function: Callable[..., Any], operands: dict[str, Any]) -> Any:
+    return function(**operands)
+
+
 def main(argv: list[str]) -> None:
-    parser = driver.parser("grouped", __doc__, rounds=3, burst=0.02)
-    parser.add_argument("--shapes", nargs="+", choices=LAYERS, default=[*LAYERS])
-    parser.add_argument("--workers", type=int, default=8, help="programs that are compiled at the same time")
-    options = parser.parse_args(argv)
-    start = time.perf_counter()
+    options = driver.parser("grouped", __doc__, rounds=3, burst=0.02).parse_args(argv)
     timing.need_gpu()
-    wanted = cases(DRY_LAYERS if timing.dry() else {name: LAYERS[name] for name in options.shapes})
     file = driver.ResultsFile(options, "Grouped products of experts", driver.notes_of(__doc__))
-    # Nothing is compiled while arms are timed: the host must stay ahead of the GPU.
-    with concurrent.futures.ThreadPoolExecutor(1 if timing.dry() else options.workers) as pool:
-        programs = {}
-        for name, case in wanted.items():
-            shapes = jax.eval_shape(case.operands)
-            programs[name] = {
-                arm: pool.submit(timing.traced, function, *(shapes[key] for key in takes))
-                for arm, (function, takes) in case.arms.items()
-            }
-    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
-    for name, case in wanted.items():
-        file.add(measure(name, case, programs[name], options.rounds, options.burst))
+    for name, case in cases(DRY_LAYERS if timing.dry() else LAYERS).items():
+        file.add(measure(name, case, options))
     file.end("time")

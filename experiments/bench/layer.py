@@ -28,12 +28,11 @@ from experiments.models.llama import Block, LlamaConfig, apply_rope, attend, rop
 
 CONFIG = LlamaConfig(vocab=256, dim=4096, layers=1, heads=32, kv_heads=32, mlp_dim=11008)
 BF16, BATCH = "bf16", 4
-HELD, FAST, BOUNDED, FUNCTIONS = "weights held", "fast accumulation", "bounded scales", "as functions"
+HELD, BOUNDED, FUNCTIONS = "weights held", "bounded scales", "as functions"
 BF16_FUNCTIONS, BF16_AGAIN = f"{BF16}, {FUNCTIONS}", AGAIN
 WEIGHTS, MICROBATCHES = "codes of the weights", (1, 4, 16)
 PAPER, PAPER_BF16 = "the paper's bf16", 22.66
 SETTLING = 30  # steps, of a factor of 1.3 each
-PRODUCTS = ("forward", "dgrad", "wgrad")
 # What RESULTS.md and README.md quote.
 QUICK = f"{LEAN}, {BOUNDED}, {HELD}"
 ARMS = ("te_current", FAITHFUL, LEAN, QUICK, f"{QUICK}, {FUNCTIONS}", "moss", "fast",
@@ -105,13 +104,8 @@ def _kernels(params: Any) -> dict[str, jax.Array]:
 def recipes() -> dict[str, fp8jax.Recipe]:
     """What is compared with bf16."""
     presets = {name: recipe for name, recipe in coat_recipes().items() if recipe is not None}
-    fast, current = (FAST, {"fast_accumulation": PRODUCTS}), ("current scaling", {"scaling": "current"})
-    for coat, (name, change) in ((LEAN, current), (LEAN, fast), (FAITHFUL, fast)):
-        linear = dataclasses.replace(presets[coat].linear, **change)  # type: ignore[arg-type]
-        presets[f"{coat}, {name}"] = dataclasses.replace(presets[coat], linear=linear)
-    for coat in (LEAN, FAITHFUL):
-        context = dataclasses.replace(presets[coat].context, amax="bound")
-        presets[f"{coat}, {BOUNDED}"] = dataclasses.replace(fp8jax.recipes.coat_fast(), context=context)
+    context = dataclasses.replace(presets[LEAN].context, amax="bound")
+    presets[f"{LEAN}, {BOUNDED}"] = dataclasses.replace(fp8jax.recipes.coat_fast(), context=context)
     for name in ("moss", "fast"):
         recipe = fp8jax.recipes.get(name)
         # A layer alone has no optimizer that would follow its weights.

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 import fp8jax
-from experiments.bench import cases, driver, timing
+from experiments.bench import driver, timing
 from fp8jax import recipes
 
 BF16 = "xla bf16"
-SHAPES = {"7b": cases.LINEARS_7B, "13b": cases.LINEARS_13B, "all": cases.LINEARS_7B + cases.LINEARS_13B}
+TOKENS = 16384
+SHAPES = ((4096, 4096), (4096, 11008), (11008, 4096))  # (inputs, outputs) of Llama-7B
 RECIPES = {
     "te_current": recipes.te_current().linear,
     "te_current, fast accumulation": recipes.Linear(
@@ -66,24 +67,18 @@ def rate_rows(case: str, times: dict[str, timing.Seconds], flops: float) -> list
 
 
 def main(argv: list[str]) -> None:
-    parser = driver.parser("linear", __doc__, rounds=5, burst=0.03)
-    parser.add_argument("--model", choices=SHAPES, default="all")
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(cases.TOKENS))
-    parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))
-    options = parser.parse_args(argv)
+    options = driver.parser("linear", __doc__, rounds=5, burst=0.03).parse_args(argv)
     timing.need_gpu()
     draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)  # noqa: E731
     file = driver.ResultsFile(options, "Linear layers, forward and backward", driver.notes_of(__doc__))
-    functions = {name: f for name, f in arms().items() if name in (BF16, *options.only)}
-    for tokens in [256] if timing.dry() else options.tokens:
-        for inputs, outputs in [(256, 128)] if timing.dry() else SHAPES[options.model]:
-            case = f"{tokens} x {inputs} -> {outputs}"
-            operands = (draw(0, tokens, inputs), draw(1, inputs, outputs) * 0.02, draw(2, tokens, outputs))
-            ready = timing.compiled(functions, [operands], workers=1)
-            times = timing.seconds(ready, options.rounds, options.burst)
-            rows, wanted = rate_rows(case, times, 6.0 * tokens * inputs * outputs), ready[BF16]()
-            for name in (name for name in times if name != BF16):
-                error = float(driver.relative_error(ready[name](), wanted))
-                rows.append(timing.row(case, name, "error", error, f"of {BF16}"))
-            file.add(rows)
+    for tokens, inputs, outputs in [(256, 256, 128)] if timing.dry() else [(TOKENS, *shape) for shape in SHAPES]:
+        case = f"{tokens} x {inputs} -> {outputs}"
+        operands = (draw(0, tokens, inputs), draw(1, inputs, outputs) * 0.02, draw(2, tokens, outputs))
+        ready = timing.compiled(arms(), [operands], workers=1)
+        times = timing.seconds(ready, options.rounds, options.burst)
+        rows, wanted = rate_rows(case, times, 6.0 * tokens * inputs * outputs), ready[BF16]()
+        for name in (name for name in times if name != BF16):
+            error = float(driver.relative_error(ready[name](), wanted))
+            rows.append(timing.row(case, name, "error", error, f"of {BF16}"))
+        file.add(rows)
     file.end("rate")

@@ -12,12 +12,11 @@ of which JAX looks at before it starts a step. "auto" is the recipe of the devic
 one where they gain (`fp8jax.recipes.for_shapes`). "held:coat" holds the weights quantized for the step and takes their
 gradients in bf16, as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model, gradient_dtype="bfloat16")`). Arms of
 `--torch` are the same Llama by torch.compile, in bf16 and with torchao's float8 (`experiments.bench.step_torch`). They
-run in processes of their own: first, or on a host of several GPUs at the same time on the others. Their memory is the
-peak of torch's allocator. Arms run in turns, in another order in each round, each from a state made anew; medians.
+run first, in a process of their own. Their memory is the peak of torch's allocator. Arms run in turns, in another order
+in each round, each from a state made anew; medians.
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import os
@@ -34,7 +33,6 @@ from experiments.bench import driver, step_torch, timing, writings
 from experiments.bench.writings import BASE, Training
 from experiments.models import plain
 from experiments.models.llama import LlamaConfig
-from experiments.results.runner import gpus
 
 KINDS = ("", ", synchronised")
 TorchArms = Mapping[str, step_torch.TorchTimes]
@@ -139,7 +137,12 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     for arm in options.arm or ():
         writings.recipe_of(arm)
-    torch = _torch(options, parser)
+    torch = dict[str, TorchArms]()
+    for name, user in ((name, MODELS[name]) for name in options.models if options.torch):
+        if user.llama is None or options.gpus > 1:
+            parser.error(f"--torch builds the Llama of one GPU, not {name} on {options.gpus}: leave it out")
+        torch[name] = step_torch.measured(options.torch, user.llama, user.batch, user.length, options.rounds,
+                                          options.steps)  # fmt: skip
     timing.need_gpu()
     title, start = "Training steps of models as users write them", time.perf_counter()
     file = driver.ResultsFile(options, title, driver.notes_of(__doc__), devices=options.gpus)
@@ -147,32 +150,12 @@ def main(argv: list[str]) -> None:
         if time.perf_counter() - start > options.limit:
             print(f"{name}: not measured, the time limit is reached")
             continue
-        file.add(measure(MODELS[name], options.arm or MODELS[name].arms, options, torch.get(name, dict)))
+        file.add(measure(MODELS[name], options.arm or MODELS[name].arms, options, torch.get(name, {})))
     file.end()
 
 
-def _torch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Callable[[], TorchArms]]:
-    """By model what waits for its arms of torch; JAX gets the first GPU alone if they run on others meanwhile."""
-    found = dict[str, Callable[[], TorchArms]]()
-    others: Sequence[str] = ()
-    if options.torch and not timing.dry() and len(visible := gpus()[1]) > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"], *others = visible
-    for name, user in ((name, MODELS[name]) for name in options.models if options.torch):
-        if user.llama is None or options.gpus > 1:
-            parser.error(f"--torch builds the Llama of one GPU, not {name} on {options.gpus}: leave it out")
-        pool = concurrent.futures.ThreadPoolExecutor(1)
-        future = pool.submit(step_torch.measured, options.torch, user.llama, user.batch, user.length, options.rounds,
-                             options.steps, others)  # fmt: skip
-        found[name] = future.result
-        if not others:
-            future.result()
-    return found
-
-
-def measure(
-    user: UserModel, recipes: Sequence[str], options: argparse.Namespace, torch: Callable[[], TorchArms]
-) -> list[timing.Row]:
-    """Rows of one model, and of torch's arms, for which it waits."""
+def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace, torch: TorchArms) -> list[timing.Row]:
+    """Rows of one model, and of torch's arms."""
     arms = driver.built(recipes, lambda recipe: UserArm(user, recipe, options.gpus))
     calls: dict[str, Callable[[], Any]] = {}
     for recipe, arm in arms.items():
@@ -182,7 +165,7 @@ def measure(
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop)
     needs = {recipe: driver.memory(arm.program)[0] for recipe, arm in arms.items()}
     case = user.text + (f", each of {options.gpus} GPUs" if options.gpus > 1 else "")
-    for name, of in torch().items():
+    for name, of in torch.items():
         times |= dict(zip([name + end for end in KINDS], of[:2], strict=True))
         needs[name] = of.memory[0]
     return rows(case, times, needs, {recipe: arm.arrays for recipe, arm in arms.items()})

@@ -62,7 +62,7 @@ def make_layer(config: LlamaConfig, products: ExpertProducts, tokens: int) -> La
     kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     make = lambda: MoE(config, products=products, rngs=nnx.Rngs(0), **kinds)  # noqa: E731
     graph, params = nnx.split(nnx.eval_shape(make), nnx.Param)
-    x = jax.ShapeDtypeStruct((tokens, config.dim), jnp.bfloat16)
+    x: Any = jax.ShapeDtypeStruct((tokens, config.dim), jnp.bfloat16)
     return LayerArm(lambda params, _, x_NxD: nnx.merge(graph, params)(x_NxD), (nnx.to_pure_dict(params), None, x, x))
 
 

@@ -337,7 +337,7 @@ def main(argv: list[str]) -> None:
     if not timing.dry():
         bench.torch(FP32, "optax.adamw float32")
     installed = [name for name in ("torch", "torchao", "bitsandbytes") if name in sys.modules]
-    versions = {name: str(getattr(sys.modules[name], "__version__", "unknown")) for name in installed}
+    versions: dict[str, str] = {name: str(getattr(sys.modules[name], "__version__", "unknown")) for name in installed}
     notes = driver.notes_of(__doc__)
     file = driver.ResultsFile(options, "AdamW's step of half a billion parameters", notes, versions=versions)
     file.add(bench.rows)

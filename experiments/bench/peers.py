@@ -246,7 +246,6 @@ def available(device: str) -> dict[str, Callable[..., Any]]:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="peers", description=__doc__)
-    parser.add_argument("--streams", nargs="+", choices=STREAMS, default=list(STREAMS))
     parser.add_argument("--processes", type=int, default=min(8, max(1, (os.cpu_count() or 1) // 2)),
                         help="streams at a time, each in a process of its own; nothing here is timed")  # fmt: skip
     parser.add_argument("--name", default="peers", help="of the results file")
@@ -259,7 +258,7 @@ def main(argv: list[str]) -> None:
     notes = driver.notes_of(__doc__)
     notes += [f"Not installed or not to be run here, and left out: {', '.join(left)}."] if left else []
     file = driver.ResultsFile(options, "AdamW in 8 bits beside its peers", notes, versions=versions)
-    names, kinds = ["sigma 1"] if timing.dry() else options.streams, tuple(peers)
+    names, kinds = ["sigma 1"] if timing.dry() else list(STREAMS), tuple(peers)
     with concurrent.futures.ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
         # One stream needs no process of its own.
         run = map if min(options.processes, len(names)) == 1 else pool.map
@@ -283,17 +282,15 @@ def compare(
     name: str, b2: float, truth: Tree, runs: Mapping[str, Callable[[], tuple[Tree, float]]]
 ) -> list[timing.Row]:
     """Rows of a stream: errors as a table of optimizers by streams, and bytes of state."""
-    rows, table = [], f"b2 {b2:g}"
+    rows, told = [], f"b2 {b2:g}"
     for kind, run in runs.items():
         updates, size = run()
         error, broken = errors(updates, truth)
-        for metric, value, unit in ((ERROR, error, "1"), ("bytes a parameter", size, "B")):
-            told = value if np.isfinite(value) else None
-            row = timing.row(f"{name}, {table}", kind, metric, told, unit)
-            first = name == STREAMS[0]
-            if metric == ERROR or first:
-                title = f"{ERROR}, {table}" if metric == ERROR else f"bytes of state a parameter, {table}"
-                rows.append(row | {"table": title, "pivot": (kind, name if metric == ERROR else "bytes")})
+        row = timing.row(f"{name}, {told}", kind, ERROR, error if np.isfinite(error) else None, "1")
+        rows.append(row | {"table": f"{ERROR}, {told}", "pivot": (kind, name)})
+        if name == STREAMS[0]:
+            row = timing.row(f"{name}, {told}", kind, "bytes a parameter", size, "B")
+            rows.append(row | {"table": f"bytes of state a parameter, {told}", "pivot": (kind, "bytes")})
         if broken:
-            rows.append(timing.row(f"{name}, {table}", kind, "steps that are not finite", broken, "1"))
+            rows.append(timing.row(f"{name}, {told}", kind, "steps that are not finite", broken, "1"))
     return rows

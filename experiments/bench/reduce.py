@@ -1,10 +1,10 @@
 """Means of gradients over all GPUs of a host in every form of `fp8jax.dist.all_reduce_gradients`, against bf16 sums.
 
 A gradient of one parameter in fp32 or bf16 becomes its mean, in the same dtype or left as codes; local passes count.
-The size is that of the gradient in bf16. "collectives" runs what a form sends alone, without quantizing and summing.
-"sent" is what a GPU sends, from the compiled program. Predicted before the first run, for 256 MiB on two H200s: codes
-summed by NCCL 1.3 times as fast as bf16 from bf16 gradients to codes and 1.2 from fp32 to fp32; two phases 1.0 and 1.0,
-because two collectives have two latencies and the largest magnitude is a pass of its own.
+The size is that of the gradient in bf16. "sent" is what a GPU sends, from the compiled program. Predicted before the
+first run, for 256 MiB on two H200s: codes summed by NCCL 1.3 times as fast as bf16 from bf16 gradients to codes and 1.2
+from fp32 to fp32; two phases 1.0 and 1.0, because two collectives have two latencies and the largest magnitude is a
+pass of its own.
 
 A ratio of time is the time of bf16 over that of the form, of bytes the form's over those of bf16. Forms run in turns,
 each a program of its own, started again and again without waiting; medians. With bf16 gradients the form bf16 copies
@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -47,39 +46,22 @@ def reduction(comm: Comm, decode: bool) -> Callable[..., Any]:
     return functools.partial(all_reduce_gradients, axes=AXIS, comm=comm, dequantize=decode, min_size=0)
 
 
-def exchange(name: str) -> Callable[..., Any]:
-    """The collectives of a form alone, on codes or values that are there; checks nothing, rounds nothing."""
-
-    def two(x: jax.Array) -> jax.Array:
-        parts = lax.all_to_all(x.reshape(lax.axis_size(AXIS), -1), AXIS, 0, 0, tiled=True)
-        return lax.all_gather(parts[0], AXIS, axis=0, to="invarying").reshape(-1)
-
-    return two if "two phases" in name else lambda x: lax.psum(x, AXIS)
-
-
-def programs(mesh: jax.sharding.Mesh, elements: int, kind: str) -> dict[str, tuple[Any, tuple[int, ...], Any]]:
-    """Compiled programs, and the shape and dtype of every GPU's gradients, that they take."""
-    choices: dict[str, tuple[Any, Any]] = {}
+def programs(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> dict[str, Any]:
+    """Compiled programs, of every GPU's gradients."""
+    choices: dict[str, Any] = {}
     for name, comm in FORMS.items():
-        choices[name] = reduction(comm, True), DTYPES[kind]
+        choices[name] = reduction(comm, True)
         if comm.spec is not None:
-            choices[f"{name}, left as codes"] = reduction(comm, False), DTYPES[kind]
-    if kind == BASE:
-        wires = {"fp32": jnp.float32, BASE: jnp.bfloat16, "e4m3, two phases": jnp.uint8,
-                 "e4m3, one phase": jnp.float8_e4m3fn, "e5m2, one phase": jnp.float8_e5m2}  # fmt: skip
-        for name, dtype in wires.items():
-            choices[f"{name}, collectives"] = exchange(name), dtype
-    placed = NamedSharding(mesh, P(AXIS))
+            choices[f"{name}, left as codes"] = reduction(comm, False)
+    operand = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(AXIS)))
 
-    def build(function: Any, dtype: Any) -> tuple[Any, Any]:
+    def build(function: Any) -> Any:
         mapped = jax.shard_map(lambda x: function(x[0]), mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False)
-        shape = (mesh.size, elements // 4096, 4096)
-        program = jax.jit(mapped).lower(jax.ShapeDtypeStruct(shape, dtype, sharding=placed)).compile()
-        return program, shape
+        return jax.jit(mapped).lower(operand).compile()
 
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        built = {name: pool.submit(build, *how) for name, how in choices.items()}
-    return {name: (*future.result(), choices[name][1]) for name, future in built.items()}
+        built = {name: pool.submit(build, function) for name, function in choices.items()}
+    return {name: future.result() for name, future in built.items()}
 
 
 def main(argv: list[str]) -> None:
@@ -95,8 +77,9 @@ def main(argv: list[str]) -> None:
     for mib in [1] if timing.dry() else options.mib:
         for kind in options.dtype:
             ready, sent = dict[str, Callable[..., Any]](), dict[str, float]()
-            for name, (program, shape, dtype) in programs(mesh, mib * 2**19, kind).items():
-                arrays = jax.jit(functools.partial(_values, shape, dtype), out_shardings=NamedSharding(mesh, P(AXIS)))()
+            shape, dtype, rows = (mesh.size, mib * 2**7, 4096), DTYPES[kind], NamedSharding(mesh, P(AXIS))
+            arrays = jax.jit(functools.partial(_values, shape, dtype), out_shardings=rows)()
+            for name, program in programs(mesh, shape, dtype).items():
                 sent[name] = sum(one.sent_bytes for one in collectives(program.as_text()))
                 ready[name] = functools.partial(program, arrays)
                 jax.block_until_ready(ready[name]())
@@ -109,10 +92,9 @@ def form_rows(case: str, times: dict[str, timing.Seconds], sent: dict[str, float
     """Milliseconds of each form, bf16's time over it, and MB that a GPU sends, over bf16's."""
     rows = []
     for name, median in times.items():
-        base = f"{BASE}, collectives" if name.endswith("collectives") else BASE
-        rows.append(driver.time_row(case, name, "time", median, base, times[base] / median))
-        ratio = sent[name] / sent[base] if sent[base] else None
-        rows.append(timing.row(case, name, "sent", sent[name] / 1e6, "MB", base, ratio))
+        rows.append(driver.time_row(case, name, "time", median, BASE, times[BASE] / median))
+        ratio = sent[name] / sent[BASE] if sent[BASE] else None
+        rows.append(timing.row(case, name, "sent", sent[name] / 1e6, "MB", BASE, ratio))
     return rows
 
 
@@ -121,6 +103,4 @@ def _values(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     n = np.prod(shape[1:])
     wave = jnp.sin(jnp.arange(n, dtype=jnp.float32) * 0.7) * jnp.exp(3 * jnp.sin(jnp.arange(n, dtype=jnp.float32)))
     values = wave[None] * (1 + jnp.arange(shape[0], dtype=jnp.float32)[:, None])
-    if dtype == jnp.uint8:
-        return (jnp.abs(values) * 10).astype(jnp.uint8).reshape(shape)
     return values.astype(dtype).reshape(shape)

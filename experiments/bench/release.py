@@ -5,8 +5,7 @@ All parameters are trained; layers run in a loop and compute all but their input
 ", offloaded" keeps layers' inputs in the host's memory until the backward pass. Masters are fp32;
 ", bf16+int8 masters" keeps them by parts (weights in bf16, 8 bits more beside them), ", bf16 weights" none: layers'
 weights are bf16 and rounded stochastically. "coat_optimizer" has products in bf16 and moments in 8 bits, "bf16" moments
-in fp32. "memory" is what the compiled program needs, its arguments included, on each GPU, "peak" the most that the
-device had in use, where an arm was the first to need so much. What does not fit is not run.
+in fp32. "memory" is what the compiled program needs, its arguments included, on each GPU. What does not fit is not run.
 """
 
 import math
@@ -90,11 +89,6 @@ def rates(case: str, name: str, arms: Mapping[str, CardArm], times: Mapping[str,
     return rows
 
 
-def _peak() -> float:
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    return max(one.get("peak_bytes_in_use", 0) for one in stats) / 1e9
-
-
 def main(argv: list[str]) -> None:
     parser = driver.parser("release", __doc__, rounds=3, steps=3)
     parser.add_argument("--model", choices=sizes.NAMES, default="7b", help="8b has a vocabulary of 128,256")
@@ -126,15 +120,13 @@ def main(argv: list[str]) -> None:
             raise
         needs[name] = arm.needs
         first, fits = needs.get(base), needs[name] < room
-        rows = [timing.row(case, name, "memory", needs[name], "GB", base, first and first / needs[name])]
+        row = timing.row(case, name, "memory", needs[name], "GB", base, first and first / needs[name])
         print(f"  {name}: {needs[name]:.1f} GB{'' if fits else ', does not fit'}", flush=True)
         if fits:
-            arms[name], before = arm, _peak()
+            arms[name] = arm
             print(f"    loss {float(arm()):.4f}", flush=True)
-            if _peak() > before:
-                rows.append(timing.row(case, name, "peak", _peak(), "GB"))
             arm.stop()
-        file.add(rows)
+        file.add([row])
     times = driver.timed(arms, options.rounds, options.steps)
     one = speed.peak(jax.devices()[0].device_kind)
     for name in times:

@@ -27,7 +27,7 @@ import numpy as np
 
 from experiments import mesh, plan
 from experiments.bench import driver, step_torch, timing
-from experiments.bench.arms import AGAIN, BF16, LOGITS, LOOP, PLAIN, parsed, settings
+from experiments.bench.arms import AGAIN, BF16, CHANGES, STEP_PARTS, parse, settings
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 from experiments.train import config, speed
@@ -92,13 +92,13 @@ class StepArm(driver.Arm):
         data, fsdp, tensor, expert = (sizes_of_axes[name] for name in mesh.AXES)
         self.mesh = mesh.make(data, fsdp, devices, tensor=tensor, expert=expert)
         self.config, self.count, self.batch, self.length = model, count, batch, length
-        recipe, remat, kernels, unroll, chunked = settings(name)
+        recipe, remat, kernels, chunked = settings(name)
         chunked = in_chunks("auto", batch * length, model.vocab) if chunked is None else chunked
         optimizer = make_optimizer(config.Config(), recipe)
         rows = mesh.batches(self.mesh)
-        how: dict[str, Any] = {"remat": remat, "rows": rows if count > 1 else None, "unroll": unroll}
-        how["chunked"] = chunked
-        self.task = Task.build(self.config, optimizer, recipe, seed=0, **how)
+        self.task = Task.build(
+            self.config, optimizer, recipe, remat=remat, seed=0, rows=rows if count > 1 else None, chunked=chunked
+        )
         self.shapes = jax.eval_shape(self.task.init)
         self.placed = placed = mesh.state(self.mesh, self.shapes)
         self.decides = any(part.is_threshold for part in recipe.linear.states.values())
@@ -164,10 +164,8 @@ def main(argv: list[str]) -> None:
         "--arm",
         nargs="+",
         default=list(ARMS),
-        help="recipes; 'bf16, recomputed' is always there; with ', 8-bit gradients' or ', 8-bit gradients, one phase' "
-        "gradients travel so; with ', as written' nothing is recomputed, with ', recomputed' all but products and "
-        f"attention; with ', {PLAIN}' XLA computes all, with ', {LOOP}' layers run in a loop, with "
-        f"{' or '.join(repr(', ' + how) for how in LOGITS)} the loss has so many at once",
+        help=f"recipes, with one of {', '.join((*CHANGES, *STEP_PARTS))} after a comma, or several; "
+        f"{AGAIN!r} is always there",
     )
     parser.add_argument("--torch", nargs="*", choices=step_torch.ARMS, default=list(step_torch.ARMS), help="its arms")
     parser.add_argument(
@@ -180,7 +178,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     try:
         for arm in options.arm:
-            parsed(arm)
+            parse(arm, STEP_PARTS)
         for where in options.mesh or ():
             if where not in MESHES:
                 mesh.parse(where)

@@ -4,7 +4,6 @@ Weights and moments are fp32, what is computed is bf16 (autocast), attention is 
 chooses, AdamW is torch's fused one. Inductor decides what is recomputed. The head is not quantized, as in our recipes.
 """
 
-import concurrent.futures
 import dataclasses
 import importlib
 import importlib.util
@@ -64,39 +63,22 @@ class TorchTimes(NamedTuple):
 
 
 def measured(
-    arms: Sequence[str],
-    llama: LlamaConfig,
-    batch: int,
-    length: int,
-    rounds: int,
-    steps: int,
-    gpus: Sequence[str] = (),
+    arms: Sequence[str], llama: LlamaConfig, batch: int, length: int, rounds: int, steps: int
 ) -> dict[str, TorchTimes]:
-    """Times and memory of the arms that can run here, in processes of their own, which leave the GPU empty.
+    """Times and memory of the arms that can run here, in a process of their own, which leaves the GPU empty.
 
     Args:
         arms: names of `ARMS`.
         llama, batch, length: the model and its batch.
         rounds, steps: as `timing.in_turns` takes them.
-        gpus: numbers of GPUs that nobody else uses, each for an arm at a time; () for all arms on the first, in turn.
     """
-    if timing.dry() or not (arms := [arm for arm in arms if arm in list(available(arms))]):
+    if timing.dry() or not (arms := list(available(arms))):
         return {}
-    asked = {"llama": dataclasses.asdict(llama), "batch": batch, "length": length, "rounds": rounds, "steps": steps}
-    if not gpus:
-        return _run(asked | {"arms": arms}, {})
-    with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
-        shares = [arms[i :: len(gpus)] for i in range(len(gpus))]
-        running = [pool.submit(_run, asked | {"arms": share}, {"CUDA_VISIBLE_DEVICES": gpu})
-                   for share, gpu in zip(shares, gpus, strict=True) if share]  # fmt: skip
-        found = {name: times for future in running for name, times in future.result().items()}
-    return {name: found[name] for name in arms if name in found}
-
-
-def _run(asked: dict[str, Any], environment: dict[str, str]) -> dict[str, TorchTimes]:
+    asked = {"arms": arms, "llama": dataclasses.asdict(llama), "batch": batch, "length": length, "rounds": rounds,
+             "steps": steps}  # fmt: skip
     command = [sys.executable, "-m", "experiments.bench.step_torch", json.dumps(asked)]
     # JAX makes the tables of positions there, and takes none of the GPU for it.
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     found = []
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

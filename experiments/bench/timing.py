@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def lowered(function: Callable[..., Any], *operands: Any, **options: Any) -> Cal
 
 
 def compiled(
-    functions: dict[str, Callable[..., Any]], sets: Sequence[tuple[Any, ...]], workers: int = 12
+    functions: Mapping[str, Callable[..., Any]], sets: Sequence[tuple[Any, ...]], workers: int = 12
 ) -> dict[str, Callable]:
     """Each function, jitted over all sets of operands, compiled and run once; those that fail are told of and left out.
 

@@ -4,7 +4,6 @@ Each takes a recipe's name, "bf16" for a step without fp8jax, and gives what mak
 clipped by their global norm; AdamW is optax's in a chain for bf16, `fp8jax.optimizer(..., clip=)` for the others.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import fp8jax
-from experiments.bench.arms import HEAD
+from experiments.bench import arms
 from experiments.models.plain_linen import LinenLlama
 
 BASE, HELD, RATE, CLIP, DECAY = "bf16", "held:", 3e-4, 1.0, 0.1
@@ -28,17 +27,16 @@ class Training(NamedTuple):
 
 
 def recipe_of(arm: str) -> fp8jax.Recipe:
-    """The recipe of an arm: a preset's name, or "auto:" and one, which is taken where layers gain; "held:" before it.
-    "coat, 8-bit head" has the products of the output head in FP8, too.
+    """The recipe of an arm, as `arms.parse` takes it, or "auto:" and a preset, which is taken where layers gain.
+
+    "held:" may stand before it.
 
     Raises:
         ValueError: no preset has this name.
     """
     arm = arm.removeprefix(HELD)
-    if arm.endswith(f", {HEAD}"):
-        return dataclasses.replace(recipe_of(arm.removesuffix(f", {HEAD}")), head=fp8jax.recipes.HEAD)
     start, _, name = arm.rpartition(f"{fp8jax.recipes.AUTO}:")
-    return fp8jax.recipes.get(arm) if start or name == arm else fp8jax.recipes.for_shapes(name)
+    return arms.parse(arm)[0] if start or name == arm else fp8jax.recipes.for_shapes(name)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

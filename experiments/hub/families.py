@@ -47,6 +47,12 @@ class Tensor:
         of_one = [flat[path].shape[self.depth :] for path in self.paths]
         return [(*shape[:-1], shape[-1] // self.part[1]) for shape in of_one]
 
+    def shape(self, flat: Mapping[str, Any]) -> tuple[int, ...]:
+        """The shape of the tensor of one layer and expert, as it is stored."""
+        shapes = self.shapes(flat)
+        whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+        return whole[::-1] if self.turned else whole
+
     def indices(self, config: LlamaConfig) -> Iterator[tuple[int, ...]]:
         """The numbers that its names have, and the indices of its leaves."""
         return np.ndindex(*(config.layers, config.experts)[: self.depth])

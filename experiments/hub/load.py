@@ -214,15 +214,13 @@ def _split(
     parts: dict[str, list[Part]],
     scale: Stored | None,
 ) -> None:
-    shapes = tensor.shapes(flat)
-    whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-    expected = whole[::-1] if tensor.turned else whole
+    expected = tensor.shape(flat)
     if stored.shape != expected:
         raise UserError(
             f"{stored.file}: {stored.name} is {list(stored.shape)}, but by config.json it is {list(expected)}"
         )
     start = 0
-    for path, shape in zip(tensor.paths, shapes, strict=True):
+    for path, shape in zip(tensor.paths, tensor.shapes(flat), strict=True):
         at = tensor.part[0] * shape[-1]
         parts.setdefault(path, []).append(Part(stored, tensor.turned, start, shape[-1], index, at, scale))
         start += shape[-1]

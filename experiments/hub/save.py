@@ -164,17 +164,10 @@ def _common(parts: list[Written]) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def _shape(tensor: Tensor, flat: dict[str, Any]) -> tuple[int, ...]:
-    """Of a tensor of one layer and expert, as it is written."""
-    shapes = tensor.shapes(flat)
-    whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-    return whole[::-1] if tensor.turned else whole
-
-
 def _kept(tensors: Sequence[Tensor], config: LlamaConfig, flat: dict[str, Any], storage: EightBits) -> list[str]:
     """Linear layers that stay in 16 bits: routers, those that do not fit, and those that servers fuse with them."""
     linear = {
-        name.removesuffix(".weight"): storage.fits(*_shape(tensor, flat))
+        name.removesuffix(".weight"): storage.fits(*tensor.shape(flat))
         for tensor in tensors if tensor.linear for name in load.names(tensor, config)
     }  # fmt: skip
 
@@ -200,7 +193,7 @@ def _parts(
     """What is written of a tensor of each layer and expert."""
     for at in tensor.indices(config):
         name = tensor.name.format(*at)
-        shape = _shape(tensor, flat)
+        shape = tensor.shape(flat)
         if eight is not None and tensor.linear and name.removesuffix(".weight") not in kept:
             scale = f"{name.removesuffix('weight')}{eight.storage.scale}"
             kinds = {

@@ -84,7 +84,7 @@ ONE_GPU = (
           "coat_fast", "coat, 8-bit head", "coat_fast, 8-bit head", file="step_vocab"),
     bench("quantize", 65),
     bench("gemm_int8", 65, "--limit", "55", "--shapes", "4"),
-    bench("linear", 50, "--model", "7b", "--tokens", "16384"),
+    bench("linear", 50),
     bench("step", 90, *STEP, "--torch", "--arm", "moss", "moss, weights just in time", "moss, weights delayed",
           file="step_scaling"),
     bench("lora", 45, "--arm", "te_current on e4m3", "fast on e4m3"),

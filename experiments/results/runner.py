@@ -157,13 +157,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         wide = [job for width in JOBS if 0 < width <= len(slots) for job in JOBS[width]]
         trained = [job.reading(options.data or ()) for job in TRAINED if job.gpus <= len(set(slots))]
         jobs = distinct() if options.dry else CPU if options.cpu else trained if options.data else wide
-        fitting, jobs = jobs, [job for job in jobs if not options.only or job.name in options.only]
-        if options.only and (left_out := set(options.only) - {job.name for job in fitting}):
-            plain = "GPUs without --data" if options.data else "GPUs without --cpu" if options.cpu else "GPUs"
-            needs = {job.name: f"{job.gpus} {plain}" if job.gpus else "--cpu" for some in JOBS.values() for job in some}
-            needs |= {job.name: f"--data and {job.gpus} GPUs" for job in TRAINED}
-            told_of = "; ".join(f"{name} takes {needs[name]}" for name in sorted(left_out))
-            parser.error(f"--only names what does not run here: {told_of}; there are {len(set(slots))} of {device}")
+        here = {job.name for job in jobs}
+        if absent := sorted(set(options.only or ()) - here):
+            parser.error(
+                f"--only {' '.join(absent)}: not with these options and {len(set(slots))} of {device}: see --list"
+            )
+        jobs = [job for job in jobs if not options.only or job.name in options.only]
         with ending_together():
             return measure(jobs, commit, device, slots, options)
 

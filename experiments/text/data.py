@@ -17,6 +17,7 @@ import numpy as np
 
 from experiments.errors import UserError
 from experiments.files import irregular, read_bytes
+from experiments.text.packing import fingerprint_of
 from experiments.text.tokenizer import Tokenizer
 
 # Tests, vendored code and generated tables of the standard library read unlike the rest of it.
@@ -50,12 +51,8 @@ class Tokens:
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change with any token of either split."""
-        digest = hashlib.sha256()
-        for split in (self.train, self.valid):
-            digest.update(f"{split.dtype}{split.shape}".encode())
-            digest.update(np.ascontiguousarray(split).data)
-        return digest.hexdigest()[:16]
+        """As of `fingerprint_of`."""
+        return fingerprint_of(self.train, self.valid)
 
 
 def stdlib_files() -> list[Path]:

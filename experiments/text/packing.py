@@ -31,6 +31,15 @@ def parts(batch: Any) -> tuple[Any, Any, Any]:
     return batch[:, 0], batch[:, 1], batch[:, 2]
 
 
+def fingerprint_of(*splits: np.ndarray) -> str:
+    """Sixteen hexadecimal digits that change with any token of some splits."""
+    digest = hashlib.sha256()
+    for split in splits:
+        digest.update(f"{split.dtype}{split.shape}".encode())
+        digest.update(np.ascontiguousarray(split).data)
+    return digest.hexdigest()[:16]
+
+
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """Both splits as rows, int32 (rows, 3, T + 1).
@@ -50,12 +59,8 @@ class Packed:
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change with any token of either split."""
-        digest = hashlib.sha256()
-        for split in (self.train, self.valid):
-            digest.update(f"{split.dtype}{split.shape}".encode())
-            digest.update(np.ascontiguousarray(split).data)
-        return digest.hexdigest()[:16]
+        """As of `fingerprint_of`."""
+        return fingerprint_of(self.train, self.valid)
 
     @property
     def filled(self) -> float:

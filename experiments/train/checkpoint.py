@@ -297,12 +297,11 @@ class Checkpoints:
                 f"{f'give its key in {KEY}' if is_signed else f'leave out {KEY}, or move it away'}"
             )
         if not hmac.compare_digest(str(seal).encode(), _seal(meta).encode()):
-            what = (
-                f"was not signed with the key in {KEY} (give the key of this run)"
-                if key
-                else "does not match its own digest"
-            )
-            raise self._damaged(step, f"its metadata {what}")
+            if key:
+                raise DamagedError(
+                    f"checkpoint {self.folder / str(step)} was changed, or signed with another key than that in {KEY}"
+                )
+            raise self._damaged(step, "its metadata does not match its own digest")
         return meta
 
     def restore(self, step: int, abstract: _State) -> tuple[_State, dict[str, Any]]:
@@ -388,7 +387,8 @@ class Checkpoints:
                 self._orbax = self._open()
             return state, meta
         for why in damaged.values():
-            raise UserError(f"{why}, and no older one is whole. Start afresh with --resume never")
+            fix = f"Give the key of this run in {KEY}, or start" if os.environ.get(KEY) else "Start"
+            raise UserError(f"{why}, and no older one is whole. {fix} afresh with --resume never")
         return None
 
     def _set_aside(self, step: int) -> Path:

@@ -74,7 +74,6 @@ _EVERYWHERE = (
     "max_bad_steps",
     "max_loss_jump",
 )
-_PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recipe] = fp8jax.recipes.get) -> int:

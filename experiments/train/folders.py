@@ -55,11 +55,7 @@ def prepare(config: Config, console: Console) -> None:
 
 def get_tokenizer(config: Config, corpus: data.Corpus) -> Tokenizer:
     """Bytes, or the checkpoint's; or the encoding of the run, trained now where the run has nothing to resume."""
-    if config.model.init:
-        return start.tokenizer(config)
-    if config.data.tokenizer == "bytes":
-        return Bytes()
-    if has_progress(config.folder):
+    if config.model.init or config.data.tokenizer == "bytes" or has_progress(config.folder):
         return load_tokenizer(config)
     tokenizer = BytePair.train(corpus.train, config.data.vocab)
     tokenizer.save(config.folder / "tokenizer.json")

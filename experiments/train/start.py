@@ -97,13 +97,15 @@ def shape(config: Config, vocab: int = 256) -> LlamaConfig:
     """
     if not config.model.init:
         return _check_experts(config, config.model.shape(vocab))
-    folder = resolve(config)
-    families, files = _hub("families"), _hub("files")
-    _, llama = families.read(folder / "config.json", files.read_json(folder / "config.json"))
+    llama = _shape_of(resolve(config))
     if llama.learned_positions:
         raise UserError(f"--init {config.model.init}: documents are packed, and this model has learned positions")
-    result: LlamaConfig = llama
-    return _check_experts(config, result)
+    return _check_experts(config, llama)
+
+
+def _shape_of(folder: Path) -> LlamaConfig:
+    path = folder / "config.json"
+    return _hub("families").read(path, _hub("files").read_json(path))[1]  # type: ignore[no-any-return]
 
 
 def _check_experts(config: Config, llama: LlamaConfig) -> LlamaConfig:
@@ -139,13 +141,12 @@ def tokenizer(config: Config) -> CheckpointTokenizer:
         UserError: as `experiments.hub.tokenizer.read`.
     """
     folder, module = resolve(config), _hub("tokenizer")
-    families, files = _hub("families"), _hub("files")
-    _, llama = families.read(folder / "config.json", files.read_json(folder / "config.json"))
-    model, ends = module.read(folder, llama.vocab), module.ends(folder)
+    vocab = _shape_of(folder).vocab
+    model, ends = module.read(folder, vocab), module.ends(folder)
     # A separator's spelling inside a text is what the checkpoint makes of it.
     token = chat.token_of(chat.read_settings(folder), "bos_token")
     begins = None if token is None else model.token_to_id(token)
-    return CheckpointTokenizer(folder, llama.vocab, model, begins, ends[0] if ends else None)
+    return CheckpointTokenizer(folder, vocab, model, begins, ends[0] if ends else None)
 
 
 def resolve(config: Config) -> Path:

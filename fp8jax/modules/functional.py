@@ -380,9 +380,13 @@ def count_kernel_axes(layer: Any) -> tuple[int, int]:
 
 
 def count_layer_axes(layer: Any) -> int:
-    """The number of axes that `nnx.vmap` has put before a layer's own kernel axes."""
-    kernel_ndim = len(layer.kernel_shape) if isinstance(layer, nnx.Einsum) else sum(count_kernel_axes(layer))
-    return layer.kernel.ndim - kernel_ndim
+    """The number of a kernel's first axes that are those of `nnx.vmap`, or of the experts of an `nnx.Einsum`."""
+    if not isinstance(layer, nnx.Einsum):
+        return layer.kernel.ndim - sum(count_kernel_axes(layer))
+    operands, _, y = (layer.einsum_str or "").replace(" ", "").partition("->")
+    x, _, kernel = operands.partition(",")
+    has_experts = kernel[:1].isalpha() and kernel[0] in x and kernel[0] in y
+    return layer.kernel.ndim - len(layer.kernel_shape) + has_experts
 
 
 def _as_tuple(features: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -241,7 +241,7 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     Delayed scaling and `int8_fallback` add variables, which `fp8jax.nnx.value_and_grad` and `Optimizer` train. They are
     in `dot_general` or `einsum_op` of a Flax layer. In other classes they are in `fp8jax_NAME` for each parameter NAME
     of two axes or more, with a state for each matrix in its last two axes, as of each expert. A product of the whole
-    parameter uses the first state. Matmuls with other batch axes, such as those of `nnx.Einsum`, run as written.
+    parameter uses the first state. Matmuls with other batch axes run as written.
 
     A recipe, unlike a rule, does not quantize embeddings, output heads and routers. They are found by name, or by a
     result that is returned (heads) or goes into softmax, top_k or argmax (routers).

@@ -92,6 +92,17 @@ class SkipBadStepsState(NamedTuple):
     inner: optax.OptState
 
 
+class BadSteps(NamedTuple):
+    """Numbers of bad steps.
+
+    Attributes:
+        total, consecutive: as of `StepMonitor`.
+    """
+
+    total: Array
+    consecutive: Array
+
+
 def skip_bad_steps(
     tx: optax.GradientTransformation, max_loss_jump: float | Array | None = None, *, axis_name: AxisNames = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -181,15 +192,15 @@ def skip_bad_steps(
     return FusedTransformation(*flax_variables.with_unboxed_variables(init, update, step))
 
 
-def get_bad_steps(opt_state: optax.OptState) -> StepMonitor:
-    """The `total` and `consecutive` numbers of bad steps of an optimizer with `skip_bad_steps`, wherever it is in it.
+def get_bad_steps(opt_state: optax.OptState) -> BadSteps:
+    """The numbers of bad steps in the state of an optimizer with `skip_bad_steps`, wherever it is in it.
 
     Raises:
         ValueError: the optimizer has no `skip_bad_steps`, or several.
     """
     if (monitor := find_monitor(opt_state)) is None:
         raise ValueError("the optimizer skips no steps: wrap it in fp8jax.skip_bad_steps(tx)")
-    return monitor
+    return BadSteps(monitor.total, monitor.consecutive)
 
 
 def find_monitor(opt_state: optax.OptState) -> StepMonitor | None:

@@ -38,12 +38,14 @@ class Explanation:
         rows: the products, norms and activations in the program's order, then layers without a product.
         unquantized_note: the share of FLOPs in 16 bits that the rules want in fewer, with reasons; "" if there is none.
         notes: what a user should look at.
+        exchange_note: the bytes that devices send to each other's experts; "" if they send none.
         inspect: compiles the program for `program`; None if there is nothing to compile.
     """
 
     rows: tuple[PlanEntry, ...]
     unquantized_note: str = ""
     notes: tuple[str, ...] = ()
+    exchange_note: str = ""
     inspect: Callable[[], Any] | None = None
 
     @functools.cached_property
@@ -150,6 +152,7 @@ class Explanation:
     def _sentences(self) -> Iterator[str]:
         yield residual_bytes_note(self.entries)
         yield gains_note(self.entries)
+        yield self.exchange_note
         yield self.unquantized_note
         yield _rematerialization_note(self.entries)
         if self.leaking_layers:
@@ -271,6 +274,33 @@ def residual_bytes_note(entries: Sequence[PlanEntry]) -> str:
     note = f"memory: the inputs that are saved for the backward pass take {_format_bytes(total)}"
     factor = f"{plain / total:.2g} times as much"
     return f"{note}; without the recipe at least {_format_bytes(plain)} ({factor})" if plain else note
+
+
+def exchange_note(graph: Graph) -> str:
+    """The bytes of tokens that a device sends to the devices of their experts and back; "" if it sends none."""
+    total = _exchanged_bytes(graph, jax.sharding.get_abstract_mesh().shape)
+    if not total:
+        return ""
+    return (
+        f"devices: in a forward pass a device sends {_format_bytes(total)} of rows to the devices of their experts and "
+        "back, if each device gets as many; the backward pass sends as many rows"
+    )
+
+
+def _exchanged_bytes(graph: Graph, mesh_sizes: Mapping[str, int]) -> float:
+    """The bytes that one run of a program sends.
+
+    Args:
+        graph: the program.
+        mesh_sizes: sizes of the mesh axes around it.
+    """
+    total = 0.0
+    for node in graph.walk():
+        sizes = {**mesh_sizes, **primitives.mesh_sizes(node.eqn)}
+        inner = sum(_exchanged_bytes(body, sizes) for body in node.bodies)
+        length = node.eqn.params["length"] if node.kind == "scan" else 1
+        total += length * inner + primitives.sent_bytes(node.eqn, mesh_sizes)
+    return total
 
 
 def gains_note(entries: Sequence[PlanEntry]) -> str:

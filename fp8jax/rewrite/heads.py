@@ -4,6 +4,7 @@ Heads and routers are small, and their errors change the loss or the routing dir
 outputs gains no time in 8 bits. It often is a head inside of the function, such as a critic's value.
 """
 
+import collections
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -84,15 +85,17 @@ def find_edge_blocks(paths: Collection[str], counts: tuple[int, int]) -> dict[st
 def split_loop(paths: Collection[str], length: int, counts: tuple[int, int]) -> tuple[LoopPart, ...]:
     """The parts of a loop over the blocks of a model, with those that hold its first and last blocks.
 
-    An iteration whose paths have several numbers has a block for each. If no other block would be left, none is an
-    edge, and the loop has one part.
+    An iteration whose paths have several numbers, of at least two layers each, has a block for each number. If no other
+    block would be left, none is an edge, and the loop has one part.
 
     Args:
         paths: of the layers in an iteration.
         length: of the loop.
         counts: numbers of blocks at the start and at the end.
     """
-    numbers = sorted({int(number[0]) for path in paths if (number := block_number(path)) is not None})
+    counter = collections.Counter(int(found[0]) for path in set(paths) if (found := block_number(path)) is not None)
+    # Names such as Dense_0 and Dense_1 number the layers of a block.
+    numbers = sorted(counter) if min(counter.values(), default=0) > 1 else []
     per_iteration = max(len(numbers), 1)
     first, last = (-(-count // per_iteration) for count in counts)
     if not any(counts) or length * per_iteration <= sum(counts) or length < first + last:

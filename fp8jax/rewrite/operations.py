@@ -340,9 +340,15 @@ class ProductOperation:
         return StepWeight.from_codes(quantized, interpreter.layout_policy)
 
     def _is_matrix(self) -> bool:
-        """Whether the parameter is (inputs, outputs), or such for each expert, as given codes are."""
+        """Whether the weight is one parameter (inputs, outputs), or such for each expert, as given codes are."""
         (_, contract), num_experts = self._contracting_axes(), len(self.params["dimension_numbers"][1][0])
-        return tuple(contract) == tuple(range(num_experts, num_experts + len(contract)))
+        is_in_order = tuple(contract) == tuple(range(num_experts, num_experts + len(contract)))
+        return is_in_order and not is_concatenated(self.weight)
+
+
+def is_concatenated(value: Value) -> bool:
+    """Whether a weight is concatenated from several parameters."""
+    return value.weight is not None and bool(value.weight.further_paths)
 
 
 class GatheredRows(NamedTuple):
@@ -451,7 +457,7 @@ class RaggedOperation:
             rhs_group_dimensions=(0,),
         )
         use_inputs = UseInputs() if self.use is None else interpreter.use_inputs.get(self.use.key, UseInputs())
-        quantized = use_inputs.weight
+        quantized = None if is_concatenated(self.weight) else use_inputs.weight
         if has_outputs_first and quantized is not None:
             # They are codes of the stored matrices, which are (outputs, inputs).
             is_symmetric = quantized.forward.spec == quantized.dgrad.spec and one_pass_spec(self.linear) is not None

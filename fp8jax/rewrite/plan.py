@@ -46,6 +46,7 @@ from fp8jax.rewrite.operations import (
 )
 from fp8jax.rewrite.primitives import (
     CASTS,
+    CONCAT_PRIMITIVES,
     GATHER_PRIMITIVES,
     IDENTITY_PRIMITIVES,
     LAYOUTS,
@@ -145,8 +146,8 @@ def plan(
             path: tuple(rest) for p in matmuls for path, *rest in map(call_info.layer_paths, p.weight.further_paths)
         }
         sources = [path for entry in entries.values() for path in entry.source_layers]
-        other_paths = {p.path for p in matmuls if p.node not in skipped}
-        skip_reasons = {p.path: skipped[p.node] for p in matmuls if p.path not in other_paths}
+        kept_paths = {p.path for p in matmuls if p.node not in skipped}
+        skip_reasons = {p.path: skipped[p.node] for p in matmuls if p.path not in kept_paths}
         rules.check_all_used(
             aliases,
             skip_reasons,
@@ -232,7 +233,8 @@ def _is_gathered(p: WeightMatmul) -> bool:
 
 def _has_axis_of_experts(p: WeightMatmul) -> bool:
     """Whether a product has a matrix for each index of the first axis of the parameter as it is stored."""
-    if p.weight.further_paths:
+    concatenation = p.weight.stored.node  # along the first axis each parameter has experts of its own
+    if p.weight.further_paths and (concatenation is None or concatenation.eqn.params.get("dimension", 0) == 0):
         return False
     if p.node.kind != "dot_general":
         if p.node.weight_axes is None:  # no grouped product
@@ -251,10 +253,17 @@ def _find_levels(matmuls: list[WeightMatmul]) -> dict[Node, tuple[LoopLevel, ...
         has_experts = p.is_stacked or (_has_batch_axes(p) and _has_axis_of_experts(p))
         if _is_gathered(p) or (_has_batch_axes(p) and not has_experts):  # codes of the parameter are of its shard
             continue
-        levels[p.node] = loop_levels(p.enclosing, p.weight.stored, has_experts)
+        levels[p.node] = loop_levels(p.enclosing, _first_parameter(p.weight.stored), has_experts)
         if has_experts:
             levels[p.node] += (LoopLevel(True, p.node.operands[p.side].shape[0]),)
     return levels
+
+
+def _first_parameter(value: Value) -> Value:
+    """The first of the parameters that are concatenated into a value; another value itself."""
+    while value.kind in CONCAT_PRIMITIVES and value.node is not None and value.node.operands[0].weight is not None:
+        value = value.node.operands[0].weight.stored
+    return value
 
 
 def _is_outer_shape(p: WeightMatmul, axes: tuple[int, ...]) -> bool:
@@ -293,14 +302,17 @@ def _number_uses(products: list[WeightMatmul], levels: Mapping[Node, tuple[LoopL
         if linear is None or not isinstance(operation, ProductOperation | RaggedOperation):
             continue
         if p.concatenated:
-            if observed_operands(linear):
+            # Concatenated experts have the state of the first parameter. A bound on a weight is its own alone.
+            has_shared_state = _has_batch_axes(p) and p.node in levels and not linear.needs_weight_bounds
+            if observed_operands(linear) and not has_shared_state:
                 raise ValueError(
                     f"{path_list((p.path, *p.concatenated))} are concatenated or stacked into "
                     f"one matrix, at {p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each "
                     "parameter. Put them together outside of the function, or take a recipe with current scaling, "
                     "as te_current"
                 )
-            continue
+            if not observed_operands(linear):
+                continue
         if p.node not in levels:
             continue
         has_experts = _has_batch_axes(p) or p.is_stacked

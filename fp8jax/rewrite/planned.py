@@ -34,6 +34,7 @@ class CallPlan(NamedTuple):
         result_structure: the tree structure of the results.
         run, compiled: run the planned program on arrays and use inputs; `compiled` is jitted.
         list_rows: returns the rows of `explain`, in program order.
+        note_exchange: returns `fp8jax.rewrite.explanation.exchange_note` of the program.
         error, share: see `fp8jax.rewrite.plan.ProgramPlan`.
     """
 
@@ -44,6 +45,7 @@ class CallPlan(NamedTuple):
     run: Callable
     compiled: Callable
     list_rows: Callable[[], tuple[PlanEntry, ...]]
+    note_exchange: Callable[[], str]
     error: str = ""
     share: UnquantizedShare = UnquantizedShare()
 
@@ -59,7 +61,7 @@ class CallPlan(NamedTuple):
             choice.missing_kernels_advice(),
         )
         rows = self.list_rows() if rows is None else rows
-        return Explanation(tuple(rows), self.share.text, tuple(filter(None, notes)), inspect)
+        return Explanation(tuple(rows), self.share.text, tuple(filter(None, notes)), self.note_exchange(), inspect)
 
 
 class Notices:

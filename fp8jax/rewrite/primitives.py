@@ -242,7 +242,7 @@ def iteration_inputs(eqn: Any, inputs: Sequence[Any], iteration: int) -> list[An
 BodyFn = Callable[..., list[Any]]
 
 
-def while_parts(eqn: Any, operands: list[Any]) -> tuple[Callable[[list[Any]], Any], list[Any], list[Any]]:
+def while_parts(eqn: Any, operands: list[Any]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
     """The condition of a while loop as a function of its carry, the constants of its body, and the first carry."""
     num_cond_consts, consts, cond_jaxpr = (eqn.params[key] for key in ("cond_nconsts", "body_nconsts", "cond_jaxpr"))
     cond_consts, rest = operands[:num_cond_consts], operands[num_cond_consts:]
@@ -297,8 +297,11 @@ def rebind_control_flow(
         return [*carry, *(jnp.concatenate(parts) for parts in zip(*stacked, strict=True))]
     if name == "while":
         condition, consts_in, carry = while_parts(eqn, operands)
-        loop_body = lambda carry: body([*consts_in, *carry], extra_consts, extra_xs)[:num_outputs]  # noqa: E731
-        return list(lax.while_loop(condition, loop_body, carry))
+
+        def loop_body(carry: list[Any]) -> list[Any]:
+            return body([*consts_in, *carry], extra_consts, extra_xs)[:num_outputs]
+
+        return lax.while_loop(condition, loop_body, carry)
     if name == "cond":
         branches = [lambda xs, more, r=r: r(xs, *more) for r in body_fns]
         return list(lax.switch(operands[0], branches, operands[1:], (extra_consts, extra_xs)))
@@ -377,6 +380,28 @@ class Equation:
             for name in self._outer_scopes:
                 stack.enter_context(jax.named_scope(name))
             return list(self._call(*values.values()))
+
+
+def sent_bytes(eqn: Any, mesh_sizes: Mapping[str, int]) -> float:
+    """Bytes of the rows that a device sends to others in a ragged all-to-all; 0 for any other equation.
+
+    Each device is assumed to send as many rows to each device.
+
+    Args:
+        eqn: the equation.
+        mesh_sizes: sizes of the mesh axes around it; others have one device.
+    """
+    if eqn.primitive.name != "ragged_all_to_all":
+        return 0.0
+    axes, (rows, received) = eqn.params["axis_name"], (v.aval for v in eqn.invars[:2])
+    devices = math.prod(mesh_sizes.get(name, 1) for name in (axes if isinstance(axes, tuple) else (axes,)))
+    # One of both has room for the rows of all devices.
+    return float(min(rows.size, received.size) * rows.dtype.itemsize * (devices - 1) / devices)
+
+
+def mesh_sizes(eqn: Any) -> Mapping[str, int]:
+    """Sizes of the mesh axes of a `shard_map` equation; none for any other equation."""
+    return dict(eqn.params["mesh"].shape) if eqn.primitive.name == "shard_map" else {}
 
 
 def ragged_weight_axes(eqn: Any) -> tuple[int, int, int] | None:

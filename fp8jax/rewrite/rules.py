@@ -231,13 +231,12 @@ class RuleSet:
         single = {i for i, rule in enumerate(self.rules) if rule.path in names | {*map(re.escape, names)}}
         used = set[int]()
         for path in paths:
-            for i in () if path in skipped else self._matches(path, *aliases_of[path]):
-                used.add(i)
-                if i not in single:
+            for match in () if path in skipped else self._matches(path, *aliases_of[path]):
+                used.add(match)
+                if match not in single:
                     break
-        used |= {
-            i for path in source_layers if (i := self._first_match(path)) is not None and self.rules[i].recipe is None
-        }
+        first_rules = [self._first_match(path) for path in source_layers]
+        used |= {i for i in first_rules if i is not None and self.rules[i].recipe is None}
         optional = range(self._num_user_rules, len(self.rules) - 1)
         unused = [i for i in range(len(self.rules)) if i not in used and i not in optional]
         if unused:

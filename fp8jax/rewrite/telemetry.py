@@ -224,7 +224,8 @@ class Fault(NamedTuple):
 
     Attributes:
         layer, role: of the tensor, as in `fp8jax.telemetry`.
-        indices: of the layer in a stack, such as (3,); () without a stack.
+        indices: of the layer in a stack, such as (3,); () without a stack. In a loop that `Recipe.unquantized_blocks`
+            splits, they count from the first quantized block.
         statistic, value: the one that stands out: "nonfinite", "saturated", "snr_db" or "lost".
     """
 

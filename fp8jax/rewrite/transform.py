@@ -14,7 +14,7 @@ from fp8jax.ops.dispatch import choice
 from fp8jax.rewrite import training
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.check import Comparison, check
-from fp8jax.rewrite.explanation import Explanation, list_rows
+from fp8jax.rewrite.explanation import Explanation, exchange_note, list_rows
 from fp8jax.rewrite.frozen_params import as_shape_struct, frozen_info, frozen_leaf_predicate, is_frozen
 from fp8jax.rewrite.graph import Graph
 from fp8jax.rewrite.plan import plan, split_edge_iterations
@@ -265,8 +265,10 @@ class Transformed:
 
         compiled = jax.jit(run, static_argnames="collect_stats")
         rows = functools.partial(list_rows, graph, graph_schedule, self._rules, call_info, entries)
-        plan_entries = tuple(entries.values())
-        return CallPlan(plan_entries, uses, tuple(paths), structure, run, compiled, rows, message, unquantized)
+        exchange, plan_entries = functools.partial(exchange_note, graph), tuple(entries.values())
+        return CallPlan(
+            plan_entries, uses, tuple(paths), structure, run, compiled, rows, exchange, message, unquantized
+        )
 
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is a static setting: each of its values is a program of its own."""

@@ -241,3 +241,16 @@ def test_what_cannot_be_exchanged_is_refused(error, message, ask):
 def test_an_exchange_outside_of_shard_map_is_refused():
     with pytest.raises(ValueError, match=r"inside jax\.shard_map"):
         TokenExchange.from_sizes(UNEVEN[0], "expert", ROWS)
+
+
+def test_explain_counts_the_rows_that_a_device_sends():
+    def run(w, x, sizes):
+        exchange = TokenExchange.from_sizes(sizes[0], "expert", ROWS)
+        y = jax.lax.ragged_dot(exchange.dispatch(x[0], "e4m3:token"), w, exchange.group_sizes)
+        return exchange.combine(y, "e4m3:token")[None]
+
+    explained = fp8jax.transform(mapped(run), "coat").explain(W, X, UNEVEN)
+    sent = 3 / 4 * ROWS * (INPUTS + 4 + 4 * OUTPUTS)  # codes with a scale a row, then results in fp32
+    assert f"sends {sent:.4g} B of rows" in explained.exchange_note
+    assert explained.exchange_note[:20] in str(explained)
+    assert not fp8jax.transform(lambda w, x: x @ w, "coat").explain(W[0], X[0]).exchange_note

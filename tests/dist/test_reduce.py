@@ -416,10 +416,8 @@ def test_axes_that_are_left_to_xla_are_told(mesh, recwarn):
     assert told[0].filename == __file__
 
 
-def test_one_phase_is_refused_where_nccl_cannot_sum(mesh, monkeypatch):
-    monkeypatch.setattr("fp8jax.ops.dispatch.choice.on_cuda", lambda: True)
-    monkeypatch.setattr("fp8jax.ops.dispatch.choice.capability", lambda: 89)
-    with pytest.raises(ValueError, match=r"this GPU has 8\.9; take 'two_phase'"):
+def test_one_phase_is_refused_where_nccl_cannot_sum(mesh):
+    with choice.target(capability=89), pytest.raises(ValueError, match=r"this GPU has 8\.9; take 'two_phase'"):
         jax.eval_shape(on_each(mesh, functools.partial(
             all_reduce_gradients, axes=AXES, comm=Comm("e4m3", "one_phase"))), {"w": jnp.ones((8, 64))})  # fmt: skip
 

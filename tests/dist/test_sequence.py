@@ -377,8 +377,14 @@ def test_outside_of_a_shard_map_the_message_says_what_to_do():
     for function in (gather_sequence, scatter_sequence):
         with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map.*Map the block over the mesh"):
             function(X, "tensor")
+
+
+def test_weights_and_their_codes_are_as_many():
+    def multiply(x):
+        return gather_linear(x, [X[0], X[0]], "tensor", recipe="coat", quantized=[None])[0]
+
     with pytest.raises(ValueError, match="2 weights were given quantized as 1"):
-        gather_linear(X, [X[0], X[0]], "tensor", recipe="coat", quantized=[None])
+        jax.eval_shape(mapped(multiply), X)
 
 
 @pytest.mark.parametrize("spec", ["int8:token", "int8:group32"])

@@ -1,14 +1,17 @@
 """One of several processes of the training program, which sends itself a signal: for test_hosts.py.
 
-Before a step; "0" is while the others compile it.
+Before a step; "0" is while the others compile it. Batches of the numbers in its third argument have a loss of NaN.
 """
 
 import os
 import sys
 
+import pytest
+
 from experiments import mesh
 from experiments.train import cli
 from experiments.train import loop as loops
+from tests.experiments.test_bad_steps import mark_batches
 from tests.experiments.test_mesh import mixed
 
 
@@ -33,9 +36,10 @@ class Signalled(loops.Loop):
 if __name__ == "__main__":
     Signalled.at, Signalled.signum = int(sys.argv[1]), int(sys.argv[2])
     mesh.SMALLEST = 1024
+    mark_batches(pytest.MonkeyPatch(), {int(number) for number in sys.argv[3].split(",") if number})
     if Signalled.signum and not Signalled.at:
         cli.Task.build = lambda *_, **__: os.kill(os.getpid(), Signalled.signum)
     cli.Loop = Signalled
     sys.exit(
-        cli.main(sys.argv[3:], recipe=lambda name: mixed(name) if name == "mixed" else cli.fp8jax.recipes.get(name))
+        cli.main(sys.argv[4:], recipe=lambda name: mixed(name) if name == "mixed" else cli.fp8jax.recipes.get(name))
     )

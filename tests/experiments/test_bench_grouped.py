@@ -1,6 +1,6 @@
 """The benchmark of grouped products: its code runs through, its references are right, and arms fail alone."""
 
-import concurrent.futures
+import argparse
 import importlib.util
 import json
 import os
@@ -50,16 +50,17 @@ def test_references_are_products_of_each_group(is_permuted):
 
 
 def test_an_arm_that_fails_stops_no_other(capsys):
-    arms = {name: (jnp.sin, ("x",)) for name in ("good", "bad", "double")}
-    case = types.SimpleNamespace(arms=arms, work=1e12, operands=lambda: {"x": jnp.ones(3)}, error=lambda *_: 0.25)
-    futures = {arm: concurrent.futures.Future() for arm in arms}
-    futures["bad"].set_exception(ValueError("no room"))
-    for arm in ("good", "double"):
-        futures[arm].set_result(jnp.sin)
-    rows = grouped.measure("c", case, futures, 1, 0.0)
-    assert "c, bad failed: ValueError no room" in capsys.readouterr().out
+    def bad(x):
+        raise ValueError("no room")
+
+    arms = {"good": lambda x: x, "bad": bad, "double": lambda x: 2 * x}
+    case = types.SimpleNamespace(
+        arms=arms, work=1e12, operands=lambda: {"x": jnp.ones(3)}, error=lambda out, _: float(out[0])
+    )
+    rows = grouped.measure("c", case, argparse.Namespace(rounds=1, burst=0.0))
+    assert "bad failed: ValueError no room" in capsys.readouterr().out
     assert [(row["impl"], row["value"]) for row in rows if row["metric"] == "error"] == [
-        ("good", 0.25),
-        ("double", 0.25),
+        ("good", 1),
+        ("double", 2),
     ]
     assert {row["impl"] for row in rows if row["metric"] == "rate"} == {"good", "double"}

@@ -91,13 +91,3 @@ def test_weights_are_quantized_as_arms_hold_them():
     held = sorted(x.size for x in jax.tree.leaves(arms[f"{bench_arms.LEAN}, {layer.HELD}"].operands[1]) if x.size > 1)
     assert codes == held
     assert len(codes) == 2 * 7
-
-
-def test_other_accumulation_and_scaling_are_the_only_changes():
-    found = layer.recipes()
-    lean = found[bench_arms.LEAN]
-    assert found[bench_arms.FAITHFUL].linear == lean.linear
-    for name in (bench_arms.LEAN, bench_arms.FAITHFUL):
-        fast = found[f"{name}, {layer.FAST}"]
-        assert fast.linear.fast_accumulation == layer.PRODUCTS
-        assert dataclasses.replace(fast, linear=lean.linear) == found[name]

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import threading
 from typing import NamedTuple
 
 import jax
@@ -71,7 +72,11 @@ def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch)
     assert resume() == 3
     for key, message in (
         ("", "3 is signed: give its key in FP8JAX_CHECKPOINT_KEY"),
-        ("other", "no older one is whole"),
+        (
+            "other",
+            "3 was changed, or signed with another key than that in FP8JAX_CHECKPOINT_KEY, and no older one is whole. "
+            "Give the key of this run in FP8JAX_CHECKPOINT_KEY, or start afresh with --resume never",
+        ),
     ):
         monkeypatch.setenv(checkpoint.KEY, key)
         with pytest.raises(UserError, match=message):
@@ -90,8 +95,8 @@ def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch)
             path.parent.rename(tmp_path / "away")
         assert resume() == 2
         assert told == [
-            f"checkpoint {folder / '3'} is damaged: its metadata was not signed with the key in FP8JAX_CHECKPOINT_KEY "
-            f"(give the key of this run); moved to {tmp_path / 'damaged-3'}"
+            f"checkpoint {folder / '3'} was changed, or signed with another key than that in FP8JAX_CHECKPOINT_KEY; "
+            f"moved to {tmp_path / 'damaged-3'}"
         ]
         if key:
             (tmp_path / "damaged-3").rename(folder / "3")
@@ -113,6 +118,13 @@ def test_newest_n_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
     with Checkpoints(tmp_path / "none", 2) as checkpoints:
         assert checkpoints.latest() is None
+
+
+def test_saves_leave_no_threads(tmp_path):
+    """A run of many checkpoints would come to have more open files than the system allows."""
+    before = threading.active_count()
+    save(tmp_path, *range(1, 7))
+    assert threading.active_count() < before + 6
 
 
 def test_saved_state_may_be_donated_at_once(tmp_path):

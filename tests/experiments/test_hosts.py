@@ -32,8 +32,10 @@ def port():
         return one.getsockname()[1]
 
 
-def start(count, argv, devices=1, stop=(0, 0, 0), cluster=False, **differs):
+def start(count, argv, devices=1, stop=(0, 0, 0), cluster=False, bad="", **differs):
     """Processes of one run; `stop` is (which, before its step, signal); `differs` are flags of the last one.
+
+    Batches of the numbers in `bad` have a loss of NaN.
 
     In a `cluster` they are a job of Slurm's, by the environment that it gives them.
     """
@@ -50,7 +52,7 @@ def start(count, argv, devices=1, stop=(0, 0, 0), cluster=False, **differs):
             shared = ["--coordinator", "auto"]
             job = {"JOB_ID": "1", "STEP_NODELIST": "localhost", "NTASKS": str(count), "PROCID": str(i), "LOCALID": "0"}
             env |= {f"SLURM_{name}": value for name, value in job.items()} | {"JAX_COORDINATOR_PORT": where[10:]}
-        command = [sys.executable, "-m", "tests.experiments.process", str(at), str(int(signum))]
+        command = [sys.executable, "-m", "tests.experiments.process", str(at), str(int(signum)), bad]
         command += [*argv, *shared, "--patience", "60", *own]
         processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=-1, stderr=-1, text=True))
     return processes
@@ -58,7 +60,7 @@ def start(count, argv, devices=1, stop=(0, 0, 0), cluster=False, **differs):
 
 def end(processes):
     """Exit codes, what was printed, and what was complained about."""
-    found = [process.communicate(timeout=240) for process in processes]
+    found = [process.communicate(timeout=600) for process in processes]
     return [process.returncode for process in processes], [x[0] for x in found], [x[1] for x in found]
 
 
@@ -112,6 +114,26 @@ def test_four_processes_with_two_devices_each_train_as_one_process(argv, out, tm
     check_close(*(losses(out / name / "mixed") for name in ("turns", "straight")))
 
 
+# Batches of two steps are bad. Checkpoints of steps 2 and 4 are gone back to.
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+def test_two_processes_leave_out_the_same_bad_steps_as_one(argv, out, policy):
+    """Only the first device has a row of which the loss is NaN."""
+    flags = [*argv, *MANY, "--microbatches", "1", "--mesh", "fsdp=2", "--on-bad-step", policy, "--run"]
+    found = {}
+    for count in (1, 2):
+        name = f"{policy}_by_{count}"
+        codes, said, complaints = end(start(count, [*flags, name], 2 // count, bad="2,5"))
+        assert codes == [0] * count, (codes, complaints, said[0][-3000:])
+        rows = [json.loads(line) for line in (out / name / "mixed" / "metrics.jsonl").read_text().splitlines()]
+        assert [row["bad_steps"] for row in rows if "loss" in row] == [0, 0, 1, 1, 2, 2]
+        decisions = [line for line in said[0].splitlines() if "loss nan" in line]
+        found[count] = losses(out / name / "mixed"), decisions
+    check_close(found[2][0], found[1][0])
+    assert found[2][1] == found[1][1]
+    assert len(found[1][1]) == 2
+
+
 def check_dies(processes, which):
     """Of processes of which one is killed the others end with one line and exit code 5."""
     codes, _, complaints = end(processes)
@@ -160,7 +182,7 @@ def test_a_process_that_is_silent_counts_as_gone(argv):
     command = [*argv, "--recipe", "bf16", "--run", "silent", "--mesh", "fsdp=2"]
     processes = start(2, command, stop=(1, 2, signal.SIGSTOP), patience=5)
     try:
-        assert "process 1 is gone" in processes[0].communicate(timeout=240)[1]
+        assert "process 1 is gone" in processes[0].communicate(timeout=600)[1]
     finally:
         processes[1].kill()
     assert processes[0].returncode == 5

@@ -112,6 +112,7 @@ def test_a_bad_loss_changes_nothing_and_the_base_is_no_output():
     assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
+@pytest.mark.slow
 def test_dropout_is_of_training_alone():
     task = build(Lora(8, lora_dropout=0.5))
     state, base, _ = trained(task, 2)
@@ -147,7 +148,11 @@ def test_a_run_stops_resumes_exactly_and_is_evaluated(argv, out, capsys):
 
 @pytest.mark.parametrize(
     ("base", "many", "parts"),
-    [("e4m3:block128", "fsdp=2,tensor=2", 4), slow("e4m3:block128", "data=2,fsdp=2", 2), slow("bf16", "tensor=2", 2)],
+    [
+        slow("e4m3:block128", "fsdp=2,tensor=2", 4),
+        slow("e4m3:block128", "data=2,fsdp=2", 2),
+        slow("bf16", "tensor=2", 2),
+    ],
 )
 def test_a_base_lies_in_shards_and_adapters_train_alike(base, many, parts, argv, out, monkeypatch, capsys):
     monkeypatch.setattr(mesh, "SMALLEST", 1)

@@ -24,7 +24,7 @@ def make(recipe, microbatches):
     return Task.build(SHAPE, tx, recipe, remat=False, seed=0, microbatches=microbatches)
 
 
-@pytest.mark.parametrize("name", [slow("te_current"), "deepseek", "te_delayed"])
+@pytest.mark.parametrize("name", [slow("te_current"), slow("deepseek"), "te_delayed"])
 def test_parts_share_the_codes_of_the_weights(name):
     recipe = fp8jax.recipes.get(name)
     state = jax.eval_shape(make(recipe, 1).init)

@@ -26,6 +26,7 @@ from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
 from fp8jax.dist.collectives import collectives
 from tests.distance import relative
+from tests.rows import slow
 
 TINY = LlamaConfig(vocab=40, dim=16, layers=2, heads=2, kv_heads=1, mlp_dim=24, experts=6, experts_per_token=2)
 TOKENS = 20
@@ -108,7 +109,7 @@ def test_losses_of_routers_are_those_of_their_papers():
     np.testing.assert_allclose(moe.z_loss(jnp.asarray(logits, jnp.float32)), z, rtol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["coat", "deepseek"])
+@pytest.mark.parametrize("recipe", [slow("coat"), "deepseek"])
 def test_a_layer_in_8_bits_is_off_by_what_8_bits_round(recipe):
     """Half a step of e4m3, 2^-4, in each of a handful of roundings; gradients are rounded to e5m2 in coat."""
     params, run = layer(recipe=recipe)
@@ -168,7 +169,7 @@ def test_losses_of_routers_enter_gradients_by_their_coefficients():
     assert sum(jax.tree.leaves(added)) == pytest.approx(0.5 * (first - second) / 2e-3, rel=0.02)
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2}, {"data": 1, "fsdp": 2, "expert": 2}])
+@pytest.mark.parametrize("sizes", [slow({"data": 2, "fsdp": 2}), {"data": 1, "fsdp": 2, "expert": 2}])
 def test_devices_that_share_a_batch_and_parameters_compute_what_one_does(sizes, monkeypatch):
     """But for the balance of each device's own tokens, which has no coefficient here."""
     monkeypatch.setattr(mesh, "SMALLEST", 256)
@@ -192,6 +193,7 @@ def test_devices_that_share_a_batch_and_parameters_compute_what_one_does(sizes, 
         assert relative(np.asarray(b), np.asarray(a)) < 1e-4, path
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
     task = task_of(fp8jax.recipes.coat(), microbatches=2)
     step = jax.jit(task.step, compiler_options={"xla_llvm_disable_expensive_passes": True})
@@ -211,6 +213,7 @@ def test_training_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
         assert digest(np.asarray(x)) == digest(np.asarray(y)), leaf
 
 
+@pytest.mark.slow
 def test_a_run_trains_logs_losses_of_routers_and_is_evaluated_and_exported(argv, out, capsys):
     flags = ["--model", "moe-tiny", "--recipe", "coat", "--steps", "8", "--run", "experts", "--seq-len", "32"]
     assert cli.main([*argv, *flags]) == 0
@@ -249,6 +252,7 @@ def test_devices_that_share_experts_train_as_one_does_and_go_on_to_the_same_bits
     assert "as if a device got more than --expert-capacity 1 times its rows" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_counts_what_experts_exchange():
     """A layer sends tokens twice forward and gradients of results once; XLA for CPUs fills up what a pair exchanges."""
     recipe, devices = fp8jax.recipes.coat(), mesh.make(1, 1, jax.devices()[:2], expert=2)

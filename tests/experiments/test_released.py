@@ -68,7 +68,7 @@ def test_released_layers_train_as_the_plain_step(recipe, how):
     assert int(own.opt_state.inner.count) == 3
 
 
-@pytest.mark.parametrize("release", ["previous", "twice"])
+@pytest.mark.parametrize("release", ["previous", slow("twice")])
 def test_both_clippings(release):
     """Second moments tell by what gradients were clipped: a layer's own norm, then its share of it, or that of all."""
     small = dataclasses.replace(OPTIM, clip=0.05, release=release)

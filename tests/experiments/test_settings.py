@@ -21,6 +21,7 @@ from experiments.train import cli, config, form, optimizer, report
 from experiments.train import loop as loops
 from experiments.train.optimizer import make_optimizer
 from fp8jax import from_recipe
+from tests.rows import slow
 
 SHAPE = LlamaConfig(vocab=256, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=64)
 STEPS, WARMUP, LR, FINAL, B1, B2, EPS, DECAY, CLIP = 5, 2, 3e-2, 0.3, 0.7, 0.8, 1e-3, 2.0, 0.3
@@ -284,7 +285,7 @@ def test_settings_of_the_model_arrive(ran):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "b1", "b2"), [("bf16", 0.9, 0.95), ("moss", 0.9, 0.95), ("moss", 0.99, 0.95), ("fp8_lm", 0.9, 0.95)]
+    ("recipe", "b1", "b2"), [("bf16", 0.9, 0.95), slow("moss", 0.9, 0.95), ("moss", 0.99, 0.95), ("fp8_lm", 0.9, 0.95)]
 )
 def test_every_optimizer_clips_gradients_by_their_common_norm(recipe, b1, b2):
     """Of recipes whose weights' bounds are tracked, too, with and without a limit on them."""

@@ -123,7 +123,7 @@ one = functools.cache(found)
     [
         ("tensor", LLAMA, TOKENS, {"microbatches": 2}),
         ("fsdp", OLMO, packed(), {"chunked": True}),
-        ("data", GPT, TOKENS, {"remat": "products"}),
+        slow("data", GPT, TOKENS, {"remat": "products"}),
         pytest.param("data", OLMO, packed(), {}, marks=pytest.mark.slow),
         pytest.param("four", dataclasses.replace(LLAMA, kv_heads=4), TOKENS, {"remat": True}, marks=pytest.mark.slow),
     ],
@@ -140,6 +140,7 @@ def test_without_codes_it_is_that_of_one_device(where, llama, tokens, how):
             assert relative(g, w) < 4 * order(TOKENS.size), label
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "llama", "base"),
     [

@@ -162,7 +162,7 @@ def _shard_rows(program: Callable[..., Any], shapes: Any) -> Any:
 
 
 def block_scaled_models() -> Programs:
-    """Loss and gradients of a Llama in NNX in mxfp8, whose layers a loop runs, and of four Linen blocks in nvfp4."""
+    """Loss and gradients in mxfp8 and nvfp4, of four blocks each: a Llama in NNX, by a loop, and a Linen model."""
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
@@ -179,7 +179,7 @@ def block_scaled_models() -> Programs:
                 x = x + nn.Dense(128, name=f"down_{i}", dtype=jnp.bfloat16)(h)
             return nn.Dense(64, name="head", dtype=jnp.bfloat16)(x)
 
-    llama = nnx.eval_shape(lambda: Llama(LlamaConfig(256, 128, 2, 4, 2, 384), rngs=nnx.Rngs(0)))
+    llama = nnx.eval_shape(lambda: Llama(LlamaConfig(256, 128, 4, 4, 2, 384), rngs=nnx.Rngs(0)))
     graphdef, weights = nnx.split(llama)
     tokens, rows = jax.ShapeDtypeStruct((8, 64), jnp.int32), jax.ShapeDtypeStruct((512, 128), jnp.bfloat16)
     variables = jax.eval_shape(Blocks().init, jax.random.key(0), rows)
@@ -188,9 +188,14 @@ def block_scaled_models() -> Programs:
         fast = fp8jax.transform(model, recipe)
         return jax.value_and_grad(lambda w, x: jnp.sum(fast(w, x).astype(jnp.float32) ** 2))
 
+    models = {
+        "llama": (lambda w, tokens: nnx.merge(graphdef, w)(tokens), (weights, tokens)),
+        "linen": (Blocks().apply, (variables, rows)),
+    }
     return {
-        "llama": (program(lambda w, tokens: nnx.merge(graphdef, w)(tokens), "mxfp8"), (weights, tokens)),
-        "linen": (program(Blocks().apply, "nvfp4"), (variables, rows)),
+        f"{recipe} {name}": (program(model, recipe), shapes)
+        for recipe in ("mxfp8", "nvfp4")
+        for name, (model, shapes) in models.items()
     }
 
 

@@ -20,10 +20,10 @@ DATA, WHOLE = jax.P("data"), jax.P()
 
 
 @pytest.fixture
-def mesh(monkeypatch):
+def mesh():
     """Two devices of a program that is lowered for GPUs."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    return jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    with choice.target(capability=90):
+        yield jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
 
 
 @needed

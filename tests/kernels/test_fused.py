@@ -434,7 +434,7 @@ def registers(every: int) -> None:
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason="the group compile is not installed")
-@pytest.mark.parametrize("every", [3, slow(1)])
+@pytest.mark.parametrize("every", [6, slow(1)])
 def test_kernels_compile_for_an_h200_without_spills(every):
     command = f"from tests.kernels import test_fused; test_fused.registers({every})"
     found = python("-c", command, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")

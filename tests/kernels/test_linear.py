@@ -108,6 +108,7 @@ def gelu_read() -> tuple[Any, tuple[Any, ...]]:
 GELU = [gelu_read, gelu, gelu_bf16]  # the last two switch kernels off
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_a_perceptron_is_added_to_its_residual_in_place() -> None:
     found = h200.report("tests.kernels.test_linear:block")

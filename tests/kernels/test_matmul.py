@@ -149,17 +149,17 @@ def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.A
 @pytest.mark.parametrize(
     ("shape", "by_column", "tile", "out"),
     [
-        ((128, 256, 384), False, Tile(64, 128, "M", 2), BF16),
+        slow((128, 256, 384), False, Tile(64, 128, "M", 2), BF16),
         ((130, 140, 900), False, Tile(64, 128, "M", 3), F32),
-        ((130, 203, 500), False, Tile(64, 192, "M", 2, store_slots=3), BF16),
+        slow((130, 203, 500), False, Tile(64, 192, "M", 2, store_slots=3), BF16),
         ((140, 270, 600), False, Tile(64, 128, "M", 2, cluster="N"), BF16),
         ((300, 140, 640), False, Tile(128, 128, "M", 3, store_slots=4, lead_slices=1), BF16),
         ((260, 300, 300), False, Tile(128, 96, "M", 3, store_slots=4), BF16),
         ((64, 700, 300), False, Tile(64, 128, "N", 2), F32),
-        ((300, 140, 100), False, Tile(128, 128, None, 3, store_slots=4), BF16),
-        ((70, 130, 640), True, Tile(64, 96, "M", 3), F32),
+        slow((300, 140, 100), False, Tile(128, 128, None, 3, store_slots=4), BF16),
+        slow((70, 130, 640), True, Tile(64, 96, "M", 3), F32),
         ((70, 130, 600), True, Tile(64, 64, "M", 2, cluster="M"), BF16),
-        ((270, 140, 300), True, Tile(128, 128, "M", 2), BF16),
+        slow((270, 140, 300), True, Tile(128, 128, "M", 2), BF16),
     ],
 )
 @pytest.mark.parametrize("implementation", ["reference", "mosaic"])
@@ -310,7 +310,7 @@ def test_errors_name_the_value_and_the_fix(call: Any, kind: type[Exception], tex
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
-@pytest.mark.parametrize("which", ["LARGEST", slow("ALL"), slow("GROUPED")])
+@pytest.mark.parametrize("which", [slow("LARGEST"), slow("ALL"), slow("GROUPED")])
 def test_compiles_for_an_h200_without_spills(which: str) -> None:
     report = h200.report(f"tests.kernels.h200_programs:{which}")
     assert len(report["kernels"]) == len(getattr(programs, which))

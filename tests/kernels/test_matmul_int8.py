@@ -31,7 +31,12 @@ WIDE, NARROW = Tile(128, 128, "N", num_stages=3, store_slots=4, band_width=16), 
 
 @pytest.mark.parametrize(
     ("shape", "rate", "tile"),
-    [((200, 300, 640), 0.4, WIDE), ((384, 130, 300), 0.5, NARROW), ((256, 256, 256), 0.0, WIDE), ((5, 7, 24), 1, WIDE)],
+    [
+        slow((200, 300, 640), 0.4, WIDE),
+        ((384, 130, 300), 0.5, NARROW),
+        ((256, 256, 256), 0.0, WIDE),
+        ((5, 7, 24), 1, WIDE),
+    ],
 )
 def test_int8_blocks_with_residuals_equal_float64(shape: Any, rate: float, tile: Tile) -> None:
     (*args, residual), wanted = operands(*shape, rate)

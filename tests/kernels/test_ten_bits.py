@@ -98,7 +98,7 @@ def registers(arch: str, every: int) -> None:
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason="the group compile is not installed")
-@pytest.mark.parametrize(("arch", "every"), [("sm_90a", 3), slow("sm_90a", 1), slow("sm_80", 1), slow("sm_89", 1)])
+@pytest.mark.parametrize(("arch", "every"), [("sm_90a", 6), slow("sm_90a", 1), slow("sm_80", 1), slow("sm_89", 1)])
 def test_kernels_compile_without_spills(arch, every):
     command = f"from tests.kernels import test_ten_bits; test_ten_bits.registers({arch!r}, {every})"
     found = python("-c", command, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")

@@ -76,7 +76,7 @@ KNOWN = {
     "by hand": (f"{GELU}(x)", Short(by_hand)),
     "by tanh": (f"{TANH}(x)", Short(by_tanh)),
 }
-SLOW = ("swapped", "two inputs", "short", "sigmoid", "gelu", "halves")
+SLOW = ("swapped", "two inputs", "short", "sigmoid", "gelu", "halves", "by tanh", "sequential")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in KNOWN])

@@ -14,6 +14,7 @@ import fp8jax
 from fp8jax.recipes import Context
 from tests.distance import relative
 from tests.programs import residuals
+from tests.rows import slow
 
 COAT = fp8jax.recipes.coat_activations()
 LINEAR_ONLY = dataclasses.replace(COAT, context=Context())
@@ -45,7 +46,7 @@ def whole(recipe):
     return fp8jax.Rule(".*", recipe)
 
 
-@pytest.mark.parametrize("kinds", [{}, {"use_bias": False}, {"use_scale": False, "dtype": jnp.bfloat16}], ids=str)
+@pytest.mark.parametrize("kinds", [{}, slow({"use_bias": False}), {"use_scale": False, "dtype": jnp.bfloat16}], ids=str)
 def test_norms_of_linen_compute_what_they_did_and_keep_codes(kinds):
     model, x = LinenBlock(kinds), 2 + X
     variables = model.init(jax.random.key(0), x)
@@ -132,8 +133,8 @@ HALF = X.astype(jnp.bfloat16)
     ("model", "text", "stacked"),
     [
         (Swiglu(), "silu(gate) * up", ()),
-        (Swiglu(split=True, rate=0.5), "silu(gate) * up", ()),
-        (Plain(), "gelu_tanh(x)", ()),
+        slow(Swiglu(split=True, rate=0.5), "silu(gate) * up", ()),
+        slow(Plain(), "gelu_tanh(x)", ()),
         (Layers(), "silu(gate) * up", (2,)),
     ],
     ids=["gated", "split", "plain", "scan"],

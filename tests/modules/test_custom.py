@@ -13,6 +13,7 @@ import fp8jax
 from tests.distance import relative
 from tests.modules.architectures import FEEDFORWARD, LENGTH, VOCAB, WIDTH, Conv1D, Gemma, Gpt2
 from tests.programs import dots
+from tests.rows import slow
 
 TE, DEEPSEEK = fp8jax.recipes.te_current(), fp8jax.recipes.deepseek()
 KEY = jax.random.key(0)
@@ -70,7 +71,7 @@ def test_own_classes_are_known_without_a_word():
     assert eight_of(fp8jax.nnx.quantize(model, TE), jnp.ones((3, 8))) == 2
 
 
-@pytest.mark.parametrize("how", ["@", "einsum", "weight first", "dot_general"])
+@pytest.mark.parametrize("how", ["@", slow("einsum"), "weight first", slow("dot_general")])
 def test_layers_of_a_users_class_compute_as_a_linear_with_the_recipe(how):
     model = Model(how)
     quantized = fp8jax.nnx.quantize(model, DEEPSEEK)
@@ -100,7 +101,7 @@ def test_layers_of_a_users_class_compute_as_a_linear_with_the_recipe(how):
 
 @pytest.mark.parametrize(
     ("model", "x", "products"),
-    [(Gemma(), X, 3), (Gpt2(), TOKENS, 2)],
+    [slow(Gemma(), X, 3), (Gpt2(), TOKENS, 2)],
     ids=["gemma", "gpt2"],
 )
 def test_layers_of_a_users_class_in_linen(model, x, products):

@@ -47,19 +47,14 @@ def test_a_model_of_shapes_alone_gets_the_states_of_one_of_arrays(recipe):
 
 
 def test_histories_of_stacked_layers_advance_and_training_learns():
-    runs = []
-    for remat in (False, True):
-        model, optimizer = make(remat)
-        product = model.layers.mlp.up.dot_general
-        assert product.x.shape == (CONFIG.layers, HISTORY)
-        losses = [float(train(model, optimizer, TOKENS)) for _ in range(8)]
-        assert losses[-1] < 0.7 * losses[0]
-        for history in (product.x, product.w, product.dy):
-            assert (np.asarray(history[...]) > 0).all()
-        np.testing.assert_array_equal(np.asarray(product.seen_x[...]), 0)
-        runs.append((losses, np.asarray(product.dy[...])))
-    np.testing.assert_allclose(runs[0][0], runs[1][0], rtol=1e-3)
-    np.testing.assert_allclose(runs[0][1], runs[1][1], rtol=0.05)
+    model, optimizer = make(remat=True)
+    product = model.layers.mlp.up.dot_general
+    assert product.x.shape == (CONFIG.layers, HISTORY)
+    losses = [float(train(model, optimizer, TOKENS)) for _ in range(8)]
+    assert losses[-1] < 0.7 * losses[0]
+    for history in (product.x, product.w, product.dy):
+        assert (np.asarray(history[...]) > 0).all()
+    np.testing.assert_array_equal(np.asarray(product.seen_x[...]), 0)
 
 
 def test_the_first_step_is_that_of_current_scaling():

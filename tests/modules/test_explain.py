@@ -15,6 +15,7 @@ import fp8jax
 from fp8jax.modules import compiled
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import Choice
+from fp8jax.ops.matmul import grouped_hopper
 from fp8jax.ops.quantization import quantize
 from tests.modules.architectures import LAYERS, LENGTH, WIDTH, MiniGPT, Nanodo
 from tests.rows import covering, slow
@@ -353,3 +354,18 @@ def test_layers_that_ask_for_a_precision_are_marked(model, recipe):
     assert note.startswith("a call raises ValueError: 2 products ask for a precision")
     assert re.search(r"wi.* for precision .*test_explain.py:\d+ ", note)
     assert "fp8jax.Rule('wi|wo', None)" in note
+
+
+@pytest.mark.parametrize("spec", ["e4m3:mx32+ocp+roundup", "e2m1:nv16"])
+def test_experts_on_blackwell_are_said_to_decode_their_codes(spec):
+    rows = fp8jax.quantize(jnp.ones((32, 64)), spec)
+    matrices = jax.vmap(lambda w: fp8jax.quantize(w, spec))(jnp.ones((2, 16, 64)))
+    with choice.target(capability=100):
+        found, kernel = grouped_hopper.choose_kernel(rows, matrices, 64, False)
+    assert kernel is None
+    product = compiled.Product("dot", ("bf16", "bf16"), 1, 1, "e2m1 x e2m1")
+    (line,) = compiled.describe_widened([product], [("grouped matmul", found)])
+    assert line == (
+        "1 products of e2m1 x e2m1 run in bf16: a loop over tiles, codes are decoded, not the kernel: it needs a "
+        "Hopper GPU and jax >= 0.11; on this GPU codes save memory, no time"
+    )

@@ -144,6 +144,7 @@ class GPT(nnx.Module):
         return x + self.down(nnx.gelu(self.up(self.norm(x))))
 
 
+@pytest.mark.slow
 def test_models_without_glu_train_with_coats_optimizer_and_int10_contexts():
     recipe = dataclasses.replace(fp8jax.recipes.int8_fallback(), linear=LINEAR, optimizer=fp8jax.recipes.Optimizer())
     model = fp8jax.nnx.quantize(GPT(nnx.Rngs(0)), recipe)

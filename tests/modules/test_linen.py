@@ -258,6 +258,7 @@ def test_wrong_models_are_refused():
         fp8jax.linen.quantize(nn.LayerNorm(), TE).init(KEY, X)
 
 
+@pytest.mark.slow
 def test_train_state():
     model = fp8jax.linen.quantize(Nanodo(), TE)
     params = jax.jit(model.init)(KEY, TOKENS)["params"]

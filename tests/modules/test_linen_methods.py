@@ -20,6 +20,7 @@ from fp8jax.rewrite import transform as transforms
 from tests.distance import relative
 from tests.modules import patches
 from tests.programs import dots
+from tests.rows import slow
 
 TE, KEY, WIDTH = fp8jax.recipes.te_current(), jax.random.key(0), 16
 X = jax.random.normal(KEY, (4, 6, WIDTH))
@@ -482,7 +483,7 @@ def test_what_a_model_around_a_part_initializes_is_that_of_the_plain_model():
     assert eight(lambda v: quantized.apply(v, X, rngs={"noise": KEY}), plain[1]) == 2
 
 
-@pytest.mark.parametrize("name", ["coat", "te_delayed"])
+@pytest.mark.parametrize("name", [slow("coat"), "te_delayed"])
 def test_explicit_meshes(name):
     model = fp8jax.linen.quantize(Scanned(), name)
     variables = model.init(KEY, X)

@@ -149,6 +149,7 @@ def test_a_checkpointed_layer_keeps_its_input(recipe, shape, scan):
     assert per_layer(recipe, *shape, remat=True, scan=scan) == pytest.approx(1, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [slow("faithful"), "lean"])
 def test_kernels_that_quantize_what_they_compute_keep_the_same(recipe, monkeypatch):
     pytest.importorskip("jax_triton")

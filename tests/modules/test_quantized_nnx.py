@@ -244,6 +244,7 @@ def test_explain_takes_a_quantized_model():
     assert sum(p.occurrences for p in report.program.traced if p.has_codes) == 3 * 6
 
 
+@pytest.mark.slow
 def test_adapters_of_a_library_that_changes_products_keep_their_part():
     """As Qwix's LoRA: what it adds to a layer's product is computed, whether it comes before quantization or after."""
     written = patches.with_adapters(settled(model()), X)

@@ -249,7 +249,7 @@ class State(TrainState):
 
 
 @pytest.mark.parametrize(
-    ("own", "recipe"), [(True, FALLBACK), (False, DELAYED), slow(True, DELAYED), slow(False, FALLBACK)]
+    ("own", "recipe"), [slow(True, FALLBACK), (False, DELAYED), slow(True, DELAYED), slow(False, FALLBACK)]
 )
 def test_attention_of_einsums_trains_in_linen(own, recipe):
     plain, rules = LinenAttention(own), [recipe]

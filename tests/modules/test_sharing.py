@@ -56,7 +56,7 @@ WRITINGS = {
     "recipe",
     [
         "coat",
-        "moss",
+        pytest.param("moss", marks=pytest.mark.slow),
         pytest.param("coat_fast", marks=pytest.mark.slow),
         pytest.param("te_current", marks=pytest.mark.slow),
     ],

@@ -13,7 +13,7 @@ import fp8jax
 from tests.distance import relative
 from tests.modules.test_experts_of_flax import LinenBlock, NnxBlock, NnxMapped
 from tests.rewrite import experts
-from tests.rewrite.experts import EXPERTS, P, X
+from tests.rewrite.experts import EXPERTS, INNER, WIDTH, P, X
 from tests.rows import few, slow
 
 RECIPES = ["te_delayed", "int8_fallback", "moss"]
@@ -51,6 +51,52 @@ def test_experts_of_nnx_train_with_a_state_each(recipe, tmp_path):
         restored = make()
         nnx.update(restored, checkpointer.restore(tmp_path / "state", nnx.state(restored)))
     assert float(train_step(*restored, X)) == float(train_step(model, optimizer, X))
+
+
+class EinsumExperts(nnx.Module):
+    def __init__(self):
+        self.up = nnx.Einsum("ecd, edf -> ecf", (EXPERTS, WIDTH, INNER), rngs=nnx.Rngs(0))
+        self.down = nnx.Einsum("ecf,efd->ecd", (EXPERTS, INNER, WIDTH), rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.down(nnx.silu(self.up(x)))
+
+
+@pytest.mark.parametrize("recipe", few(RECIPES, "te_delayed"))
+def test_experts_of_an_nnx_einsum_have_a_state_each(recipe):
+    model, x = fp8jax.nnx.quantize(EinsumExperts(), recipe), X * jnp.array([1, 1e-3, 10, 2])[:, None, None]
+    assert {layer.path for layer in fp8jax.explain(model, x).quantized_layers} == {"up", "down"}
+    assert 0 < relative(model(x)[1], EinsumExperts()(x)[1]) < 0.1
+    assert model.up.einsum_op.layer_axes() == (EXPERTS,)
+    fp8jax.nnx.grad(lambda model: jnp.sum(jnp.sin(model(x))))(model)
+    if recipe == "te_delayed":
+        fp8jax.nnx.advance_scaling(model)
+        np.testing.assert_allclose(model.up.einsum_op.x[:, 0], np.abs(np.asarray(x)).max((1, 2)), rtol=1e-6)
+
+
+class ConcatenatedExperts(nnx.Module):
+    def __init__(self):
+        self.router, self.gate, self.up, self.down = (nnx.Param(P[n]) for n in ("router", "gate", "up", "down"))
+
+    def __call__(self, x):
+        gate_up = jnp.concatenate([self.gate[...], self.up[...]], -1)
+        p = {"router": self.router[...], "w13": gate_up, "down": self.down[...]}
+        return experts.sorted_tokens(lax.ragged_dot)(p, x)
+
+
+@pytest.mark.parametrize("recipe", few(["te_delayed", "int8_fallback"], "te_delayed"))
+def test_concatenated_experts_have_the_states_of_the_first_parameter(recipe):
+    """Codes of one parameter are not those of the matrix."""
+    model = fp8jax.nnx.quantize(ConcatenatedExperts(), recipe)
+    assert {layer.path for layer in fp8jax.explain(model, X).quantized_layers} == {"gate", "up", "down"}
+    want = ConcatenatedExperts()(X)
+    assert 0 < relative(model(X), want) < 0.1
+    fp8jax.nnx.grad(lambda model: jnp.sum(jnp.sin(model(X))))(model)
+    fp8jax.nnx.advance_scaling(model)
+    if recipe == "te_delayed":
+        largest = np.maximum(*(np.abs(np.asarray(P[name])).max((1, 2)) for name in ("gate", "up")))
+        np.testing.assert_allclose(model.fp8jax_gate.w[:, 0], largest, rtol=1e-6)
+    assert 0 < relative(fp8jax.nnx.quantize_weights(model)(X), want) < 0.1
 
 
 def test_an_expert_of_nnx_without_tokens_keeps_its_state():

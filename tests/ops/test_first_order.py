@@ -244,6 +244,7 @@ def test_products_with_frozen_weights_are_differentiated_once_by_the_input():
         jax.jvp(f, (X,), (X,))
 
 
+@pytest.mark.slow
 def test_a_program_that_differentiates_once_is_the_same_without(monkeypatch):
     def program():
         compiled = jax.jit(jax.value_and_grad(lambda w: loss(w, X))).lower(W).compile().as_text()

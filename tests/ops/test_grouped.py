@@ -19,7 +19,7 @@ from fp8jax.ops.quantization.group_scales import quantize_fallback_rows
 from fp8jax.ops.quantization.quantize import quantize
 from pallas_kernels.matmul import grouped_block_mosaic, grouped_int8_mosaic, grouped_mosaic
 from tests.distance import relative
-from tests.rows import covering
+from tests.rows import covering, slow
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 300, 256, 192, 4
 SIZES = {
@@ -212,10 +212,10 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize(("x_spec", "w_spec", "name"), [
-    ("e4m3:token", "e4m3", "codes"),
+    slow("e4m3:token", "e4m3", "codes"),
     ("e4m3", "e4m3:token", "codes"),
     ("e4m3:group128", "e4m3:block128", "block"),
-    ("e4m3:group32", "e4m3", "bf16"),
+    slow("e4m3:group32", "e4m3", "bf16"),
 ])  # fmt: skip
 def test_kernel_of_rows_is_given_the_scales_of_codes(interpreted, x_spec, w_spec, name):
     """Groups that start behind the first row; codes that the kernel does not take are decoded."""
@@ -229,7 +229,7 @@ def test_kernel_of_rows_is_given_the_scales_of_codes(interpreted, x_spec, w_spec
     assert not got[38:].any()
 
 
-@pytest.mark.parametrize("has_fallback", [False, True])
+@pytest.mark.parametrize("has_fallback", [slow(False), True])
 def test_kernel_of_int8_blocks_is_given_each_groups_blocks(interpreted, has_fallback):
     """Blocks of rows start at each group's first row. NaN is a NaN of its block, which does not fall back."""
     groups = Groups.from_sizes(jnp.array([9, 130, 0, 61]), 210, jnp.int32(1), 3)
@@ -250,7 +250,7 @@ def test_kernel_of_int8_blocks_is_given_each_groups_blocks(interpreted, has_fall
     assert not got[np.r_[:9, 200:210]].any()
 
 
-@pytest.mark.parametrize("spec", ["rows of codes", "e4m3:group128", "e4m3:group32", "int8:block128", None])
+@pytest.mark.parametrize("spec", ["rows of codes", slow("e4m3:group128"), slow("e4m3:group32"), "int8:block128", None])
 def test_kernel_of_tokens_is_given_the_scales_of_codes(interpreted, spec):
     places = PaddedTokens.from_groups(Groups.from_sizes(jnp.array([9, 0, 13]), 40), 40)
     x, dy = (jnp.asarray(m[:40, :64], jnp.bfloat16).at[30:].set(jnp.nan) for m in (X, DY))

@@ -14,6 +14,7 @@ from fp8jax.ops.dispatch.choice import target
 from fp8jax.ops.nonlinear.grouped_glu import grouped_glu
 from fp8jax.ops.products.ragged import ragged_dot
 from fp8jax.ops.products.token_rows import sum_rows
+from tests.rows import slow
 
 TOKENS, K, D, F = 40, 2, 64, 32
 SIZES = (30, 0, 1, 43)  # the last 6 rows are in no group
@@ -66,7 +67,7 @@ def error(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize(("recipe", "on_gpu"), [("coat", True), ("te_current", True), ("deepseek", False)])
+@pytest.mark.parametrize(("recipe", "on_gpu"), [("coat", True), slow("te_current", True), ("deepseek", False)])
 def test_a_layer_and_its_gradients_are_those_in_16_bits_but_for_rounding(recipe, on_gpu):
     """`on_gpu` runs the references of the kernels, with their codes."""
     operands, ct, index, rows = drawn()

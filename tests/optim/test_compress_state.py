@@ -355,6 +355,7 @@ def test_one_array_is_a_tree_of_parameters_too():
     chex.assert_trees_all_equal_shapes_and_dtypes(jax.jit(tx.update)(p, state, p), (p, state))
 
 
+@pytest.mark.slow
 def test_types_and_values_hold_under_an_explicit_mesh():
     sharding = P(None, "x")
     p = {"w": jax.random.normal(jax.random.key(0), (8, 1024)), "cut": jax.random.normal(jax.random.key(1), (16, 384))}

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
-from tests.rows import few
+from tests.rows import few, slow
 
 ADAMW = functools.partial(fp8jax.compressed_adamw, 0.05, b2=0.95, min_size=0)
 LM = functools.partial(fp8jax.fp8lm_adamw, 0.05, b2=0.95, min_size=0)
@@ -172,7 +172,7 @@ def test_extra_arguments_are_tolerated_and_nothing_recompiles():
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize(("tx", "sharding"), [(ADAMW(), P("x")), (SCALE(), P(None, "x"))], ids=["adamw", "scale"])
+@pytest.mark.parametrize(("tx", "sharding"), [(ADAMW(), P("x")), slow(SCALE(), P(None, "x"))], ids=["adamw", "scale"])
 def test_types_and_values_hold_under_an_explicit_mesh(tx, sharding):
     p = {"w": jax.random.normal(jax.random.key(0), (8, 1024)), "cut": jax.random.normal(jax.random.key(1), (16, 384))}
     g = jax.tree.map(lambda x: x[::-1] * 0.1, p)

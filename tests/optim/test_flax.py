@@ -128,6 +128,7 @@ def test_optax_finds_moments_of_an_nnx_optimizer_and_bytes_are_counted(kind):
     assert sizes["other"] <= 64
 
 
+@pytest.mark.slow
 def test_sharding_metadata_of_parameters_reaches_the_arrays_of_their_moments():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):

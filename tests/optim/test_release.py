@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fp8jax
-from tests.rows import few
+from tests.rows import few, slow
 
 LAYERS, WIDTH, BATCH = 3, 64, 8
 # Of gradients in each step, and what clips all but those of the third.
@@ -184,7 +184,9 @@ def released_steps(tx, layer, steps):
     return losses, held
 
 
-@pytest.mark.parametrize("layer", [quantized, jax.checkpoint(block), jax.jit(block)], ids=["8 bits", "remat", "jit"])
+@pytest.mark.parametrize(
+    "layer", [quantized, slow(jax.checkpoint(block)), slow(jax.jit(block))], ids=["8 bits", "remat", "jit"]
+)
 def test_blocks_of_any_kind(layer):
     losses, stack, _ = plain_steps(OPTIMIZERS["coat"](), layer, 3)
     found, held = released_steps(OPTIMIZERS["coat"](), layer, 3)
@@ -315,7 +317,7 @@ def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
             held.with_clipping(limit, **how)
 
 
-@pytest.mark.parametrize("ways", ["scan", "blocks"])
+@pytest.mark.parametrize("ways", ["scan", slow("blocks")])
 def test_the_norm_alone_takes_no_step(ways):
     """In the compiled program nothing reads a moment."""
     stack, rest, shift = parameters()

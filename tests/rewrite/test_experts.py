@@ -10,6 +10,7 @@ from jax import lax
 
 import fp8jax
 from fp8jax.ops.dispatch.choice import target
+from fp8jax.ops.products import weights
 from tests.distance import relative
 from tests.programs import residuals
 from tests.rewrite import experts
@@ -110,6 +111,21 @@ def test_tokens_are_quantized_before_they_are_gathered_and_the_glu_between_produ
     assert program.count("_quantize_cotangents") == 1
     kept = [shape for dtype, shape in saved if dtype == "uint8" and len(shape) == 2 and shape[0] != X.shape[0]]
     assert kept == [(rows, 2 * experts.INNER)]
+
+
+@pytest.mark.parametrize("params", [P, JOINED], ids=["apart", "as one"])
+def test_tokens_and_weights_of_experts_are_quantized_once(params, monkeypatch):
+    """On one GPU the codes of dgrad are made with those of the forward product, and saved in place of the weights."""
+    monkeypatch.setattr(weights, "on_one_device", lambda: True)
+    fast = fp8jax.transform(experts.block(experts.sorted_tokens(lax.ragged_dot)), "coat")
+    with target(capability=90):
+        saved = residuals(lambda p, x: fast(p, x), params, X)
+    assert (
+        saved.count(("uint8", X.shape)) == 3
+    )  # the inputs of the mixer and of the experts, and a weight of this shape
+    for name in experts_of(params):
+        assert saved.count(("uint8", params[name].shape)) >= 1
+        assert ("float32", params[name].shape) not in saved
 
 
 def test_codes_of_tokens_are_saved_once_for_all_experts():
@@ -313,6 +329,34 @@ def test_states_of_experts_in_a_scan_over_layers_and_microbatches():
     state = make_step(fast)(stacked, states, x, jnp.ones_like(x))[2]["gate"].state
     np.testing.assert_allclose(state.x[0, :, 0], 2 * np.abs(np.asarray(INPUTS)).max((1, 2)), rtol=1e-6)
     np.testing.assert_allclose(state.w[..., 0], np.abs(np.asarray(stacked["gate"])).max((2, 3)), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["ecd,edf->ecf", "ragged_dot"])
+def test_concatenated_experts_have_one_state_in_a_scan_over_layers(form):
+    """That of the first parameter, for each layer and expert."""
+    stacked = jax.tree.map(lambda w: jnp.stack([w, 0.5 * w]), BATCHED)
+
+    def layer(x, p):
+        gate_up, sizes = jnp.concatenate([p["gate"], p["up"]], -1), jnp.full(EXPERTS, TOKENS)
+        if form == "ragged_dot":
+            y = lax.ragged_dot(x.reshape(-1, WIDTH), gate_up, sizes).reshape(*x.shape[:2], -1)
+        else:
+            y = jnp.einsum(form, x, gate_up)
+        gate, up = jnp.split(y, 2, -1)
+        return jnp.einsum("ecf,efd->ecd", jax.nn.silu(gate) * up, p["down"]), None
+
+    written = lambda p, x: lax.scan(layer, x, p)[0]  # noqa: E731
+    fast = fp8jax.transform(written, "te_delayed")
+    states = fast.init(stacked, INPUTS)
+    assert states.keys() == {"gate", "down"}
+    _, grads, states = make_step(fast)(stacked, states, INPUTS, WEIGHTS)
+    want = jax.grad(lambda p: jnp.vdot(written(p, INPUTS), WEIGHTS))(stacked)
+    for name in stacked:
+        assert 0 < relative(grads[name], want[name]) < 0.25, name
+    largest = np.maximum(*(np.abs(np.asarray(stacked[name])).max((2, 3)) for name in ("gate", "up")))
+    np.testing.assert_allclose(states["gate"].state.w[..., 0], largest, rtol=1e-6)
+    np.testing.assert_allclose(states["gate"].state.x[0, :, 0], np.abs(np.asarray(INPUTS)).max((1, 2)), rtol=1e-6)
 
 
 def all_to_all(p, x):

@@ -23,8 +23,14 @@ SHAPES = fp8jax.recipes.for_shapes("te_current")
 
 
 @pytest.fixture
-def known(monkeypatch):
-    monkeypatch.setattr(cost_model, "load_rates", lambda: (RATES,))
+def known(monkeypatch, tmp_path):
+    """The table of rates has one device."""
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps([RATES._asdict()]))
+    monkeypatch.setattr(cost_model, "RATES_PATH", path)
+    cost_model.load_rates.cache_clear()
+    yield
+    cost_model.load_rates.cache_clear()
 
 
 def layer(p, x):

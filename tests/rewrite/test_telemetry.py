@@ -1,6 +1,7 @@
 """`fp8jax.telemetry`: statistics against NumPy, in loops, checkpoints, meshes and frameworks; programs without it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -148,6 +149,21 @@ def test_grouped_products(frozen):
         check_codes(roles["w"], w, ml_dtypes.float8_e4m3fn)
 
 
+def test_what_a_glu_between_grouped_products_saves():
+    p, x, sizes = {"up": normal(0, 2, 64, 512), "down": normal(1, 2, 256, 64)}, normal(2, 64, 64), jnp.array([24, 32])
+    x = x.at[56:].set(1e6)  # in no group
+
+    def loss(p, x):
+        gate, up = jnp.split(jax.lax.ragged_dot(x, p["up"], sizes), 2, -1)
+        return jnp.sum(jax.lax.ragged_dot(jax.nn.silu(gate) * up, p["down"], sizes))
+
+    _, found = jax.jit(fp8jax.telemetry(jax.grad(fp8jax.transform(loss, "coat"))))(p, x)
+    rows = np.concatenate([x[:24] @ p["up"][0], x[24:56] @ p["up"][1]])
+    assert set(found["down"]) == {"x", "w", "dy", "context"}
+    np.testing.assert_allclose(found["down"]["context"]["amax"], np.max(np.abs(rows)), rtol=0.05)
+    assert 30 < float(found["down"]["context"]["snr_db"]) < 36
+
+
 def test_the_gradient_of_a_frozen_product():
     """Scales of a row of the weight are multiplied into the gradient before it is quantized."""
     x, w, dy = normal(0, TOKENS, WIDTH), np.array(wide(1, WIDTH, INNER)), np.array(wide(2, TOKENS, INNER))
@@ -178,12 +194,15 @@ def test_a_stale_scale_and_values_that_are_not_finite():
     assert float(stats["saturated"]) > 0.1
 
 
-def test_blocks_that_fall_back():
-    p, x = {"w": normal(0, 256, 128)}, np.asarray(normal(1, 256, 256)).copy()
+@pytest.mark.parametrize("grouped", [False, True])
+def test_blocks_that_fall_back(grouped):
+    """A product of one expert has the statistics of a matrix."""
+    p, x = {"w": normal(0, *[1] * grouped, 256, 128)}, np.asarray(normal(1, 256, 256)).copy()
     x[:128, 128:] *= 100
-    fn = fp8jax.transform(lambda p, x: x @ p["w"], "int8_fallback")
+    multiply = functools.partial(jax.lax.ragged_dot, group_sizes=jnp.array([256])) if grouped else jnp.matmul
+    fn = fp8jax.transform(lambda p, x: multiply(x, p["w"]), "int8_fallback")
     states = fn.init(p, x)
-    threshold = float(states["w"].state.x)
+    threshold = float(np.max(states["w"].state.x))
     run = jax.jit(fp8jax.telemetry(lambda p, x, states: fn(p, x, states=states)))
     stats = run(p, x, states)[1]["w"]["x"]
     amax = np.max(np.abs(x).reshape(2, 128, 2, 128), (1, 3))

@@ -99,7 +99,8 @@ def choose_kernel(a: Any, b: Any, length: int, scales_are_shared: bool) -> tuple
         scales_are_shared: as of `grouped_matmul`.
     """
     if (reason := _missing_kernel(a, b)) is not None:
-        return Choice("xla", f"a loop over tiles, not the kernel: {reason}"), None
+        decoded = ", codes are decoded" if any(find_spec(x) is not None for x in (a, b)) else ""
+        return Choice("xla", f"a loop over tiles{decoded}, not the kernel: {reason}"), None
     specs = find_spec(a), find_spec(b)
     contracts_tokens = isinstance(b, UnpaddedRows) or len(b.shape) == 2
     if _is_in_blocks(*specs, contracts_tokens=contracts_tokens):

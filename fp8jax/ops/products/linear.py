@@ -285,8 +285,9 @@ def linears(
     """
     if quantized is not None and len(quantized) != len(weights):
         raise ValueError(f"{len(weights)} weights were given quantized as {len(quantized)}")
+    weight_codes: Sequence[QuantizedWeight | None] = quantized or [None] * len(weights)
     linear_recipe, results, x_source = require_stateless(recipe), [], None
-    for w, codes in zip(weights, quantized or [None] * len(weights), strict=True):
+    for w, codes in zip(weights, weight_codes, strict=True):
         shared_input = Input(flatten_tokens(x, w), x, input_facts=InputFacts(facts))
         x_source = x_source or input_source(shared_input, linear_recipe, key)
         y = recipe_dot(

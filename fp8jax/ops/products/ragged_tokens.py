@@ -58,22 +58,13 @@ def _token_product_fwd(
     recipe, keys = config.recipe, split_key(key)
     a, b = lax.stop_gradient((a, b))
     tokens = padded_tokens(recipe, groups, a.shape[0])
-    y = multiply_columns(
-        *(
-            quantize_columns(
-                x,
-                recipe.spec(f"{operand}_wgrad"),
-                recipe.stateless_scaling(operand),
-                tokens,
-                key,
-                rotation=recipe.rotation,
-            )
-            for x, operand, key in zip((a, b), ("x", "dy"), keys, strict=True)
-        ),
-        tokens,
-        dtype=config.dtype,
-        fast="wgrad" in recipe.fast_accumulation,
+    a_columns, b_columns = (
+        quantize_columns(
+            x, recipe.spec(f"{operand}_wgrad"), recipe.stateless_scaling(operand), tokens, key, rotation=recipe.rotation
+        )
+        for x, operand, key in zip((a, b), ("x", "dy"), keys, strict=True)
     )
+    y = multiply_columns(a_columns, b_columns, tokens, dtype=config.dtype, fast="wgrad" in recipe.fast_accumulation)
     return derivatives.differentiable_once(config.name, y, token), (a, b, groups, key, token)
 
 

@@ -221,10 +221,8 @@ def quantize_glu_cotangents(
     result_dtype: Any,
 ) -> Any:
     def run(sharding: DimSharding, *arrays: Any) -> Any:
-        codes = grouped_glu_triton.quantize_cotangents(
-            operation, *arrays, dtype, result_dtype, compute_capability=capability()
-        )
-        return tuple(codes)
+        settings: Any = {"dtype": dtype, "result_dtype": result_dtype, "compute_capability": capability()}
+        return tuple(grouped_glu_triton.quantize_cotangents(operation, *arrays, **settings))
 
     operands = (gate_up, scales, gradient, block_table(rows, gate_up.shape[0]), factor, result_factor)
     matrix = "- -"
