@@ -149,6 +149,21 @@ def test_grouped_products(frozen):
         check_codes(roles["w"], w, ml_dtypes.float8_e4m3fn)
 
 
+def test_what_a_glu_between_grouped_products_saves():
+    p, x, sizes = {"up": normal(0, 2, 64, 512), "down": normal(1, 2, 256, 64)}, normal(2, 64, 64), jnp.array([24, 32])
+    x = x.at[56:].set(1e6)  # in no group
+
+    def loss(p, x):
+        gate, up = jnp.split(jax.lax.ragged_dot(x, p["up"], sizes), 2, -1)
+        return jnp.sum(jax.lax.ragged_dot(jax.nn.silu(gate) * up, p["down"], sizes))
+
+    _, found = jax.jit(fp8jax.telemetry(jax.grad(fp8jax.transform(loss, "coat"))))(p, x)
+    rows = np.concatenate([x[:24] @ p["up"][0], x[24:56] @ p["up"][1]])
+    assert set(found["down"]) == {"x", "w", "dy", "context"}
+    np.testing.assert_allclose(found["down"]["context"]["amax"], np.max(np.abs(rows)), rtol=0.05)
+    assert 30 < float(found["down"]["context"]["snr_db"]) < 36
+
+
 def test_the_gradient_of_a_frozen_product():
     """Scales of a row of the weight are multiplied into the gradient before it is quantized."""
     x, w, dy = normal(0, TOKENS, WIDTH), np.array(wide(1, WIDTH, INNER)), np.array(wide(2, TOKENS, INNER))
