@@ -229,6 +229,7 @@ def test_what_travels_is_eight_bits(mesh, gradients):
         one = programs.asked_for(found(Comm("e5m2", "one_phase")), g)
     assert one == [("all_reduce", "f32", 8), ("all_reduce", "f8E5M2", 100 * 128), ("all_reduce", "f8E5M2", 32 * 128)]
     assert [x[:2] for x in programs.asked_for(found("bf16"), g)] == [("all_reduce", "bf16")] * 2
+    assert ("all_reduce", "f32", 4 * 32 * 128) in programs.asked_for(found("e4m3", min_size=32 * 128 + 1), g)
     scattered = found("e4m3", reduce_scatter_gradients, {"w": P(AXES), "v": P(None, AXES)},
                       specs={"w": P(AXES), "v": P(None, AXES)})  # fmt: skip
     assert programs.asked_for(scattered, g) == [

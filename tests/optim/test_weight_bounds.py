@@ -185,6 +185,8 @@ def test_the_limit_is_reached_and_more_than_a_learning_rate():
         assert found[-1] > 0.998 * at[-1]
         assert found[-1] > least
         np.testing.assert_allclose(at[0], 1, rtol=2e-3)  # the first step is of one learning rate
+        decayed = fp8jax.max_adam_step(1.0, 0.9, b2, 0.25)(jnp.arange(STEPS), jnp.full(STEPS, 2.0))
+        np.testing.assert_allclose(decayed - at, 0.25 * 2.0, rtol=1e-2)
 
 
 def test_limits_that_do_not_exist_are_refused_and_updates_beyond_a_limit_are_cut():
