@@ -1,17 +1,33 @@
-"""What the tables share: their options, and how results are written."""
+"""What the tables share: how results are written, and the training run that real moments are taken from."""
 
 import argparse
+import contextlib
 import dataclasses
+import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from matplotlib.figure import Figure
 
+from experiments import evaluate
+from experiments.errors import UserError
 from experiments.results import record
+from experiments.train import cli
+from experiments.train.checkpoint import Checkpoints
+from experiments.train.task import TrainState
 
 RESULTS = Path("results")
+RUN = "tables_moments"
+# The smallest model of experiments.models.sizes, long enough for the moments to have forgotten their start. No flag
+# stands at its default by chance: these are what a run of some minutes on two CPU cores allows.
+STEPS = 300
+FLAGS = (
+    f"--recipe bf16 --run {RUN} --model 5m --batch 4 --seq-len 128 --steps {STEPS} --eval-every {STEPS} "
+    f"--checkpoint-every {STEPS} --eval-batches 4 --sample-tokens 0 --log-every 20"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +112,63 @@ def write(
     return path
 
 
-def parse(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line of a table, described by the module's docstring: --results."""
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The command line that every table has, described by the module's docstring: --out and --results."""
     options = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    options.add_argument("--out", type=Path, default=Path("runs"), help="folder of training runs (default: runs)")
     options.add_argument("--results", type=Path, default=RESULTS, help="where to write (default: results)")
-    return options.parse_args(argv)
+    return options
+
+
+def parse(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of a table that has no other options than those of `parser`."""
+    return parser(doc).parse_args(argv)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """A trained model with the fp32 moments of its last step, restored from the run's checkpoint."""
+
+    trained: evaluate.Trained
+    state: TrainState
+
+    @property
+    def moments(self) -> tuple[Any, Any]:
+        """First and second moments in fp32, trees as the parameters'."""
+        adam = next(s for s in jax.tree.leaves(self.state.opt_state, is_leaf=_is_adam) if _is_adam(s))
+        return adam.mu, adam.nu
+
+
+@contextlib.contextmanager
+def alone(run: Path) -> Iterator[None]:
+    """Holds a training run that several tables take; another process that wants it waits."""
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with run.with_name(f"{run.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def dump(out: Path, flags: str = FLAGS, step: int | None = None) -> Dump:
+    """The training run with fp32 moments; trained now, or taken from OUT where it was before.
+
+    Tables that run side by side train it once: the others wait for the first.
+
+    `step` is that of a checkpoint that the run keeps; None takes the last.
+
+    Raises:
+        UserError: the training program's own.
+    """
+    arguments = flags.split()
+    run = out / arguments[arguments.index("--run") + 1]
+    with alone(run):
+        code = cli.main([*arguments, "--out", str(out)])
+    if code:
+        raise UserError(f"the training run ended with code {code}")
+    trained = evaluate.load(run, "bf16")
+    with Checkpoints(run / "bf16" / "checkpoints", trained.config.run.keep) as checkpoints:
+        state, _ = checkpoints.restore(step or trained.step, jax.eval_shape(trained.task.init))
+    return Dump(trained, state)
+
+
+def _is_adam(node: Any) -> bool:
+    return isinstance(node, tuple) and {"mu", "nu"} <= set(getattr(node, "_fields", ()))

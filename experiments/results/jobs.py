@@ -42,9 +42,9 @@ def bench(name: str, seconds: float, *options: str, file: str | None = None, gpu
     return Job(file or name, ("experiments.bench", name, *options, *named, "--out"), seconds, gpus)
 
 
-def table(name: str, seconds: float) -> Job:
-    """A job of `experiments.papers`, on a CPU."""
-    return Job(name, (f"experiments.papers.{name}", "--results"), seconds, gpus=0)
+def table(name: str, seconds: float, gpus: int = 0) -> Job:
+    """A job of `experiments.papers`."""
+    return Job(name, (f"experiments.papers.{name}", "--results"), seconds, gpus)
 
 
 # An arm takes 20 to 80 s to trace and compile.
@@ -76,6 +76,7 @@ ONE_GPU = (
     bench("profile", 170, "--only", "coat", "coat_fast", file="profile_models"),
     bench("optimizer", 110),
     bench("gemm", 125, "--limit", "100"),
+    table("coat_speed", 40, gpus=1),
     bench("peers", 160),
     bench("grouped", 260),
     bench("step", 265, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback",
@@ -132,27 +133,27 @@ def wide(count: int, word: str) -> tuple[Job, ...]:
     )  # fmt: skip
 
 
-FOUR_GPUS = wide(4, "four")
+FOUR_GPUS = (
+    *wide(4, "four"),
+    Job("fp8_lm_reductions_gpus", ("experiments.papers.fp8_lm_reductions", "--results"), 90, gpus=4),
+)
 EIGHT_GPUS = wide(8, "eight")
 CPU = (
     table("plans", 60),
     table("coat_memory", 60),
     table("int8_memory", 60),
+    table("coat_optimizer", 400),
+    table("coat_activations", 200),
+    table("fp8_lm_gradients", 200),
+    table("fp8_lm_reductions", 200),
     Job("soak", ("experiments.soak", "--results"), 1800, gpus=0),
 )
 # Studies whose question is settled: their files stay, and their commands are of the commits that the files name.
 SETTLED = (
-    "coat_activations",
     "coat_expansion",
-    "coat_optimizer",
-    "coat_speed",
     "finetuning",
     "finetuning_60m",
-    "fp8_lm_gradients",
     "fp8_lm_masters",
-    "fp8_lm_precision_125m",
-    "fp8_lm_reductions",
-    "fp8_lm_reductions_gpus",
     "int8_diverges",
     "int8_fallback",
     "int8_leak",
@@ -203,4 +204,5 @@ TRAINED = (
     *seeds("experts", 150, ("bf16", "coat", "coat_fast", "deepseek", "int8_fallback")),
     Job("parity_recipe_errors_13m", ("experiments.papers.recipe_errors", "--size", "13m", "--results"), 600),
     *seeds("long", 4000, ("bf16", "moss", "fast")),
+    Job("fp8_lm_precision_125m", ("experiments.papers.fp8_lm_precision", "--model", "125m", "--results"), 3000),
 )  # fmt: skip

@@ -284,7 +284,9 @@ def test_every_headline_names_rows_of_its_file_and_every_file_has_a_command():
         of_cards = results[row.bench].values()
         for template in filter(None, (row.ours, row.rival)):
             assert any(figures.filled(template, result) for result in of_cards), row
-    made = {job.name for each in (*runner.JOBS.values(), runner.DERIVED) for job in each} | {*jobs.SETTLED}
+    made = {job.name for each in (*runner.JOBS.values(), runner.DERIVED, runner.TRAINED) for job in each} | {
+        *jobs.SETTLED
+    }
     assert {*results} <= made, "a file that no command makes"
     assert made >= {row.bench for row in rows}
     assert made >= {match[1] for quote in figures.quotes() for match in figures.FIGURE.finditer(quote.text)}

@@ -1,0 +1,100 @@
+"""COAT's Table 12 and Figure 4(b) on one GPU: `python -m experiments.papers.coat_speed`.
+
+What the first stage of group scaling adds to RMSNorm, and what the ways to find a tensor's scale take. Xi et al., COAT,
+ICLR 2025, section 5.2, appendix J. Table 7 is a view of `bench layer` (`speeds`).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import fp8jax
+from experiments import startup
+from experiments.bench import timing
+from experiments.papers import common
+from experiments.papers.common import Row
+from fp8jax.ops.quantization.quantize import quantize
+
+# COAT, Table 12: milliseconds of RMSNorm with and without quantization, by columns of a matrix of 4096 rows.
+PAPER_NORM = {1024: (10.1, 8.7), 2048: (29.6, 28.7), 4096: (55.6, 53.2), 8192: (122.6, 117.5)}
+NORM, NORM_CODES = "RMSNorm", "RMSNorm with quantization"
+JUST_IN_TIME, GROUP, DELAYED = "just in time", "group scaling", "delayed"
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return fp8jax.rms_norm(x, recipe=fp8jax.recipes.bf16())
+
+
+def norm_arms() -> dict[str, Any]:
+    """Functions of a matrix: the norm as it is and with what `coat` keeps, and codes of the latter with one scale."""
+
+    def residuals_of(x: jax.Array) -> tuple[jax.Array, Any]:
+        y, back = jax.vjp(lambda x: fp8jax.rms_norm(x, recipe=fp8jax.recipes.coat()), x)
+        return y, jax.tree.leaves(back)
+
+    def codes(x: jax.Array, **how: Any) -> Any:
+        y, residuals = residuals_of(x)
+        return quantize(y, "e4m3", **how)[0], residuals
+
+    return {
+        NORM: _norm,
+        NORM_CODES: residuals_of,
+        JUST_IN_TIME: lambda x: codes(x, impl="triton"),
+        GROUP: lambda x: codes(x, strategy="two_stage"),
+        DELAYED: lambda x: codes(x, scale=jnp.float32(0.01)),
+    }
+
+
+def norms(columns: int, rounds: int, burst: float) -> list[Row]:
+    """Rows of Table 12 and of Figure 4(b) for a matrix of 4096 rows."""
+    shape, count = ((64, 128), 1) if timing.dry() else ((4096, columns), timing.copies(2 * 4096 * columns))
+    sets = [(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16),) for i in range(count)]
+    functions = norm_arms()
+    times = timing.seconds(timing.compiled(functions, sets), rounds, burst)
+    rows, microseconds = [], {name: 1e6 * t / len(sets) for name, t in times.items()}
+    for name, time in microseconds.items():
+        first = name in (NORM, NORM_CODES)
+        base = NORM if first else JUST_IN_TIME
+        slow, fast = PAPER_NORM[columns]
+        theirs = slow / fast if name == NORM_CODES else None
+        table = "Table 12: time of a norm" if first else "Figure 4(b): norm and codes with one scale, time"
+        pivot = (f"(4096, {columns})", name)
+        rows.append(Row(f"{name}, (4096, {columns})", "time", time, "µs", f"{base}, (4096, {columns})",
+                         time / microseconds[base], None, theirs, table, pivot))  # fmt: skip
+        print(f"  (4096, {columns}) {name:30s} {time:8.1f} µs  {time / microseconds[base]:.3f}", flush=True)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Regenerates results/coat_speed.json."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--burst", type=float, default=0.02, help="seconds of one round of one implementation")
+    parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
+    options = parser.parse_args(argv)
+    startup.recommend_flags()
+    timing.need_gpu()
+    rows = [row for n in PAPER_NORM for row in norms(n, options.rounds, options.burst)]
+    notes = [
+        "Table 12: RMSNorm of a bf16 matrix, and the same with what `coat` keeps of it: codes of its input in "
+        "groups of 1x16, and where the kernel is at hand the largest magnitude of its result. The paper's times are "
+        "of no plausible unit; ratios compare. A result that is also wanted in 16 bits is computed by the kernel that "
+        "keeps codes and again by XLA; in a layer whose products read codes it is not written.",
+        "Figure 4(b) has no values in our copy of the paper. The norm with quantization, then e4m3 codes of its "
+        "result with one scale: just in time, from a pass over the result, by group scaling, from what the norm "
+        "found, and with a given scale, as delayed scaling has.",
+    ]
+    arguments = f"--rounds {options.rounds} --burst {options.burst:g}"
+    title = "COAT: what scales cost (Table 12, Figure 4(b))"
+    device = jax.devices()[0].device_kind
+    common.write("coat_speed", title, rows, notes, None, options.results, arguments=arguments, device=device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""FP8-LM's Figure 7 by `fp8jax.dist` itself: `python -m experiments.papers.fp8_lm_reductions`.
+
+The gradients of a small Llama, those of a sequence on each device, are reduced by `all_reduce_gradients` over 2, 4, ..
+all of this host's devices, GPUs or virtual devices of its CPU, and compared with their mean in float64. Beside each
+figure stands that of the model in NumPy, by which `fp8_lm_gradients` goes to 1,024 replicas. On GPUs NCCL adds codes in
+form "one_phase"; on a CPU they are added in fp32 and rounded once, which is no figure of NCCL's.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.bench import timing
+from experiments.errors import UserError
+from experiments.papers import common, fp8_lm_gradients
+from experiments.papers.common import Row
+from experiments.papers.fp8_lm_gradients import Reduced
+from fp8jax.core.recipe import Comm
+from fp8jax.dist.reduce import MAX_SATURATED_FRACTION, Factors, all_reduce_gradients
+
+VIRTUAL = 8
+ONE = Comm("e4m3", "one_phase")
+# By the names of `fp8_lm_gradients.FORMS` what travels, and the factor that auto-scaling begins with, if it is used.
+FORMS: dict[str, tuple[Comm, float | None]] = {
+    "pre-scale (equation 1)": (ONE, None),
+    "post-scale (equation 2)": (ONE, 1.0),
+    "auto-scale (equation 3)": (Comm("e4m3", "one_phase", auto_scale=True), 1.0),
+    fp8_lm_gradients.OURS: (Comm("e4m3"), None),
+    "ours, two phases, e4m3:group128": (Comm("e4m3:group128"), None),
+    "bf16": (Comm("bf16"), None),
+}
+SETTLING = 12  # halvings of a factor at most
+
+
+def reduced(gradients: Mapping[str, np.ndarray], form: str) -> dict[str, Reduced]:
+    """What the reduction makes of gradients (devices, n), as it is on the first device.
+
+    Auto-scaling is run again and again on the same gradients until no factor falls.
+    """
+    comm, start = FORMS[form]
+    count = len(next(iter(gradients.values())))
+    mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count], axis_types=(jax.sharding.AxisType.Auto,))
+
+    def run(tree: Any, factors: Factors | None) -> Any:
+        own = jax.tree.map(lambda g: g[0], tree)
+        return all_reduce_gradients(own, "data", comm, factors=factors, min_size=1)
+
+    rows, whole = jax.P("data"), jax.P()
+    step = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(rows, whole), out_specs=whole, check_vma=False))
+    tree = {name: jnp.asarray(g) for name, g in gradients.items()}
+    if start is None:
+        return {name: Reduced(np.asarray(x, np.float64), 0.0) for name, x in step(tree, None).items()}
+    factors = Factors(*({name: jnp.float32(x) for name in tree} for x in (start, 0.0)))
+    for _ in range(SETTLING if comm.auto_scale else 1):
+        found, factors = step(tree, factors)
+        if max(float(x) for x in factors.saturated.values()) <= MAX_SATURATED_FRACTION:
+            break
+    return {name: Reduced(np.asarray(x, np.float64), float(factors.saturated[name])) for name, x in found.items()}
+
+
+def measure(gradients: Mapping[str, np.ndarray], counts: Sequence[int]) -> list[Row]:
+    """The three figures of each form and number of devices, means over matrices, and those of the NumPy model."""
+    rows = []
+    for count in counts:
+        parts = {name: g[:count] for name, g in gradients.items()}
+        for form, model in fp8_lm_gradients.FORMS.items():
+            found, modelled = reduced(parts, form), {name: model(g) for name, g in parts.items()}
+            for impl, means in (("fp8jax.dist", found), ("NumPy", modelled)):
+                each = [fp8_lm_gradients.errors_of(g, means[name]) for name, g in parts.items()]
+                for metric, value in zip(fp8_lm_gradients.METRICS, np.mean(each, 0), strict=True):
+                    unit, factor = ("dB", 1) if metric == "SNR" else ("%", 100)
+                    column = f"{metric}, {unit}, {impl}"
+                    rows.append(Row(f"{form}, {count} devices", metric, factor * float(value), unit,
+                                    table=f"{count} devices", pivot=(form, column), impl=impl))  # fmt: skip
+    return rows
+
+
+def main() -> int:
+    """Regenerates results/CARD/fp8_lm_reductions.json, and fp8_lm_reductions_gpus.json on GPUs."""
+    options = common.parse(__doc__)
+    if "host_platform_device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={VIRTUAL}".strip()
+    have = jax.device_count()
+    counts = [n for n in (2, 4, 8, 16) if n <= (2 if timing.dry() else have)]
+    if not counts:
+        print("error: gradients travel between two devices at least, and here is one", file=sys.stderr)
+        return 2
+    try:
+        steps = 2 if timing.dry() else fp8_lm_gradients.STEPS
+        gradients = dict(fp8_lm_gradients.real_gradients(counts[-1], steps))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rows = measure(gradients, counts)
+    gpu = jax.devices()[0].platform == "gpu"
+    notes = [
+        f"`fp8jax.dist.all_reduce_gradients` over {', '.join(map(str, counts))} "
+        + ("GPUs" if gpu else "virtual devices of a CPU")
+        + f"; gradients and figures as in `fp8_lm_gradients`, means over {len(gradients)} matrices.",
+        "Codes of one phase are added by NCCL, rounded to e4m3 and saturated at each addition."
+        if gpu
+        else "Codes of one phase are added in fp32 here and rounded once: on GPUs NCCL rounds each addition, as the "
+        "model in NumPy does.",
+        "Our copy of the paper is a summary without Figure 7.",
+    ]
+    title = "FP8-LM: sums of gradients in 8 bits by fp8jax.dist (Figure 7)"
+    device = jax.devices()[0].device_kind
+    common.write("fp8_lm_reductions_gpus" if gpu else "fp8_lm_reductions", title, rows, notes, None, options.results,
+                 module="fp8_lm_reductions", device=f"{have} x {device}" if gpu else None)  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
