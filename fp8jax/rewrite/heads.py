@@ -85,17 +85,20 @@ def find_edge_blocks(paths: Collection[str], counts: tuple[int, int]) -> dict[st
 def split_loop(paths: Collection[str], length: int, counts: tuple[int, int]) -> tuple[LoopPart, ...]:
     """The parts of a loop over the blocks of a model, with those that hold its first and last blocks.
 
-    An iteration whose paths have several numbers, of at least two layers each, has a block for each number. If no other
-    block would be left, none is an edge, and the loop has one part.
+    If all paths have a number after the same prefix, and each of several numbers has at least two layers, an iteration
+    has a block for each number. Any other iteration is one block. If no other block would be left, none is an edge, and
+    the loop has one part.
 
     Args:
         paths: of the layers in an iteration.
         length: of the loop.
         counts: numbers of blocks at the start and at the end.
     """
-    counter = collections.Counter(int(found[0]) for path in set(paths) if (found := block_number(path)) is not None)
+    found = [block_number(path) for path in set(paths)]
+    prefixes = {number and number.string[: number.start()] for number in found}
+    counter = collections.Counter(int(number[0]) for number in found if number is not None)
     # Names such as Dense_0 and Dense_1 number the layers of a block.
-    numbers = sorted(counter) if min(counter.values(), default=0) > 1 else []
+    numbers = sorted(counter) if len(prefixes) == 1 and min(counter.values(), default=0) > 1 else []
     per_iteration = max(len(numbers), 1)
     first, last = (-(-count // per_iteration) for count in counts)
     if not any(counts) or length * per_iteration <= sum(counts) or length < first + last:

@@ -151,7 +151,7 @@ def test_states_of_a_split_loop_have_a_row_for_each_iteration():
 )
 def test_an_iteration_of_several_blocks_leaves_the_numbers_at_its_edges(length, counts, parts):
     """As in models that scan over groups of layers. An edge of several iterations has whole ones."""
-    paths = ["layers/norm", *(f"layers/{i}/{name}" for i in range(2) for name in ("up", "down"))]
+    paths = [f"layers/{i}/{name}" for i in range(2) for name in ("up", "down")]
     found = heads.split_loop(paths, length, counts)
     assert [(part.size, part.reason, part.edge_numbers) for part in found] == parts
     assert heads.edge_reason("layers/0/up", found[0]) == found[0].reason
@@ -163,3 +163,14 @@ def test_numbers_of_single_layers_are_no_blocks():
     parts = heads.split_loop(["blocks/Dense_0", "blocks/Dense_1", "blocks/Attention_0/query"], 3, (1, 1))
     assert [part.size for part in parts] == [1, 1, 1]
     assert {heads.edge_reason(f"blocks/Dense_{i}", parts[0]) for i in range(2)} == {"in the first 1 of 3 blocks"}
+
+
+def test_numbers_of_layers_in_several_modules_are_no_blocks():
+    paths = [f"layers/{module}/Dense_{i}" for module in ("attn", "mlp") for i in range(2)]
+    parts = heads.split_loop(paths, 6, (1, 1))
+    assert [(part.size, part.reason) for part in parts] == [
+        (1, "in the first 1 of 6 blocks"),
+        (4, ""),
+        (1, "in the last 1 of 6 blocks"),
+    ]
+    assert all(heads.edge_reason(path, parts[0]) for path in paths)
