@@ -116,11 +116,13 @@ class LoopPart(NamedTuple):
         size: their number.
         reason: why blocks in them stay in 16 bits, or "".
         edge_numbers: the numbers in the paths of these blocks; None for all.
+        has_unknown_blocks: whether it runs blocks of a model whose first and last ones are not known.
     """
 
     size: int
     reason: str = ""
     edge_numbers: frozenset[int] | None = None
+    has_unknown_blocks: bool = False
 
 
 @dataclasses.dataclass(eq=False)

@@ -60,6 +60,7 @@ from fp8jax.rewrite.states import LoopLevel, WeightUse, layer_axis_sizes, loop_l
 from fp8jax.rewrite.unplanned import UnquantizedShare, flops, unquantized_share
 
 _UNKNOWN = LayerChoice(None, "")
+_UNSPLIT = "runs in a loop that does not cover a whole stack of blocks, so none of its blocks stays in 16 bits"
 # The paths of layers, each with the aliases that rules may match.
 PathAliases = dict[str, tuple[str, ...]]
 
@@ -72,12 +73,14 @@ class ProgramPlan(NamedTuple):
         uses: the matmuls of each parameter, with their recipes.
         error: the error to raise at a run if matmuls ask for a precision that a quantized one cannot reach, or "".
         share: the share of FLOPs that stays in 16 bits although the rules ask for fewer.
+        unsplit_note: the layers in loops over blocks that are not split at the edges of the model, or "".
     """
 
     entries: dict[Node, PlanEntry]
     uses: dict[WeightUse, Linear]
     error: str
     share: UnquantizedShare
+    unsplit_note: str
 
 
 def plan(
@@ -109,11 +112,17 @@ def plan(
     levels = _find_levels(matmuls)
     _skip_unsupported_products(matmuls, levels, call_info)
     error = reject_unsupported_precision(matmuls)
+    unsplit_paths: list[str] = []
     for p in matmuls:
         shape, reason = p.weight.stored.shape, p.choice.reason
         is_in_block = block_number(p.path) is not None or any(len(outer.parts) > 1 for outer, _ in p.enclosing)
-        if rules.unquantized_blocks != (0, 0) and p.is_quantized and not is_in_block:
-            reason += "; its path has no number of a block"
+        is_default = p.is_quantized and rules.takes_by_default(p.path, *p.aliases)
+        if rules.unquantized_blocks != (0, 0) and is_default:
+            if _has_unknown_block(p):
+                unsplit_paths.append(p.path)
+                reason += f"; {_UNSPLIT}"
+            elif not is_in_block:
+                reason += "; its path has no number of a block"
         is_rematerialized = any(primitives.rematerializes_products(node.eqn) for node, _ in p.enclosing)
         entries[p.node] = PlanEntry(
             p.path,
@@ -157,22 +166,36 @@ def plan(
             unsupported_layers=sorted(unsupported_paths),
         )
     found = {node: entries[node] for node in nodes if node in entries}
-    return ProgramPlan(found, _number_uses(matmuls, levels), error, unquantized_share(graph, found, call_info))
+    note = f"{path_list(tuple(dict.fromkeys(unsplit_paths)))}: {_UNSPLIT}" if unsplit_paths else ""
+    return ProgramPlan(found, _number_uses(matmuls, levels), error, unquantized_share(graph, found, call_info), note)
 
 
 def split_edge_iterations(
-    rules: RuleSet, call_info: CallInfo, paths: Sequence[str], length: int
+    rules: RuleSet, call_info: CallInfo, params: Collection[str], paths: Sequence[str], length: int
 ) -> tuple[LoopPart, ...]:
     """The parts of a loop, as of `Graph.split_loop`: the recipe may leave its first and last iterations in 16 bits.
 
     Args:
         rules, call_info: as of `plan`.
+        params: the paths of all parameters.
         paths: of the parameters that are stacked along the loop.
         length: of the loop.
     """
     layers = [call_info.layer_paths(path) for path in paths]
     counts = rules.unquantized_blocks if any(rules.takes_by_default(*layer) for layer in layers) else (0, 0)
-    return split_loop([path for path, *_ in layers], length, counts)
+    layer_paths = [path for path, *_ in layers]
+    if len(stacks := set(map(_stack_and_number, layer_paths))) == 1:
+        ((stack, number),) = stacks
+        others = (_stack_and_number(call_info.layer_paths(path)[0]) for path in params)
+        if any(other[0] == stack and other[1] != number for other in others):
+            return (LoopPart(length, has_unknown_blocks=True),)  # a loop in one of several numbered parts of the model
+    return split_loop(layer_paths, length, counts)
+
+
+def _stack_and_number(path: str) -> tuple[str, int | None]:
+    """The path up to the number of a layer's block, and the number; ("", None) without one."""
+    number = block_number(path)
+    return ("", None) if number is None else (path[: number.start()], int(number[0]))
 
 
 def _find_edges(matmuls: list[WeightMatmul], rules: RuleSet) -> dict[Node, str]:
@@ -183,11 +206,16 @@ def _find_edges(matmuls: list[WeightMatmul], rules: RuleSet) -> dict[Node, str]:
         for outer, body in p.enclosing
         if len(outer.parts) > 1
     }
-    edges = find_edge_blocks({p.path for p in matmuls if p.node not in parts}, rules.unquantized_blocks)
+    others = {p.path for p in matmuls if p.node not in parts and not _has_unknown_block(p)}
+    edges = find_edge_blocks(others, rules.unquantized_blocks)
     reasons = {
         p.node: edge_reason(p.path, parts[p.node]) if p.node in parts else edges.get(p.path, "") for p in matmuls
     }
     return {node: reason for node, reason in reasons.items() if reason}
+
+
+def _has_unknown_block(p: WeightMatmul) -> bool:
+    return any(part.has_unknown_blocks for outer, _ in p.enclosing for part in outer.parts)
 
 
 def _narrow_products(products: list[WeightMatmul], skipped: Collection[Node]) -> set[Node]:

@@ -35,7 +35,7 @@ class CallPlan(NamedTuple):
         run, compiled: run the planned program on arrays and use inputs; `compiled` is jitted.
         list_rows: returns the rows of `explain`, in program order.
         note_exchange: returns `fp8jax.rewrite.explanation.exchange_note` of the program.
-        error, share: see `fp8jax.rewrite.plan.ProgramPlan`.
+        error, share, unsplit_note: see `fp8jax.rewrite.plan.ProgramPlan`.
     """
 
     entries: tuple[PlanEntry, ...]
@@ -48,6 +48,7 @@ class CallPlan(NamedTuple):
     note_exchange: Callable[[], str]
     error: str = ""
     share: UnquantizedShare = UnquantizedShare()
+    unsplit_note: str = ""
 
     def explain(self, rows: Sequence[PlanEntry] | None = None, inspect: Callable[[], Any] | None = None) -> Explanation:
         """The plan for a reader.
@@ -58,6 +59,7 @@ class CallPlan(NamedTuple):
         """
         notes = (
             f"a call raises ValueError: {self.error}" if self.error else None,
+            self.unsplit_note,
             choice.missing_kernels_advice(),
         )
         rows = self.list_rows() if rows is None else rows
@@ -98,8 +100,14 @@ class PlannedCall(NamedTuple):
         return self.plan.uses
 
     def warn(self, notices: Notices) -> None:
-        """Warn, once for each text, if over a tenth of the FLOPs stay in 16 bits although the rules ask for fewer."""
-        share = self.plan.share
+        """Warn, once for each text, of loops over blocks that are not split, and of too many FLOPs in 16 bits.
+
+        These are over a tenth of the FLOPs, although the rules ask for fewer.
+        """
+        share, note = self.plan.share, self.plan.unsplit_note
+        if note and not notices.is_silent and note not in notices.texts:
+            notices.texts.add(note)
+            frames.warn(f"{note}. Scan over the whole stack; fp8jax.Rule(path, recipe) for a parameter silences this")
         is_known = notices.is_silent or share.text in notices.texts
         if share.is_notable and not self.plan.error and not is_known:
             notices.texts.add(share.text)

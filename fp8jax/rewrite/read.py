@@ -143,10 +143,10 @@ def _make_node(eqn: Any, operands: list[Value], scope: str, graph: Graph) -> Nod
     node.results = [Value(v.aval, node, is_data=is_data, **depends) for v in eqn.outvars]
     node.has_custom_rule = node.kind in primitives.CUSTOM_DERIVATIVE_CALLS
     programs = primitives.sub_jaxprs(eqn)
-    if node.kind == "scan":
-        node.parts = _split(eqn, programs[0], operands, graph)
-        programs *= len(node.parts)
     node.bodies = tuple(_make_body(node, program, graph) for program in programs)
+    if node.kind == "scan":
+        node.parts = _split(node, graph)
+        node.bodies += tuple(_make_body(node, programs[0], graph) for _ in node.parts[1:])
     for body in node.bodies:
         for inner_node in body.nodes:
             inner_node.enclosing_node = node
@@ -174,27 +174,69 @@ def _dependencies(operands: Sequence[Value]) -> dict[str, Any]:
     }
 
 
-def _split(eqn: Any, sub_jaxpr: SubJaxpr, operands: list[Value], graph: Graph) -> tuple[LoopPart, ...]:
-    """The parts of a scan, by the matrices that it has for each iteration."""
-    paths = [
-        weight.path
-        for i in primitives.loop_info(eqn).scanned_operands  # type: ignore[union-attr]
-        if (weight := operands[i].weight) is not None and sub_jaxpr.jaxpr.invars[i].aval.ndim > 1
-    ]
-    length = eqn.params["length"]
-    return (LoopPart(length),) if graph.split_loop is None or not paths else graph.split_loop(paths, length)
+def _split(node: Node, graph: Graph) -> tuple[LoopPart, ...]:
+    """The parts of a scan, by the matrices that it has for each iteration. `graph` is the one around it."""
+    length = node.eqn.params["length"]
+    if not _iterates_over_blocks(node):
+        return (LoopPart(length),)
+    has_inner_loop = any(
+        inner.kind == "scan" and _iterates_over_blocks(inner) for inner in node.bodies[0].walk_nested()
+    )
+    matrices = _scanned_matrices(node)
+    if graph.split_loop is None or has_inner_loop or not all(_is_whole_stack(value, length) for value in matrices):
+        return (LoopPart(length, has_unknown_blocks=True),)
+    return graph.split_loop([value.weight.path for value in matrices if value.weight is not None], length)
+
+
+def _scanned_matrices(node: Node) -> list[Value]:
+    """The operands of a scan that are matrices of parameters, one for each iteration."""
+    scanned = [node.operands[i] for i in primitives.loop_info(node.eqn).scanned_operands]  # type: ignore[union-attr]
+    return [value for value in scanned if value.weight is not None and value.aval.ndim > 2]
+
+
+def _iterates_over_blocks(node: Node) -> bool:
+    """Whether a scan has matrices for each iteration, and a matmul reads what the last iteration computed.
+
+    In a loop over experts, no matmul does: it adds up their results.
+    """
+    (sub_jaxpr,), body = primitives.sub_jaxprs(node.eqn), node.bodies[0]
+    carries = {body.inputs[i] for i in sub_jaxpr.carry_outputs}
+    carries = {value for value in carries if jnp.issubdtype(value.dtype, jnp.floating)}  # a counter is no result
+    products = [inner for inner in body.walk_nested() if inner.kind in PRODUCTS]
+    data = [value for inner in products for value in inner.operands if value.weight is None]
+    is_sequential = not data or not carries.isdisjoint(search(data, direct_sources))
+    return bool(_scanned_matrices(node)) and is_sequential
+
+
+def _is_whole_stack(value: Value, length: int) -> bool:
+    """Whether the first axis of a value is an axis of this length of a parameter, as the caller stores it."""
+    axis = 0
+    while value.weight is not None:
+        for step in reversed(value.weight.layout):
+            if step.kind == "transpose":
+                axis = step.eqn.params["permutation"][axis]
+            elif step.operands[0].shape[: axis + 1] != step.results[0].shape[: axis + 1]:
+                return False
+        stored = value.weight.stored
+        if stored.kind == "concatenate" and stored.node is not None and stored.node.eqn.params["dimension"] != axis:
+            value = stored.node.operands[0]
+        elif stored.enclosing_value is not None:
+            value = stored.enclosing_value
+        else:
+            return stored.node is None and stored.shape[axis] == length
+    return False
 
 
 def _make_body(node: Node, sub_jaxpr: SubJaxpr, graph: Graph) -> Graph:
     """The graph of a node's sub-jaxpr; `graph` is the one around it."""
     eqn, operands, inputs = node.eqn, node.operands, []
-    # The edges of a device's layers, or of a loop inside of a split one, are no edges of the model.
-    is_split = len(node.parts) > 1 or any(
-        value.weight is not None and primitives.splits_first_axis(eqn, i, partly=True)
-        for i, value in enumerate(operands)
-    )
     info = primitives.loop_info(eqn)
     scanned = info.scanned_operands if info is not None else range(0)
+    # The edges of a device's layers, or of a loop in one over parameters, are no edges of the model.
+    is_split = any(
+        value.weight is not None and (i in scanned or primitives.splits_first_axis(eqn, i, partly=True))
+        for i, value in enumerate(operands)
+    )
     is_data = sub_jaxpr.data_dependent_inputs([operands[i].is_data for i in sub_jaxpr.operand_indices])
     for input_index, (variable, i) in enumerate(zip(sub_jaxpr.jaxpr.invars, sub_jaxpr.operand_indices, strict=True)):
         operand, is_carried = operands[i], input_index in sub_jaxpr.carry_outputs

@@ -237,7 +237,8 @@ class Transformed:
     def _read(
         self, program: Any, paths: Sequence[str | None], frozen_infos: Sequence[Any], call_info: CallInfo
     ) -> Graph:
-        split_loop = functools.partial(split_edge_iterations, self._rules, call_info)
+        params = {path for path in paths if path is not None}
+        split_loop = functools.partial(split_edge_iterations, self._rules, call_info, params)
         return read(program, paths, frozen_infos, self._rules.grouped_products, split_loop)
 
     def _make_plan(
@@ -246,7 +247,7 @@ class Transformed:
         call_info = self._make_call_info(shapes)
         graph = self._read(program, paths, frozen_infos, call_info)
         try:
-            entries, uses, message, unquantized = plan(graph, self._rules, call_info)
+            entries, uses, message, unquantized, unsplit_note = plan(graph, self._rules, call_info)
         except ValueError as error:
             _hint_closed_over_arrays(error, program.consts)
             raise
@@ -267,7 +268,17 @@ class Transformed:
         rows = functools.partial(list_rows, graph, graph_schedule, self._rules, call_info, entries)
         exchange, plan_entries = functools.partial(exchange_note, graph), tuple(entries.values())
         return CallPlan(
-            plan_entries, uses, tuple(paths), structure, run, compiled, rows, exchange, message, unquantized
+            plan_entries,
+            uses,
+            tuple(paths),
+            structure,
+            run,
+            compiled,
+            rows,
+            exchange,
+            message,
+            unquantized,
+            unsplit_note,
         )
 
     def _is_static(self, path: Any, x: Any) -> bool:
