@@ -5,6 +5,7 @@ Whatever may change with a JAX version is in this file: names, parameters, and t
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -231,6 +232,12 @@ def iteration_row(eqn: Any, iteration: int) -> int:
     return eqn.params["length"] - 1 - iteration if eqn.params.get("reverse") else iteration
 
 
+def part_starts(eqn: Any, sizes: Sequence[int]) -> list[int]:
+    """The first row of scanned operands that each part of a scan reads, from their numbers of iterations."""
+    length, is_reversed, ends = eqn.params["length"], eqn.params["reverse"], itertools.accumulate(sizes)
+    return [length - end if is_reversed else end - size for end, size in zip(ends, sizes, strict=True)]
+
+
 def iteration_inputs(eqn: Any, inputs: Sequence[Any], iteration: int) -> list[Any]:
     """The inputs of an equation's jaxpr in an iteration, with the first carry, from the operands of the equation."""
     info = loop_info(eqn)
@@ -282,15 +289,14 @@ def rebind_control_flow(
             return results[:carries], results[carries:]
 
         keywords = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
-        length, iteration, stacked = params["length"], 0, list[list[Any]]()
-        for body, size in zip(body_fns, part_sizes or (length,), strict=True):
-            start = min(iteration_row(eqn, i) for i in (iteration, iteration + size - 1))
+        length, stacked = params["length"], list[list[Any]]()
+        sizes = part_sizes or (length,)
+        for body, size, start in zip(body_fns, sizes, part_starts(eqn, sizes), strict=True):
             rows = xs, extra_xs
             if size < length:
                 rows = jax.tree.map(lambda x, at=slice(start, start + size): x[at], rows)
             carry, ys = lax.scan(functools.partial(scan_body, body), carry, rows, length=size, **keywords)
             stacked.append(ys)
-            iteration += size
         if len(stacked) == 1:
             return [*carry, *stacked[0]]
         stacked = stacked[::-1] if params["reverse"] else stacked

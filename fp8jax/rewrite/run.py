@@ -108,9 +108,9 @@ class Interpreter:
         collect_stats: bool = False,
         is_loop_body: bool = False,
         layout_policy: LayoutPolicy = LayoutPolicy.BOTH_FOR_GRADIENT,
-        layer_axes: tuple[bool, ...] = (),
+        layer_axes: tuple[int | None, ...] = (),
     ) -> None:
-        self._layer_axes = layer_axes  # for each enclosing scan and mesh whether it iterates over layers
+        self._layer_axes = layer_axes  # as of `fp8jax.ops.autodiff.observations.Place`
         self._is_loop_body, self.layout_policy = is_loop_body, layout_policy
         self._schedule, self.use_inputs, self._position = schedule, use_inputs, 0
         self._loop_depth = loop_depth  # number of enclosing scans and meshes
@@ -186,10 +186,12 @@ class Interpreter:
         is_counted = primitives.loop_info(node.eqn) is not None
         is_loop = node.kind in ("scan", "while")
         layout_policy = self._layout_policy_in(node.eqn)
-        layer_axes = self._layer_axes
+        part_sizes, layer_axes = [part.size for part in node.parts], [self._layer_axes] * len(bodies)
         if is_counted:
             levels = [use.levels[self._loop_depth] for body in bodies for use in body.uses]
-            layer_axes = (*layer_axes, any(level.has_layer_axis for level in levels))
+            starts = primitives.part_starts(node.eqn, part_sizes) if part_sizes else [0]
+            has_layer_axis = any(level.has_layer_axis for level in levels)
+            layer_axes = [(*self._layer_axes, start if has_layer_axis else None) for start in starts]
         shared_inputs, row_inputs = self._split_use_inputs(bodies, is_counted)
         stat_keys = [
             (key, operand)
@@ -221,7 +223,7 @@ class Interpreter:
                 collect_stats=self.stats is not None,
                 is_loop_body=is_loop,
                 layout_policy=layout_policy,
-                layer_axes=layer_axes,
+                layer_axes=layer_axes[index],
             )
             outputs, stats = inner.run(), inner.stats or {}
             # A use in another branch has no statistics: return its slots, which are zeros.
@@ -234,7 +236,7 @@ class Interpreter:
             extra_consts=(shared_inputs, fact_arrays),
             extra_xs=row_inputs,
             num_extra_outputs=len(stat_keys),
-            part_sizes=[part.size for part in node.parts],
+            part_sizes=part_sizes,
         )
         if self.stats is not None:
             self.stats |= dict(zip(stat_keys, results[len(node.results) :], strict=False))

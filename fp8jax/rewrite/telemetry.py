@@ -5,6 +5,7 @@ operands as further outputs, through calls, scans, checkpoints, conds and meshes
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -201,22 +202,39 @@ def _run_while(eqn: Any, operands: list[Any], expected: Sequence[_Expected]) -> 
 
 def _summarize(expected: Sequence[_Expected], observed: Sequence[Array]) -> Telemetry:
     """The statistics by layer and role, those of one tensor merged."""
-    merged: dict[tuple[str, str], Observation] = {}
+    merged: dict[tuple[str, str], dict[int, Observation]] = {}
     for each, values in zip(expected, observed, strict=True):
         place, params = each.params["place"], each.params
-        is_layer = (*[False] * (values.ndim - 1 - len(place.layer_axes)), *place.layer_axes)
+        axes = (*[None] * (values.ndim - 1 - len(place.layer_axes)), *place.layer_axes)
         observation = observations.from_values(params["sums"], params["maxima"], values)
-        observation = observation.reduce(tuple(i for i, keep in enumerate(is_layer) if not keep))
-        key = place.layer, params["role"]
-        previous = merged.get(key)
-        if previous is not None and previous.shape != observation.shape:
-            # Products of one weight in loops of different lengths.
-            previous, observation = (x.reduce(tuple(range(len(x.shape)))) for x in (previous, observation))
-        merged[key] = observation if previous is None else previous.merge(observation)
+        observation = observation.reduce(tuple(i for i, start in enumerate(axes) if start is None))
+        start = next((start for start in axes if start is not None), 0)
+        parts = merged.setdefault((place.layer, params["role"]), {})
+        parts[start] = _merge(parts[start], observation) if start in parts else observation
     found: Telemetry = {}
-    for (layer, role), observation in merged.items():
-        found.setdefault(layer, {})[role] = observations.summarize(observation)
+    for (layer, role), parts in merged.items():
+        found.setdefault(layer, {})[role] = observations.summarize(_concatenate(parts))
     return found
+
+
+def _merge(x: Observation, y: Observation) -> Observation:
+    """The statistics of two products of one weight. Those in loops of different lengths have one value."""
+    return x.merge(y) if x.shape == y.shape else _reduce(x).merge(_reduce(y))
+
+
+def _reduce(x: Observation) -> Observation:
+    return x.reduce(tuple(range(len(x.shape))))
+
+
+def _concatenate(parts: Mapping[int, Observation]) -> Observation:
+    """The statistics of the parts of a split loop, by their first layers. If loops share a layer, all are merged."""
+    starts = sorted(parts)
+    observed = [parts[start] for start in starts]
+    ends = [start + x.shape[0] if x.shape else math.inf for start, x in zip(starts, observed, strict=True)]
+    is_split = all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+    if len(parts) == 1 or (is_split and len({(x.shape[1:], *x.sums, *x.maxima) for x in observed}) == 1):
+        return functools.reduce(Observation.concatenate, observed)
+    return functools.reduce(Observation.merge, map(_reduce, observed))
 
 
 class Fault(NamedTuple):

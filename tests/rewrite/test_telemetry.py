@@ -368,6 +368,34 @@ def test_a_weight_in_loops_of_different_lengths_has_one_value():
     np.testing.assert_array_equal(found["w"]["w"]["amax"], np.max(np.abs(weights)))
 
 
+@pytest.mark.parametrize(("length", "reverse"), [(3, False), (5, False), (5, True)])
+def test_layers_of_a_split_scan_have_a_value_each(length, reverse):
+    """A scan of two blocks per iteration, whose first block and last one stay in 16 bits."""
+    names = [(block, name) for block in ("block_0", "block_1") for name in ("up", "down")]
+    p = {block: {} for block, _ in names}
+    for i, (block, name) in enumerate(names):
+        p[block][name] = normal(i, length, WIDTH, WIDTH)
+
+    def net(p, x):
+        def body(x, w):
+            for block in w.values():
+                x = x + jnp.tanh(x @ block["up"]) @ block["down"]
+            return x, None
+
+        return jax.lax.scan(body, x, p, reverse=reverse)[0]
+
+    recipe = dataclasses.replace(fp8jax.recipes.te_current(), unquantized_blocks=(1, 1))
+    fast = fp8jax.transform(net, recipe)
+    grad = jax.grad(lambda p, x: jnp.sum(jnp.sin(fast(p, x))))
+    _, found = jax.jit(fp8jax.telemetry(grad))(p, normal(9, TOKENS, WIDTH))
+    for block, name in names:
+        is_without_first_row = (block == "block_0") != reverse
+        rows = p[block][name][1:] if is_without_first_row else p[block][name][:-1]
+        stats = found[f"{block}/{name}"]
+        np.testing.assert_array_equal(stats["w"]["amax"], np.max(np.abs(rows), (1, 2)))
+        assert {values["snr_db"].shape for values in stats.values()} == {(length - 1,)}
+
+
 def test_jitted_functions_inside_are_traced_anew():
     """JAX's caches of functions that were traced with telemetry, or without it, do not serve the other."""
     x = normal(0, TOKENS, WIDTH)

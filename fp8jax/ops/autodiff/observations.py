@@ -34,11 +34,12 @@ class Place(NamedTuple):
 
     Attributes:
         layer: the path of the layer or parameter.
-        layer_axes: for each of the innermost loops around it, outermost first, whether it iterates over stacked layers.
+        layer_axes: for each of the innermost loops around it, outermost first, the first of the stacked layers that it
+            iterates over; None if it iterates over none.
     """
 
     layer: str = ""
-    layer_axes: tuple[bool, ...] = ()
+    layer_axes: tuple[int | None, ...] = ()
 
 
 class _CurrentPlace(threading.local):
@@ -49,7 +50,7 @@ _current = _CurrentPlace()
 
 
 @contextlib.contextmanager
-def at_layer(layer: str, layer_axes: tuple[bool, ...]) -> Iterator[None]:
+def at_layer(layer: str, layer_axes: tuple[int | None, ...]) -> Iterator[None]:
     """A context in which observations are made at this place."""
     previous, _current.place = _current.place, Place(layer, layer_axes)
     try:
@@ -89,6 +90,12 @@ class Observation:
             sums[name] = sums[name] + x if name in sums else x
         for name, x in other.maxima.items():
             maxima[name] = jnp.maximum(maxima[name], x) if name in maxima else x
+        return Observation(sums, maxima)
+
+    def concatenate(self, other: "Observation") -> "Observation":
+        """The statistics of the layers of both, along the first axis of stacked layers."""
+        sums = {name: jnp.concatenate([x, other.sums[name]]) for name, x in self.sums.items()}
+        maxima = {name: jnp.concatenate([x, other.maxima[name]]) for name, x in self.maxima.items()}
         return Observation(sums, maxima)
 
     def reduce(self, axes: tuple[int, ...]) -> "Observation":

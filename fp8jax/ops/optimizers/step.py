@@ -229,7 +229,7 @@ def step_tree(
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
     results = step_leaves(optimizer, adam, leaves, impl)
     if (place := current_place("")) is not None:
-        layer_axes = () if tree_slice.layer is None else (True,)
+        layer_axes = () if tree_slice.layer is None else (0,)
         places = [place._replace(layer=tree_slice.path(path), layer_axes=layer_axes) for path, _ in paths_and_mus]
         results = [_observe_step(adam, *each) for each in zip(places, leaves, results, strict=True)]
     return StepResult(*(treedef.unflatten([result[i] for result in results]) for i in range(len(StepResult._fields))))
