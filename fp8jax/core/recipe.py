@@ -534,9 +534,9 @@ class Recipe:
         head: operands of the products of output heads; by default they stay in 16 bits. A head with
             `fp8jax.linear_cross_entropy` as its loss then follows `linear`.
         unquantized_blocks: numbers of blocks at the start and at the end of a model whose products stay in 16 bits. A
-            layer's block is the first number in its path, as 3 in "layers/3/mlp/up". A `jax.lax.scan` over stacked
-            layers, as in a scanned model, is split at its first and last blocks. Layers of other loops, and those
-            without a number, have no block. Rules that name a layer come first.
+            layer's block is the first number in its path, as 3 in "layers/3/mlp/up". A `jax.lax.scan` over a
+            whole stack of layers, as in a scanned model, is split at its first and last blocks. Layers of other loops,
+            and those without a number, have no block. Rules that name a layer come first.
     """
 
     name: str

@@ -16,6 +16,7 @@ from fp8jax.rewrite.graph import (
     Node,
     Replacement,
     Value,
+    Weight,
     canonical_value,
     count_readers,
     is_order_preserving,
@@ -60,7 +61,7 @@ from fp8jax.rewrite.states import LoopLevel, WeightUse, layer_axis_sizes, loop_l
 from fp8jax.rewrite.unplanned import UnquantizedShare, flops, unquantized_share
 
 _UNKNOWN = LayerChoice(None, "")
-_UNSPLIT = "runs in a loop that does not cover a whole stack of blocks, so none of its blocks stays in 16 bits"
+_UNSPLIT = "runs in a loop that may be over a part of the model's blocks, so none of them stays in 16 bits"
 # The paths of layers, each with the aliases that rules may match.
 PathAliases = dict[str, tuple[str, ...]]
 
@@ -118,7 +119,7 @@ def plan(
         is_in_block = block_number(p.path) is not None or any(len(outer.parts) > 1 for outer, _ in p.enclosing)
         is_default = p.is_quantized and rules.takes_by_default(p.path, *p.aliases)
         if rules.unquantized_blocks != (0, 0) and is_default:
-            if _has_unknown_block(p):
+            if _has_unknown_block(p) or (_is_indexed(p) and not is_in_block):
                 unsplit_paths.append(p.path)
                 reason += f"; {_UNSPLIT}"
             elif not is_in_block:
@@ -216,6 +217,15 @@ def _find_edges(matmuls: list[WeightMatmul], rules: RuleSet) -> dict[Node, str]:
 
 def _has_unknown_block(p: WeightMatmul) -> bool:
     return any(part.has_unknown_blocks for outer, _ in p.enclosing for part in outer.parts)
+
+
+def _is_indexed(p: WeightMatmul) -> bool:
+    """Whether a loop takes the matrix from stacked ones by its counter."""
+    weight: Weight | None = p.weight
+    while weight is not None and all(step.kind != "dynamic_slice" for step in weight.layout):
+        outer = weight.stored.enclosing_value
+        weight = None if outer is None else outer.weight
+    return weight is not None
 
 
 def _narrow_products(products: list[WeightMatmul], skipped: Collection[Node]) -> set[Node]:
