@@ -199,13 +199,15 @@ def _iterates_over_blocks(node: Node) -> bool:
 
     In a loop over experts, no matmul does: it adds up their results.
     """
+    if not _scanned_matrices(node):
+        return False
     (sub_jaxpr,), body = primitives.sub_jaxprs(node.eqn), node.bodies[0]
-    carries = {body.inputs[i] for i in sub_jaxpr.carry_outputs}
+    inputs, carries = set(body.inputs), {body.inputs[i] for i in sub_jaxpr.carry_outputs}
     carries = {value for value in carries if jnp.issubdtype(value.dtype, jnp.floating)}  # a counter is no result
     products = [inner for inner in body.walk_nested() if inner.kind in PRODUCTS]
     data = [value for inner in products for value in inner.operands if value.weight is None]
-    is_sequential = not data or not carries.isdisjoint(search(data, direct_sources))
-    return bool(_scanned_matrices(node)) and is_sequential
+    found = search(data, lambda value: [] if value in inputs else direct_sources(value))
+    return not data or not carries.isdisjoint(found)
 
 
 def _is_whole_stack(value: Value, length: int) -> bool:

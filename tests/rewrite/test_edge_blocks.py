@@ -270,6 +270,12 @@ def test_a_loop_that_may_lack_blocks_of_the_model_is_not_split_but_reported(net,
         jax.eval_shape(fast, p, X)
 
 
+def test_a_rule_for_a_layer_silences_the_report_of_its_loop():
+    rules = [fp8jax.Rule("layers/up", "te_current"), ONE_EDGE]
+    (note,) = fp8jax.transform(slices_of_layers, rules).explain({"layers": stacked(12)}, X).notes
+    assert note.startswith("layers/down: runs in a loop")
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_whole_stack_is_found_through_calls_casts_and_other_axes(axis):
     """In a loop over microbatches, with matrices that are joined, cast, transposed and recomputed."""
