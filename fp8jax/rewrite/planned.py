@@ -100,9 +100,9 @@ class PlannedCall(NamedTuple):
         return self.plan.uses
 
     def warn(self, notices: Notices) -> None:
-        """Warn, once for each text, of loops over blocks that are not split, and of too many FLOPs in 16 bits.
+        """Warn, once for each text, of loops over blocks that are not split, and of FLOPs that stay in 16 bits.
 
-        These are over a tenth of the FLOPs, although the rules ask for fewer.
+        It warns of these if they are over a tenth of all, although the rules ask for fewer.
         """
         share, note = self.plan.share, self.plan.unsplit_note
         if note and not notices.is_silent and note not in notices.texts:

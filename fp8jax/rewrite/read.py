@@ -235,7 +235,7 @@ def _make_body(node: Node, sub_jaxpr: SubJaxpr, graph: Graph) -> Graph:
     info = primitives.loop_info(eqn)
     scanned = info.scanned_operands if info is not None else range(0)
     # The edges of a device's layers, or of a loop in one over parameters, are no edges of the model.
-    is_split = any(
+    iterates_over_params = any(
         value.weight is not None and (i in scanned or primitives.splits_first_axis(eqn, i, partly=True))
         for i, value in enumerate(operands)
     )
@@ -258,7 +258,7 @@ def _make_body(node: Node, sub_jaxpr: SubJaxpr, graph: Graph) -> Graph:
             value.weight = Weight(operand.weight.path, value, frozen=frozen, further_paths=operand.weight.further_paths)
         inputs.append(value)
     outer_scope = "/".join(filter(None, (graph.outer_scope, node.scope)))
-    body = Graph(inputs, [], [], outer_scope, graph.model_constants, None if is_split else graph.split_loop)
+    body = Graph(inputs, [], [], outer_scope, graph.model_constants, None if iterates_over_params else graph.split_loop)
     body.outputs = _read_equations(sub_jaxpr, body, body.nodes, "")
     return body
 
