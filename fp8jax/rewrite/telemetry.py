@@ -48,7 +48,8 @@ def telemetry(fn: Callable) -> Callable[..., tuple[Any, Telemetry]]:
 
     Stacked layers in a scan of a transformed function have a value each. Iterations of other loops, microbatches,
     devices and products of one weight have one value together. `fp8jax.ragged_dot` of two arrays along their tokens is
-    not observed.
+    not observed. If `jax.vmap` batches the condition of a while loop, its iterations are observed until the first
+    member of the batch ends.
 
     The statistics, fp32:
         snr_db: signal-to-noise ratio of the codes in decibels.
@@ -188,15 +189,13 @@ def _run_nested(
 def _run_while(eqn: Any, operands: list[Any], expected: Sequence[_Expected]) -> tuple[list[Any], list[Array]]:
     """`_run_nested` of a while loop: its carry has the merged values of the iterations so far."""
     (program,) = primitives.sub_jaxprs(eqn)
-    condition, consts, carry = primitives.while_parts(eqn, operands)
 
-    def body(state: tuple[list[Any], list[Array]]) -> tuple[list[Any], list[Array]]:
-        results, observed = _run(program, [*consts, *state[0]])
-        return results, [each.merge(*pair) for each, *pair in zip(expected, state[1], observed, strict=True)]
+    def body(inputs: list[Any], merged: list[Array]) -> tuple[list[Any], list[Array]]:
+        results, observed = _run(program, inputs)
+        return results, [each.merge(*pair) for each, *pair in zip(expected, merged, observed, strict=True)]
 
     neutral = cast_varying_over([each.neutral for each in expected], varying_axes(operands))
-    results, observed = jax.lax.while_loop(lambda state: condition(state[0]), body, (carry, neutral))
-    return results, observed
+    return primitives.run_while(eqn, operands, body, neutral)
 
 
 def _summarize(expected: Sequence[_Expected], observed: Sequence[Array]) -> Telemetry:
