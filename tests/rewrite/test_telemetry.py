@@ -384,6 +384,17 @@ def test_a_weight_in_loops_of_different_lengths_has_one_value():
     np.testing.assert_array_equal(found["w"]["w"]["amax"], np.max(np.abs(weights)))
 
 
+def test_functions_of_equal_paths_have_one_value_with_the_fewest_bits():
+    p, x = {"w": normal(0, WIDTH, INNER)}, normal(1, TOKENS, WIDTH)
+    fns = [fp8jax.transform(lambda p, x: x @ p["w"], recipe) for recipe in ("te_current", "nvfp4")]
+    for order in (fns, fns[::-1]):
+        _, found = jax.jit(fp8jax.telemetry(lambda p, x, order=order: [fn(p, x) for fn in order]))(p, x)
+        assert found["w"]["w"]["bits"] == 4
+        # In 4 bits the bound is 12 dB.
+        assert 12 < found["w"]["w"]["snr_db"] < 25
+        assert fp8jax.find_faults(found) == []
+
+
 def test_jitted_functions_inside_are_traced_anew():
     """JAX's caches of functions that were traced with telemetry, or without it, do not serve the other."""
     x = normal(0, TOKENS, WIDTH)
