@@ -125,8 +125,8 @@ def skip_bad_steps(
 
     Args:
         tx: any optax transformation. One with a `step`, such as `compressed_adamw`, gives one with a `step`.
-        max_loss_jump: spreads above the median of the last 128 losses up to which a loss is no jump, such as 6; None
-            looks for no jump. See `fp8jax.optim.bad_steps.loss_limit`.
+        max_loss_jump: spreads above the median of the last 128 good losses up to which a loss is no jump, such as 6;
+            None looks for no jump. See `fp8jax.optim.bad_steps.loss_limit`.
         axis_name: mesh axes inside `jax.shard_map`. A step is bad if it is so on any device; losses are averaged.
 
     Returns:
