@@ -4,7 +4,7 @@
 # `fp8jax.nnx.quantize(model, recipe)` returns a copy of a model whose linear layers multiply 8-bit codes, forward and
 # backward. They save only the codes of their inputs for the backward pass. The model's source does not change. This
 # notebook quantizes a small Transformer and trains it beside the original. It runs in under a minute on a CPU. XLA widens
-# FP8 products on a CPU, which saves memory and no time.
+# FP8 products on a CPU, which saves no time.
 #
 # On Colab, an L4, H100 or G4 multiplies FP8. An A100 decodes the codes and multiplies in bf16, a T4 in fp16. On these two,
 # use 8-bit optimizer states alone (notebook 1), or the recipe of `fp8jax.recipes.for_device()` (notebook 3).

@@ -49,11 +49,13 @@ def loss_limit(monitor: StepMonitor, max_loss_jump: ArrayLike) -> Array:
     The spread is the median absolute deviation, as a standard deviation, as in the Hampel identifier (Davies and
     Gather, The Identification of Multiple Outliers, 1993). OLMo 2 (arXiv 2501.00656) skips steps by mean and standard
     deviation of the same window, which a few outliers move. Infinite while fewer than half of the losses are there.
+    Infinite too while the spread is 0, as of losses that are mostly 0: then nothing says how far a loss may rise.
     """
     losses = jnp.where(jnp.arange(LOSS_WINDOW) < monitor.loss_count, monitor.losses, jnp.nan)
     median = jnp.nanmedian(losses)
     spread = jnp.maximum(_DEVIATIONS * jnp.nanmedian(jnp.abs(losses - median)), _MIN_SPREAD * jnp.abs(median))
-    return jnp.where(monitor.loss_count < LOSS_WINDOW // 2, jnp.inf, median + max_loss_jump * spread)
+    is_limited = (monitor.loss_count >= LOSS_WINDOW // 2) & (spread > 0)
+    return jnp.where(is_limited, median + max_loss_jump * spread, jnp.inf)
 
 
 def observe_step(
@@ -123,8 +125,8 @@ def skip_bad_steps(
 
     Args:
         tx: any optax transformation. One with a `step`, such as `compressed_adamw`, gives one with a `step`.
-        max_loss_jump: spreads above the median of the last 128 losses up to which a loss is no jump, such as 6; None
-            looks for no jump. See `fp8jax.optim.bad_steps.loss_limit`.
+        max_loss_jump: spreads above the median of the last 128 good losses up to which a loss is no jump, such as 6;
+            None looks for no jump. See `fp8jax.optim.bad_steps.loss_limit`.
         axis_name: mesh axes inside `jax.shard_map`. A step is bad if it is so on any device; losses are averaged.
 
     Returns:

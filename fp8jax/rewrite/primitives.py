@@ -249,13 +249,41 @@ def iteration_inputs(eqn: Any, inputs: Sequence[Any], iteration: int) -> list[An
 BodyFn = Callable[..., list[Any]]
 
 
-def while_parts(eqn: Any, operands: list[Any]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
-    """The condition of a while loop as a function of its carry, the constants of its body, and the first carry."""
-    num_cond_consts, consts, cond_jaxpr = (eqn.params[key] for key in ("cond_nconsts", "body_nconsts", "cond_jaxpr"))
+def run_while(
+    eqn: Any, operands: list[Any], body: Callable[[list[Any], Any], tuple[list[Any], Any]], added: Any = ()
+) -> tuple[list[Any], Any]:
+    """The carry and what is added to it after a while loop with another body.
+
+    Under `jax.vmap` the condition may have a value for each member of the batch. A member that has ended then keeps its
+    carry, and the added arrays keep their values once any member has ended.
+
+    Args:
+        eqn: the loop.
+        operands: its operands.
+        body: `fn(inputs, added)`, which returns the next carry and the added arrays after it.
+        added: a pytree, its first value.
+    """
+    num_cond_consts, num_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, rest = operands[:num_cond_consts], operands[num_cond_consts:]
-    # Closed, or without constants.
-    function = core.jaxpr_as_fun(cond_jaxpr if hasattr(cond_jaxpr, "consts") else core.ClosedJaxpr(cond_jaxpr, ()))
-    return lambda carry: function(*cond_consts, *carry)[0], rest[:consts], rest[consts:]
+    consts, carry = rest[:num_consts], rest[num_consts:]
+    condition = _sub_jaxpr(eqn.params["cond_jaxpr"], 0)
+    function = core.jaxpr_as_fun(core.ClosedJaxpr(condition.jaxpr, condition.consts))
+    is_batched = condition.jaxpr.outvars[0].aval.ndim > 0
+
+    def loop_body(state: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+        carry, added = state
+        results = body([*consts, *carry], added)
+        if not is_batched:
+            return results
+        (is_running,) = function(*cond_consts, *carry)
+
+        def select(new: Any, old: Any) -> Any:
+            return jnp.where(is_running.reshape(is_running.shape + (1,) * (new.ndim - is_running.ndim)), new, old)
+
+        keep = functools.partial(jnp.where, jnp.all(is_running))
+        return [*map(select, results[0], carry)], jax.tree.map(keep, results[1], added)
+
+    return lax.while_loop(lambda state: jnp.any(function(*cond_consts, *state[0])[0]), loop_body, (carry, added))
 
 
 def rebind_control_flow(
@@ -302,12 +330,9 @@ def rebind_control_flow(
         stacked = stacked[::-1] if params["reverse"] else stacked
         return [*carry, *(jnp.concatenate(parts) for parts in zip(*stacked, strict=True))]
     if name == "while":
-        condition, consts_in, carry = while_parts(eqn, operands)
-
-        def loop_body(carry: list[Any]) -> list[Any]:
-            return body([*consts_in, *carry], extra_consts, extra_xs)[:num_outputs]
-
-        return lax.while_loop(condition, loop_body, carry)
+        # Without the outputs that the function adds.
+        loop_body = lambda inputs, added: (body(inputs, extra_consts, extra_xs)[:num_outputs], added)  # noqa: E731
+        return run_while(eqn, operands, loop_body)[0]
     if name == "cond":
         branches = [lambda xs, more, r=r: r(xs, *more) for r in body_fns]
         return list(lax.switch(operands[0], branches, operands[1:], (extra_consts, extra_xs)))

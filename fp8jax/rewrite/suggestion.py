@@ -31,8 +31,8 @@ class Suggestion:
         rules: for `fp8jax.transform`, `fp8jax.nnx.quantize` and `fp8jax.linen.quantize`: new rules, then those given.
         reasons: of the new rules, by path.
         unmended: the faults that no rule mends, such as NaN in a batch, or errors of an optimizer's moments.
-        unquantized_loss, loss_before, loss_after: of the batch in 16 bits, with the given rules, and with `rules`. NaN
-            if the function does not return a scalar.
+        unquantized_loss, loss_before, loss_after: of the batch in 16 bits, with the given rules, and with `rules`, from
+            new states. NaN if the function does not return a scalar.
     """
 
     rules: tuple[Rule | GroupedProduct | Recipe | Linear | str, ...]

@@ -48,8 +48,9 @@ def telemetry(fn: Callable) -> Callable[..., tuple[Any, Telemetry]]:
         gradient: a sum of gradients in 8 bits with a factor.
 
     Stacked layers in a scan of a transformed function have a value each. Iterations of other loops, microbatches,
-    devices and products of one weight have one value together. `fp8jax.ragged_dot` of two arrays along their tokens is
-    not observed.
+    devices and products of one weight have one value together, as have layers of equal paths in several functions.
+    `fp8jax.ragged_dot` of two arrays along their tokens is not observed. If `jax.vmap` batches the condition of a while
+    loop, its iterations are observed until the first member of the batch ends.
 
     The statistics, fp32:
         snr_db: signal-to-noise ratio of the codes in decibels.
@@ -57,7 +58,7 @@ def telemetry(fn: Callable) -> Callable[..., tuple[Any, Telemetry]]:
         lost: share of nonzero values that decode to zero.
         nonfinite: share of values that are NaN or Inf; the other statistics leave these out.
         amax: largest magnitude.
-        bits: of a code.
+        bits: of a code, the fewest if tensors of several formats have one value together.
         range_ratio: largest magnitude over the largest one that its scale can represent. Far below 1, a scale is stale.
         scale_spread: binary logarithm of the ratio between the largest and the smallest scale.
         fallback_rate, fallback_threshold: share of blocks in 16 bits, and the magnitude above which they are.
@@ -189,15 +190,13 @@ def _run_nested(
 def _run_while(eqn: Any, operands: list[Any], expected: Sequence[_Expected]) -> tuple[list[Any], list[Array]]:
     """`_run_nested` of a while loop: its carry has the merged values of the iterations so far."""
     (program,) = primitives.sub_jaxprs(eqn)
-    condition, consts, carry = primitives.while_parts(eqn, operands)
 
-    def body(state: tuple[list[Any], list[Array]]) -> tuple[list[Any], list[Array]]:
-        results, observed = _run(program, [*consts, *state[0]])
-        return results, [each.merge(*pair) for each, *pair in zip(expected, state[1], observed, strict=True)]
+    def body(inputs: list[Any], merged: list[Array]) -> tuple[list[Any], list[Array]]:
+        results, observed = _run(program, inputs)
+        return results, [each.merge(*pair) for each, *pair in zip(expected, merged, observed, strict=True)]
 
     neutral = cast_varying_over([each.neutral for each in expected], varying_axes(operands))
-    results, observed = jax.lax.while_loop(lambda state: condition(state[0]), body, (carry, neutral))
-    return results, observed
+    return primitives.run_while(eqn, operands, body, neutral)
 
 
 def _summarize(expected: Sequence[_Expected], observed: Sequence[Array]) -> Telemetry:

@@ -21,7 +21,7 @@ import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from experiments import evaluate, files
+from experiments import files
 from experiments.errors import BusyError, DiskError, UserError
 from experiments.train import checkpoint, cli, folders, lock, report, trained
 from experiments.train.result import Result, read_result
@@ -95,8 +95,6 @@ def test_json_that_is_nested_too_deep_is_damaged_wherever_it_is_read(argv, finis
         folders.read_config(tmp_path)
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         trained.read_config(tmp_path)
-    with pytest.raises(UserError, match="line 1: no JSON"):
-        evaluate.read_questions(tmp_path / "config.json")
     assert report.read_metrics(tmp_path / "config.json") == []
     assert lock._read_owner(tmp_path / "config.json") == "another process"
 

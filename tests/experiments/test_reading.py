@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 
-from experiments import evaluate
 from experiments.errors import UserError
 from experiments.files import parse_json, read_bytes, read_text
 from experiments.text import chat, data, records, tokenizer
@@ -56,24 +55,12 @@ def test_a_zero_byte_is_no_text_of_bytes():
     np.testing.assert_array_equal(tokenizer.Bytes().encode(["a", "b"]), [0, 97, 0, 98])
 
 
-@pytest.mark.parametrize("wrong", [*LINES, '{"context":"a","choices":["b","\\u0000"],"answer":0}'])
-def test_a_question_that_python_cannot_represent_is_named(tmp_path, wrong):
-    path = tmp_path / "a.jsonl"
-    good = json.dumps({"context": "a\u2028b", "choices": ["c\x85", "d"], "answer": 1}, ensure_ascii=False)
-    path.write_text(f"{good}\n\n{wrong}\n")
-    with pytest.raises(UserError, match=f"--choices {path}, line 3: "):
-        evaluate.read_questions(path)
-    path.write_text(good)
-    assert evaluate.read_questions(path) == [evaluate.Question("a\u2028b", ("c\x85", "d"), 1)]
-
-
 READERS = {
     "read_bytes": (read_bytes, OSError),
     "read_text": (read_text, OSError),
     "data": (lambda path: data.read_corpus([str(path)], 0.5), UserError),
     "records": (lambda path: records.read([str(path)], "text"), UserError),
     "text": (data.read_text, UserError),
-    "questions": (evaluate.read_questions, UserError),
     "pairs": (tokenizer.BytePair.load, UserError),
     "config": (lambda path: folders.read_config(path.parent), UserError),
     "all of config": (lambda path: trained.read_config(path.parent), UserError),

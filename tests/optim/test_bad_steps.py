@@ -108,6 +108,18 @@ def test_losses_that_are_all_equal_have_a_spread_of_half_a_step_of_bf16():
     assert np.isinf(bad_steps.loss_limit(few_losses, 6.0))
 
 
+def test_losses_of_zero_set_no_limit():
+    """A loss may reach 0 exactly, as a hinge loss does, and leave it again."""
+    tx = fp8jax.skip_bad_steps(optax.sgd(0.1), max_loss_jump=6.0)
+    step = jax.jit(lambda state, loss: (tx.update(PARAMS, state, PARAMS, value=loss)[1], None))
+    losses = np.float32([0.0] * 64 + [1e-6] * 164)
+    state, _ = jax.lax.scan(step, tx.init(PARAMS), losses)
+    assert tuple(map(int, fp8jax.get_bad_steps(state))) == (0, 0)
+    # More than half of the losses are above 0 again: they limit the next one.
+    state, _ = step(state, jnp.float32(1.0))
+    assert int(fp8jax.get_bad_steps(state).total) == 1
+
+
 def test_arguments_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="max_loss_jump must be positive, not 0"):
         fp8jax.skip_bad_steps(optax.sgd(0.1), 0.0)

@@ -308,6 +308,22 @@ def test_iterations_of_a_while_loop_have_one_value_together():
     assert np.isnan(run(STACKED, x, 0)[1]["layers/up"]["x"]["snr_db"]).all()
 
 
+def test_a_while_loop_of_a_batch_is_observed_until_the_first_member_ends():
+    fn, x = fp8jax.transform(stacked_mlp, "coat"), BATCH[:2]
+
+    def loop(x, count):  # values are doubled, so that the largest is that of the last observed iteration
+        step = lambda c: (2 * fn(STACKED, c[0]), c[1] + 1)  # noqa: E731
+        return jax.lax.while_loop(lambda c: c[1] < count, step, (x, 0))[0]
+
+    run = jax.jit(fp8jax.telemetry(jax.vmap(loop)))
+    y, found = run(x, jnp.array([4, 2]))
+    np.testing.assert_allclose(y[0], loop(x[0], 4), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(y[1], loop(x[1], 2), rtol=1e-5, atol=1e-5)
+    expected = run(x, jnp.array([2, 2]))[1]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert (found["layers/up"]["x"]["amax"] < run(x, jnp.array([3, 3]))[1]["layers/up"]["x"]["amax"]).all()
+
+
 def test_a_differentiated_call_is_refused():
     with pytest.raises(ValueError, match="is not differentiated itself"):
         jax.grad(lambda x: fp8jax.telemetry(lambda x: 2 * x)(x)[0])(jnp.ones([]))
@@ -394,6 +410,17 @@ def test_layers_of_a_split_scan_have_a_value_each(length, reverse):
         stats = found[f"{block}/{name}"]
         np.testing.assert_array_equal(stats["w"]["amax"], np.max(np.abs(rows), (1, 2)))
         assert {values["snr_db"].shape for values in stats.values()} == {(length - 1,)}
+
+
+def test_functions_of_equal_paths_have_one_value_with_the_fewest_bits():
+    p, x = {"w": normal(0, WIDTH, INNER)}, normal(1, TOKENS, WIDTH)
+    fns = [fp8jax.transform(lambda p, x: x @ p["w"], recipe) for recipe in ("te_current", "nvfp4")]
+    for order in (fns, fns[::-1]):
+        _, found = jax.jit(fp8jax.telemetry(lambda p, x, order=order: [fn(p, x) for fn in order]))(p, x)
+        assert found["w"]["w"]["bits"] == 4
+        # In 4 bits the bound is 12 dB.
+        assert 12 < found["w"]["w"]["snr_db"] < 25
+        assert fp8jax.find_faults(found) == []
 
 
 def test_jitted_functions_inside_are_traced_anew():

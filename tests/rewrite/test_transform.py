@@ -357,6 +357,28 @@ def one_of_a_turn_before(w, x):
     return lax.fori_loop(0, 3, step, (jnp.argmax(x[0, 0, :3]), x))[1]
 
 
+def test_members_of_a_batch_end_a_while_loop_at_their_own_iteration():
+    counts = jnp.array([[0, 3], [1, 2]])
+    keys = jax.random.split(jax.random.key(0), counts.size).reshape(counts.shape)
+
+    def loop(w, x, n, key):
+        state = 0, x, key
+        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, turn(c[1], w), jax.random.split(c[2])[0]), state)
+
+    batched = jax.vmap(jax.vmap(loop, (None, 0, 0, 0)), (None, 0, 0, 0))
+    x = X.reshape(2, 2, 8, WIDTH)
+    fast = fp8jax.transform(batched, "te_current")
+    assert eight_bit(fast, STACK[0], x, counts, keys) == 1
+    ends, y, last_keys = jax.jit(fast)(STACK[0], x, counts, keys)
+    np.testing.assert_array_equal(ends, counts)
+    for i in np.ndindex(*counts.shape):
+        expected, key = np.float32(x[i]), keys[i]
+        for _ in range(counts[i]):
+            expected, key = np.tanh(expected @ np.float32(STACK[0])), jax.random.split(key)[0]
+        assert relative(y[i], expected) < 0.1
+        assert last_keys[i] == key
+
+
 @pytest.mark.parametrize("fn", [counted, over_places, one_of_a_turn_before])
 def test_matrices_that_a_place_picks(fn):
     fast = assert_near(fn, STACK, X, products=1)

@@ -137,7 +137,7 @@ def compare(x: Array, codes: Any, *, is_relative: bool = False, row_mask: Array 
         "lost": total(nonzero & (decoded == 0)),
     }
     base: QTensor = codes.base if isinstance(codes, FallbackTensor) else codes
-    maxima["bits"] = jnp.float32(formats.get(base.spec.format).bits)
+    maxima["minus_bits"] = -jnp.float32(formats.get(base.spec.format).bits)
     if isinstance(codes, FallbackTensor):
         sums |= {"fallback": total(codes.fallback_mask), "blocks": total(jnp.ones_like(codes.fallback_mask))}
     if not base.spec.is_packed:
@@ -185,7 +185,9 @@ def summarize(observation: Observation) -> dict[str, Array]:
     if "squared_update" in sums:
         weight = jnp.maximum(sums["squared_weight"], formats.TINY)
         found["update_ratio"] = jnp.sqrt(sums["squared_update"] / weight)
-    copied = "amax", "bits", "range_ratio", "fallback_threshold", "factor"
+    if "minus_bits" in maxima:
+        found["bits"] = -maxima["minus_bits"]
+    copied = "amax", "range_ratio", "fallback_threshold", "factor"
     found |= {name: maxima[name] for name in copied if name in maxima}
     for name, kind in (("scale_spread", "scale"), ("expansion_spread", "exponent")):
         if f"largest_{kind}" in maxima:
