@@ -269,8 +269,9 @@ def kill_often(soak: Soak, count: int, *layouts: Layout) -> Case:
                 kinds[f"stopped in {moment}" if stops else f"killed in {moment}"] += 1
             outcomes = [soak.end(process) for process in processes]
             codes = {code for code, _ in outcomes}
-            if codes - {0, -signal.SIGKILL, GONE}:
-                failures.append(f"{run} ended with {sorted(codes)}: {outcomes[0][1][-500:]}")
+            unexpected = [output for code, output in outcomes if code not in (0, -signal.SIGKILL, GONE)]
+            if unexpected:
+                failures.append(f"{run} ended with {sorted(codes)}: {unexpected[0][-500:]}")
         runs += 1
         failures = failures or list(filter(None, [soak.check(run, layouts[0])]))
     detail = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
