@@ -357,7 +357,7 @@ def test_the_end_of_another_process_is_told_from_damage_of_files(error, gone, mo
         raise error
 
     with checkpoint.Checkpoints(tmp_path, 1) as checkpoints:
-        monkeypatch.setattr(checkpoints._orbax, "save_checkpointables", fails)
+        monkeypatch.setattr(checkpoints._orbax, "save_checkpointables_async", fails)
         with pytest.raises(type(error) if gone else errors.DiskError):
             checkpoints.save(1, {"x": jnp.ones(3)}, loader={}, config={})
         monkeypatch.setattr(checkpoints._orbax, "load_checkpointables", fails)

@@ -20,6 +20,9 @@ STATED = (
     "`saturated` above 1 %",
     "`update_ratio` above 1 %",
     "room for 1.5 times the rows",
+    # A mantissa bit, and what the table below the figure shows.
+    "one mantissa bit less than e4m3, which costs 6 dB",
+    "`nvfp4` is 10 dB and more below e4m3",
     # What programs that were compiled for an H200 count, each beside its command; no card measured them.
     "needs 12 GB by XLA's count",
     # Of a host's memory, by a test's own run.
