@@ -140,10 +140,10 @@ class Dump:
 
 
 @contextlib.contextmanager
-def alone(run: Path) -> Iterator[None]:
-    """Holds a training run that several tables take; another process that wants it waits."""
-    run.parent.mkdir(parents=True, exist_ok=True)
-    with run.with_name(f"{run.name}.lock").open("w") as lock:
+def hold(path: Path) -> Iterator[None]:
+    """Holds a path, by a lock file beside it. Another process that wants it waits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -160,7 +160,7 @@ def dump(out: Path, flags: str = FLAGS, step: int | None = None) -> Dump:
     """
     arguments = flags.split()
     run = out / arguments[arguments.index("--run") + 1]
-    with alone(run):
+    with hold(run):
         code = cli.main([*arguments, "--out", str(out)])
     if code:
         raise UserError(f"the training run ended with code {code}")

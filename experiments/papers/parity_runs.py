@@ -7,7 +7,6 @@ differ by in a seed is the recipe, and the chaos of training, but not the text.
 import contextlib
 import dataclasses
 import datetime
-import fcntl
 import functools
 import json
 import os
@@ -31,6 +30,7 @@ from experiments.files import write_json
 from experiments.models import plain
 from experiments.models.llama import LlamaConfig
 from experiments.models.moe import MoE, router_losses
+from experiments.papers import common
 from experiments.results import record
 from experiments.text import data
 from experiments.text.tokenizer import Bytes
@@ -419,12 +419,9 @@ def fixed_batch_run(arm: ParityArm, setting: FixedBatch) -> Callable[[int], list
     return run
 
 
-@contextlib.contextmanager
-def gpu_turn(folder: Path) -> Iterator[None]:
+def gpu_turn(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Holds the GPU among processes that fill one folder. In time slices of several, each run takes longer."""
-    with (folder / f".gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        yield
+    return common.hold(folder / f".gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
 
 
 def text_run(

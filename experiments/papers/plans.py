@@ -1,15 +1,20 @@
 """The papers' tables of memory and communication, on paper: `python -m experiments.papers.plans`.
 
-FP8-LM, Tables 5 and 7; COAT, Table 11; MOSS, Table 5: what `experiments.plan` says of the models and meshes they
+FP8-LM, Tables 5, 7 and 8; COAT, Table 11; MOSS, Table 5: what `experiments.plan` says of the models and meshes they
 name. Nothing is run.
 """
 
 import dataclasses
 import sys
+from typing import Any
+
+import jax
+from flax import nnx
 
 import fp8jax
 from experiments import plan
 from experiments.models import sizes
+from experiments.models.llama import Llama
 from experiments.papers import common
 from experiments.papers.common import Row
 from experiments.train import tensor
@@ -113,6 +118,31 @@ def activations(devices: int = 8, tokens: int = 2048) -> list[Row]:
     return rows
 
 
+def whole_tensors(devices: int = 32) -> list[Row]:
+    """Bytes of FP8-LM's states on the fullest and emptiest device: whole tensors of each layer, and slices."""
+    rows = []
+    for name in FP8_LM_VOLUME:
+        llama = sizes.get(name, VOCAB)
+        tensors = _tensors(llama)
+        of_state: Any = lambda x: 5 * x.size  # noqa: E731
+        table = f"FP8-LM, Table 8: master weights and moments on {devices} devices"
+        for how, split in (("whole tensors", fp8jax.dist.partition), ("slices", fp8jax.dist.slices)):
+            loads = split(tensors, devices, of_state).loads
+            for which, load in (("most", max(loads)), ("least", min(loads))):
+                rows.append(Row(f"{name}, {how}, {which}", "states", load / 1e9, "GB", table=table))
+    return rows
+
+
+def _tensors(llama: Any) -> list[jax.ShapeDtypeStruct]:
+    """The parameters of a model, those of each layer apart."""
+    params = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
+    tensors = []
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        count, shape = (x.shape[0], x.shape[1:]) if "layers" in jax.tree_util.keystr(path) else (1, x.shape)
+        tensors += [jax.ShapeDtypeStruct(shape, x.dtype)] * count
+    return tensors
+
+
 def main() -> int:
     """Regenerates results/plans.json."""
     arguments = common.parse(__doc__)
@@ -122,14 +152,16 @@ def main() -> int:
         "devices send where collectives go around a ring. GB are 1e9 bytes. The papers' figures were measured.",
         "bf16 keeps more here than the papers' baselines do, because norms and SiLU of Flax compute in fp32 and keep "
         "that. Our copies do not say what sequences COAT's activations are of, so that only their ratio is compared, "
-        "and hold no configuration of FP8-LM's Tables 5 and 7.",
+        "and hold no figures of FP8-LM's Table 8 and no configuration of its Tables 5 and 7.",
         "FP8-LM's Table 7: of one model 5.9 and 3.9 GB, and not what they count: compare ratios. Here gathers and sums "
         "travel as codes, forward and backward, with their scales; a test compares `experiments.plan`, which gives the "
         "same, with the collectives of a compiled step.",
         "MOSS's Table 5 says 3.84 GB a step for a model whose gradients alone are 13.5 GB in bf16, and not what it "
         "counts: compare ratios. moss keeps bf16 where nothing is multiplied; fast has COAT's contexts.",
+        "Whole tensors go to the device that has least, the largest first. With the fewest tensors a device "
+        "(7b: nine a layer on 32) loads still differ by less than the largest tensor; slices are equal.",
     ]
-    rows = [*volume(), *activations(), *coat(), *moss()]
+    rows = [*volume(), *activations(), *whole_tensors(), *coat(), *moss()]
     common.write(
         "plans", "Memory and communication on paper (FP8-LM, COAT, MOSS)", rows, notes, None, arguments.results
     )

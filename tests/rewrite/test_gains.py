@@ -23,7 +23,7 @@ SHAPES = fp8jax.recipes.for_shapes("te_current")
 
 
 @pytest.fixture
-def known(monkeypatch, tmp_path):
+def one_known_device(monkeypatch, tmp_path):
     """The table of rates has one device."""
     path = tmp_path / "rates.json"
     path.write_text(json.dumps([RATES._asdict()]))
@@ -60,7 +60,7 @@ def taken(explanation):
     return {entry.path for entry in explanation.quantized if entry.is_product}
 
 
-def test_what_is_small_is_left_in_16_bits_and_told(known):
+def test_what_is_small_is_left_in_16_bits_and_told(one_known_device):
     """Small square products whose input no norm makes lose, and all at few tokens. k and v of grouped queries lose by
     themselves, and q gains more."""
     told = explained(SHAPES, 2048, 5632, 16384)
@@ -77,7 +77,7 @@ def test_what_is_small_is_left_in_16_bits_and_told(known):
     assert "in 0 products, by rates of an H100" in str(none)
 
 
-def test_of_other_recipes_it_is_told_what_would_be_better_left(known):
+def test_of_other_recipes_it_is_told_what_would_be_better_left(one_known_device):
     told = explained("te_current", 1024, 4096, 16384, kv=1024)
     assert len(taken(told)) == 7
     assert "; o gains nothing at 16,384 tokens: fp8jax.recipes.for_shapes(recipe)" in str(told)
@@ -87,7 +87,7 @@ def test_of_other_recipes_it_is_told_what_would_be_better_left(known):
     assert "8 bits lose about " in str(explained("te_current", 1024, 4096, 128))
 
 
-def test_what_each_product_gains_is_told_less_its_part_of_the_codes(known):
+def test_what_each_product_gains_is_told_less_its_part_of_the_codes(one_known_device):
     linear = fp8jax.recipes.te_current().linear
     entries = {entry.path: entry for entry in explained("te_current", 1024, 4096, 16384).entries if entry.is_product}
     for path, inputs, outputs, made, readers in (
@@ -100,7 +100,7 @@ def test_what_each_product_gains_is_told_less_its_part_of_the_codes(known):
         assert (entries[path].runs_per_step, entries[path].tokens) == (1, 16384)
 
 
-def test_those_that_read_an_array_are_decided_together_and_loops_and_stacks_are_known(known):
+def test_those_that_read_an_array_are_decided_together_and_loops_and_stacks_are_known(one_known_device):
     def both(p, x):
         h = jnp.tanh(x)
         return jnp.sum(h @ p["wide"].astype(x.dtype), -1) + jnp.sum(h @ p["thin"].astype(x.dtype), -1)
@@ -137,7 +137,7 @@ def test_those_that_read_an_array_are_decided_together_and_loops_and_stacks_are_
     assert not any(gained)
 
 
-def test_a_device_without_rates_is_taken_for_an_h100(known):
+def test_a_device_without_rates_is_taken_for_an_h100(one_known_device):
     p = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in ("q", "k", "v", "o", "gate", "up", "down")}
     told = fp8jax.transform(layer, SHAPES).explain(p, jax.ShapeDtypeStruct((1, 16384, 1024), jnp.bfloat16))
     assert taken(told) == {*"qkv", "gate", "up", "down"}
@@ -175,7 +175,7 @@ def test_a_gain_is_that_of_the_products_less_bytes_and_launches():
         assert cost_model.estimate_gain(100, 10, 7, fp8jax.recipes.get(other).linear, slow) is None
 
 
-def test_tokens_are_those_of_a_device(known):
+def test_tokens_are_those_of_a_device(one_known_device):
     """Eight devices that share 16,384 tokens have 2,048 each, where nothing of this width gains."""
     devices = np.array(jax.devices()[:8])
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
@@ -193,7 +193,7 @@ def test_tokens_are_those_of_a_device(known):
             assert "gains nothing at 2,048 tokens" in str(fp8jax.transform(layer, SHAPES).explain(p, x)), kind
 
 
-def test_products_that_are_left_are_those_as_written(known):
+def test_products_that_are_left_are_those_as_written(one_known_device):
     p = {name: jnp.ones((64, 64)) for name in ("q", "k", "v", "o", "gate", "up", "down")}
     x = jax.random.normal(jax.random.key(0), (1, 8, 64), jnp.bfloat16)
     fast = fp8jax.transform(layer, SHAPES)
@@ -239,7 +239,7 @@ class Biased(nnx.Module):
         return self.down(jnp.tanh(self.up(x + jnp.tanh(self.proj(x)))))
 
 
-def test_a_bias_counts(known, monkeypatch):
+def test_a_bias_counts(one_known_device, monkeypatch):
     """Its gradient is part of the pass that makes codes: 4 bytes an element of the result."""
     gained = {}
     monkeypatch.setattr(explain, "inspect_program", lambda *args: None)
@@ -252,7 +252,7 @@ def test_a_bias_counts(known, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", [slow("te_current"), "coat", "te_delayed"])
-def test_flax_models_decide_by_layer(known, recipe):
+def test_flax_models_decide_by_layer(one_known_device, recipe):
     """At the tokens that a call has: where layers keep a state, those that stay in 16 bits do without."""
     wanted = fp8jax.recipes.for_shapes(recipe)
     x = jax.ShapeDtypeStruct((16384, 1024), jnp.bfloat16)
