@@ -15,7 +15,7 @@ from experiments.papers import (
     speeds,
 )
 from experiments.papers.common import Row
-from experiments.results import figures, jobs, record, report, runner
+from experiments.results import figures, jobs, picture, record, report, runner
 
 ROOT = Path(__file__).parents[2]
 
@@ -197,16 +197,27 @@ def test_a_missing_or_empty_folder_is_named_and_nothing_is_written(tmp_path, cap
 
 def test_pages_and_figures_in_the_readme_are_what_the_files_give():
     message = "run python -m experiments.results.report"
-    files = report.written(ROOT / "results")
-    assert {p.name for p in (ROOT / "results" / "pages").glob("*")} == {Path(name).name for name in files} - {
-        "RESULTS.md"
-    }, message
-    for name, text in files.items():
-        assert (ROOT / name).read_text() == text, message
-    pages = report.quoting(ROOT / "README.md")
-    assert {"README.md", "docs/status.md", "docs/howto/optimizer.md"} <= set(pages)
-    pages[report.PICTURE] = (ROOT / report.PICTURE).read_text()
-    assert report.with_figures(pages, ROOT / "results") == pages, message
+    files = report.written(ROOT / "results", ROOT / "README.md")
+    assert set((ROOT / "results" / "pages").glob("*")) <= set(files), message
+    assert {ROOT / name for name in ("README.md", "docs/status.md", report.PICTURE)} <= set(files)
+    for path, text in files.items():
+        assert path.read_text() == text, message
+
+
+def test_the_picture_has_a_bar_for_each_implementation_with_its_figures():
+    steps = {"bf16": 219.4, "torch bf16": 222.2, "coat": 170.0, "coat_fast": 161.2}
+    rows = [{**ROW, "impl": impl, "metric": "step", "value": ms} for impl, ms in steps.items()]
+    rows += [{**row, "metric": "temporaries", "value": 10 + i} for i, row in enumerate(rows)]
+    cards = {"h9": RESULT | {"rows": rows}, "h8": RESULT | {"rows": rows, "date": "2025-01-01"}}
+    text = picture.draw(cards)
+    shown = re.findall(r">([^<>]+)</text>", text)
+    names = {"fp8jax coat_fast", "JAX bf16", "torch.compile bf16"}
+    assert set(shown) & {*names, "coat", "torchao float8 tensorwise"} == names
+    assert {"222", "219", "161", "11.0", "10.0", "13.0"} <= set(shown)
+    assert any("one H9" in word for word in shown)
+    assert picture.draw(cards) == text
+    with pytest.raises(ValueError, match="no bar for README's picture"):
+        picture.draw({"h9": RESULT | {"rows": rows[:4]}})  # without memory
 
 
 def test_figures_are_looked_up_in_the_rows_they_name():
@@ -289,7 +300,9 @@ def test_every_headline_names_rows_of_its_file_and_every_file_has_a_command():
     }
     assert {*results} <= made, "a file that no command makes"
     assert made >= {row.bench for row in rows}
-    assert made >= {match[1] for quote in figures.quotes() for match in figures.FIGURE.finditer(quote.text)}
+    assert made >= {
+        bench for text in figures.read("docs.toml").values() for bench, _, _ in figures.FIGURE.findall(text)
+    }
 
 
 def test_flags_are_added_once_and_a_given_one_stays(monkeypatch):
