@@ -1,7 +1,5 @@
 """The command line of the training program: from settings to the results of each recipe."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
@@ -16,45 +14,41 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from rich.console import Console
 
 import fp8jax
 from experiments import mesh, packages, signals, train
 from experiments.errors import UserError
 from experiments.files import write_json
+from experiments.models import sampling
 from experiments.signals import Stopped, StopSignals
-from experiments.train import hosts
+from experiments.text import data, packing
+from experiments.text.tokenizer import Tokenizer
+from experiments.train import (
+    comparison,
+    folders,
+    hosts,
+    introduction,
+    lock,
+    observed,
+    peft_files,
+    report,
+    start,
+    wandb_log,
+)
+from experiments.train.adapters import joined, of_base
+from experiments.train.checkpoint import Checkpoints, digest_of, quiet
+from experiments.train.config import Config, check_same, flag, flatten_fields, parse
+from experiments.train.form import in_chunks, recomputed
+from experiments.train.introduction import count
+from experiments.train.loop import BadStep, Loop
+from experiments.train.optimizer import make_optimizer, with_head, with_master
+from experiments.train.result import Result, read_result
+from experiments.train.speed import Trace, share_of_peak
+from experiments.train.task import Task, TrainState
 from fp8jax.modules.compiled import describe
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import record_choices, record_residuals, summary
-
-with packages.needed() as no_parser:
-    from experiments.train.config import Config, check_same, flag, flatten_fields, parse
-with packages.needed() as missing:
-    from rich.console import Console
-
-    from experiments.models import sampling
-    from experiments.text import data, packing
-    from experiments.text.tokenizer import Tokenizer
-    from experiments.train import (
-        comparison,
-        folders,
-        introduction,
-        lock,
-        observed,
-        peft_files,
-        report,
-        start,
-        wandb_log,
-    )
-    from experiments.train.adapters import joined, of_base
-    from experiments.train.checkpoint import Checkpoints, digest_of, quiet
-    from experiments.train.form import in_chunks, recomputed
-    from experiments.train.introduction import count
-    from experiments.train.loop import BadStep, Loop
-    from experiments.train.optimizer import make_optimizer, with_head, with_master
-    from experiments.train.result import Result, read_result
-    from experiments.train.speed import Trace, share_of_peak
-    from experiments.train.task import Task, TrainState
 
 _PROGRAM = "experiments.train"
 # Settings of `Run` that all processes must share, or their programs or their order of work differ.
@@ -79,11 +73,6 @@ _EVERYWHERE = (
 def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recipe] = fp8jax.recipes.get) -> int:
     """Parses the command line, trains, and returns the exit code; `recipe` looks the names of `--recipe` up."""
     command = shlex.join(["python", "-m", _PROGRAM, *(sys.argv[1:] if argv is None else argv)])
-    if no_parser:
-        return no_parser.report(_PROGRAM)
-    if missing:
-        parse(argv, train.__doc__)
-        return missing.report(_PROGRAM)
     quiet()
     try:
         with signals.started or StopSignals() as stop:
