@@ -40,7 +40,7 @@ class LoraArm(driver.Arm):
         recipe = of_base(fp8jax.recipes.get(recipe_name), lora)
         optimizer = make_optimizer(config.Config(), recipe)
         how: dict[str, Any] = {"remat": True, "seed": 0, "unroll": unroll, "lora": lora}
-        self.task = Task.build(llama, optimizer, recipe, **how)
+        self.task = Task(llama, optimizer, recipe, **how)
         self.shapes = jax.eval_shape(self.task.init), jax.eval_shape(self.task.base)
         self.tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, llama.vocab, jnp.int32)
         self.build = timing.lowered(

@@ -105,7 +105,7 @@ def test_each_field_may_be_as_far_as_its_bound(section, name):
     ("change", "message"),
     [
         ({"optim": {"lr": math.inf}}, "--lr must be positive and finite, got inf"),
-        ({"optim": {"final_lr": -0.1}}, "--final-lr is a share of --lr"),
+        ({"optim": {"final_lr": -0.1}}, "--final-lr must be a share of --lr"),
         ({"optim": {"weight_decay": math.inf}}, "--weight-decay must be finite"),
         ({"optim": {"schedule": "wsd", "decay": 0.5, "warmup": 6}}, "--decay 0.5: wsd falls from step 5 on"),
         ({"optim": {"schedule": "wsd", "decay": 0.01}}, "--decay 0.01: wsd falls from step 10 on"),
@@ -121,7 +121,7 @@ def test_each_field_may_be_as_far_as_its_bound(section, name):
         ({"lora": {"lora_rank": -1}}, "--lora-rank must be at least 0, got -1"),
         ({"lora": {"lora_rank": 0, "lora_alpha": 3.0}}, "--lora-alpha is for adapters: give --lora-rank, too"),
         ({"lora": {"base": "e4m3:group128+stochastic"}}, "--base has 8-bit codes rounded to nearest"),
-        ({"seed": 2**63}, "--seed must be below 2\\*\\*63, got 9223372036854775808"),
+        ({"seed": 2**63}, "--seed must be at least 0 and below 2\\*\\*63, got 9223372036854775808"),
         ({"recipe": ()}, "--recipe needs at least one name"),
     ],
     ids=str,

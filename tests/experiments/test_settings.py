@@ -20,6 +20,7 @@ from experiments.text.tokenizer import Bytes
 from experiments.train import cli, config, form, optimizer, report
 from experiments.train import loop as loops
 from experiments.train.optimizer import make_optimizer
+from experiments.train.task import Task
 from fp8jax import from_recipe
 from tests.rows import slow
 
@@ -78,9 +79,8 @@ def ran(argv, texts, out):
     """The finished run's loop, its task and its folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "Loop", Recording)
-        build = cli.Task.build
         tasks = []
-        patch.setattr(cli.Task, "build", lambda *a, **k: tasks.append(build(*a, **k)) or tasks[-1])
+        patch.setattr(cli, "Task", lambda *a, **k: tasks.append(Task(*a, **k)) or tasks[-1])
         assert cli.main([*argv, *FLAGS, "--data", str(texts)], recipe=lambda name: EXACT) == 0
     return Recording.made, tasks[0], out / "settings" / "exact"
 
