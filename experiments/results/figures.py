@@ -177,10 +177,15 @@ def blocks(results: Mapping[str, Mapping[str, Result]]) -> dict[str, str]:
     return {name: with_figures(text, results) for name, text in read("docs.toml").items()}
 
 
-def with_figures(text: str, results: Mapping[str, Mapping[str, Result]]) -> str:
+def with_figures(text: str, results: Mapping[str, Mapping[str, Result]], missing: str | None = None) -> str:
     """Lines of Markdown with their figures, `{BENCH EXPRESSION:FORMAT}`, of one card for all of a benchmark.
 
     `{card}` becomes the card that measured the figures of its line, `{sources}` the commands, cards and commits of all.
+
+    Args:
+        text: lines of Markdown.
+        results: content of the files, by name and card.
+        missing: what stands for a figure that is in no file; lines without any figure are then left out.
 
     Raises:
         ValueError: a figure is in no file or in several rows, or a line names the card of figures of several cards.
@@ -190,20 +195,27 @@ def with_figures(text: str, results: Mapping[str, Mapping[str, Result]]) -> str:
         expressions.setdefault(bench, []).append(expression)
     found = {bench: latest(results.get(bench, {}), wanted) for bench, wanted in expressions.items()}
     for line in text.split("\n"):
-        cards = set[str]()
+        figures, cards = list[str](), set[str]()
         for bench, expression, form in FIGURE.findall(line):
             card, result = found[bench]
             values = evaluate(result, expression)
+            if len(values) == 0 and missing is not None:
+                figures.append(missing)
+                continue
             if len(values) != 1:
                 raise ValueError(
                     f"{len(values)} figures in results/*/{bench}.json, not one, for {expression} in: {line}"
                 )
-            line = FIGURE.sub(format(values[0], form), line, count=1)
+            figures.append(format(values[0], form))
             name = card.partition("x")[0].upper()
             cards |= {name} - {"CPU"}
             commits = {row["commit"] for row in result["rows"]}
             commit = commits.pop() if len(commits) == 1 else "several commits"
             sources[f"`{short(result['command'])}`, {name}, {commit}"] = None
+        if figures and set(figures) == {missing}:
+            continue
+        written_figures = iter(figures)
+        line = FIGURE.sub(lambda _: next(written_figures), line)  # noqa: B023
         if "{card}" in line:
             if len(cards) != 1:
                 raise ValueError(f"figures of the cards {', '.join(sorted(cards))}, not of one, in: {line}")
@@ -220,7 +232,6 @@ def latest(of_cards: Mapping[str, Result], expressions: Sequence[str]) -> tuple[
     order = sorted(of_cards, key=lambda card: (of_cards[card].get("complete", True), of_cards[card]["date"], card))
     if not order:
         return "", {"rows": []}
-    for card in order[::-1]:
-        if all(len(evaluate(of_cards[card], each)) == 1 for each in expressions):
-            return card, of_cards[card]
-    return order[-1], of_cards[order[-1]]
+    whole = [card for card in order if all(len(evaluate(of_cards[card], each)) == 1 for each in expressions)]
+    card = (whole or order)[-1]
+    return card, of_cards[card]

@@ -26,6 +26,8 @@ same run. A blank cell means that we do not have the figure.
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"
+# A table without rows, and its heading.
+EMPTY = re.compile(r"### .*\n\n\|.*\|\n\|[-:|]+\|\n\n")
 PICTURE = "docs/_static/llama_step.svg"
 # A block of docs.toml in a page.
 BLOCK = re.compile(r"(<!-- figures: (\w+).*?-->\n).*?(<!-- end -->)", re.DOTALL)
@@ -145,6 +147,31 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def view(content: Mapping[str, Any], results: Results) -> str | None:
+    """A page of a paper's tables that figures of other results files fill, one kind of GPU after the other.
+
+    None if there is none of these files.
+
+    Args:
+        content: "title", "text" and "notes", as in papers.toml.
+        results: content of the files, by name and card.
+    """
+    benches = {bench for bench, _, _ in figures.FIGURE.findall(content["text"])}
+    kind_of = lambda card: card.partition("x")[0]  # noqa: E731
+    kinds = {kind_of(card) for bench in benches for card in results.get(bench, {})} - {"cpu"}
+    if not kinds:
+        return None
+    parts = [f"# {content['title']}", "[all results](../../RESULTS.md)"]
+    for kind in sorted(kinds):
+        own = {
+            bench: {card: result for card, result in results.get(bench, {}).items() if kind_of(card) in (kind, "cpu")}
+            for bench in benches
+        }
+        text = figures.with_figures(content["text"], own, missing="-")
+        parts += [f"## On {kind}", EMPTY.sub("", text)]
+    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in content["notes"])]) + "\n"
+
+
 def measured(result: Result) -> str:
     """When, on which cards and at which commits."""
     devices = dict.fromkeys(device for _, device in record.sources(result))
@@ -181,6 +208,11 @@ def front(results: Results, pages: str) -> str:
         f"- [{next(iter(of.values())).get('title', name)}]({pages}/{name}.md): "
         + "; ".join(measured(result) for result in of.values())
         for name, of in results.items()
+    ]
+    listed += [
+        f"- [{content['title']}]({pages}/{name}.md)"
+        for name, content in figures.read("papers.toml").items()
+        if view(content, results)
     ]
     return "\n\n".join([*filter(None, parts), "## Pages", "\n".join(listed)]) + "\n"
 
@@ -255,6 +287,9 @@ def written(folder: Path, readme: Path | None = None) -> dict[Path, str]:
     for name, of_cards in results.items():
         pictures = {card: f"../{card}/{name}.png" for card in of_cards if (folder / card / f"{name}.png").exists()}
         files[folder / "pages" / f"{name}.md"] = page(of_cards, pictures)
+    for name, content in figures.read("papers.toml").items():
+        if text := view(content, results):
+            files[folder / "pages" / f"{name}.md"] = text
     if readme is not None:
         pages = {path: path.read_text() for path in quoting(readme)}
         files |= with_blocks(pages, figures.blocks(results))

@@ -176,20 +176,20 @@ class Slots:
     def __init__(self, gpus: Sequence[str]) -> None:
         self._gpus, self._free, self._change = gpus, list(range(len(gpus))), threading.Condition()
 
-    @contextlib.contextmanager
-    def take(self, count: int) -> Iterator[list[str]]:
-        """Waits for slots on so many GPUs; gives the numbers of these."""
+    def take(self, count: int) -> list[int]:
+        """Waits for slots on so many GPUs, and takes one of each."""
         with self._change:
             self._change.wait_for(lambda: len({self._gpus[i] for i in self._free}) >= count)
             first = {self._gpus[i]: i for i in sorted(self._free, reverse=True)}
             taken = sorted(first.values())[:count]
             self._free = [i for i in self._free if i not in taken]
-        try:
-            yield [self._gpus[i] for i in taken]
-        finally:
-            with self._change:
-                self._free += taken
-                self._change.notify_all()
+            return taken
+
+    def give_back(self, taken: Sequence[int]) -> None:
+        """Lets others take slots again."""
+        with self._change:
+            self._free += taken
+            self._change.notify_all()
 
 
 def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str], options: argparse.Namespace) -> int:
@@ -207,32 +207,42 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
     # Files that differ from a commit, or from an unknown one, may have changed since.
     is_known = commit != record.UNKNOWN and not commit.endswith("+")
 
+    def room() -> float:
+        return float(options.budget - (time.monotonic() - start))
+
     def found(job: Job) -> str:
         card = record.card(f"{job.gpus} x {device}" if job.gpus > 1 else device)
         return state(options.results / card / f"{job.name}.json", commit)
 
-    def one(job: Job) -> None:
-        if is_known and not (options.again or options.data) and found(job) == "done":
-            print(f"{job.name}: of this commit and card already", flush=True)
-            return
-        with places.take(1 if options.dry else max(job.gpus, 1)) as taken:
-            begin = time.monotonic()
-            room = options.budget - (begin - start)
-            if room < job.seconds:
-                left[job.name] = f"needs {job.seconds:.0f} s, {max(room, 0):.0f} are left"
-                return
-            where = {"CUDA_VISIBLE_DEVICES": ",".join(taken)} if taken[0] else {}
-            where |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / SHARED}"} if options.data else {}
-            log, limit = options.results / "logs" / f"{job.name}.log", min(room, max(2 * job.seconds, 120))
+    def one(job: Job, taken: Sequence[int]) -> None:
+        begin = time.monotonic()
+        where = {"CUDA_VISIBLE_DEVICES": ",".join(slots[i] for i in taken)} if slots[taken[0]] else {}
+        where |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / SHARED}"} if options.data else {}
+        log, limit = options.results / "logs" / f"{job.name}.log", min(room(), max(2 * job.seconds, 120))
+        try:
             problem = run(job, options.results, log, limit, where)
+        finally:
+            places.give_back(taken)
         if problem is None and not (options.dry or options.data) and (there := found(job)) != "done":
             problem = f"ran, and left a file that is {there}"
         print(f"{job.name}: {problem or 'done'}, {time.monotonic() - begin:.0f} s", flush=True)
         if problem:
             left[job.name] = problem
 
+    running = []
     with concurrent.futures.ThreadPoolExecutor(len(slots)) as pool:
-        list(pool.map(one, jobs))
+        for job in jobs:
+            if is_known and not (options.again or options.data) and found(job) == "done":
+                print(f"{job.name}: of this commit and card already", flush=True)
+                continue
+            taken = places.take(1 if options.dry else max(job.gpus, 1))
+            if room() < job.seconds:
+                left[job.name] = f"needs {job.seconds:.0f} s, {max(room(), 0):.0f} are left"
+                places.give_back(taken)
+            else:
+                running.append(pool.submit(one, job, taken))
+    for future in running:
+        future.result()
     for name, why in left.items():
         print(f"left: {name} ({why})", flush=True)
     return 1 if left else 0

@@ -5,7 +5,8 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
@@ -151,24 +152,24 @@ def flatten_fields(prefix: str, value: Any) -> dict[str, Any]:
     return flat
 
 
-# Fields of recipes that older runs stored under another name, by the recipe's part.
-_LINEAR = {
-    "saved": "x_residual",
-    "history": "amax_history_length",
-    "fallback_rates": "fallback_fraction_range",
-    "fallback_factor": "threshold_update_factor",
-    "interval": "weight_amax_interval",
-}
-_RENAMED = {"linear": _LINEAR, "head": _LINEAR, "context": {"saved": "residual"}}
-# Fields whose values have other names, too.
-_SELECT: dict[str, tuple[str, dict[str, bool | str]]] = {"select": ("skip_unprofitable", {"all": False, "gains": True})}
-_REVALUED: dict[str, dict[str, tuple[str, dict[str, bool | str]]]] = {
-    "linear": _SELECT,
-    "head": _SELECT,
-    "context": {
-        "mode": ("recompute_activations", {"faithful": False, "lean": True}),
-        "scales": ("amax", {"largest": "exact", "bound": "bound"}),
-    },
+class _NewName(NamedTuple):
+    """The name of a field that older runs stored under another one, and its values where these had others, too."""
+
+    field: str
+    values: Mapping[str, bool | str] = MappingProxyType({})
+
+
+# By the recipe's part and the old name; a head has the fields of linear layers.
+_NEW_NAMES = {
+    ("linear", "saved"): _NewName("x_residual"),
+    ("linear", "history"): _NewName("amax_history_length"),
+    ("linear", "fallback_rates"): _NewName("fallback_fraction_range"),
+    ("linear", "fallback_factor"): _NewName("threshold_update_factor"),
+    ("linear", "interval"): _NewName("weight_amax_interval"),
+    ("linear", "select"): _NewName("skip_unprofitable", {"all": False, "gains": True}),
+    ("context", "saved"): _NewName("residual"),
+    ("context", "mode"): _NewName("recompute_activations", {"faithful": False, "lean": True}),
+    ("context", "scales"): _NewName("amax", {"largest": "exact", "bound": "bound"}),
 }
 # Fields that recipes no longer have, by both of their names; off in every run of before.
 _REMOVED = ("joins", "fuse_parallel_matmuls")
@@ -182,10 +183,8 @@ def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
         if field in _REMOVED and str(value) == "False":
             continue
         part = prefix.rpartition(".")[2]
-        field = _RENAMED.get(part, {}).get(field, field)
-        if field in (revalued := _REVALUED.get(part, {})):
-            field, values = revalued[field]
-            value = values.get(value, value)
+        if (new := _NEW_NAMES.get(("linear" if part == "head" else part, field))) is not None:
+            field, value = new.field, new.values.get(value, value)
         renamed[f"{prefix}.{field}" if prefix else field] = value
     return renamed
 

@@ -163,7 +163,7 @@ def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
         seen.update(settings, recipe=args[2])
         raise UserError("seen")
 
-    monkeypatch.setattr(cli.Task, "build", build)
+    monkeypatch.setattr(cli, "Task", build)
     (tmp_path / "text.txt").write_text("abc def " * 3000)
     flags = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path), "--recipe", "bf16", "--model", "5m",
              "--batch", "8", "--seq-len", "64", "--microbatches", "2"]  # fmt: skip

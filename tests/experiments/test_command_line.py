@@ -40,7 +40,7 @@ SECTIONS = (config.Data, config.Model, config.Optim, config.Lora, config.Run)
         (["--b2", "1"], "--b2 must be at least 0 and below 1, got 1"),
         (["--clip", "-1"], "--clip must be positive"),
         (["--weight-decay", "-0.1"], "--weight-decay must be finite and not negative"),
-        (["--final-lr", "2"], "--final-lr is a share"),
+        (["--final-lr", "2"], "--final-lr must be a share"),
         (["--warmup", "8"], "--warmup 8 must be below --steps 8"),
         (["--valid-fraction", "1"], "--valid-fraction must be between 0 and 1"),
         (["--tokenizer", "bpe", "--vocab", "256"], "--vocab must be at least 257"),

@@ -122,7 +122,7 @@ def test_a_terminal_gets_a_bar_that_ends_with_the_validation(tmp_path):
             log.step(step, 2.0, grad_norm=1.0, lr=0.1, tokens_per_s=10.0)
         log.valid(4, 1.25)
     last = stream.getvalue().rpartition("name ")[2]
-    assert re.match(r" *\S+ 4/4 +validation loss 1\.2500 0:00", last)
+    assert re.match(r" *\S+ 4/4 +validation loss 1\.2500 00:00", last)
     assert "step 4/4" not in stream.getvalue()
 
 

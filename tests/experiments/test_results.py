@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -175,10 +176,13 @@ def test_studies_train_on_a_text_two_on_a_gpu(job, planted, monkeypatch, capsys,
 
 def test_a_job_takes_slots_of_different_gpus():
     slots = runner.Slots(["4", "6", "4", "6"])
-    with slots.take(1) as one, slots.take(2) as two, slots.take(1) as last:
-        assert (one, sorted(two), last) == (["4"], ["4", "6"], ["6"])
-    with runner.Slots(["", ""]).take(1) as one:
-        assert one == [""]
+    assert [slots.take(count) for count in (1, 2, 1)] == [[0], [1, 2], [3]]
+    slots.give_back([0, 2])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(slots.take, 2)  # both are of one GPU
+        slots.give_back([1])
+        assert waiting.result(10) == [0, 1]
+    assert runner.Slots(["", ""]).take(1) == [0]
 
 
 def test_a_study_that_fails_is_left(job, planted, monkeypatch, capsys):
