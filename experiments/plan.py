@@ -93,7 +93,7 @@ def saved_per_token(
     """
     own, boundary = llama, None
     if shared > 1:
-        own, boundary = tensor.of_heads(llama, shared), tensor.TokenBoundary(shared, tensor.travels(recipe))
+        own, boundary = tensor.of_heads(llama, shared), tensor.TokenBoundary(shared, tensor.wire_format(recipe))
 
     def attend(query: Any, key: Any, value: Any, **how: Any) -> jax.Array:
         return _attention(query, key, value)
@@ -102,7 +102,7 @@ def saved_per_token(
     axis, devices = (experts.AXIS, expert) if expert > 1 else (tensor.AXIS, shared)
     products = None
     if llama.experts:
-        sharing = experts.ExpertSharing(tensor.travels(recipe), expert_capacity) if expert > 1 else None
+        sharing = experts.ExpertSharing(tensor.wire_format(recipe), expert_capacity) if expert > 1 else None
         products = experts.RecipeProducts(recipe, sharing)
 
     def own_shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
@@ -177,7 +177,7 @@ def of(
         tensor.check(llama, shared)
         dims = tensor.dimensions(params, shared)
         crossings = fp8jax.dist.sequence_collectives(
-            tokens * shared, llama.dim, shared, tensor.travels(recipe), recipe.weights.compute,
+            tokens * shared, llama.dim, shared, tensor.wire_format(recipe), recipe.weights.compute,
             times=2 * llama.layers * microbatches, forward_gathers=2 if recompute and _read_again(recipe.linear) else 1,
         )  # fmt: skip
     expert_dims: Any = -1
@@ -188,7 +188,7 @@ def of(
         rows, times = int(tokens) * llama.experts_per_token, llama.layers * microbatches
         # Tokens travel again in the backward pass; weights of choices and their gradients travel in fp32.
         crossings = fp8jax.dist.expert_collectives(
-            rows, llama.dim, expert, tensor.travels(recipe), recipe.weights.compute, times=times, dispatches=2
+            rows, llama.dim, expert, tensor.wire_format(recipe), recipe.weights.compute, times=times, dispatches=2
         )
         crossings.append(Collective("ragged-all-to-all", "f32", 4 * rows, expert, 2 * times))
     # The last hidden state before and after its norm, and the head's matrix, in bf16; in chunks, its gradient in fp32.

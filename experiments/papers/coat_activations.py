@@ -136,8 +136,8 @@ def figure_4a(model: Llama, tokens_BxT: jax.Array) -> dict[tuple[str, int], floa
     hidden, _ = probe(model, tokens_BxT, backward=False)
     errors = {}
     for side in SIDES:
-        for kind, how in (("block BxB", spec("block", side)), ("group 1xB²", spec("group", side * side))):
-            h, _ = probe(quantize_activations(model, how), tokens_BxT, backward=False)
+        for kind, storage in (("block BxB", spec("block", side)), ("group 1xB²", spec("group", side * side))):
+            h, _ = probe(quantize_activations(model, storage), tokens_BxT, backward=False)
             errors[kind, side * side] = float(by_token(h, hidden).mean())
     return errors
 

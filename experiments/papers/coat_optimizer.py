@@ -69,9 +69,9 @@ def matrices(mu: Any, nu: Any) -> dict[str, Pairs]:
     return pairs
 
 
-def stored(values: np.ndarray, how: fp8jax.QuantSpec) -> np.ndarray:
+def stored(values: np.ndarray, storage: fp8jax.QuantSpec) -> np.ndarray:
     """The values after storage, float64."""
-    return np.asarray(fp8jax.quantize(jnp.asarray(values), how).dequantize(), np.float64)
+    return np.asarray(fp8jax.quantize(jnp.asarray(values), storage).dequantize(), np.float64)
 
 
 def direction(m: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -118,14 +118,14 @@ def group_size_table(pairs: Pairs) -> dict[int, tuple[float, float]]:
 def dynamic_ranges(values: Iterable[np.ndarray], moment: str) -> dict[str, np.ndarray]:
     """Largest over smallest non-zero magnitude of each group of 128, before and after expansion, and its exponent k."""
     ranges: dict[str, list[np.ndarray]] = {"before": [], "after": [], "k": []}
-    how = spec(moment, "e4m3", True)
+    storage = spec(moment, "e4m3", True)
     for x in values:
         magnitude = jnp.abs(jnp.asarray(x))
-        shape = how.block_shape(x.shape)
+        shape = storage.block_shape(x.shape)
         largest = np.asarray(blocks.reduce(magnitude, shape, jnp.max, 0.0), np.float64)
         nonzero = jnp.where(magnitude > 0, magnitude, jnp.inf)
         smallest = np.asarray(blocks.reduce(nonzero, shape, jnp.min, jnp.inf), np.float64)
-        quantized = fp8jax.quantize(jnp.asarray(x), how)
+        quantized = fp8jax.quantize(jnp.asarray(x), storage)
         assert quantized.expansion is not None
         k = np.asarray(quantized.expansion, np.float64)
         real = largest > 0

@@ -37,9 +37,9 @@ def norm_arms() -> dict[str, Any]:
         y, back = jax.vjp(lambda x: fp8jax.rms_norm(x, recipe=fp8jax.recipes.coat()), x)
         return y, jax.tree.leaves(back)
 
-    def codes(x: jax.Array, **how: Any) -> Any:
+    def codes(x: jax.Array, **settings: Any) -> Any:
         y, residuals = residuals_of(x)
-        return quantize(y, "e4m3", **how)[0], residuals
+        return quantize(y, "e4m3", **settings)[0], residuals
 
     return {
         NORM: _norm,

@@ -83,23 +83,23 @@ ARMS = {
 }
 
 
-def store(how: fp8jax.QuantSpec | str, tree: Any) -> Any:
+def store(storage: fp8jax.QuantSpec | str, tree: Any) -> Any:
     """A tree after storage, in fp32."""
 
     def leaf(path: Any, x: jax.Array) -> jax.Array:
-        if isinstance(how, str):
+        if isinstance(storage, str):
             # On a GPU XLA removes a cast to bf16 and back, but not this.
-            kind = jnp.finfo(formats.get(how).dtype)
+            kind = jnp.finfo(formats.get(storage).dtype)
             return jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
-        stacked = int("layers" in jax.tree_util.keystr(path)) if how.granularity == "tensor" else 0
-        return fp8jax.quantize(x, fp8jax.QuantSpec(**{**vars(how), "layer_axes": stacked})).dequantize()
+        stacked = int("layers" in jax.tree_util.keystr(path)) if storage.granularity == "tensor" else 0
+        return fp8jax.quantize(x, fp8jax.QuantSpec(**{**vars(storage), "layer_axes": stacked})).dequantize()
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
 def store_as(index: jax.Array, tree: Any) -> Any:
     """A tree after the storage of this number in `STORAGES`; traced, so that one program serves all arms."""
-    return jax.lax.switch(index, [functools.partial(store, how) for how in STORAGES.values()], tree)
+    return jax.lax.switch(index, [functools.partial(store, storage) for storage in STORAGES.values()], tree)
 
 
 def make_run(task: Task, steps: int, rate: float) -> Any:

@@ -74,11 +74,11 @@ def moss() -> list[Row]:
         rows.append(Row(name, "activations", size, "GB", paper=theirs, table=table))
     table = "MOSS, Table 5: sent a step for weights and gradients, FSDP over 8"
     for name in MOSS:
-        for how, comm in (("", Comm()), (", 8-bit gradients", Comm("e4m3"))):
+        for suffix, comm in (("", Comm()), (", 8-bit gradients", Comm("e4m3"))):
             recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=comm)
             sent = plan.of(llama, recipe, {"data": 1, "fsdp": 8}, 0).sent_bytes / 1e9
-            theirs = MOSS[name][1] if not how else None
-            rows.append(Row(f"{name}{how}", "sent", sent, "GB", paper=theirs, table=table))
+            theirs = MOSS[name][1] if not suffix else None
+            rows.append(Row(f"{name}{suffix}", "sent", sent, "GB", paper=theirs, table=table))
     return rows
 
 
@@ -103,8 +103,8 @@ def activations(devices: int = 8, tokens: int = 2048) -> list[Row]:
     for name in FP8_LM_VOLUME:
         llama, sent = sizes.get(name, VOCAB), {}
         for recipe in ("bf16", "fp8_lm", "fast"):
-            how = tensor.travels(fp8jax.recipes.get(recipe))
-            found = fp8jax.dist.sequence_collectives(tokens, llama.dim, devices, how, times=2 * llama.layers)
+            sent_as = tensor.wire_format(fp8jax.recipes.get(recipe))
+            found = fp8jax.dist.sequence_collectives(tokens, llama.dim, devices, sent_as, times=2 * llama.layers)
             sent[recipe] = sum(one.sent_bytes for one in found)
         table = f"FP8-LM, Table 7: activations between {devices} devices that share a sequence of {tokens:,} tokens"
         before, after = FP8_LM_ACTIVATIONS.get(name, (None, None))
@@ -126,10 +126,10 @@ def whole_tensors(devices: int = 32) -> list[Row]:
         tensors = _tensors(llama)
         of_state: Any = lambda x: 5 * x.size  # noqa: E731
         table = f"FP8-LM, Table 8: master weights and moments on {devices} devices"
-        for how, split in (("whole tensors", fp8jax.dist.partition), ("slices", fp8jax.dist.slices)):
+        for parts, split in (("whole tensors", fp8jax.dist.partition), ("slices", fp8jax.dist.slices)):
             loads = split(tensors, devices, of_state).loads
             for which, load in (("most", max(loads)), ("least", min(loads))):
-                rows.append(Row(f"{name}, {how}, {which}", "states", load / 1e9, "GB", table=table))
+                rows.append(Row(f"{name}, {parts}, {which}", "states", load / 1e9, "GB", table=table))
     return rows
 
 

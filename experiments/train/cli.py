@@ -39,7 +39,7 @@ from experiments.train import (
 from experiments.train.adapters import joined, of_base
 from experiments.train.checkpoint import Checkpoints, digest_of, quiet
 from experiments.train.config import Config, check_same, flag, flatten_fields, parse
-from experiments.train.form import in_chunks, recomputed
+from experiments.train.form import in_chunks, remat_policy
 from experiments.train.introduction import count
 from experiments.train.loop import BadStep, Loop
 from experiments.train.optimizer import make_optimizer, with_head, with_master
@@ -239,11 +239,11 @@ def _compare(session: Session, recipes: Mapping[str, fp8jax.Recipe], results: Se
     has_speed = comparison.has_comparable_speeds(spreads, backend)
     console.print(comparison.comparison_table(results, has_speed=has_speed))
     for text in comparison.sentences(results, quantized, spreads, backend):
-        report.told(console, text)
+        report.print_text(console, text)
     if hosts.first():
         report.plot_losses(config.folder / "loss.png", metrics)
     files = f"Loss curves: {config.folder / 'loss.png'}. TensorBoard: tensorboard --logdir {config.folder}"
-    report.told(console, files, 4)
+    report.print_text(console, files, 4)
 
 
 def _train_recipe(session: Session, name: str, recipe: fp8jax.Recipe) -> Result:
@@ -315,7 +315,7 @@ def _train_recipe(session: Session, name: str, recipe: fp8jax.Recipe) -> Result:
     if hosts.first():
         write_json(folder / "result.json", {"result": dataclasses.asdict(result), "config": identity})
     if text:
-        report.told(console, f"{recipe.name} writes: {' '.join(text.split())}", 4, "dim")
+        report.print_text(console, f"{recipe.name} writes: {' '.join(text.split())}", 4, "dim")
     return result
 
 
@@ -348,7 +348,7 @@ def _make_task(session: Session, recipe: fp8jax.Recipe) -> Task:
         llama,
         make_optimizer(config, recipe),
         recipe,
-        remat=recomputed(config.run.remat, recipe),
+        remat=remat_policy(config.run.remat, recipe),
         seed=config.seed,
         microbatches=optim.microbatches,
         rows=session.rows,
@@ -417,7 +417,7 @@ def _compile(session: Session, task: Task, label: str) -> Programs:
         details.show(line, 4)
         # On a CPU there is nothing to do about them.
         if line.startswith("WARNING") and backend != "cpu" and not config.run.verbose:
-            report.told(console, line, 4, "yellow")
+            report.print_text(console, line, 4, "yellow")
     return Programs(compiled, observed_step, state, base, state_places, base_places, everywhere)
 
 

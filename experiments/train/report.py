@@ -34,7 +34,7 @@ def make_console(quiet: bool = False) -> Console:
     return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=120, quiet=quiet)
 
 
-def told(console: Console, text: str, indent: int = 0, style: str | None = None) -> None:
+def print_text(console: Console, text: str, indent: int = 0, style: str | None = None) -> None:
     """Prints a line as it is: a terminal gets it folded at words, a file whole."""
     console.print(sentence(text, console.width, indent) if console.is_terminal else text, style=style, markup=False)
 
@@ -65,7 +65,7 @@ class Details:
         """Shows a line or a table of rich."""
         if self._is_verbose:
             if isinstance(content, str):
-                told(self._console, content, indent, "dim")
+                print_text(self._console, content, indent, "dim")
             else:
                 self._console.print(content)
         if self._path is None:

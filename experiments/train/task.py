@@ -114,7 +114,7 @@ class Task:
         if (devices := sizes.get(tensor.AXIS, 1)) > 1:
             return tensor.of_device(form, devices).structure()
         if sizes.get(AXIS, 1) > 1:
-            sharing = ExpertSharing(tensor.travels(self.recipe), self.expert_capacity)
+            sharing = ExpertSharing(tensor.wire_format(self.recipe), self.expert_capacity)
             return dataclasses.replace(form, sharing=sharing).structure()
         return self.graphdef
 
@@ -139,7 +139,7 @@ class Task:
             params: of a model of this shape, in place of those of the seed; with adapters they are the base's.
         """
         key = jax.random.key(self.seed)
-        model = self._form.made(nnx.Rngs(key), adapters.values_of(params))
+        model = self._form.build(nnx.Rngs(key), adapters.values_of(params))
         params, _, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, BaseVariable, ...))
         weights = self.recipe.weights
         held = jax.tree.map(lambda p: p.astype(fp8jax.formats.get(weights.param_format).dtype), params)
@@ -174,7 +174,7 @@ class Task:
         if self.lora is None:
             return {}
         values = adapters.values_of(params)
-        made = self._form.made(nnx.Rngs(jax.random.key(self.seed)), values)
+        made = self._form.build(nnx.Rngs(jax.random.key(self.seed)), values)
         return adapters.with_codes(nnx.to_pure_dict(nnx.state(made, BaseVariable)), params, self.lora)
 
     def merged(self, params: Any, base: Any) -> Any:
@@ -284,14 +284,14 @@ class Task:
         """
         if isinstance(self.tx, ReleasedOptimizer):
             return self._released(self.tx, state, tokens_BxT)
-        inputs, factors = (state.params, state.model_state, tokens_BxT), state.factors
+        factors = state.factors
         if self.rows is None or not self._is_mapped:
-            losses, grads, model_state = self.gradients(
-                state.params, adapters.joined(state.model_state, base), tokens_BxT
-            )
+            model_state = adapters.joined(state.model_state, base)
+            losses, grads, model_state = self.gradients(state.params, model_state, tokens_BxT)
         else:
-            how = self.gradients, self.recipe, self.rows.mesh
-            losses, grads, model_state, factors = parallel.gradients(*how, *inputs, factors, base)
+            losses, grads, model_state, factors = parallel.gradients(
+                self.gradients, self.recipe, self.rows.mesh, state.params, state.model_state, tokens_BxT, factors, base
+            )
         grad_norm = global_norm(grads)  # that which clipping finds: XLA computes it once
         is_finite = jnp.isfinite(grad_norm)
         for x in jax.tree.leaves((model_state, factors)):
@@ -346,7 +346,7 @@ class Task:
         if self.rows is not None and self.rows.mesh.shape[tensor.AXIS] > 1:
             raise ValueError("gradients are summed over tensor after the backward pass: leave out --release")
         form = dataclasses.replace(self._form, remat=False)
-        parts: Any = nnx.split(nnx.eval_shape(lambda: form.written(nnx.Rngs(0))), nnx.Param, ...)
+        parts: Any = nnx.split(nnx.eval_shape(lambda: form.build_plain(nnx.Rngs(0))), nnx.Param, ...)
         graphdef, _, others = parts
 
         def loss(run: Callable[..., jax.Array], rest: Any) -> jax.Array:

@@ -204,7 +204,7 @@ def test_a_terminal_gets_lines_folded_and_a_file_gets_them_whole(terminal):
         file=stream, width=60, force_terminal=terminal, highlight=False, soft_wrap=True, color_system=None
     )
     fields = "  ".join(f"a_setting_of_name_{i}=[{i}]" for i in range(9))
-    report.told(console, f"{'model':9}{fields}", 9)
+    report.print_text(console, f"{'model':9}{fields}", 9)
     lines = stream.getvalue().splitlines()
     assert " ".join(stream.getvalue().split()) == " ".join(f"model {fields}".split())
     if not terminal:

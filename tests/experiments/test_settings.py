@@ -258,7 +258,7 @@ def test_memory_is_saved_as_asked_for(ran):
 
 def test_by_default_a_gpu_recomputes_what_neither_contexts_nor_kernels_keep_for_it(monkeypatch):
     def chosen(*names, how="auto"):
-        return {form.recomputed(how, fp8jax.recipes.get(name)) for name in names}
+        return {form.remat_policy(how, fp8jax.recipes.get(name)) for name in names}
 
     every = fp8jax.recipes.NAMES
     assert chosen(*every) == {False}  # on a CPU
