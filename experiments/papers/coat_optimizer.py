@@ -5,6 +5,7 @@ dynamic range of groups before and after expansion, how often codes occur, and t
 ICLR 2025.
 """
 
+import argparse
 import sys
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp8jax
-from experiments.errors import UserError
 from experiments.mesh import flatten
 from experiments.papers import common
 from experiments.papers.common import Row
@@ -218,14 +218,13 @@ def notes(pairs: dict[str, Pairs]) -> list[str]:
     ]
 
 
-def main() -> int:
-    """Regenerates results/coat_optimizer.json."""
-    arguments = common.parse(__doc__)
-    try:
-        pairs = matrices(*common.dump(arguments.out).moments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def table(options: argparse.Namespace) -> common.Table:
+    """The results file.
+
+    Raises:
+        UserError: as `common.dump`.
+    """
+    pairs = matrices(*common.dump(options.out).moments)
     errors = {part: error_table(of_part) for part, of_part in pairs.items()}
     ranges = {
         "first order": dynamic_ranges((m for m, _ in pairs[LAYERS]), "mu"),
@@ -235,16 +234,10 @@ def main() -> int:
         "first order": code_shares((m for m, _ in pairs[LAYERS]), "mu"),
         "second order": code_shares((v for _, v in pairs[LAYERS]), "nu"),
     }
-    common.write(
-        "coat_optimizer",
-        "COAT: quantization error of optimizer states (Tables 1 and 9, Figures 2 and 3)",
-        rows(errors, ranges, shares, group_size_table(pairs[LAYERS])),
-        notes(pairs),
-        None,
-        arguments.results,
-    )
-    return 0
+    title = "COAT: quantization error of optimizer states (Tables 1 and 9, Figures 2 and 3)"
+    entries = rows(errors, ranges, shares, group_size_table(pairs[LAYERS]))
+    return common.Table("coat_optimizer", title, entries, notes(pairs))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run(__doc__, table))

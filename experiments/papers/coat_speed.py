@@ -6,8 +6,6 @@ ICLR 2025, section 5.2, appendix J. Table 7 is a view of `bench layer` (results/
 
 import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -70,13 +68,14 @@ def norms(columns: int, rounds: int, burst: float) -> list[Row]:
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Regenerates results/coat_speed.json."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds those of timing."""
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--burst", type=float, default=0.02, help="seconds of one round of one implementation")
-    parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
-    options = parser.parse_args(argv)
+
+
+def table(options: argparse.Namespace) -> common.Table:
+    """The results file."""
     startup.recommend_flags()
     timing.need_gpu()
     rows = [row for n in PAPER_NORM for row in norms(n, options.rounds, options.burst)]
@@ -91,10 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     arguments = f"--rounds {options.rounds} --burst {options.burst:g}"
     title = "COAT: what scales cost (Table 12, Figure 4(b))"
-    device = jax.devices()[0].device_kind
-    common.write("coat_speed", title, rows, notes, None, options.results, arguments=arguments, device=device)
-    return 0
+    return common.Table("coat_speed", title, rows, notes, arguments=arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run(__doc__, table, add_options))

@@ -4,6 +4,7 @@ FP8-LM, Tables 5, 7 and 8; COAT, Table 11; MOSS, Table 5: what `experiments.plan
 name. Nothing is run.
 """
 
+import argparse
 import dataclasses
 import sys
 from typing import Any
@@ -143,9 +144,8 @@ def _tensors(llama: Any) -> list[jax.ShapeDtypeStruct]:
     return tensors
 
 
-def main() -> int:
-    """Regenerates results/plans.json."""
-    arguments = common.parse(__doc__)
+def table(_: argparse.Namespace) -> common.Table:
+    """The results file."""
     notes = [
         "From `experiments.plan`: moments as stored, of Llamas of these sizes with a vocabulary of 32,000; activations "
         "that JAX's own differentiation keeps of a layer, with an attention that keeps what flash attention does; what "
@@ -162,13 +162,10 @@ def main() -> int:
         "(7b: nine a layer on 32) loads still differ by less than the largest tensor; slices are equal.",
     ]
     rows = [*volume(), *activations(), *whole_tensors(), *coat(), *moss()]
-    common.write(
-        "plans", "Memory and communication on paper (FP8-LM, COAT, MOSS)", rows, notes, None, arguments.results
-    )
     for row in rows:
         print(f"{row.table[:45]:46}{row.case:32}{row.metric:44}{row.value:9.2f} {row.unit:9} paper {row.paper}")
-    return 0
+    return common.Table("plans", "Memory and communication on paper (FP8-LM, COAT, MOSS)", rows, notes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run(__doc__, table))
