@@ -86,6 +86,7 @@ class Row(NamedTuple):
     """A row of RESULTS.md.
 
     Attributes:
+        label: the table where it stands first, and its name there.
         what: what is measured, in at most eight words; the table's text has the baseline.
         bench: name of the results file.
         ours: template of our figure.
@@ -93,6 +94,7 @@ class Row(NamedTuple):
         rival: template of others' figures of the same run.
     """
 
+    label: str
     what: str
     bench: str
     ours: str
@@ -108,14 +110,12 @@ class Table(NamedTuple):
         title: "" if it is the only one of its section.
         text: what its figures are compared with.
         rows: its rows.
-        own_rows: those of them that no other table has.
     """
 
     section: str
     title: str
     text: str
     rows: tuple[Row, ...]
-    own_rows: tuple[Row, ...]
 
 
 def tables() -> list[Table]:
@@ -126,32 +126,27 @@ def tables() -> list[Table]:
     """
     found, known = list[Table](), dict[str, Row]()
     for content in read("tables.toml")["table"]:
-        all_rows, own = list[Row](), list[Row]()
+        rows = list[Row]()
         for fields in content["row"]:
-            if "again" in fields:
-                if fields["again"] not in known:
-                    raise ValueError(f"tables.toml: no row {fields['again']!r} before {fields['what']!r}")
-                all_rows.append(known[fields["again"]]._replace(what=fields["what"]))
-                continue
-            own.append(Row(**fields))
-            all_rows.append(own[-1])
-            known[f"{content.get('title', content['section'])}: {own[-1].what}"] = own[-1]
-        found.append(Table(content["section"], content.get("title", ""), content["text"], tuple(all_rows), tuple(own)))
+            label = f"{content.get('title', content['section'])}: {fields['what']}"
+            if "again" not in fields:
+                known[label] = row = Row(label, **fields)
+            elif fields["again"] in known:
+                row = known[fields["again"]]._replace(what=fields["what"])
+            else:
+                raise ValueError(f"tables.toml: no row {fields['again']!r} before {fields['what']!r}")
+            rows.append(row)
+        found.append(Table(content["section"], content.get("title", ""), content["text"], tuple(rows)))
     return found
 
 
 def headlines(bench: str, result: Result) -> list[dict[str, str]]:
     """What RESULTS.md says of a results file: "label", "ours", "paper" and "rival"."""
+    of_bench = {row.label: row for table in tables() for row in table.rows if row.bench == bench}
     return [
-        {
-            "label": f"{table.title or table.section}: {row.what}",
-            "ours": ours,
-            "paper": row.paper,
-            "rival": filled(row.rival, result) or "",
-        }
-        for table in tables()
-        for row in table.own_rows
-        if row.bench == bench and (ours := filled(row.ours, result))
+        {"label": label, "ours": ours, "paper": row.paper, "rival": filled(row.rival, result) or ""}
+        for label, row in of_bench.items()
+        if (ours := filled(row.ours, result))
     ]
 
 

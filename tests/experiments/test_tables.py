@@ -9,6 +9,7 @@ import pytest
 
 from experiments import startup
 from experiments.bench import arms as bench_arms
+from experiments.errors import UserError
 from experiments.papers import coat_memory, common
 from experiments.papers.common import Row
 from experiments.results import figures, jobs, picture, record, report, runner
@@ -72,6 +73,23 @@ def test_a_results_file_becomes_a_page(tmp_path, monkeypatch):
     front = (tmp_path / "RESULTS.md").read_text()
     assert "- [Mine](results/pages/mine.md): " in front
     assert front.count("not measured yet") == sum(len(table.rows) for table in figures.tables())
+
+
+def test_a_table_is_written_by_its_command_or_says_what_is_wrong(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("sys.argv", ["x", "--results", str(tmp_path), "--size", "3"])
+
+    def make(options):
+        if options.size == 4:
+            raise UserError("no text")
+        return common.Table("mine", "Mine", [Row("case", "error", float(options.size))], ["A note."], device="H9")
+
+    add_options = lambda parser: parser.add_argument("--size", type=int)  # noqa: E731
+    assert common.run("Makes it.", make, add_options) == 0
+    content = json.loads((tmp_path / "h9" / "mine.json").read_text())
+    assert (content["title"], content["notes"], content["rows"][0]["value"]) == ("Mine", ["A note."], 3)
+    monkeypatch.setattr("sys.argv", ["x", "--size", "4"])
+    assert common.run("Makes it.", make, add_options) == 2
+    assert capsys.readouterr().err == "error: no text\n"
 
 
 def test_a_papers_table_is_filled_by_other_files_for_each_kind_of_gpu():
@@ -301,7 +319,7 @@ def test_rows_of_a_recipe_that_has_changed_since_have_its_former_name():
 
 def test_every_headline_names_rows_of_its_file_and_every_file_has_a_command():
     results = report.read(ROOT / "results")
-    rows = [row for table in figures.tables() for row in table.own_rows]
+    rows = [row for table in figures.tables() for row in table.rows]
     for row in rows:
         of_cards = results[row.bench].values()
         for template in filter(None, (row.ours, row.rival)):
