@@ -88,7 +88,7 @@ class MasterWeight:
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the parameter."""
-        return self.high.dtype  # type: ignore[no-any-return]
+        return self.high.dtype
 
     def astype(self, dtype: DTypeLike) -> Array:
         """The master's value in `dtype`."""

@@ -230,7 +230,7 @@ class _Reduction:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 raise TypeError(f"{caller}: {path} has dtype {x.dtype}, which is no gradient's")
             is_small = comm.spec is None or x.size < max(min_size, 1) or x.ndim == 0
-            specs.append(None if is_small else dataclasses.replace(comm.spec, layer_axes=depth))  # type: ignore[type-var]
+            specs.append(None if is_small else dataclasses.replace(comm.spec, layer_axes=depth))
         return cls(caller, paths, leaves, flat[1], manual.axis_names(axes), replicas, comm, factors, specs)
 
     def run(self, dims: list[int | None], dequantize: bool) -> Any:

@@ -141,7 +141,7 @@ def skip_bad_steps(
     inner_update = optax.with_extra_args_support(tx).update
 
     def init(params: optax.Params) -> SkipBadStepsState:
-        return moments.replicate_scalars(params, SkipBadStepsState(init_monitor(), tx.init(params)))  # type: ignore[return-value]
+        return moments.replicate_scalars(params, SkipBadStepsState(init_monitor(), tx.init(params)))
 
     def observe(grads: Any, monitor: StepMonitor, value: ArrayLike | None) -> tuple[Array, StepMonitor]:
         if value is None and max_loss_jump is not None:
@@ -215,7 +215,7 @@ def find_monitor(opt_state: optax.OptState) -> StepMonitor | None:
     monitors = [node for node in nodes if isinstance(node, StepMonitor)]
     if len(monitors) > 1:
         raise ValueError("several skip_bad_steps are in this optimizer: put it outermost, once")
-    return flax_variables.unbox(monitors[0]) if monitors else None  # type: ignore[no-any-return]
+    return flax_variables.unbox(monitors[0]) if monitors else None
 
 
 def was_applied(opt_state: optax.OptState, apply_if: ArrayLike | None = None) -> Array | None:

@@ -124,7 +124,7 @@ def scale_by_compressed_adam(
     ) -> tuple[optax.Updates, CompressedAdamState]:
         del extra_args
         # Without parameters, updates have the dtype of the gradients. No value of these is read.
-        return tx.update(updates, state, updates if params is None else params)  # type: ignore[return-value]
+        return tx.update(updates, state, updates if params is None else params)
 
     return optax.GradientTransformationExtraArgs(tx.init, update_fn)
 
@@ -256,7 +256,7 @@ def compressed_adamw(
         jax.tree_util.tree_map_with_path(checks.check_floating, params)
         mus, nus = (jax.tree.map(lambda p: moments.zeros(p, spec, size), params) for spec in specs.values())  # noqa: B023
         state = _make_state(jnp.zeros([], jnp.int32), mus, nus, master_weights.init_remainders(params, master_format))
-        return moments.replicate_scalars(params, state)  # type: ignore[return-value]
+        return moments.replicate_scalars(params, state)
 
     def update_fn(
         grads: optax.Updates,

@@ -167,7 +167,7 @@ class _Residuals:
     def make_backward(self, arguments: Sequence[Array]) -> Callable[..., Any]:
         saved_arrays = iter(self.arrays)
         leaves = [next(saved_arrays) if source is None else arguments[source] for source in self.sources]
-        return jax.tree.unflatten(self.structure, leaves)  # type: ignore[no-any-return]
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 class FusedBackwardBlock:
@@ -562,7 +562,7 @@ def _mark_used(block_state: FusedBlockState, number: int, used_numbers: set[int]
         return (cotangent,)
 
     mark.defvjp(lambda block_state: (block_state, None), backward)
-    return mark(block_state)  # type: ignore[no-any-return]
+    return mark(block_state)
 
 
 def _reset_grad_scale(x: Any) -> Any:

@@ -224,7 +224,7 @@ def is_unrolled(eqn: Any, is_enclosing_unrolled: bool) -> bool:
 
 def _manual_axes(params: dict[str, Any]) -> frozenset[str]:
     """The mesh axes that a `shard_map` equation makes Manual."""
-    return params.get("newly_manual_axes", params.get("manual_axes", frozenset()))  # type: ignore[no-any-return]
+    return params.get("newly_manual_axes", params.get("manual_axes", frozenset()))
 
 
 def iteration_row(eqn: Any, iteration: int) -> int:
@@ -378,7 +378,7 @@ def _rebind_jit(
         keep_unused=params["keep_unused"],
         inline=params["inline"],
     )
-    return jitted(*operands, extras)  # type: ignore[no-any-return]
+    return jitted(*operands, extras)
 
 
 @contextlib.contextmanager
@@ -508,10 +508,3 @@ def _frames(eqn: Any) -> tuple[list[Any], list[Any]]:
 
 
 _JAX_DIR = jax.__file__.rpartition("/")[0]
-
-
-def is_order_preserving(eqn: Any) -> bool:
-    """Whether a layout keeps all elements in memory order."""
-    return eqn.primitive.name != "transpose" and math.prod(eqn.invars[0].aval.shape) == math.prod(
-        eqn.outvars[0].aval.shape
-    )

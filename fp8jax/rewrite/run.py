@@ -161,7 +161,7 @@ class Interpreter:
         entry = self._cache.get(key)
         if entry is None or any(a is not b for a, b in zip(entry[0], dependencies, strict=True)):
             entry = self._cache[key] = dependencies, make()
-        return entry[1]  # type: ignore[no-any-return]
+        return entry[1]
 
     def run(self) -> list[Any]:
         """Runs the graph and returns its outputs."""

@@ -251,7 +251,7 @@ def measured_state(linear: Linear, weight: Any, layer_axes: tuple[int, ...]) -> 
     """The state of products with a weight, (*layer_axes, ...), before the first step."""
     init_one: Callable[[Array], ScalingState] = lambda w: init_scaling(linear, merge(w, w.ndim - 1, 1))  # noqa: E731
     if weight.shape[: len(layer_axes)] != layer_axes:  # the program stacks it otherwise than it is stored
-        return jax.tree.map(lambda s: jnp.broadcast_to(s, (*layer_axes, *s.shape)), init_one(weight))  # type: ignore[no-any-return]
+        return jax.tree.map(lambda s: jnp.broadcast_to(s, (*layer_axes, *s.shape)), init_one(weight))
     for _ in layer_axes:
         init_one = jax.vmap(init_one)
     return init_one(weight)
@@ -445,8 +445,7 @@ def stats_as_cotangents(y: Array, slots: ScalingStats, stats: ScalingStats) -> A
     y, *varying = match_varying_axes(y, *arrays)  # type: ignore[assignment]
     varying_iter = iter(varying)
     slots, stats = (ScalingStats(*(None if x is None else next(varying_iter) for x in each)) for each in (slots, stats))
-    result: Array = _emit_stats(y, slots, stats)
-    return result
+    return _emit_stats(y, slots, stats)
 
 
 @jax.custom_vjp
@@ -510,14 +509,14 @@ def complete_bounds(
         measure = functools.partial(_get_or_measure, linears[key])
         if len(bounds) == 1:
             return measure(bound, weight)
-        return lax.cond(jnp.all(bound > 0), lambda bound, _: bound, measure, bound, weight)  # type: ignore[no-any-return]
+        return lax.cond(jnp.all(bound > 0), lambda bound, _: bound, measure, bound, weight)
 
     def resolve_all(given: dict[Any, Array], arrays: dict[Any, Array]) -> dict[Any, Array]:
         return {key: resolve(key, given[key], arrays[key]) for key in bounds}
 
     # One conditional around all others: a program that has all bounds evaluates only this one.
     all_known = functools.reduce(jnp.logical_and, [jnp.all(bound > 0) for bound in given.values()])
-    return lax.cond(all_known, lambda given, _: given, resolve_all, given, arrays)  # type: ignore[no-any-return]
+    return lax.cond(all_known, lambda given, _: given, resolve_all, given, arrays)
 
 
 def _get_or_measure(linear: Linear, bound: Array, weight: Array) -> Array:
@@ -527,7 +526,7 @@ def _get_or_measure(linear: Linear, bound: Array, weight: Array) -> Array:
     if axes := tuple(jax.sharding.get_abstract_mesh().manual_axes):
         found = lax.pmax(found, axes)
     found = jnp.where(bound > 0, bound, found)
-    return cast_varying_like(reshard(found, spec_of(bound), bound), bound)  # type: ignore[no-any-return]
+    return cast_varying_like(reshard(found, spec_of(bound), bound), bound)
 
 
 def with_complete_bounds(

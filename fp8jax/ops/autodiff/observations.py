@@ -207,7 +207,7 @@ def observe(y: Array, place: Place | None, role: str, observation: Observation) 
     if place is None:
         return y
     arrays = lax.stop_gradient((*observation.sums.values(), *observation.maxima.values()))
-    return OBSERVE.bind(  # type: ignore[no-any-return]
+    return OBSERVE.bind(
         y, *arrays, place=place, role=role, sums=tuple(observation.sums), maxima=tuple(observation.maxima)
     )
 

@@ -199,8 +199,7 @@ def target(
 
 def current_target() -> Target:
     """Return the device that programs are traced for."""
-    target: Target = _target.value
-    return target
+    return _target.value
 
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -345,7 +344,7 @@ def reshard_like(
     shardings = [kind.sharding for kind in closed.out_avals]
     if hide_explicit_axes:
         out = jax.tree.unflatten(jax.tree.structure(results), shardings)
-        return jax.sharding.auto_axes(reference, axes=tuple(dict.fromkeys(axes)), out_sharding=out)  # type: ignore[no-any-return]
+        return jax.sharding.auto_axes(reference, axes=tuple(dict.fromkeys(axes)), out_sharding=out)
 
     def reshard_to(x: Array, sharding: Any) -> Array:
         return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)

@@ -456,7 +456,7 @@ def _partitioned_call(
         def batched_function(sharding: DimSharding, *shards: Array) -> Sequence[Array]:
             if not is_kernel:
                 axes = [0 if b else None for b in batched]
-                return jax.vmap(functools.partial(function, sharding), axes)(*shards)  # type: ignore[no-any-return]
+                return jax.vmap(functools.partial(function, sharding), axes)(*shards)
             if takes_stacks:
                 return function(sharding, *_stacks(size, batched, shards))
 

@@ -472,7 +472,7 @@ def _weighted_sum(values: Array, weights: Array) -> Array:
 def _sharded_losses(
     config: _LossConfig, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array
 ) -> Array:
-    return _run_sharded(config, functools.partial(_compute_losses, config), _token_dims(x), x, w, bias, key, labels)  # type: ignore[no-any-return]
+    return _run_sharded(config, functools.partial(_compute_losses, config), _token_dims(x), x, w, bias, key, labels)
 
 
 def _sharded_gradients(

@@ -92,10 +92,9 @@ def grouped_matmul(
         k, n = "--" if isinstance(w, DeferredMatrices) else "kn"
         ins = _notation(x, f"t {k}"), _notation(w, f"{k} {n}" if transposed else f"{n} {k}", "- "), "-", "-"
         key = kernel_name if is_kernel else None, *static, str(jnp.dtype(dtype)), *map(_spec, (x, w))
-        y: Array = run_partitioned(
+        return run_partitioned(
             "grouped_product", key, function, operands, ins, f"t {n}", sum_dim="k", is_kernel=is_kernel
         )
-        return y
 
     loop_over_tiles = functools.partial(_loop_over_tiles, transposed, fast)
     loop = functools.partial(multiply, loop_over_tiles, loop_over_tiles, False)
@@ -103,7 +102,7 @@ def grouped_matmul(
     multiply_shard = functools.partial(grouped_hopper.multiply_rows, shard_kernel_name, *static)
     kernel = functools.partial(multiply, multiply_whole, multiply_shard, True)
     with product_name_scope(strip_residual(x), w):
-        return run(choice, impl, x, w, *groups, kernel=kernel, reference=loop)  # type: ignore[no-any-return]
+        return run(choice, impl, x, w, *groups, kernel=kernel, reference=loop)
 
 
 def grouped_matmul_dw(
@@ -154,16 +153,15 @@ def grouped_matmul_dw(
         # The scales of an encoder may span channels.
         ins = _token_notation(a, m), _token_notation(b, n), "t", "-", "-", "-", f"- {m}", f"- {n}"
         key = kernel_name if is_kernel else None, *static, str(jnp.dtype(dtype)), *map(_spec, (a, b))
-        dw: Array = run_partitioned(
+        return run_partitioned(
             "grouped_product_dw", key, function, operands, ins, f"- {m} {n}",
             units={"t": tokens.alignment}, sum_dim="t", is_kernel=is_kernel,
         )  # fmt: skip
-        return dw
 
     loop = functools.partial(multiply, functools.partial(_loop_over_blocks, tokens.alignment, fast), False)
     kernel = functools.partial(multiply, functools.partial(grouped_hopper.multiply_tokens, kernel_name, *static), True)
     with product_name_scope(*(x.values if isinstance(x, UnpaddedRows) else x for x in (a, b))):
-        return run(choice, impl, *operands, kernel=kernel, reference=loop)  # type: ignore[no-any-return]
+        return run(choice, impl, *operands, kernel=kernel, reference=loop)
 
 
 def _choose(operation: str, a: Any, b: Any, length: int, impl: str, scales_are_shared: bool) -> tuple[Choice, Any]:

@@ -58,7 +58,7 @@ class DeferredMatrices:
 
     def quantize(self) -> QTensor:
         """The codes of all matrices."""
-        return jax.vmap(self.encoder)(self.values, self.scale)  # type: ignore[no-any-return]
+        return jax.vmap(self.encoder)(self.values, self.scale)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["encoder"])
@@ -353,7 +353,7 @@ def _to_bf16(x: Any) -> Array:
     if not isinstance(x, QTensor):
         return x.astype(jnp.bfloat16)
     decode = lambda q: q.dequantize(jnp.bfloat16)  # noqa: E731
-    return jax.vmap(decode)(x) if x.codes.ndim == 3 else decode(x)  # type: ignore[no-any-return]
+    return jax.vmap(decode)(x) if x.codes.ndim == 3 else decode(x)
 
 
 def _kernel_dtype(dtype: DTypeLike) -> DTypeLike:

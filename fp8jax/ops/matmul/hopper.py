@@ -69,11 +69,10 @@ def sharded_matmul(
         notation(b.spec, b.shape, "n k"),
     )
     static_key = static, isinstance(a, FallbackTensor), str(jnp.dtype(dtype)), strip_residual(a).spec, b.spec
-    product: Array = run_partitioned(
+    return run_partitioned(
         "product" if kernel else "plain_product", static_key, multiply_shard, (a, b), ins, "m n",
         sum_dim="k", out_spec=out_spec, is_kernel=kernel,
     )  # fmt: skip
-    return product
 
 
 def strip_residual(q: Any) -> Any:
@@ -133,8 +132,7 @@ def matmul_int8(dtype: DTypeLike, a: FallbackTensor | QTensor, b: QTensor) -> Ar
     if isinstance(a, FallbackTensor):
         base, residual = a.base, FallbackResidual(a.residual.codes, a.residual.scale, a.fallback_mask)
     assert isinstance(base, QTensor)
-    product: Array = kernel(base.codes, b.codes, base.scale, b.scale, residual=residual, out_dtype=dtype)
-    return product
+    return kernel(base.codes, b.codes, base.scale, b.scale, residual=residual, out_dtype=dtype)
 
 
 _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"

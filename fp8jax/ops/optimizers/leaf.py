@@ -162,7 +162,7 @@ class Leaf:
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the parameter and of its change."""
-        return self.weight.dtype  # type: ignore[no-any-return]
+        return self.weight.dtype
 
     @property
     def is_exact(self) -> bool:
@@ -187,7 +187,7 @@ class Leaf:
     def value(self) -> Array:
         """The master weight in fp32."""
         if self.master is None:
-            return self.weight.astype(jnp.float32)  # type: ignore[no-any-return]
+            return self.weight.astype(jnp.float32)
         return reconcile_master(load(self.master), self.weight)
 
     @property

@@ -358,7 +358,7 @@ def encode(
         rotation: length of the transformation of the rows of a quantized matrix before its transposed copy, or None.
     """
     if x.ndim > 2:
-        return _encode_stack(  # type: ignore[no-any-return]
+        return _encode_stack(
             jnp.swapaxes(x, -1, -2) if x_is_transposed else x,
             spec,
             strategy,

@@ -288,7 +288,7 @@ def recipe_dot(
 def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: OutSharding) -> tuple[Any, ...] | None:
     """The sharding of x @ w; see `fp8jax.ops.dispatch.sharding.product_sharding`."""
     matrix, axis = (w.codes, 0 if w.transposed else 1) if isinstance(w, FrozenWeight) else (w, 0)
-    return product_sharding(x, matrix, (((x.ndim - 1,), (axis,)), ((), ())), out_sharding)  # type: ignore[no-any-return]
+    return product_sharding(x, matrix, (((x.ndim - 1,), (axis,)), ((), ())), out_sharding)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -451,7 +451,7 @@ def _gradients(
         x=dx,
         w=dw,
         bias=None if bias_kind is None or dy_sums is None else bias_kind.cast_cotangent(dy_sums),
-        scales=scales and Scales(amax_slot=dy_amax),  # type: ignore[call-arg]
+        scales=scales and Scales(amax_slot=dy_amax),
     )
     return operand_cotangents, dx_facts.predicted
 

@@ -25,8 +25,7 @@ def multiply_in_16_bits(name: str, dtype: Any, transposed: bool, x: Array, w: Ar
     """
     x, w = cast_varying_over((x, w), varying_axes((x, w, groups)))
     multiply = _multiply_tokens if w.ndim == 2 else _multiply_rows
-    result: Array = multiply((dtype, transposed), x, w, groups, derivatives.second_order_guard(name, x, w))
-    return result
+    return multiply((dtype, transposed), x, w, groups, derivatives.second_order_guard(name, x, w))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -89,7 +89,7 @@ class FrozenWeight:
         decode = lambda q: from_bytes(q).dequantize(dtype) if self.transposed else from_bytes(q).dequantize(dtype).T  # noqa: E731
         for _ in self.codes.shape[:-2]:
             decode = jax.vmap(decode)
-        return decode(self.codes).reshape(self.shape)  # type: ignore[no-any-return]
+        return decode(self.codes).reshape(self.shape)
 
     def __jax_array__(self, *_: Any) -> Any:
         raise TypeError(
@@ -399,7 +399,7 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     linear_recipe = linear_part(recipe)
     if w.ndim > 2:
         quantize_matrix = functools.partial(quantize_weight, recipe=linear_recipe)
-        return jax.vmap(lambda w, scale: quantize_matrix(w, scale=scale))(w, scale)  # type: ignore[no-any-return]
+        return jax.vmap(lambda w, scale: quantize_matrix(w, scale=scale))(w, scale)
     forward, dgrad = linear_recipe.spec("w"), linear_recipe.spec("w_dgrad")
     if forward is None or dgrad is None:
         raise ValueError(

@@ -80,10 +80,7 @@ def quantize(
     choice = record_choice("fallback quantize", _choose(x, spec, impl))
     threshold = jnp.asarray(threshold, jnp.float32)
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
-    result: tuple[FallbackTensor, QTensor | None] = run(
-        choice, impl, x, threshold, key, kernel=kernel, reference=reference
-    )
-    return result
+    return run(choice, impl, x, threshold, key, kernel=kernel, reference=reference)
 
 
 def make_fallback_tensor(x: Array, base: QTensor, fallback_mask: Array) -> FallbackTensor:
@@ -149,10 +146,9 @@ def _kernel(spec: QuantSpec, x: Array, threshold: Array, key: Array | None) -> t
     block_notation = notation(spec, x.shape, "m n")
     outs = ((block_notation, block_notation, block_notation[1]), None if key is None else block_notation)
     quantize_shard = functools.partial(_quantize_shard, spec, x.shape)
-    result: tuple[FallbackTensor, QTensor | None] = run_partitioned(
+    return run_partitioned(
         "fallback", (spec, x.shape), quantize_shard, (x, threshold, seed), ("m n", "", "-"), outs, units={"m": 4}
     )
-    return result
 
 
 def _quantize_shard(

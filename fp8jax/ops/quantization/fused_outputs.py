@@ -381,7 +381,7 @@ def quantize_fused(
     key = (rows is not None, columns is not None, spec, strategy if scale is None else None)
     scales, pairs = fused_output.group.variants.get(key, (None, None))
     if pairs is not None and (scale is None or scales[fused_output.position] is scale):
-        return pairs[fused_output.position]  # type: ignore[no-any-return]
+        return pairs[fused_output.position]
     if scale is None:
         pairs = _quantize_group(fused_output.group, key, None, sums)
         fused_output.group.variants[key] = None, pairs
@@ -526,8 +526,7 @@ def quantize_cotangent(
         group.variants[key] = _quantize_rows_and_transposed(
             group, spec, jnp.ones((group.amaxes[position].size, 1), jnp.float32)
         )
-    pair: tuple[QTensor, QTensor] = group.variants[key][position]
-    return pair
+    return group.variants[key][position]
 
 
 def _quantize_rows_and_transposed(

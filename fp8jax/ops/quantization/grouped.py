@@ -61,10 +61,7 @@ def quantize_groups(
 
     choice = record_choice("quantize groups", choose_impl(impl, unsupported_reason))
     reference, kernel = (functools.partial(f, rows, columns) for f in (_reference, _kernel))
-    result: tuple[Array | None, Array | None] = run(
-        choice, impl, x, tokens, index, row_scale, column_scale, row_factor, kernel=kernel, reference=reference
-    )
-    return result
+    return run(choice, impl, x, tokens, index, row_scale, column_scale, row_factor, kernel=kernel, reference=reference)
 
 
 def _check(
@@ -161,10 +158,7 @@ def _kernel(
     )
     outs = (None if rows is None else "- n", None if columns is None else "n -")
     quantize_shard = functools.partial(_quantize_shard, rows, columns, tokens.num_groups)
-    result: tuple[Array | None, Array | None] = run_partitioned(
-        "quantize_groups", (rows, columns, tokens.num_groups), quantize_shard, operands, ins, outs
-    )
-    return result
+    return run_partitioned("quantize_groups", (rows, columns, tokens.num_groups), quantize_shard, operands, ins, outs)
 
 
 def _quantize_shard(

@@ -87,10 +87,9 @@ def _fold_kernel(codes: Array, powers: Array, outer_scale: Array) -> tuple[Array
         return fold_codes(*operands, compute_capability=capability())
 
     scale = "m -" if outer_scale.shape[0] > 1 else "- -"
-    folded: tuple[Array, Array] = run_partitioned(
+    return run_partitioned(
         "fold_microscales", None, fold_shard, (codes, powers, outer_scale), ("m -", "m -", scale), ("m -", "m -")
     )
-    return folded
 
 
 # Bound on the ratio of a recomputed input to the original, from rounding of the saved arrays.
@@ -133,8 +132,7 @@ def fold_rows(
         return q
     choice = record_choice("fold", choose_impl(impl, lambda: _unsupported_reason(x, spec)))
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
-    folded: QTensor = run(choice, impl, x, outer_scale, kernel=kernel, reference=reference)
-    return folded
+    return run(choice, impl, x, outer_scale, kernel=kernel, reference=reference)
 
 
 def _unsupported_reason(x: Array, spec: QuantSpec) -> str | None:
