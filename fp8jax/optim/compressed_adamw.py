@@ -17,8 +17,7 @@ from fp8jax.ops.optimizers.adamw import ADAMW
 from fp8jax.ops.optimizers.leaf import Adam
 from fp8jax.ops.optimizers.step import step_tree
 from fp8jax.optim import checks, master_weights, moments
-from fp8jax.optim.fused import FusedTransformation as FusedTransformation
-from fp8jax.optim.fused import StepOptions, fused_transformation
+from fp8jax.optim.fused import FusedTransformation, StepOptions, fused_transformation
 
 # NumPy integers, because optax.inject_hyperparams traces Python integers.
 GROUP_SIZE = np.int32(128)

@@ -149,8 +149,10 @@ class ParameterState(NamedTuple):
             stats = {o: linear.states[o].reduce_over_replicas(value, axis_name) for o, value in stats.items()}
         state = update_scaling(self.state, ScalingStats(**stats), linear)
         if keep_if_uncalled and (was_called := _was_called(linear, stats)) is not None:
-            merged = {o: _where_called(was_called, getattr(state, o), getattr(self.state, o)) for o in stats}
-            state = state._replace(**merged)
+            for operand in stats:
+                new, old = getattr(state, operand), getattr(self.state, operand)
+                mask = jnp.expand_dims(was_called, tuple(range(was_called.ndim, new.ndim)))
+                state = state._replace(**{operand: jnp.where(mask, new, old)})
         if apply_if is not None:
             state = jax.tree.map(lambda new, old: jnp.where(apply_if, new, old), state, self.state)
         return self._replace(state=state, stats=jax.tree.map(jnp.zeros_like, self.stats))
@@ -183,10 +185,6 @@ def _was_called(linear: Linear, stats: Mapping[str, Array]) -> Array | None:
         jnp.any(v != 0, tuple(range(v.ndim - len(linear.states[o].stats_shape), v.ndim))) for o, v in forward.items()
     ]
     return functools.reduce(jnp.logical_or, called_by_operand) if called_by_operand else None
-
-
-def _where_called(was_called: Array, new: Array, old: Array) -> Array:
-    return jnp.where(jnp.expand_dims(was_called, tuple(range(was_called.ndim, new.ndim))), new, old)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["state", "slots"], meta_fields=["linear", "merged"])

@@ -237,11 +237,7 @@ def _detect_capability() -> int:
 
 def varying_axes(arrays: Any) -> frozenset[str]:
     """Return the mesh axes over which any array of a tree varies inside `jax.shard_map`."""
-    axes: frozenset[str] = frozenset()
-    for kind in map(jax.typeof, jax.tree.leaves(arrays)):
-        manual = getattr(kind, "manual_axis_type", None)
-        axes |= frozenset((getattr(kind, "vma", None) if manual is None else manual.varying) or ())
-    return axes
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)))
 
 
 def match_varying_axes(*arrays: Array | None) -> tuple[Array | None, ...]:

@@ -30,9 +30,7 @@ from fp8jax.ops.dispatch.choice import (
 )
 from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
 from fp8jax.ops.matmul import grouped_hopper
-from fp8jax.ops.matmul.grouped_hopper import DeferredMatrices as DeferredMatrices
-from fp8jax.ops.matmul.grouped_hopper import UnpaddedRows as UnpaddedRows
-from fp8jax.ops.matmul.grouped_hopper import find_spec
+from fp8jax.ops.matmul.grouped_hopper import DeferredMatrices, UnpaddedRows, find_spec
 from fp8jax.ops.matmul.hopper import strip_residual
 from fp8jax.ops.matmul.matmul import Operand, dot_in_16_bits, reference_matmul
 from fp8jax.ops.quantization.fallback import FallbackTensor

@@ -160,18 +160,12 @@ def _unsupported_codes(a: QuantSpec, b: QuantSpec, length: int) -> str | None:
     return None
 
 
+# Under jit, as in `fp8jax.ops.matmul.hopper`: equal products of a program are lowered once.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def multiply_rows(
     kernel_name: KernelName, transposed: bool, fast: bool, n_reserved: int, dtype: Any, x: Any, w: Any, *bounds: Array
 ) -> Array:
     """Return `grouped_matmul` by a kernel, for groups of rows within these bounds; all but arrays are static."""
-    return _multiply_rows(kernel_name, transposed, fast, n_reserved, jnp.dtype(dtype), x, w, Groups(*bounds))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _multiply_rows(
-    kernel_name: KernelName, transposed: bool, fast: bool, n_reserved: int, dtype: Any, x: Any, w: Any, groups: Groups
-) -> Array:
-    # Under jit, as in `fp8jax.ops.matmul.hopper`: equal products of a program are lowered once.
     from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul
     from pallas_kernels.matmul.grouped_mosaic import grouped_matmul
     from pallas_kernels.matmul.hopper import reserved_sms
@@ -179,6 +173,7 @@ def _multiply_rows(
     scale = row_scale = column_scale = None
     if isinstance(w, DeferredMatrices):
         w = w.quantize()
+    groups = Groups(*bounds)
     out_dtype, first_row = _kernel_dtype(dtype), groups.starts[0]
     with reserved_sms(n_reserved):
         if kernel_name == "int8 block":
@@ -238,24 +233,8 @@ def _row_scales(x: QTensor, w: QTensor) -> tuple[Array | None, Array | None, Arr
     return (scale[:, 0], row_scale, None) if scale.shape[1] == 1 else (None, row_scale, scale)
 
 
-def multiply_tokens(
-    kernel_name: KernelName,
-    fast: bool,
-    n_reserved: int,
-    dtype: Any,
-    a: Any,
-    b: Any,
-    rows: Array,
-    starts: Array,
-    ends: Array,
-    *scales: Array | None,
-) -> Array:
-    """Return `grouped_matmul_dw` by a kernel, for groups of places within these bounds."""
-    return _multiply_tokens(kernel_name, fast, n_reserved, jnp.dtype(dtype), a, b, rows, starts, ends, *scales)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _multiply_tokens(
+def multiply_tokens(
     kernel_name: KernelName,
     fast: bool,
     n_reserved: int,
@@ -269,6 +248,7 @@ def _multiply_tokens(
     row_scale: Array | None,
     column_scale: Array | None,
 ) -> Array:
+    """Return `grouped_matmul_dw` by a kernel, for groups of places within these bounds; all but arrays are static."""
     from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul_dw
     from pallas_kernels.matmul.grouped_int8_mosaic import grouped_int8_block_matmul_dw
     from pallas_kernels.matmul.grouped_mosaic import grouped_matmul_dw

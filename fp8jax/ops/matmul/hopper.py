@@ -202,9 +202,7 @@ def unsupported_reason(a: Any, b: Any) -> str | None:
         return f"codes of {a.spec.format} and {b.spec.format} are neither both FP8 nor both int8"
     if 0 in (*a.shape, *b.shape):
         return f"shapes {a.shape} and {b.shape} are empty"
-    if jax.__version_info__ < (0, 11):
-        return f"it needs jax >= 0.11, found {jax.__version__}"
-    return "it needs a Hopper GPU" if capability() != HOPPER else _kernel_unsupported_reason(a, b)
+    return _kernel_unsupported_reason(a, b)
 
 
 def _kernel_unsupported_reason(a: QTensor, b: QTensor) -> str | None:

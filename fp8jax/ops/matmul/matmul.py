@@ -36,7 +36,7 @@ from fp8jax.ops.matmul.hopper import (
     strip_residual,
 )
 from fp8jax.ops.quantization.fallback import FallbackTensor
-from fp8jax.ops.quantization.quantize import transpose as transpose
+from fp8jax.ops.quantization.quantize import transpose
 
 Operand = QTensor | Array
 IMPLS = ("auto", "xla", "mosaic")

@@ -50,7 +50,7 @@ from fp8jax.ops.autodiff.residuals import (
 )
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.sharding import reshape_to_matrix
-from fp8jax.ops.matmul.grouped import DeferredMatrices
+from fp8jax.ops.matmul.grouped_hopper import DeferredMatrices
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.quantization import fallback, fused_outputs, microscaling
 from fp8jax.ops.quantization.fallback import FallbackTensor

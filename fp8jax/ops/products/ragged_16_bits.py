@@ -11,7 +11,8 @@ from fp8jax.core import derivatives
 from fp8jax.core.groups import Groups, PaddedTokens
 from fp8jax.ops.autodiff.checkpointing import PRODUCT
 from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
-from fp8jax.ops.matmul.grouped import UnpaddedRows, grouped_matmul, grouped_matmul_dw
+from fp8jax.ops.matmul.grouped import grouped_matmul, grouped_matmul_dw
+from fp8jax.ops.matmul.grouped_hopper import UnpaddedRows
 
 
 def multiply_in_16_bits(name: str, dtype: Any, transposed: bool, x: Array, w: Array, groups: Groups) -> Array:

@@ -29,7 +29,7 @@ from fp8jax.ops.autodiff.residuals import (
 )
 from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, reshape_to_matrix
-from fp8jax.ops.matmul.grouped import DeferredMatrices
+from fp8jax.ops.matmul.grouped_hopper import DeferredMatrices
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.products.operands import Side, convert_scale_to_spec, gradient_key, input_side, weight_side
 from fp8jax.ops.products.product import Scales, check_slot_varies, expected_scale

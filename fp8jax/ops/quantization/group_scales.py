@@ -16,7 +16,7 @@ from fp8jax.core.groups import ALIGNMENT, PaddedTokens
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.matmul.grouped import UnpaddedRows
+from fp8jax.ops.matmul.grouped_hopper import UnpaddedRows
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.microscaling import fold_rows

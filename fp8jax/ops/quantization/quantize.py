@@ -51,7 +51,8 @@ def can_quantize_unpacked(x: tuple[Array, ...], specs: Sequence[QuantSpec | None
         return False
     from pallas_kernels.quantization import quantize_triton
 
-    return _is_per_tensor(specs) and quantize_triton.unsupported_packed_reason(x) is None
+    is_per_tensor = all(spec is None or spec.granularity == "tensor" for spec in specs)
+    return is_per_tensor and quantize_triton.unsupported_packed_reason(x) is None
 
 
 def should_split_output(recipe: Linear, split_sizes: Sequence[int]) -> bool:
@@ -62,10 +63,6 @@ def should_split_output(recipe: Linear, split_sizes: Sequence[int]) -> bool:
     specs = [recipe.spec(operand) for operand in ("w", "dy", "dy_wgrad")]
     section_shapes: Any = tuple(jax.ShapeDtypeStruct((1, n), jnp.bfloat16) for n in split_sizes)
     return None not in specs and not recipe.states and can_quantize_unpacked(section_shapes, specs)
-
-
-def _is_per_tensor(specs: Sequence[QuantSpec | None]) -> bool:
-    return all(spec is None or spec.granularity == "tensor" for spec in specs)
 
 
 def split_weight(
