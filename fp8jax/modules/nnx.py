@@ -39,7 +39,6 @@ def make_tabulate_property(original: Any, method: ModuleMethod | None, restore: 
     """The attribute with which Flax marks a module; setting it first changes the module's class to one for tables.
 
     Args:
-        original: the module's original class.
         method: the model's call; None for its submodules.
         restore: removes a module's scaling states and codes.
     """

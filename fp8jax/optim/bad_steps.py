@@ -219,12 +219,7 @@ def find_monitor(opt_state: optax.OptState) -> StepMonitor | None:
 
 
 def was_applied(opt_state: optax.OptState, apply_if: ArrayLike | None = None) -> Array | None:
-    """Whether the last step was applied, a bool scalar; None of an optimizer that skips none.
-
-    Args:
-        opt_state: after the step.
-        apply_if: of the step, or None.
-    """
+    """Whether the last step was applied, a bool scalar; None of an optimizer that skips none."""
     monitor = find_monitor(opt_state)
     conditions = [] if monitor is None else [monitor.consecutive == 0]
     conditions += [] if apply_if is None else [jnp.asarray(apply_if, bool)]

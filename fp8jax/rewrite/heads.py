@@ -66,7 +66,6 @@ def find_edge_blocks(paths: Collection[str], counts: tuple[int, int]) -> dict[st
     an edge.
 
     Args:
-        paths: of layers.
         counts: numbers of blocks at the start and at the end.
     """
     stacks: dict[str, dict[str, int]] = {}
@@ -92,7 +91,6 @@ def split_loop(paths: Collection[str], length: int, counts: tuple[int, int]) -> 
 
     Args:
         paths: of the layers in an iteration.
-        length: of the loop.
         counts: numbers of blocks at the start and at the end.
     """
     found = [block_number(path) for path in set(paths)]

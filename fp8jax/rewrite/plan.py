@@ -177,10 +177,7 @@ def split_edge_iterations(
     """The parts of a loop, as of `Graph.split_loop`: the recipe may leave its first and last iterations in 16 bits.
 
     Args:
-        rules, call_info: as of `plan`.
-        params: the paths of all parameters.
         paths: of the parameters that are stacked along the loop.
-        length: of the loop.
     """
     layers = [call_info.layer_paths(path) for path in paths]
     counts = rules.unquantized_blocks if any(rules.takes_by_default(*layer) for layer in layers) else (0, 0)

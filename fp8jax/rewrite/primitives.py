@@ -253,8 +253,6 @@ def run_while(
     carry, and the added arrays keep their values once any member has ended.
 
     Args:
-        eqn: the loop.
-        operands: its operands.
         body: `fn(inputs, added)`, which returns the next carry and the added arrays after it.
         added: a pytree, its first value.
     """
@@ -294,7 +292,6 @@ def rebind_control_flow(
 
     Args:
         eqn: an equation with `sub_jaxprs`.
-        operands: its operands.
         body_fns: for each jaxpr `fn(inputs, extra_consts, extra_xs)`, which returns its outputs.
         extra_consts: a pytree that each iteration receives.
         extra_xs: a pytree that is split into one row per iteration of a scan, or per device.
@@ -414,7 +411,6 @@ def sent_bytes(eqn: Any, mesh_sizes: Mapping[str, int]) -> float:
     Each device is assumed to send as many rows to each device.
 
     Args:
-        eqn: the equation.
         mesh_sizes: sizes of the mesh axes around it; others have one device.
     """
     if eqn.primitive.name != "ragged_all_to_all":
@@ -467,7 +463,6 @@ def source_line(eqn: Any, enclosing: Sequence[Any] = ()) -> str:
     """The nearest source line of an equation outside of libraries, or else outside of JAX.
 
     Args:
-        eqn: the equation.
         enclosing: the calls and loops around it, innermost first. JAX caches the jaxpr of a call with the lines of its
             first call. The line of the call is used if no user's line is inside.
     """

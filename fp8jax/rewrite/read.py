@@ -78,7 +78,6 @@ def read(
         paths: for each input its parameter path; None for data.
         frozen: for each input `fp8jax.rewrite.frozen_params.frozen_info`; empty if all are arrays.
         grouped_products: the functions that the rules name as grouped products.
-        split_loop: as of `Graph`.
     """
     jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
     frozen_infos, model_constants = frozen or [None] * len(paths), frozenset[int]()

@@ -48,7 +48,6 @@ def schedule(graph: Graph, *, inline_all: bool = False, keep_effects: bool = Tru
     """The schedule of a graph.
 
     Args:
-        graph: of a program, planned or not.
         inline_all: whether to inline calls and sub-jaxprs that the plan does not change.
         keep_effects: whether to run equations with effects whose results are not read.
     """

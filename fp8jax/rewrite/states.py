@@ -496,7 +496,6 @@ def complete_bounds(
     Args:
         bounds: 0 if there is none, because weights may have been loaded since.
         weights: (*layer_axes, ...), by the keys of bounds.
-        linears: the recipes of their products, by the keys of bounds.
     """
     if not bounds:
         return {}
@@ -533,8 +532,6 @@ def with_complete_bounds(
     """The inputs of uses, with a bound of each weight.
 
     Args:
-        use_inputs: of the caller, by use.
-        uses: all of them, with their recipes.
         weights: what the caller stores as parameters, by their paths; codes need no bounds.
     """
     bounds, linears, arrays = dict[str, Array](), dict[str, Linear](), dict[str, Array]()

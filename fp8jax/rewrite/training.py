@@ -223,7 +223,6 @@ def warn_if_never_advanced(
     program, only gradients of an NNX model are counted. More than `_MAX_MICROBATCHES` of them without `call` warn.
 
     Args:
-        state: the state of a scaling, as a product reads it.
         operands: the weight and the slot of the product, in any structure.
         call: the name of the call that advances the state, `ADVANCE` or `BOUNDS`.
         record: the record of an NNX model; None for other interfaces.

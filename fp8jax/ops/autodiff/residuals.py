@@ -234,12 +234,9 @@ def with_saved_vjp(
     """The result `y` of an operation, whose backward pass reads only `residuals`.
 
     Args:
-        operation: the backward pass.
         inputs: arrays that gradients flow to, or None.
-        residuals: arrays without gradients.
         y: the result, computed from the values of the inputs.
         returns_input: whether to return the first input for its other readers.
-        name: of the operation, for error messages.
 
     Returns:
         `y`, and the first input or None.

@@ -56,7 +56,6 @@ def call_traced_once(function: Callable[..., Any], *args: Any) -> Any:
     Args:
         function: function of arrays. JAX's cache accounts for its context, such as a mesh and
             `fp8jax.ops.dispatch.choice.target`.
-        args: trees of arrays.
     """
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
         return function(*args)
@@ -285,7 +284,6 @@ def choose_impl(impl: str, unsupported_reason: Callable[[], str | None], kernel:
     """Return the implementation of an operation that has a Triton kernel.
 
     Args:
-        impl: "auto", "xla" or "triton".
         unsupported_reason: returns why the kernel cannot run, or None. Not called without a CUDA GPU, unless `impl` is
             "triton".
         kernel: name of the kernel in the reason.

@@ -321,7 +321,6 @@ def quantize_head(x: Array, w: Array, axis: int, linear_recipe: Linear, max_cota
     Args:
         x: input of the head, all tokens.
         w: weight with the vocabulary along `axis`.
-        linear_recipe: a `Linear` for which `has_codes` is True.
         max_cotangent: fp32 upper bound of the logits' cotangents, or None without gradients.
     """
     x, w = lax.stop_gradient((x, w))

@@ -58,10 +58,8 @@ def grouped_matmul(
             a `FallbackTensor` of such.
         w: (G, N, K); an array, or a QTensor of a matrix mapped by `jax.vmap`, with scales of its own for each matrix;
             or `DeferredMatrices`.
-        groups: the rows of each of the G groups.
         transposed: whether w is (G, K, N), an array. No transposed copy is made.
         scales_are_shared: whether rows of a group, in blocks of 128 from its first row, have the same scales.
-        dtype: dtype of the result.
         fast: whether to use fast accumulation, if the GPU has it.
         impl: "xla" is a loop over tiles of rows that each belong to one group. On Hopper "auto" is a kernel for FP8 or
             int8 codes with scales per matrix and row or per block of 128, and for bf16, to which other codes are
@@ -120,7 +118,6 @@ def grouped_matmul_dw(
     Args:
         a: (M, tokens.length), an array or a QTensor with one scale or one per block of tokens; or rows of such.
         b: (N, tokens.length), likewise.
-        tokens: the padded axis.
         scale: fp32 (G,), multiplied to the result; or None.
         row_scale: fp32 (G, M), multiplied to its rows; or None.
         column_scale: fp32 (G, N), multiplied to its columns; or None.

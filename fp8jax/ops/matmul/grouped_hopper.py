@@ -94,9 +94,7 @@ def choose_kernel(a: Any, b: Any, length: int, scales_are_shared: bool) -> tuple
     """Return the choice on a CUDA GPU, and the kernel's name (None for the loop of XLA).
 
     Args:
-        a, b: operands of `grouped_matmul` or `grouped_matmul_dw`.
         length: the largest number of products in a sum.
-        scales_are_shared: as of `grouped_matmul`.
     """
     if (reason := _missing_kernel(a, b)) is not None:
         decoded = ", codes are decoded" if any(find_spec(x) is not None for x in (a, b)) else ""

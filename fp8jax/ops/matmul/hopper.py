@@ -49,7 +49,6 @@ def sharded_matmul(
     Args:
         function: (dtype, a, b) -> product. It must not close over arrays.
         static: hashable key of the function.
-        dtype: dtype of the result.
         a, b: (M, K) and (N, K), quantized or not. Without `is_shardable` XLA partitions the product.
         out_spec: as in `fp8jax.ops.matmul.matmul.matmul`.
         kernel: as in `fp8jax.ops.dispatch.partition.run_partitioned`.

@@ -169,7 +169,6 @@ def step_tree(
     """The new parameters, or their changes, and the new state.
 
     Args:
-        optimizer: whose step it is.
         adam: the scalars of the step, without its `seed`.
         grads: tree of gradients, arrays or `QTensor`s.
         weights: tree of the parameters, of which some may be `MasterWeight`s.

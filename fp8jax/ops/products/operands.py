@@ -347,12 +347,9 @@ def encode(
 
     Args:
         x: the matrix; or a stack of matrices, which gives an operand of `fp8jax.ops.matmul.grouped.grouped_matmul`.
-        spec: of the codes, or None.
         strategy: of per-tensor scales.
-        key: PRNG key for stochastic rounding.
         scale: given scale; None computes it from `x`.
         is_scale_clamped: whether codes were made under `scale` before.
-        transposed: whether to return the transposed copy.
         fused_output: what kernels compute `x` from.
         x_is_transposed: whether `x` is the transpose of an array. That array is then quantized.
         rotation: length of the transformation of the rows of a quantized matrix before its transposed copy, or None.

@@ -75,10 +75,7 @@ def encode_cotangent(
 
     Args:
         dy: (tokens, outputs), or the matrices that it consists of, side by side.
-        recipe: of the product.
-        key: PRNG key for codes that are rounded stochastically.
         scale: given scale of the codes; None computes it from `dy`.
-        facts: what is known about `dy`.
         shares_token_scales: whether its scales go with those of the input's tokens
             (`fp8jax.ops.quantization.microscaling`).
         x_codes_scale: scale of the input's codes, one or one per token; None if it is unknown.
@@ -232,7 +229,6 @@ def recipe_dot(
     Args:
         x: (tokens, inputs), and what is known about it.
         w: (inputs, outputs). A frozen weight has no gradient.
-        recipe: formats and scalings.
         key: PRNG key for recipes that round stochastically.
         x_source: source of the codes of `x`, which several products may share; None makes it.
         scales: given scales; None computes them from the tensors.

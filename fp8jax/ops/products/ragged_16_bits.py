@@ -19,10 +19,7 @@ def multiply_in_16_bits(name: str, dtype: Any, transposed: bool, x: Array, w: Ar
     """Return the product of rows with (groups, inputs, outputs), or over the tokens of each group with (tokens, n).
 
     Args:
-        name: of the product, for error messages.
-        dtype: of the result.
         transposed: whether matrices are (groups, outputs, inputs).
-        x, w, groups: the operands.
     """
     x, w = cast_varying_over((x, w), varying_axes((x, w, groups)))
     multiply = _multiply_tokens if w.ndim == 2 else _multiply_rows

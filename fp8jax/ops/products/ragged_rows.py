@@ -97,7 +97,6 @@ def input_source(
     """Return what a product reads and saves of its input.
 
     Args:
-        x, groups, recipe, key, input_facts: of the product.
         scale: fp32 (groups,), given for the codes of the forward product, or None.
         sharing_keys: the arrays that define the groups. Products with the same ones share the codes of an input.
     """
@@ -169,7 +168,6 @@ def input_columns(
     """Return the input as wgrad reads it, and facts about cotangents that follow.
 
     Args:
-        recipe, tokens: of the product.
         residual: of the input, which has the shape and dtype of `dx`.
         scale: as in `input_source`.
         dx: the input's gradient.

@@ -340,8 +340,6 @@ def weight_source(
     """The source of a weight (inputs, outputs), which decides what the product saves of it.
 
     Args:
-        w: the weight.
-        recipe: of the product.
         step_weight: what is given of `w`: its codes, or what it is made from.
         scale: fp32 scalar, given for codes that the product makes; None computes it from `w`.
 

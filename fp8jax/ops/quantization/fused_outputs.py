@@ -154,9 +154,7 @@ def make_array_facts(
     """Return the facts about an operation's result.
 
     Args:
-        context: what the operation saves.
         recomputable, residuals: the rule that recomputes the result, and its residuals.
-        fused_output: how kernels compute it, or None.
         consumer, scale: the layers that quantize it, and the scale if known.
         codes: codes already computed, as in `FusedOutput.cache_codes`, or None.
     """
@@ -258,7 +256,6 @@ def describe_operation(
     Args:
         x: an operand (..., channels).
         spec: spec of the saved operands; None saves them unquantized.
-        dtype: dtype of the result.
         norm: whether it is a norm, which reads whole rows.
         forward: whether this is the forward pass, which records the choice.
         fp8: whether kernels read or write FP8 codes.

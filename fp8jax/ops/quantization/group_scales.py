@@ -86,8 +86,6 @@ def quantize_rows(
         x: floating array (rows, n).
         spec: as for a matrix of one group. Expanded codes per tensor or block get scales and exponents per row instead.
         strategy: stateless scaling for per-tensor scales.
-        tokens: the groups of rows.
-        key: PRNG key, used if the spec rounds stochastically.
         scale: fp32 (groups,), given for granularity "tensor" without expansion; None computes it from `x`.
         axes: mesh axes of `jax.shard_map` whose devices share the scale of a group.
 
@@ -165,7 +163,6 @@ def transpose_rows(q: QTensor, spec: QuantSpec, tokens: PaddedTokens) -> TokenCo
     Args:
         q: result of `quantize_rows` for `spec`.
         spec: of granularity "tensor" or "block".
-        tokens: as in `quantize_rows`.
     """
     if spec.granularity == "tensor":
         return TokenColumns(UnpaddedRows(_unscaled(q.codes, spec)), group_maxima(q.scale, tokens)[:, 0])

@@ -48,7 +48,6 @@ def fold_microscales(q: QTensor, *, impl: str = "auto") -> QTensor:
 
     Args:
         q: QTensor (M, N) for which `is_foldable` is True.
-        impl: "auto", "xla" or "triton".
 
     Returns:
         QTensor (M, N) of granularity "token".
