@@ -147,3 +147,18 @@ def test_rates_run_and_a_dry_run_leaves_the_table_alone(monkeypatch, capsys, tmp
     entry = json.loads(told[told.index("{") :])
     assert set(Rates._fields) <= set(entry)
     assert not table.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama1b", "llama1b_linen", "llama1b_equinox"])
+def test_an_observed_step_adds_statistics_to_the_same_loss(name):
+    user = small(models.MODELS[name].training)
+    losses = {}
+    for arm in ("coat", "observed:coat"):
+        steps = models.UserArm(user, arm)
+        losses[arm] = steps()
+    loss, statistics = losses["observed:coat"]
+    assert float(loss) == float(losses["coat"])
+    found = [float(of["x"]["snr_db"].min()) for of in statistics.values() if "x" in of]
+    assert len(found) >= 14  # Two layers of seven products.
+    assert all(15 < snr < 45 for snr in found)
