@@ -211,8 +211,7 @@ def find_monitor(opt_state: optax.OptState) -> StepMonitor | None:
     Raises:
         ValueError: there are several.
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, StepMonitor))
-    monitors = [node for node in nodes if isinstance(node, StepMonitor)]
+    monitors = moments.find_nodes(opt_state, StepMonitor)
     if len(monitors) > 1:
         raise ValueError("several skip_bad_steps are in this optimizer: put it outermost, once")
     return flax_variables.unbox(monitors[0]) if monitors else None

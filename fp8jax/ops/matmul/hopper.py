@@ -163,7 +163,7 @@ def choose_kernel(a: Any, b: Any) -> tuple[Choice, KernelName | Literal["cublas"
     e5m2 = a.spec.format == b.spec.format == "e5m2"
     per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
     cublas = fp8 and per_tensor and not e5m2 and capability() >= 89
-    if cublas and _is_triton_gemm_off():
+    if cublas and _NO_TRITON_GEMM in os.environ.get("XLA_FLAGS", "").split():
         return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
     if (reason := _kernel_unsupported_reason(a, b)) is not None or kernel is None:
         remedy = f"; with XLA_FLAGS={_NO_TRITON_GEMM} cuBLASLt multiplies these codes" if cublas else ""
@@ -177,10 +177,6 @@ def _is_fp8_pair(a: QTensor, b: QTensor) -> bool:
 
 def _is_int8_pair(a: QTensor, b: QTensor) -> bool:
     return a.spec.format == b.spec.format == "int8"
-
-
-def _is_triton_gemm_off() -> bool:
-    return _NO_TRITON_GEMM in os.environ.get("XLA_FLAGS", "").split()
 
 
 _DESCRIPTIONS = {
