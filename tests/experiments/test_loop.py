@@ -15,7 +15,7 @@ import fp8jax
 from experiments.train import config, loop, report
 from experiments.train.task import Task, TrainState
 from fp8jax.optim.bad_steps import init_monitor
-from fp8jax.optim.compressed_adamw import FusedTransformation
+from fp8jax.optim.fused import FusedTransformation
 
 
 class Clock:
