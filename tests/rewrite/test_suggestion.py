@@ -94,10 +94,10 @@ def test_statistics_of_a_step_decide_which_layers_get_a_rule():
         "block1/down": {"w": faulty, "x": half},
         "elsewhere": {"w": faulty},
     }
-    suggestion = fp8jax.suggest(loss_fn, "te_current", PARAMS, X, found=found)
+    suggestion = fp8jax.suggest(loss_fn, "int8_fallback", PARAMS, X, found=found)
     layers = ("block1/down", "block0/up", "block0/down")
-    assert suggestion.rules == (*(fp8jax.Rule(layer, "deepseek") for layer in layers), "te_current")
-    assert re.fullmatch(r"x: 50\.00% of values saturated; deepseek has 3\d\.\d dB", suggestion.reasons["block1/down"])
+    assert suggestion.rules == (*(fp8jax.Rule(layer, "te_current") for layer in layers), "int8_fallback")
+    assert re.fullmatch(r"x: 50\.00% of values saturated; te_current has 3\d\.\d dB", suggestion.reasons["block1/down"])
     unmended = {(fault.layer, fault.role) for fault in suggestion.unmended}
     assert unmended == {("block0/up", "x"), ("block1/up", "m"), ("elsewhere", "w")}
     losses = suggestion.unquantized_loss, suggestion.loss_before, suggestion.loss_after
