@@ -84,6 +84,8 @@ def test_outliers_get_finer_scales_and_what_nothing_mends_16_bits():
     assert suggestion.reasons["b"] == f"x: {127 / 128:.2%} of values lost to zero; in 16 bits it has none"
 
 
+# Such as that the scalings of a program are never advanced.
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_statistics_of_a_step_decide_which_layers_get_a_rule():
     """The most serious fault of a layer is the reason. NaN, moments and layers of other functions get no rule."""
     faulty, tenth, half = ({name: np.float32(x)} for name, x in (("snr_db", 5), ("nonfinite", 0.1), ("saturated", 0.5)))
