@@ -97,6 +97,7 @@ TWO_GPUS = (
           file="step_tensor", gpus=2),
     bench("models", 150, "--models", "llama1b", "--gpus", "2", "--rounds", "3", "--arm", "bf16", "coat_fast",
           file="models_two", gpus=2),
+    bench("moe", 120, "--gpus", "2", file="moe_two", gpus=2),
     bench("reduce", 120, gpus=2),
     bench("step", 200, "--model", "7b", "--mesh", "fsdp", "--batch", "4", "--rounds", "3", "--torch", "--arm", "coat",
           "fp8_lm", "fp8_lm_two_phase", file="step_7b", gpus=2),
