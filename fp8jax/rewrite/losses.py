@@ -259,7 +259,7 @@ def _with_total(
             scale *= others[0].constant
         elif node.kind == "div" and node.operands[1].constant:
             scale /= node.operands[1].constant
-        elif node.kind == "mul" and len(others) == 1 and others[0].aval.size == value.aval.size:
+        elif node.kind == "mul" and len(others) == 1 and not others[0].depends_on_params:
             weights.append(others[0])
         elif node.kind == "select_n" and len(others) == 2 and others[1].constant == 0:
             masks.append((others[0], node.operands.index(value) - 1))

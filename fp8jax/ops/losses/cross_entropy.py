@@ -275,7 +275,11 @@ def weighted_cross_entropy(
         ValueError: the weights are differentiated.
     """
     config = _LossConfig(None, label_smoothing, z_loss, vocabulary_axis, None, recipe)
-    weights = derivatives.error_if_differentiated("the weights of a softmax cross-entropy have no gradient", weights)
+    weights = derivatives.error_if_differentiated(
+        "the weights of tokens have no gradient where an 8-bit head runs with its softmax cross-entropy: put "
+        "jax.lax.stop_gradient around them, or leave the head in 16 bits",
+        weights,
+    )
     return _weighted_sum_of_losses(config, x, w, bias, None, labels, weights)
 
 
