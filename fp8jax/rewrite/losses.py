@@ -29,6 +29,7 @@ class LossForm(NamedTuple):
             or "unknown".
         scale, label_smoothing, z_loss: numbers.
         bias: the parameter that is added to the matmul's result; or None.
+        span: the first index and the end, along each axis, of the tokens that have a loss; None for all tokens.
         total: the node that sums the losses of all tokens; None if the program reads logits or losses elsewhere.
         weights: the values that multiply the losses before the sum.
         masks: conditions, each with the index of the case in which a loss counts.
@@ -40,6 +41,7 @@ class LossForm(NamedTuple):
     label_smoothing: float
     z_loss: float
     bias: Value | None = None
+    span: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     total: Node | None = None
     weights: tuple[Value, ...] = ()
     masks: tuple[tuple[Value, int], ...] = ()
@@ -63,26 +65,36 @@ def find(graph: Graph, node: Node, counts: Mapping[Value, int]) -> LossForm | No
         counts: as of `count_readers`.
     """
     readers = dict[Value, list[Node]]()
-    for reader in graph.walk():
-        if any(counts.get(result) for result in reader.results):
-            for operand in dict.fromkeys(reader.operands):
-                readers.setdefault(operand, []).append(reader)
-    (first,) = readers.get(node.results[0], ()) if len(readers.get(node.results[0], ())) == 1 else (None,)
-    bias = biases.find(node, 1, first)
+    for each in graph.walk():
+        if any(counts.get(result) for result in each.results):
+            for operand in dict.fromkeys(each.operands):
+                readers.setdefault(operand, []).append(each)
+
+    def sole_reader(value: Value) -> Node | None:
+        found = readers.get(value, ())
+        return found[0] if len(found) == 1 and value not in graph.outputs else None
+
+    bias, span = biases.find(node, 1, sole_reader(node.results[0])), None
     logits = (node if bias is None else bias.sum).results[0]
+    while (reader := sole_reader(logits)) is not None and (reader.kind in CASTS or _is_slice_of_tokens(reader)):
+        if reader.kind == "slice":
+            if span is not None:
+                break
+            span = tuple(reader.eqn.params["start_indices"][:-1]), tuple(reader.eqn.params["limit_indices"][:-1])
+        logits = reader.results[0]
     probe, found = _Probe(logits), None
-    for reader in graph.walk():
-        if probe.dependent.isdisjoint(reader.operands):
+    for each in graph.walk():
+        if probe.dependent.isdisjoint(each.operands):
             continue
-        probe.dependent.update(reader.results)
+        probe.dependent.update(each.results)
         if len(probe.dependent) > _MAX_VALUES:
             break
         # The sum over all tokens may be that over the vocabulary, too.
-        is_total = reader.kind == "reduce_sum" and not reader.results[0].shape
-        losses = reader.operands[0] if is_total else reader.results[0]
+        is_total = each.kind == "reduce_sum" and not each.results[0].shape
+        losses = each.operands[0] if is_total else each.results[0]
         form = probe.match(losses) if is_total or losses.aval.size == probe.num_tokens else None
         if form is not None:
-            form = form._replace(bias=None if bias is None else bias.value)
+            form = form._replace(bias=None if bias is None else bias.value, span=span)
             found = _with_total(form, losses, probe.dependent, readers, graph.outputs)
             if found.total is not None:
                 break
@@ -213,6 +225,15 @@ class _Probe:
         ):
             raise NoMatchError
         self._labels = labels
+
+
+def _is_slice_of_tokens(node: Node) -> bool:
+    """Whether a node slices an array, but not along its last axis."""
+    if node.kind != "slice":
+        return False
+    params, size = node.eqn.params, node.operands[0].shape[-1]
+    has_strides = params["strides"] is not None and any(stride != 1 for stride in params["strides"])
+    return not has_strides and (params["start_indices"][-1], params["limit_indices"][-1]) == (0, size)
 
 
 def _is_range(value: Value, size: int) -> bool:

@@ -539,6 +539,9 @@ class LossOperation:
 
     def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
         x, w, loss = interpreter.array(self.data), interpreter.array(self.weight), self.loss
+        if loss.span is not None:
+            (start, end), channels = loss.span, x.shape[-1]
+            x = lax.slice(x, (*start, 0), (*end, channels))
         shape, vocabulary = x.shape[:-1], w.shape[self.vocabulary_axis]
         labels = interpreter.array(loss.labels).reshape(shape)
         weights = jnp.full(shape, loss.scale, jnp.float32)

@@ -95,7 +95,7 @@ def oracle(x, w, labels, weights, smoothing=0.0, z_loss=0.0):
     return total, (dx, dw), bounds
 
 
-def check(function, x, w, labels, weights, **terms):
+def check(function, x, w, labels, weights, targets=None, **terms):
     """Compare a transformed `function(x, params, labels)` with float64, and look at its head's products."""
     tied = w.shape[0] == VOCABULARY
     params = {"out": w}
@@ -106,7 +106,8 @@ def check(function, x, w, labels, weights, **terms):
     products = sorted(tuple(sorted(pair)) for pair in dots(run, params, x, labels))
     assert products == [("float8_e4m3fn",) * 2] * 2 + [("float8_e4m3fn", "float8_e5m2")]
     value, (dparams, dx) = run(params, x, labels)
-    want, gradients, bounds = oracle(x, w.T if tied else w, labels, weights, **terms)
+    targets = labels if targets is None else targets
+    want, gradients, bounds = oracle(x, w.T if tied else w, targets, weights, **terms)
     np.testing.assert_allclose(value, want, rtol=1e-6 if x.dtype == jnp.float32 else 2e-2)
     found = np.asarray(dx, np.float64).reshape(-1, CHANNELS), np.asarray(dparams["out"].T if tied else dparams["out"])
     for got, exact, bound in zip(found, gradients, bounds, strict=True):
@@ -129,6 +130,15 @@ def test_tokens_that_do_not_count_have_weight_zero(name):
         np.asarray(weights_of(labels)) / 3 if name == "weighted" else np.asarray(valid(labels)) / valid(labels).sum()
     )
     check(lambda p, x, y: MASKED[name](x @ p["out"], y), x, w, labels, weights)
+
+
+def test_tokens_predict_the_next_ones():
+    """The last token of each sequence has logits, and no loss."""
+    x, w, labels = operands()
+    labels = zeroed(labels)
+    weights = np.broadcast_to(np.arange(SHAPE[1]) < SHAPE[1] - 1, SHAPE) / (SHAPE[0] * (SHAPE[1] - 1))
+    loss = lambda p, x, y: losses((x @ p["out"])[:, :-1], y[:, 1:]).mean()  # noqa: E731
+    check(loss, x, w, labels, weights, targets=jnp.roll(labels, -1, axis=1))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
