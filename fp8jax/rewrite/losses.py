@@ -56,12 +56,13 @@ class LossForm(NamedTuple):
         ]
 
 
-def find(graph: Graph, node: Node, counts: Mapping[Value, int]) -> LossForm | None:
-    """The loss of a matmul `x @ w` whose last axis is the vocabulary; None if there is none.
+def find(graph: Graph, node: Node, side: int, counts: Mapping[Value, int]) -> LossForm | None:
+    """The loss of a matmul of data and a matrix, whose outputs are the vocabulary; None if there is none.
 
     Args:
         graph: the program.
         node: the matmul.
+        side: which operand the matrix is. If it is the left, its outputs are moved to the last axis after the matmul.
         counts: as of `count_readers`.
     """
     readers = dict[Value, list[Node]]()
@@ -74,6 +75,13 @@ def find(graph: Graph, node: Node, counts: Mapping[Value, int]) -> LossForm | No
         found = readers.get(value, ())
         return found[0] if len(found) == 1 and value not in graph.outputs else None
 
+    if side == 0:
+        rank, transpose = node.results[0].aval.ndim, sole_reader(node.results[0])
+        if transpose is None or transpose.kind != "transpose":
+            return None
+        if tuple(transpose.eqn.params["permutation"]) != (*range(1, rank), 0):
+            return None
+        node = transpose
     bias, span = biases.find(node, 1, sole_reader(node.results[0])), None
     logits = (node if bias is None else bias.sum).results[0]
     while (reader := sole_reader(logits)) is not None and (reader.kind in CASTS or _is_slice_of_tokens(reader)):

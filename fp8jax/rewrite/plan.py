@@ -104,7 +104,7 @@ def plan(
     reasons, counts = flow.find_heads(), count_readers(graph)
     for p in matmuls:
         if p.node in reasons and _is_matrix_product(p):
-            p.loss = losses.find(p.graph, p.node, counts)
+            p.loss = losses.find(p.graph, p.node, p.side, counts)
     reasons |= {p.node: LOSS_HEAD_REASON for p in matmuls if p.loss is not None}
     reasons = reasons if rules.has_default else {}
     # A layer whose result is also used elsewhere is no output head.
@@ -270,11 +270,11 @@ def _skip_unsupported_products(
 
 
 def _is_matrix_product(p: WeightMatmul) -> bool:
-    """Whether it contracts the last axis of its data with one axis of a matrix, `x @ w` or `x @ w.T`."""
-    if p.node.kind != "dot_general" or p.side == 0 or p.node.operands[1].aval.ndim != 2:
+    """Whether it contracts the last axis of its data with one axis of a matrix."""
+    if p.node.kind != "dot_general" or p.node.operands[p.side].aval.ndim != 2:
         return False
     contract, batch = p.node.eqn.params["dimension_numbers"]
-    return not batch[0] and tuple(contract[0]) == (p.data.aval.ndim - 1,) and p.data.aval.ndim > 1
+    return not batch[0] and tuple(contract[1 - p.side]) == (p.data.aval.ndim - 1,) and p.data.aval.ndim > 1
 
 
 def _is_gathered(p: WeightMatmul) -> bool:
@@ -513,7 +513,7 @@ def _loss_operation(p: WeightMatmul) -> LossOperation | None:
     linear = p.choice.linear
     if p.loss is None or p.loss.total is None or linear is None or linear.states or not has_codes(linear):
         return None
-    w, axis = p.node.operands[1], 1 - p.node.eqn.params["dimension_numbers"][0][1][0]
+    w, axis = p.node.operands[p.side], 1 - p.node.eqn.params["dimension_numbers"][0][p.side][0]
     while w.kind in ("transpose", *CASTS, *IDENTITY_PRIMITIVES) and w is not p.weight.stored and w.node is not None:
         axis = w.node.eqn.params["permutation"][axis] if w.kind == "transpose" else axis
         w = w.node.operands[w.node.results.index(w)] if w.kind == "optimization_barrier" else w.node.operands[0]

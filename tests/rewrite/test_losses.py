@@ -141,6 +141,17 @@ def test_tokens_predict_the_next_ones():
     check(loss, x, w, labels, weights, targets=jnp.roll(labels, -1, axis=1))
 
 
+def test_a_mapped_head_has_its_weight_on_the_left():
+    """As Equinox writes it, `w @ x` of one token."""
+    x, table, labels = operands(tied=True)
+    labels = zeroed(labels)
+
+    def loss(p, x, y):
+        return losses(jax.vmap(jax.vmap(lambda x: p["out"] @ x))(x), y).mean()
+
+    check(loss, x, table, labels, np.full(SHAPE, 1 / labels.size))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_tied_table_is_the_transposed_head(dtype):
     x, table, labels = operands(dtype, tied=True)
