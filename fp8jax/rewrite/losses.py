@@ -130,11 +130,12 @@ class _Probe:
     def match(self, value: Value) -> LossForm | None:
         """The loss of each token that a value is; None if it is another function."""
         try:
-            losses = np.broadcast_to(self._evaluate(value), (_NUM_ROWS, np.shape(self._arrays[value])[-1])).sum(-1)
-        except (NoMatchError, IndexError):
+            array = self._evaluate(value)
+        except NoMatchError:
             return None
-        if self._labels is None:
+        if self._labels is None or np.shape(array) != (_NUM_ROWS, value.aval.size // self.num_tokens):
             return None
+        losses = np.sum(array, -1)
         z, lse = self._z, np.log(np.sum(np.exp(self._z), -1))
         label_logit = z[np.arange(_NUM_ROWS), self._label_ids]
         terms = np.stack([lse - label_logit, label_logit - z.mean(-1), lse**2], -1)
@@ -157,10 +158,12 @@ class _Probe:
             raise NoMatchError
         operands = node.operands
         if node.kind == "eq":
-            return self._one_hot(operands)
+            return self._one_hot(node)
         if value not in self.dependent:
             raise NoMatchError
-        if node.kind in ("stop_gradient", "reduce_max") and value.aval.size == self.num_tokens:
+        is_of_token = value.aval.size == self.num_tokens
+        is_max = node.kind == "reduce_max" and tuple(node.eqn.params["axes"]) == (operands[0].aval.ndim - 1,)
+        if is_of_token and (is_max or node.kind == "stop_gradient"):
             # The loss does not depend on what is subtracted before exponentials, so its gradient does not either.
             key = canonical_value(operands[0])
             return self._subtracted.setdefault(key, self._random.normal(size=(_NUM_ROWS, 1)))
@@ -184,18 +187,15 @@ class _Probe:
         """The elements of labels: `jnp.take_along_axis(x, labels, -1)`, `x[labels]` in a vmap, `x[arange, labels]`."""
         (x, indices), params, last = node.operands, node.eqn.params, node.operands[0].aval.ndim - 1
         array, numbers = self._evaluate(x), params["dimension_numbers"]
-        if x.aval.size == node.results[0].aval.size:  # one element is taken of one
+        if tuple(params["slice_sizes"]) == x.shape:  # the whole array
             return array
-        if (
-            numbers.start_index_map == (0, 1)
-            and last == 1
-            and indices.kind == "concatenate"
-            and indices.node is not None
-        ):
-            rows, indices = indices.node.operands
-            is_label = _is_range(rows, self.num_tokens)
+        columns = [] if indices.kind != "concatenate" or indices.node is None else indices.node.operands
+        if len(columns) == 2 and numbers.start_index_map == (0, 1) and last == 1:
+            is_label, indices = _is_range(columns[0], self.num_tokens), columns[1]
         else:
-            is_label = numbers.start_index_map == (last,) and numbers.operand_batching_dims == tuple(range(last))
+            batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+            is_label = numbers.start_index_map == (last,) and batching == (tuple(range(last)),) * 2
+        is_label = is_label and math.prod(params["slice_sizes"]) == 1
         if params["mode"] == GatherScatterMode.FILL_OR_DROP:
             is_label = is_label and params["fill_value"] in (None, np.nan)
         else:
@@ -205,18 +205,18 @@ class _Probe:
         self._set_labels(indices)
         return array[np.arange(_NUM_ROWS), self._label_ids][:, None]
 
-    def _one_hot(self, operands: Sequence[Value]) -> Any:
+    def _one_hot(self, node: Node) -> Any:
         """Where labels are equal to the entries of the vocabulary; in the last row nowhere."""
-        entries = [i for i, value in enumerate(operands) if _is_range(value, self._vocabulary)]
+        size = self._vocabulary
+        entries = [i for i, value in enumerate(node.operands) if value.shape[-1:] == (size,) and _is_range(value, size)]
         if len(entries) != 1:
             raise NoMatchError
-        labels = operands[1 - entries[0]]
-        while labels.aval.size != self.num_tokens and labels.kind in RESHAPES and labels.node is not None:
-            if labels.kind == "broadcast_in_dim":
-                (source,), axes = labels.node.operands, labels.node.eqn.params["broadcast_dimensions"]
-                if tuple(axes) != tuple(range(source.aval.ndim)):
-                    raise NoMatchError
-            labels = labels.node.operands[0]
+        labels, lead = node.operands[1 - entries[0]], node.results[0].shape[:-1]
+        if labels.kind == "broadcast_in_dim" and labels.node is not None:
+            (source,), axes = labels.node.operands, labels.node.eqn.params["broadcast_dimensions"]
+            labels = source if tuple(axes) == tuple(range(source.aval.ndim)) else labels
+        if labels.shape not in (lead, (*lead, 1)):
+            raise NoMatchError
         self._set_labels(labels)
         self._out_of_range = "zero"
         is_label = np.arange(self._vocabulary) == self._label_ids[:, None]
@@ -290,7 +290,9 @@ def _with_total(
             scale /= node.operands[1].constant
         elif node.kind == "mul" and len(others) == 1 and not others[0].depends_on_params:
             weights.append(others[0])
-        elif node.kind == "select_n" and len(others) == 2 and others[1].constant == 0:
+        elif (
+            node.kind == "select_n" and len(others) == 2 and others[1].constant == 0 and others[0].shape == value.shape
+        ):
             masks.append((others[0], node.operands.index(value) - 1))
         elif not (node.kind in (*CASTS, *RESHAPES) and node.results[0].aval.size == value.aval.size):
             break

@@ -469,9 +469,9 @@ def _replace_product(p: WeightMatmul, sole_readers: Mapping[Value, Node]) -> boo
     if p.node.kind in NON_DOT_OPERATIONS:
         NON_DOT_OPERATIONS[p.node.kind].replace_product(p)
         return False
-    if (operation := _loss_operation(p)) is not None and p.loss is not None and (total := p.loss.total) is not None:
-        total.operation, p.operation_node = operation, total
-        total.operands = [p.data, operation.weight, *p.loss.operands]
+    if (with_loss := _loss_operation(p)) is not None and (total := with_loss.loss.total) is not None:
+        total.operation, p.operation_node = with_loss, total
+        total.operands = [p.data, with_loss.weight, *with_loss.loss.operands]
         return False
     # Statistics of the input are those of its codes, which are saved then.
     saved_data = _saved_input(p) if p.choice.context.residual is not None and "x" not in linear.states else None

@@ -200,6 +200,7 @@ OTHER = {
         lambda p, z, y: (lax.stop_gradient(logsumexp(z, -1)) - taken(z, y)[..., 0]).mean(),
         False,
     ),
+    "columns in another order": (lambda p, z, y: losses(z[..., jnp.arange(VOCABULARY)[::-1]], y).mean(), False),
     "half of it": (lambda p, z, y: (0.5 * logsumexp(z, -1) - taken(z, y)[..., 0]).mean(), False),
 }
 
