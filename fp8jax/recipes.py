@@ -57,8 +57,8 @@ def coat_fast(head: Linear = _HEAD_16) -> Recipe:
     accumulation of wgrad over all tokens costs accuracy (docs/recipes/coat_fast.md).
 
     Args:
-        head: operands of the products of output heads, which stay in 16 bits by default. `HEAD` is faster and costs
-            accuracy.
+        head: operands of the products of output heads, which stay in 16 bits by default. `HEAD` is faster and less
+            exact.
     """
     context = dataclasses.replace(_COAT_CONTEXT, amax="bound")
     return Recipe("coat_fast", optimizer=Optimizer(), linear=_COAT_LINEAR, context=context, head=head)

@@ -259,7 +259,7 @@ def _head_note(entries: Sequence[PlanEntry]) -> str:
         return ""
     return (
         f"output head: {', '.join(fold_paths(heads)[:_MAX_LISTED])} stays in 16 bits; a recipe with "
-        "head=fp8jax.recipes.HEAD runs it in 8 bits, at a cost in loss (docs/howto/speed.md)"
+        "head=fp8jax.recipes.HEAD runs it in 8 bits (docs/howto/functions.md: speed and loss)"
     )
 
 
