@@ -9,8 +9,8 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from fp8jax.rewrite import biases
-from fp8jax.rewrite.graph import Graph, Node, Value, canonical_value, is_order_preserving, search
-from fp8jax.rewrite.primitives import CASTS, RESHAPES
+from fp8jax.rewrite.graph import Graph, Node, Value, canonical_value, is_order_preserving, search, strip_layout
+from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, RESHAPES
 from fp8jax.rewrite.probes import NoMatchError, evaluate
 
 _NUM_ROWS = 8
@@ -167,9 +167,11 @@ class _Probe:
             # The loss does not depend on what is subtracted before exponentials, so its gradient does not either.
             key = canonical_value(operands[0])
             return self._subtracted.setdefault(key, self._random.normal(size=(_NUM_ROWS, 1)))
+        if node.kind in IDENTITY_PRIMITIVES and len(operands) == 1:
+            return self._evaluate(operands[0])
         if node.kind in ("log", "abs"):
             return getattr(np, node.kind)(self._evaluate(operands[0]))
-        if node.kind == "max" and operands[0].constant == -np.inf:
+        if node.kind == "max" and _constant(operands[0]) == -np.inf:
             return self._evaluate(operands[1])
         if node.kind == "select_n" and operands[0].kind == "is_finite":
             return self._evaluate(operands[2])
@@ -193,8 +195,11 @@ class _Probe:
         if len(columns) == 2 and numbers.start_index_map == (0, 1) and last == 1:
             is_label, indices = _is_range(columns[0], self.num_tokens), columns[1]
         else:
-            batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-            is_label = numbers.start_index_map == (last,) and batching == (tuple(range(last)),) * 2
+            axes = numbers.operand_batching_dims
+            batched_size = math.prod(x.shape[axis] for axis in axes)  # axes of length 1 are sliced
+            is_in_order = tuple(axes) == tuple(sorted(axes)) and last not in axes
+            is_in_order = is_in_order and tuple(numbers.start_indices_batching_dims) == tuple(range(len(axes)))
+            is_label = is_in_order and batched_size == self.num_tokens and numbers.start_index_map == (last,)
         is_label = is_label and math.prod(params["slice_sizes"]) == 1
         if params["mode"] == GatherScatterMode.FILL_OR_DROP:
             is_label = is_label and params["fill_value"] in (None, np.nan)
@@ -233,6 +238,11 @@ class _Probe:
         ):
             raise NoMatchError
         self._labels = labels
+
+
+def _constant(value: Value) -> Any:
+    """The number that all elements of a value equal; None if unknown."""
+    return strip_layout(value, IDENTITY_PRIMITIVES).constant
 
 
 def _is_slice_of_tokens(node: Node) -> bool:
@@ -284,17 +294,22 @@ def _with_total(
             return form._replace(scale=scale, total=node, weights=tuple(weights), masks=tuple(masks))
         if node.kind == "neg":
             scale = -scale
-        elif node.kind == "mul" and len(others) == 1 and others[0].constant is not None:
-            scale *= others[0].constant
-        elif node.kind == "div" and node.operands[1].constant:
-            scale /= node.operands[1].constant
+        elif node.kind == "mul" and len(others) == 1 and _constant(others[0]) is not None:
+            scale *= _constant(others[0])
+        elif node.kind == "div" and _constant(node.operands[1]):
+            scale /= _constant(node.operands[1])
         elif node.kind == "mul" and len(others) == 1 and not others[0].depends_on_params:
             weights.append(others[0])
         elif (
-            node.kind == "select_n" and len(others) == 2 and others[1].constant == 0 and others[0].shape == value.shape
+            node.kind == "select_n"
+            and len(others) == 2
+            and _constant(others[1]) == 0
+            and others[0].shape == value.shape
         ):
             masks.append((others[0], node.operands.index(value) - 1))
-        elif not (node.kind in (*CASTS, *RESHAPES) and node.results[0].aval.size == value.aval.size):
+        elif not (
+            node.kind in (*CASTS, *RESHAPES, *IDENTITY_PRIMITIVES) and node.results[0].aval.size == value.aval.size
+        ):
             break
         value = node.results[0]
     return form

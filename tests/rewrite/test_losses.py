@@ -141,6 +141,13 @@ def test_tokens_predict_the_next_ones():
     check(loss, x, w, labels, weights, targets=jnp.roll(labels, -1, axis=1))
 
 
+def test_a_batch_may_be_one_sequence():
+    """JAX takes elements along axes of length 1 by slices, not by batching."""
+    x, w, labels = (a[:1] if a.ndim == 3 or a.shape == SHAPE else a for a in operands())
+    weights = np.full(labels.shape, 1 / labels.size)
+    check(lambda p, x, y: WHOLE["optax"](x @ p["out"], y), x, w, zeroed(labels), weights)
+
+
 def test_a_mapped_head_has_its_weight_on_the_left():
     """As Equinox writes it, `w @ x` of one token."""
     x, table, labels = operands(tied=True)
