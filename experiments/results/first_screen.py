@@ -66,7 +66,7 @@ def first_card(results: Mapping[str, Mapping[str, Result]]) -> str | None:
 
 
 def table(results: Mapping[str, Mapping[str, Result]]) -> str:
-    """Return the table in Markdown, and a line that names the card, commits and commands.
+    """Return the table in Markdown, and a line that names the commands, and the card and commit of each model.
 
     Args:
         results: contents of results files by name and card. A line without bf16 or without ours is left out, and so is
@@ -74,7 +74,7 @@ def table(results: Mapping[str, Mapping[str, Result]]) -> str:
             line names.
     """
     preferred = first_card(results)
-    rows, sources = dict[str, dict[str, str | None]](), dict[str, None]()
+    rows, sources = dict[str, dict[str, str | None]](), dict[str, dict[str, None]]()
     for line in LINES:
         cards = _figures(line, results)
         if not cards:
@@ -83,11 +83,13 @@ def table(results: Mapping[str, Mapping[str, Result]]) -> str:
         rows[line.label], result = cards[card], results[line.bench][card]
         commits = list(dict.fromkeys(row["commit"] for row in result["rows"]))
         by = commits[0] if len(commits) == 1 else "several commits"
-        sources[f"`{figures.short(result['command'])}`, {card.upper()}, {by}"] = None
+        model = line.label.partition(",")[0]
+        sources.setdefault(figures.short(result["command"]), {})[f"{model} ({card.upper()}, {by})"] = None
     shown = [name for name in COLUMNS if any(of[name] for of in rows.values())]
     head = [f"| | {' | '.join(COLUMNS[name] for name in shown)} |", f"|---|{'---:|' * len(shown)}"]
     body = [f"| {label} | {' | '.join(of[name] or '-' for name in shown)} |" for label, of in rows.items()]
-    return "\n".join([*head, *body, "", f"A step, forward, backward and AdamW. Measured by {'; '.join(sources)}."])
+    measured = "; ".join(f"`{command}`: {', '.join(models)}" for command, models in sources.items())
+    return "\n".join([*head, *body, "", f"A step, forward, backward and AdamW. Measured by {measured}."])
 
 
 # Rows of the picture, from the top, and its two panels: a metric, its title and the format of a bar's label.

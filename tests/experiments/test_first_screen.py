@@ -9,9 +9,9 @@ from experiments.results import first_screen
 CASE = "Llama 1.1B, 8 x 2,048 tokens"
 
 
-def result(date, commit, **steps):
+def result(date, commit, case=CASE, **steps):
     rows = [
-        {"case": CASE, "impl": impl, "metric": "step", "value": ms, "baseline": "bf16", "ratio": 1.0, "commit": commit}
+        {"case": case, "impl": impl, "metric": "step", "value": ms, "baseline": "bf16", "ratio": 1.0, "commit": commit}
         for impl, ms in steps.items()
     ]
     return {"date": date, "command": "python -m experiments.bench models --rounds 3", "rows": rows}
@@ -33,9 +33,16 @@ def test_the_newest_card_is_shown_with_its_command_and_commit():
     for cards in ({"h100": new, "h9": old}, {"h9": old, "h100": new}):
         (line,), sources = lines({"models": cards})
         assert cells(line) == ["200 ms", "160 ms", "151 ms"]
-        assert "Measured by `python -m experiments.bench models`, H100, bbb." in sources
+        assert "Measured by `python -m experiments.bench models`: Llama 1.1B (H100, bbb)." in sources
     new["rows"][1]["commit"] = "ccc"
     assert "several commits" in lines({"models": {"h100": new}})[1]
+
+
+def test_each_model_is_named_with_its_card_and_commit():
+    llama, gpt = result("2026-11-01", "aaa", bf16=9, coat=8), result("2026-11-02", "bbb", "GPT-2 350M", bf16=4, coat=3)
+    (_, line), sources = lines({"models": {"h9": llama}, "models_gpt350m": {"h100": gpt}})
+    assert cells(line) == ["4 ms", "3 ms"]
+    assert sources.endswith("`python -m experiments.bench models`: Llama 1.1B (H9, aaa), GPT-2 350M (H100, bbb).")
 
 
 def test_torch_stands_beside_ours_under_its_own_head():
