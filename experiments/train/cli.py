@@ -349,6 +349,8 @@ def _train_recipe(
             also=also,
             label=label,
         )
+        if config.run.telemetry and hosts.first():
+            stack.callback(_plot_telemetry, folder, details)  # of a run that stops, too
         with log, Trace(folder / "profile", config.run.profile) as trace:
             valid = data.valid_batches(tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
             calls = with_base(compiled, jax.jit(task.loss, out_shardings=everywhere), base)
@@ -356,9 +358,6 @@ def _train_recipe(
             if observed_step is not None:
                 loop.observed_step, _ = with_base(observed_step, task.loss, base)
             state = loop.run(state)
-    if config.run.telemetry and hosts.first():
-        heat_maps = observed.plot(folder, report.read_metrics(folder / "metrics.jsonl"))
-        details.show(f"telemetry: {', '.join(path.name for path in heat_maps)} in {folder}")
     if task.lora is not None and hosts.first():
         _write_adapter(folder / "adapter", task, state, console)
     text = _write_text(config, task, state, base, tokens, tokenizer)
@@ -368,6 +367,11 @@ def _train_recipe(
     if text:
         report.told(console, f"{recipe.name} writes: {' '.join(text.split())}", 4, "dim")
     return result
+
+
+def _plot_telemetry(folder: Path, details: report.Details) -> None:
+    heat_maps = observed.plot(folder, report.read_metrics(folder / "metrics.jsonl"))
+    details.show(f"telemetry: {', '.join(path.name for path in heat_maps)} in {folder}")
 
 
 def computed_by(told: Sequence[Any], kept: Sequence[str]) -> list[str]:
