@@ -172,8 +172,6 @@ SETTLED = (
 )
 # From other files, without measuring: after the others.
 DERIVED = (
-    *(Job(page, ("experiments.papers.speeds", "--results"), 5, gpus=0)
-      for page in ("moss_speed", "coat_layer", "coat_efficiency")),
     *(Job(page, ("experiments.papers.parity", "--study", name, "--judge", "--results"), 5, gpus=0)
       for name, page in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals"),
                          ("block_scaled", "recipe_parity_block_scaled"), ("experts", "recipe_parity_experts"),

@@ -5,6 +5,8 @@ import importlib
 import importlib.util
 import json
 import os
+import runpy
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +51,14 @@ def test_the_code_of_each_job_runs(job, monkeypatch, tmp_path):
     monkeypatch.setitem(os.environ, "XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     module, *options = job.command
     *options, out = options
+    options += [*FEWER.get(job.name, []), out, str(tmp_path)]
     if module == "experiments.bench":
         name, *options = options
-        module = f"{module}.{name}"
-        main = importlib.import_module(module).main
+        importlib.import_module(f"{module}.{name}").main(options)
     else:
-        main = importlib.import_module(module).main
-    main([*options, *FEWER.get(job.name, []), out, str(tmp_path)])
+        monkeypatch.setattr(sys, "argv", [module, *options])
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_module(module, run_name="__main__")
     (path,) = tmp_path.glob("*/*.json")
     content = json.loads(path.read_text())
     assert path.stem == job.name
