@@ -100,6 +100,18 @@ def test_an_expert_of_small_weights_has_scales_of_its_own(name):
     assert relative(dx, wanted_dx) < 0.2
 
 
+@pytest.mark.usefixtures("inspected")
+@pytest.mark.parametrize(("recipe", "form"), [("jetfire", "td,edf->etf"), ("int8_fallback", "etd,edf->etf")])
+def test_gradients_of_equal_experts_are_rounded_by_noise_of_their_own(recipe, form):
+    """Shared tokens and tokens of each, without and with states."""
+    w, x = jnp.stack([normal(1, 64, 32)] * 2), normal(2, 64, 64)
+    x = jnp.stack([x, x]) if form.startswith("e") else x
+    fast = fp8jax.transform(lambda p, x: jnp.sum(jnp.sin(jnp.einsum(form, x, p["experts"]))), recipe)
+    states = fast.init({"experts": w}, x)
+    dw = jax.jit(jax.grad(lambda w: fast({"experts": w}, x, states=states)))(w)
+    assert 0 < relative(dw[0], dw[1]) < 0.1
+
+
 def test_tokens_are_quantized_before_they_are_gathered_and_the_glu_between_products_in_one_pass():
     """On a GPU, whose kernels' references run here."""
     written = experts.block(experts.sorted_tokens(lax.ragged_dot))

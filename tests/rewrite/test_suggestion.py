@@ -77,9 +77,10 @@ def test_outliers_get_finer_scales_and_what_nothing_mends_16_bits():
     x = np.array(normal(3, 2, TOKENS, 128))
     x[0, 0] *= 1e8
     x[1, :, 0] *= 1e8
-    params = {"a": normal(1, 128, 32), "b": normal(2, 128, 32)}
-    suggestion = fp8jax.suggest(lambda p, x: jnp.tanh(x[0] @ p["a"]) + x[1] @ p["b"], "te_current", params, x)
-    assert suggestion.rules == (fp8jax.Rule("a", "deepseek"), fp8jax.Rule("b", None), "te_current")
+    params = {"a.0": normal(1, 128, 32), "b": normal(2, 128, 32)}
+    suggestion = fp8jax.suggest(lambda p, x: jnp.tanh(x[0] @ p["a.0"]) + x[1] @ p["b"], "te_current", params, x)
+    # A path is a regular expression, in which a dot is any character.
+    assert suggestion.rules == (fp8jax.Rule(r"a\.0", "deepseek"), fp8jax.Rule("b", None), "te_current")
     assert suggestion.unmended == ()
     assert suggestion.reasons["b"] == f"x: {127 / 128:.2%} of values lost to zero; in 16 bits it has none"
 
