@@ -80,6 +80,15 @@ def test_small_members_are_raised_where_none_may_become_zero_and_zeros_stay():
     np.testing.assert_allclose(found, np.where(is_small, np.copysign(2 / RANGE, x), x), rtol=1e-6)
 
 
+def test_zeros_inf_and_nan_are_rounded_as_they_are():
+    y = np.asarray([0, np.inf, np.nan, 3.3], np.float32)
+    found = np.asarray(expansion.debias_for_rounding(jnp.asarray(y), jnp.float32(2), formats.E5M2))
+    np.testing.assert_array_equal(found[:3], y[:3])
+    # Codes around 3.3 are 3 and 3.5. They decode in proportion to their square roots.
+    place = (3.3**0.5 - 3**0.5) / (3.5**0.5 - 3**0.5)
+    np.testing.assert_allclose(found[3], 3 + 0.5 * place, rtol=1e-6)
+
+
 def test_exponents_of_decaying_averages_stay_within_their_fill():
     octaves = np.asarray([4.0, 8.0, 20.0], np.float32)
     largest, smallest = np.exp2(octaves), np.ones(3, np.float32)
