@@ -47,7 +47,6 @@ results: .venv/test.stamp ## measure what README and RESULTS quote on this host'
 	$(BIN)/python -m experiments.results $(ARGS)
 
 pages: .venv/test.stamp ## write RESULTS.md, results/pages, and the figures of README and docs/ from the files in results/
-	$(BIN)/python -m experiments.papers.speeds
 	for study in recipes intervals fixed_batch; do $(BIN)/python -m experiments.papers.parity --study $$study --judge || exit; done
 	$(BIN)/python -m experiments.results.report
 

@@ -5,32 +5,23 @@
 Without --data the text is the run's own validation split. Exit codes: 0 done; 2 wrong input.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import tyro
+from rich.console import Console
+from rich.table import Table
+
 from experiments.errors import UserError
-from experiments.packages import needed
-
-with needed() as no_parser:
-    import tyro
-
-with needed() as missing:
-    from rich.console import Console
-    from rich.table import Table
-
-    from experiments.models import scoring
-    from experiments.text import data, records
-    from experiments.train import report
-    from experiments.train.checkpoint import quiet
-    from experiments.train.trained import Trained as Trained
-    from experiments.train.trained import load as load
-
-_PROGRAM = "experiments.evaluate"
+from experiments.models import scoring
+from experiments.text import data, records
+from experiments.train import report
+from experiments.train.checkpoint import quiet
+from experiments.train.trained import Trained as Trained
+from experiments.train.trained import load as load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +40,7 @@ class Evaluation:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, evaluates, and returns the exit code."""
-    if no_parser:
-        return no_parser.report(_PROGRAM)
-    settings = tyro.cli(Evaluation, args=argv, prog=f"python -m {_PROGRAM}")
-    if missing:
-        return missing.report(_PROGRAM)
+    settings = tyro.cli(Evaluation, args=argv, prog="python -m experiments.evaluate")
     quiet()
     console = report.make_console()
     try:

@@ -13,17 +13,11 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
+import tyro
 
 from experiments.errors import UserError
-from experiments.packages import needed
-
-with needed() as no_parser:
-    import tyro
-with needed() as missing:
-    from experiments.hub import load, tokenizer
-    from experiments.models import sampling
-
-_PROGRAM = "experiments.generate"
+from experiments.hub import load, tokenizer
+from experiments.models import sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +48,7 @@ class Generation:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, writes, and returns the exit code."""
-    if no_parser:
-        return no_parser.report(_PROGRAM)
-    settings = tyro.cli(Generation, args=argv, prog=f"python -m {_PROGRAM}")
-    if missing:
-        return missing.report(_PROGRAM)
+    settings = tyro.cli(Generation, args=argv, prog="python -m experiments.generate")
     try:
         for text in generate(settings):
             print(text)

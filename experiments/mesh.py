@@ -251,7 +251,7 @@ def has_experts(path: Any) -> bool:
     return "experts" in jax.tree_util.keystr(path)
 
 
-def told(mesh: jax.sharding.Mesh, recipes: Iterable[fp8jax.Recipe] = ()) -> str:
+def describe(mesh: jax.sharding.Mesh, recipes: Iterable[fp8jax.Recipe] = ()) -> str:
     """What a mesh means, in words; of recipes whose sums of gradients have factors, what each device gathers, too."""
     data, fsdp, tensor, expert = (mesh.shape.get(name, 1) for name in AXES)
     named = f"data={data},fsdp={fsdp}" + (f",tensor={tensor}" if tensor > 1 else "")

@@ -1,12 +1,5 @@
-"""Packages that a program needs and that may not be installed: what is said of a missing one. Standard library alone.
+"""What is said of a package that a program needs and that is not installed. Standard library alone."""
 
-A program imports what it needs within `needed()`, so that its command line can be parsed, and its help shown, without:
-
-    with needed() as missing:
-        from experiments.models import sampling
-"""
-
-import contextlib
 import functools
 import re
 import sys
@@ -18,33 +11,6 @@ from typing import Any
 _OURS = ("experiments", "fp8jax", "pallas_kernels", "tests")
 # Groups of pyproject.toml in the order in which they are looked through; these programs need the second one.
 _GROUPS, _HUB = ("train", "hub", "test", "hub-test"), ("generate", "hub")
-
-
-class Missing:
-    """A package that an import did not find: `error`, or None where all are there."""
-
-    error: ModuleNotFoundError | None = None
-
-    def __bool__(self) -> bool:
-        return self.error is not None
-
-    def report(self, program: str) -> int:
-        """Prints one line with what to type; returns the exit code."""
-        assert self.error is not None
-        print(f"error: {explain(self.error, program)}", file=sys.stderr)
-        return 2
-
-
-@contextlib.contextmanager
-def needed() -> Iterator[Missing]:
-    """Imports of packages of others, of which one may be missing; the imports after it are left out then."""
-    found = Missing()
-    try:
-        yield found
-    except ModuleNotFoundError as error:
-        if explain(error, "") is None:
-            raise
-        found.error = error
 
 
 def explain(error: ModuleNotFoundError, program: str) -> str | None:

@@ -5,8 +5,6 @@ the program that JAX differentiates for a Hopper GPU, with an attention that kee
 needed.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math
@@ -16,25 +14,19 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import fp8jax
 from experiments import mesh
 from experiments.models import flash, sizes
-from experiments.packages import needed
+from experiments.models.llama import Llama, LlamaConfig, products_saveable, rope_tables
+from experiments.train import experts, parallel, tensor
+from experiments.train.form import changes_layers, in_chunks
 from fp8jax.core.tables import sentence
 from fp8jax.dist import Plan, plan
 from fp8jax.dist.collectives import Collective
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.losses.cross_entropy import num_chunks
-
-with needed() as missing:
-    from flax import nnx
-
-    from experiments.models.llama import Llama, LlamaConfig, products_saveable, rope_tables
-    from experiments.train import experts, parallel, tensor
-    from experiments.train.form import changes_layers, in_chunks
-
-_PROGRAM = "experiments.plan"
 
 # Bytes for each entry of the logits where most of them live at once: their gradient in fp32, and its cast to bf16. Read
 # from the program of a bf16 model of two layers, compiled for an H200; no measured memory was used.
@@ -101,7 +93,7 @@ def saved_per_token(
     """
     own, boundary = llama, None
     if shared > 1:
-        own, boundary = tensor.of_heads(llama, shared), tensor.TokenBoundary(shared, tensor.travels(recipe))
+        own, boundary = tensor.of_heads(llama, shared), tensor.TokenBoundary(shared, tensor.wire_format(recipe))
 
     def attend(query: Any, key: Any, value: Any, **how: Any) -> jax.Array:
         return _attention(query, key, value)
@@ -110,7 +102,7 @@ def saved_per_token(
     axis, devices = (experts.AXIS, expert) if expert > 1 else (tensor.AXIS, shared)
     products = None
     if llama.experts:
-        sharing = experts.ExpertSharing(tensor.travels(recipe), expert_capacity) if expert > 1 else None
+        sharing = experts.ExpertSharing(tensor.wire_format(recipe), expert_capacity) if expert > 1 else None
         products = experts.RecipeProducts(recipe, sharing)
 
     def own_shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
@@ -185,7 +177,7 @@ def of(
         tensor.check(llama, shared)
         dims = tensor.dimensions(params, shared)
         crossings = fp8jax.dist.sequence_collectives(
-            tokens * shared, llama.dim, shared, tensor.travels(recipe), recipe.weights.compute,
+            tokens * shared, llama.dim, shared, tensor.wire_format(recipe), recipe.weights.compute,
             times=2 * llama.layers * microbatches, forward_gathers=2 if recompute and _read_again(recipe.linear) else 1,
         )  # fmt: skip
     expert_dims: Any = -1
@@ -196,7 +188,7 @@ def of(
         rows, times = int(tokens) * llama.experts_per_token, llama.layers * microbatches
         # Tokens travel again in the backward pass; weights of choices and their gradients travel in fp32.
         crossings = fp8jax.dist.expert_collectives(
-            rows, llama.dim, expert, tensor.travels(recipe), recipe.weights.compute, times=times, dispatches=2
+            rows, llama.dim, expert, tensor.wire_format(recipe), recipe.weights.compute, times=times, dispatches=2
         )
         crossings.append(Collective("ragged-all-to-all", "f32", 4 * rows, expert, 2 * times))
     # The last hidden state before and after its norm, and the head's matrix, in bf16; in chunks, its gradient in fp32.
@@ -230,7 +222,7 @@ def of(
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the plan."""
-    parser = argparse.ArgumentParser(prog=f"python -m {_PROGRAM}", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.plan", description=__doc__)
     parser.add_argument("--model", default="7b", help=f"{', '.join(sizes.NAMES)}; also as llama-7b")
     parser.add_argument("--recipe", default="coat", help=", ".join(fp8jax.recipes.NAMES))
     parser.add_argument("--mesh", default="data=1", help="as data=2,fsdp=4 or data=2,tensor=4")
@@ -244,8 +236,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--expert-capacity", type=float, default=0.0, help="as of experiments.train")
     parser.add_argument("--recompute", action="store_true", help="keep results of products and attention alone")
     options = parser.parse_args(argv)
-    if missing:
-        return missing.report(_PROGRAM)
     try:
         for name in ("batch", "length", "microbatches"):
             if getattr(options, name) < 1:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import fp8jax
-from experiments.results import figures, first_screen, report
+from experiments.results import figures, report
 
 ROOT = pathlib.Path(__file__).parents[2]
 # What a recipe's arm is called in the benchmark of layers and in the count of kept bytes, where not by its own name.
@@ -170,7 +170,7 @@ def chosen() -> str:
 
 def first() -> str:
     """README's first table."""
-    return first_screen.table(results())
+    return figures.with_figures(figures.read("docs.toml")["first_screen"], results())
 
 
 def peers() -> str:

@@ -8,7 +8,6 @@ import importlib
 import sys
 
 from experiments import startup
-from experiments.packages import needed
 
 BENCHES = (
     "step",
@@ -40,16 +39,7 @@ def main() -> int:
         )
         return 0 if asked else 2
     startup.recommend_flags()
-    program = f"experiments.bench.{name}"
-    with needed() as missing:
-        importlib.import_module(program).main(sys.argv[2:])
-    if not missing:
-        return 0
-    code = missing.report(program)
-    if startup.HELP.isdisjoint(sys.argv):
-        return code
-    # The benchmark's parser comes after imports that failed. What it is for can be said.
-    print(startup.purpose(program))
+    importlib.import_module(f"experiments.bench.{name}").main(sys.argv[2:])
     return 0
 
 

@@ -8,6 +8,8 @@ import argparse
 import concurrent.futures
 import functools
 import math
+import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import timing
+from experiments.results import record
 
 
 class Arm:
@@ -152,10 +155,10 @@ def relative_error(found: Any, wanted: Any) -> jax.Array:
 
 
 class ResultsFile:
-    """The results file of a benchmark, written again after each case.
+    """The results file of a benchmark, OUT/CARD/NAME.json, written again after each case.
 
     Args:
-        options: of `parser`; the file is OUT/CARD/NAME.json.
+        options: of `parser`.
         title: headline.
         notes: sentences below the table.
         devices: that are used.
@@ -177,21 +180,40 @@ class ResultsFile:
         last_resort: str | None = None,
     ) -> None:
         self.rows: list[timing.Row] = []
+        self._options, self._title, self._notes, self._versions = options, title, notes, versions
         self._last_resort = last_resort
-        self._write = functools.partial(
-            timing.write, options.name, title, notes=notes, versions=dict(versions or {}), out=options.out,
-            last_resort=last_resort, devices=devices,
-        )  # fmt: skip
+        kind = jax.devices()[0].device_kind
+        self._device = kind if devices == 1 else f"{devices} x {kind}"
 
     def add(self, rows: Sequence[timing.Row]) -> None:
-        """Adds rows, and writes a file that is not complete."""
+        """Adds rows, and writes a file that is not complete: it would be measured again."""
         self.rows += rows
-        self._write(self.rows, complete=False)
+        self._write(is_complete=False)
 
     def end(self, *metrics: str) -> None:
-        """Writes the whole file, with geometric means of some metrics' ratios."""
-        means = [row for metric in metrics for row in timing.means(self.rows, metric, self._last_resort)]
-        self._write(self.rows + means)
+        """Writes the whole file, with geometric means of some metrics' ratios, and a plot of all ratios beside it."""
+        self.rows += [row for metric in metrics for row in timing.means(self.rows, metric, self._last_resort)]
+        path = self._write(is_complete=True)
+        timing.plot(self.rows, self._title, path.with_suffix(".png"), self._last_resort)
+
+    def _write(self, is_complete: bool) -> Path:
+        return record.write(
+            self._options.out,
+            self._options.name,
+            title=self._title,
+            command=f"python -m experiments.bench {shlex.join(without_out(sys.argv[1:]))}",
+            device=self._device,
+            rows=self.rows,
+            notes=self._notes,
+            versions=self._versions,
+            complete=is_complete and not timing.dry(),
+        )
+
+
+def without_out(arguments: Sequence[str]) -> list[str]:
+    """A command line without --out: where results were written says nothing of them."""
+    before = ["", *arguments]
+    return [a for a, last in zip(arguments, before, strict=False) if last != "--out" and not a.startswith("--out")]
 
 
 def parser(

@@ -39,8 +39,7 @@ class LoraArm(driver.Arm):
         lora = config.Lora(rank, 2.0 * rank, base=base or "bf16")
         recipe = of_base(fp8jax.recipes.get(recipe_name), lora)
         optimizer = make_optimizer(config.Config(), recipe)
-        how: dict[str, Any] = {"remat": True, "seed": 0, "unroll": unroll, "lora": lora}
-        self.task = Task.build(llama, optimizer, recipe, **how)
+        self.task = Task(llama, optimizer, recipe, remat=True, seed=0, unroll=unroll, lora=lora)
         self.shapes = jax.eval_shape(self.task.init), jax.eval_shape(self.task.base)
         self.tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, llama.vocab, jnp.int32)
         self.build = timing.lowered(
@@ -107,8 +106,8 @@ def measure(options: argparse.Namespace) -> list[timing.Row]:
     """Rows of all arms."""
     names: Sequence[str] = list(dict.fromkeys([BASELINE, *options.arm]))
     llama, length = (SMALL, 32) if timing.dry() else (LLAMA, options.length)
-    how = options.batch, length, options.rank, options.unroll
-    arms = driver.built(names, lambda name: LoraArm(name, llama, *how))
+    make = lambda name: LoraArm(name, llama, options.batch, length, options.rank, options.unroll)  # noqa: E731
+    arms = driver.built(names, make)
     times = driver.timed(arms, options.rounds, options.steps)
     case, table = f"Llama 3.1 8B, {options.batch} x {options.length:,} tokens", list[timing.Row]()
     needs = {name: driver.memory(arm.program)[1] for name, arm in arms.items()}

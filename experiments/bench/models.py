@@ -1,19 +1,20 @@
 """Whole training steps of models as users write them, in bf16 and quantized: what a user gains.
 
 The models are those of `experiments.models.plain`, and a Llama of `plain_linen` and `plain_equinox`, whose code knows
-nothing of 8 bits; `fp8jax.nnx.quantize`, `fp8jax.linen.quantize` and `fp8jax.filter_transform` quantize them. Gradients
-are clipped by their global norm; AdamW is optax's in a chain, in Flax's `nnx.Optimizer` or `TrainState`, for bf16, and
-`fp8jax.optimizer(..., clip=)`, in fp8jax's, for the others. "step" is the time of a step of a loop that reads the loss
-of the step before when it has started the next; of "step, synchronised" it reads each loss at once. Python's garbage
-collector leaves alone what tracing has left, as a training loop has it by `gc.freeze()` (docs/faq.md). Nothing is
-recomputed but under the policy that a row names: bf16 keeps what Flax's modules keep, and the baseline is as fast as it
-gets here. "temporaries" are what the compiled program needs beside its arguments; "arrays" are those of the state, each
-of which JAX looks at before it starts a step. "auto" is the recipe of the device where layers gain, "auto:coat" that
-one where they gain (`fp8jax.recipes.for_shapes`). "held:coat" holds the weights quantized for the step and takes their
-gradients in bf16, as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model, gradient_dtype="bfloat16")`). Arms of
-`--torch` are the same Llama by torch.compile, in bf16 and with torchao's float8 (`experiments.bench.step_torch`). They
-run first, in a process of their own. Their memory is the peak of torch's allocator. Arms run in turns, in another order
-in each round, each from a state made anew; medians.
+nothing of 8 bits; `fp8jax.nnx.quantize`, `fp8jax.linen.quantize` and `fp8jax.filter_transform` quantize them.
+Gradients are clipped by their global norm; AdamW is optax's in a chain, in Flax's `nnx.Optimizer` or `TrainState`, for
+bf16, and `fp8jax.optimizer(..., clip=)`, in fp8jax's, for the others. "step" is the time of a step of a loop that
+reads the loss of the step before when it has started the next; of "step, synchronised" it reads each loss at once.
+Python's garbage collector leaves alone what tracing has left, as a training loop has it by `gc.freeze()`
+(docs/faq.md). Nothing is recomputed but under the policy that a row names: bf16 keeps what Flax's modules keep, and
+the baseline is as fast as it gets here. "temporaries" are what the compiled program needs beside its arguments;
+"arrays" are those of the state, each of which JAX looks at before it starts a step. "auto" is the recipe of the device
+where layers gain, "auto:coat" that one where they gain (`fp8jax.recipes.for_shapes`). "held:coat" holds the weights
+quantized for the step and takes their gradients in bf16, as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model,
+gradient_dtype="bfloat16")`). "observed:coat" collects `fp8jax.telemetry` in every step. Arms of `--torch` are the same
+Llama by torch.compile, in bf16 and with torchao's float8 (`experiments.bench.step_torch`). They run first, in a
+process of their own. Their memory is the peak of torch's allocator. Arms run in turns, in another order in each round,
+each from a state made anew; medians.
 """
 
 import argparse

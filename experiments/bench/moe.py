@@ -9,6 +9,9 @@ Kept are the bytes that a layer saves for its backward pass, without parameters.
 program of both passes, kept bytes included. Weights are quantized in the time of a layer. Tokens are normal and choose
 experts by a random router. "deepseek" has the context of coat. Ratios are the baseline's time or bytes over the
 recipe's.
+
+With `--gpus` the experts are cut over GPUs. Each has tokens of its own, and room for 1.25 times the rows that it sends.
+Sent are the bytes of rows that a GPU sends to others in both passes.
 """
 
 import concurrent.futures
@@ -22,14 +25,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 import fp8jax
+from experiments import mesh
 from experiments.bench import driver, timing
 from experiments.bench.layer import LayerArm
 from experiments.models.llama import LlamaConfig
 from experiments.models.moe import ExpertProducts, MoE
-from experiments.train.experts import RecipeProducts
+from experiments.train import tensor
+from experiments.train.experts import AXIS, ExpertSharing, RecipeProducts
 
 BF16, XLA = "bf16", "bf16, JAX's ragged_dot"
 TOKENS = 16_384
+ROOM = 1.25
 
 
 def shape(dim: int, mlp_dim: int, experts: int, chosen: int) -> LlamaConfig:
@@ -45,7 +51,33 @@ SHAPES = {
 DRY = {"small": shape(256, 128, 4, 2)}
 
 
-def arms() -> dict[str, ExpertProducts]:
+@dataclasses.dataclass(frozen=True)
+class SharedLayerArm(LayerArm):
+    """A layer whose experts are cut over devices.
+
+    Attributes:
+        sharing: the mesh, and for each parameter whether it is cut over it.
+    """
+
+    sharing: tuple[jax.sharding.Mesh, Any]
+
+    def in_order(self, params: Any, codes: Any, x_NxD: jax.Array, dy_NxD: jax.Array) -> Any:
+        devices, are_cut = self.sharing
+
+        def local(params: Any, x_NxD: jax.Array, dy_NxD: jax.Array) -> Any:
+            y_NxD, (dparams, dx_NxD) = LayerArm.in_order(self, params, codes, x_NxD, dy_NxD)
+            dparams = jax.tree.map(lambda is_cut, g: g if is_cut else jax.lax.psum(g, AXIS), are_cut, dparams)
+            return y_NxD, (dparams, dx_NxD)
+
+        cut = jax.P(AXIS)
+        parts = jax.tree.map(lambda is_cut: cut if is_cut else jax.P(), are_cut)
+        run = jax.shard_map(
+            local, mesh=devices, in_specs=(parts, cut, cut), out_specs=(cut, (parts, cut)), check_vma=False
+        )
+        return run(params, x_NxD, dy_NxD)
+
+
+def arms(gpus: int = 1) -> dict[str, ExpertProducts]:
     """How experts multiply, by name; the first is the baseline."""
     coat = fp8jax.recipes.coat()
     recipes = {
@@ -54,16 +86,40 @@ def arms() -> dict[str, ExpertProducts]:
         "coat": coat,
         "deepseek": dataclasses.replace(fp8jax.recipes.deepseek(), context=coat.context),
     }
+    if gpus > 1:
+        sharings = {name: ExpertSharing(tensor.wire_format(recipe), ROOM) for name, recipe in recipes.items()}
+        return {name: RecipeProducts(recipe, sharings[name]) for name, recipe in recipes.items()}
     return {name: RecipeProducts(recipe) for name, recipe in recipes.items()} | {XLA: ExpertProducts()}
 
 
-def make_layer(config: LlamaConfig, products: ExpertProducts, tokens: int) -> LayerArm:
-    """A layer of abstract parameters and inputs, (tokens, width)."""
+def make_layer(config: LlamaConfig, products: ExpertProducts, tokens: int, gpus: int = 1) -> LayerArm:
+    """A layer of abstract parameters and inputs, (tokens, width) on each GPU."""
     kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     make = lambda: MoE(config, products=products, rngs=nnx.Rngs(0), **kinds)  # noqa: E731
-    graph, params = nnx.split(nnx.eval_shape(make), nnx.Param)
-    x: Any = jax.ShapeDtypeStruct((tokens, config.dim), jnp.bfloat16)
-    return LayerArm(lambda params, _, x_NxD: nnx.merge(graph, params)(x_NxD), (nnx.to_pure_dict(params), None, x, x))
+    graph, state = nnx.split(nnx.eval_shape(make), nnx.Param)
+    params = nnx.to_pure_dict(state)
+    x: Any = jax.ShapeDtypeStruct((gpus * tokens, config.dim), jnp.bfloat16)
+    apply = lambda params, _, x_NxD: nnx.merge(graph, params)(x_NxD)  # noqa: E731
+    if gpus == 1:
+        return LayerArm(apply, (params, None, x, x))
+    devices = mesh.make(1, 1, expert=gpus)
+    are_cut = jax.tree_util.tree_map_with_path(lambda path, _: "experts" in jax.tree_util.keystr(path), params)
+
+    def place(leaf: Any, is_cut: bool) -> Any:
+        sharding = jax.sharding.NamedSharding(devices, jax.P(AXIS) if is_cut else jax.P())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    x = place(x, True)
+    return SharedLayerArm(apply, (jax.tree.map(place, params, are_cut), None, x, x), (devices, are_cut))
+
+
+def sent_megabytes(config: LlamaConfig, products: ExpertProducts, tokens: int, gpus: int) -> float:
+    """Megabytes of rows that a GPU sends forward and backward."""
+    assert isinstance(products, RecipeProducts)
+    assert products.sharing is not None
+    rows = tokens * config.experts_per_token
+    sent = fp8jax.dist.expert_collectives(rows, config.dim, gpus, products.sharing.wire_format, dispatches=2)
+    return sum(each.sent_bytes for each in sent) / 1e6
 
 
 def draw(layer: LayerArm) -> Any:
@@ -77,7 +133,8 @@ def draw(layer: LayerArm) -> Any:
         drawn = zip(jax.random.split(key, len(leaves)), scales, leaves, strict=True)
         return jax.tree.unflatten(tree, [(s * jax.random.normal(k, z.shape)).astype(z.dtype) for k, s, z in drawn])
 
-    params, x, dy = make(jax.random.key(0, impl="rbg"))
+    drawn = make(jax.random.key(0, impl="rbg"))
+    params, x, dy = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), drawn, (params, x, dy))
     return params, None, x, dy
 
 
@@ -106,7 +163,7 @@ def measure(
         rounds, burst: as of `timing.seconds`.
         patience: seconds until a program counts as failed.
     """
-    kept = {name: layer.saved for name, layer in layers.items()}
+    kept = {name: layer.saved for name, layer in layers.items() if not isinstance(layer, SharedLayerArm)}
     rows = [timing.row(case, name, "kept", size / 1e6, "MB", BF16, kept[BF16] / size) for name, size in kept.items()]
     ready, temporary = dict[str, Callable[[], Any]](), dict[str, int]()
     operands, want = draw(layers[BF16]), None
@@ -145,21 +202,28 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--only", nargs="+", choices=names[1:], default=names[1:], help=f"beside {BF16}")
     parser.add_argument("--patience", type=float, default=120, help="seconds until a program counts as failed")
     parser.add_argument("--workers", type=int, default=12, help="programs that compile at the same time")
+    parser.add_argument("--gpus", type=int, default=1, help="that share experts, each with so many tokens")
     options = parser.parse_args(argv)
     timing.need_gpu()
     title = f"A layer of experts, {options.tokens} tokens, forward and backward"
-    file = driver.ResultsFile(options, title, driver.notes_of(__doc__))
+    if options.gpus > 1:
+        title = f"A layer of experts over {options.gpus} GPUs, {options.tokens} tokens on each, forward and backward"
+    file = driver.ResultsFile(options, title, driver.notes_of(__doc__), devices=options.gpus)
     shapes = DRY if timing.dry() else {name: SHAPES[name] for name in options.shapes}
-    ways = {name: products for name, products in arms().items() if name in (BF16, *options.only)}
+    ways = {name: products for name, products in arms(options.gpus).items() if name in (BF16, *options.only)}
     tokens = 256 if timing.dry() else options.tokens
     with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
         layers = {
-            case: {name: make_layer(shape, way, tokens) for name, way in ways.items()} for case, shape in shapes.items()
+            case: {name: make_layer(shape, way, tokens, options.gpus) for name, way in ways.items()}
+            for case, shape in shapes.items()
         }
         programs = {
             case: {name: pool.submit(timing.traced, arm.in_order, *arm.operands) for name, arm in these.items()}
             for case, these in layers.items()
         }
         for case, these in layers.items():
+            if options.gpus > 1:
+                sent = {name: sent_megabytes(shapes[case], way, tokens, options.gpus) for name, way in ways.items()}
+                file.add([timing.row(case, name, "sent", mb, "MB", BF16, sent[BF16] / mb) for name, mb in sent.items()])
             file.add(measure(case, these, programs.pop(case), options.rounds, options.burst, options.patience))
     file.end("time", "kept", "temporaries")

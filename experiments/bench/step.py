@@ -96,7 +96,7 @@ class StepArm(driver.Arm):
         chunked = in_chunks("auto", batch * length, model.vocab) if chunked is None else chunked
         optimizer = make_optimizer(config.Config(), recipe)
         rows = mesh.batches(self.mesh)
-        self.task = Task.build(
+        self.task = Task(
             self.config, optimizer, recipe, remat=remat, seed=0, rows=rows if count > 1 else None, chunked=chunked
         )
         self.shapes = jax.eval_shape(self.task.init)

@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import gc
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -17,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.results import record
 from fp8jax.ops.dispatch import choice
 
 Row = dict[str, Any]
@@ -224,49 +222,6 @@ def means(rows: Sequence[Row], metric: str, last_resort: str | None = None) -> l
 
 def _mean(rows: Sequence[Row]) -> float:
     return float(np.exp(np.mean([np.log(r["ratio"]) for r in rows])))
-
-
-def write(
-    bench: str,
-    title: str,
-    rows: Sequence[Row],
-    notes: Sequence[str],
-    versions: dict[str, str],
-    out: Path,
-    last_resort: str | None = None,
-    *,
-    complete: bool = True,
-    devices: int = 1,
-) -> None:
-    """Writes OUT/CARD/BENCH.json and, when it is complete, a plot of the ratios that are `compared` beside it.
-
-    Args:
-        bench, title, rows, notes, versions: of the file.
-        out: folder of results.
-        last_resort: baseline of cases that have no peer, see `compared`.
-        complete: False while the command goes on; such a file is measured again.
-        devices: that were used.
-    """
-    kind = jax.devices()[0].device_kind
-    path = record.write(
-        out,
-        bench,
-        title=title,
-        command=f"python -m experiments.bench {shlex.join(_asked(sys.argv[1:]))}",
-        device=kind if devices == 1 else f"{devices} x {kind}",
-        rows=rows,
-        notes=notes,
-        versions=versions,
-        complete=complete and not dry(),
-    )
-    if complete:
-        plot(rows, title, path.with_suffix(".png"), last_resort)
-
-
-def _asked(arguments: Sequence[str]) -> list[str]:
-    """A command line without --out: where results were written says nothing of them."""
-    before = ["", *arguments]
-    return [a for a, last in zip(arguments, before, strict=False) if last != "--out" and not a.startswith("--out")]
 
 
 def plot(rows: Sequence[Row], title: str, path: Path, last_resort: str | None = None) -> None:

@@ -16,25 +16,29 @@ import fp8jax
 from experiments.bench import arms
 from experiments.models.plain_linen import LinenLlama
 
-BASE, HELD, RATE, CLIP, DECAY = "bf16", "held:", 3e-4, 1.0, 0.1
+BASE, HELD, OBSERVED = "bf16", "held:", "observed:"
+RATE, CLIP, DECAY = 3e-4, 1.0, 0.1
 
 
 class Training(NamedTuple):
-    """What makes a state, and a step from it, inputs and labels to the next one and the loss."""
+    """What makes a state, and a step from it, inputs and labels to the next one and the loss.
+
+    An observed step returns the loss and its statistics in place of the loss.
+    """
 
     begin: Callable[[], Any]
-    step: Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
+    step: Callable[[Any, jax.Array, jax.Array], tuple[Any, Any]]
 
 
 def recipe_of(arm: str) -> fp8jax.Recipe:
     """The recipe of an arm, as `arms.parse` takes it, or "auto:" and a preset, which is taken where layers gain.
 
-    "held:" may stand before it.
+    "held:" or "observed:" may stand before it.
 
     Raises:
         ValueError: no preset has this name.
     """
-    arm = arm.removeprefix(HELD)
+    arm = arm.removeprefix(HELD).removeprefix(OBSERVED)
     start, _, name = arm.rpartition(f"{fp8jax.recipes.AUTO}:")
     return arms.parse(arm)[0] if start or name == arm else fp8jax.recipes.for_shapes(name)
 
@@ -53,6 +57,16 @@ def _optimizer(arm: str) -> Any:
 def _key() -> jax.Array:
     """Of a generator that compiles fast."""
     return jax.random.key(0, impl="rbg")
+
+
+def _training(arm: str, begin: Callable[[], Any], step: Callable[..., tuple[Any, Any]]) -> Training:
+    """The steps, observed if the arm says it."""
+
+    def observed(*args: Any) -> tuple[Any, Any]:
+        (state, value), statistics = fp8jax.telemetry(step)(*args)
+        return state, (value, statistics)
+
+    return Training(begin, observed if arm.startswith(OBSERVED) else step)
 
 
 def of_nnx(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
@@ -74,7 +88,7 @@ def of_nnx(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), value
 
-    return Training(lambda: nnx.state(begun()), step)
+    return _training(arm, lambda: nnx.state(begun()), step)
 
 
 def of_linen(shape: tuple[int, ...], arm: str) -> Training:
@@ -96,7 +110,7 @@ def of_linen(shape: tuple[int, ...], arm: str) -> Training:
         value, grads = jax.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), value
 
-    return Training(begin, step)
+    return _training(arm, begin, step)
 
 
 def of_equinox(shape: tuple[int, ...], arm: str) -> Training:
@@ -128,4 +142,4 @@ def of_equinox(shape: tuple[int, ...], arm: str) -> Training:
             arrays = eqx.apply_updates(arrays, updates)
         return (arrays, of_tx), value
 
-    return Training(begin, step)
+    return _training(arm, begin, step)

@@ -14,18 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 import jax.numpy as jnp
+import tyro
 
+from experiments import export
 from experiments.errors import UserError
-from experiments.packages import needed
-
-with needed() as no_parser:
-    import tyro
-with needed() as missing:
-    from experiments import export
-    from experiments.hub import load, save
-    from experiments.train.checkpoint import quiet
-
-_PROGRAM = "experiments.hub"
+from experiments.hub import load, save
+from experiments.train.checkpoint import quiet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +47,7 @@ class Export:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, writes, and returns the exit code."""
-    if no_parser:
-        return no_parser.report(_PROGRAM)
-    settings = tyro.cli(Export, args=argv, prog=f"python -m {_PROGRAM}")
-    if missing:
-        return missing.report(_PROGRAM)
+    settings = tyro.cli(Export, args=argv, prog="python -m experiments.hub")
     quiet()
     try:
         kept = write(settings)

@@ -12,7 +12,7 @@ def main() -> int:
     out = sys.stdout if asked else sys.stderr
     print((papers.__doc__ or "").strip(), file=out)
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
-        if "\ndef main(" in path.read_text():
+        if "\nif __name__ ==" in path.read_text() and path.stem != "__main__":
             name = f"experiments.papers.{path.stem}"
             print(f"  {name:38}{startup.purpose(name).splitlines()[0].partition(': `python')[0]}", file=out)
     return 0 if asked else 2

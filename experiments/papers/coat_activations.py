@@ -4,6 +4,7 @@ How far quantized linear layers, and quantized inputs of non-linear layers by gr
 layer and the gradient before the first. Xi et al., COAT, ICLR 2025, sections 5.2 and H.
 """
 
+import argparse
 import sys
 from typing import Any
 
@@ -14,7 +15,6 @@ import optax
 from flax import nnx
 
 import fp8jax
-from experiments.errors import UserError
 from experiments.models.llama import Llama, SwiGLU
 from experiments.papers import common
 from experiments.papers.common import Row
@@ -136,8 +136,8 @@ def figure_4a(model: Llama, tokens_BxT: jax.Array) -> dict[tuple[str, int], floa
     hidden, _ = probe(model, tokens_BxT, backward=False)
     errors = {}
     for side in SIDES:
-        for kind, how in (("block BxB", spec("block", side)), ("group 1xB²", spec("group", side * side))):
-            h, _ = probe(quantize_activations(model, how), tokens_BxT, backward=False)
+        for kind, storage in (("block BxB", spec("block", side)), ("group 1xB²", spec("group", side * side))):
+            h, _ = probe(quantize_activations(model, storage), tokens_BxT, backward=False)
             errors[kind, side * side] = float(by_token(h, hidden).mean())
     return errors
 
@@ -169,15 +169,14 @@ def rows(errors: dict[str, tuple[np.ndarray, np.ndarray]], blocks: dict[tuple[st
     return table
 
 
-def main() -> int:
-    """Regenerates results/coat_activations.json."""
-    arguments = common.parse(__doc__)
-    try:
-        trained = common.dump(arguments.out).trained
-        corpus = data.read_corpus(trained.config.data.data, trained.config.data.valid_fraction)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def table(options: argparse.Namespace) -> common.Table:
+    """The results file.
+
+    Raises:
+        UserError: as `common.dump`.
+    """
+    trained = common.dump(options.out).trained
+    corpus = data.read_corpus(trained.config.data.data, trained.config.data.valid_fraction)
     length = trained.config.data.seq_len
     tokens = data.encode(corpus, trained.tokenizer, length).valid
     tokens_BxT = jnp.asarray(data.valid_batches(tokens, length, SEQUENCES, 1)[0])
@@ -196,9 +195,8 @@ def main() -> int:
         "same number of elements a scale.",
     ]
     title = "COAT: quantized activations by group size (Table 10, Figure 4(a))"
-    common.write("coat_activations", title, rows(errors, blocks), notes, None, arguments.results)
-    return 0
+    return common.Table("coat_activations", title, rows(errors, blocks), notes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run(__doc__, table))

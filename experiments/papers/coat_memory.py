@@ -4,6 +4,7 @@ Bytes are counted from the program that JAX differentiates, in U = batch x seque
 ICLR 2025, section 5.1, appendices D and L.
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -143,9 +144,8 @@ def rows() -> list[Row]:
     return [*entries, *totals]
 
 
-def main() -> int:
-    """Regenerates results/coat_memory.json."""
-    options = common.parse(__doc__)
+def table(_: argparse.Namespace) -> common.Table:
+    """The results file."""
     notes = [
         f"One layer of a Llama of width {WIDTH}, {HEADS} heads and a SwiGLU of 8/3 of the width, under `jax.vjp`, with "
         "an attention that keeps q, k, v, its output and a root of each row, as flash attention does. What a token "
@@ -161,16 +161,9 @@ def main() -> int:
         "The paper's totals leave scales out: 12.5 % of codes in groups of 16. Ratios are over bf16, ours over ours, "
         "the paper's over the paper's.",
     ]
-    common.write(
-        "coat_memory",
-        "COAT: what a layer keeps for the backward pass (Tables 2, 14)",
-        rows(),
-        notes,
-        None,
-        options.results,
-    )
-    return 0
+    title = "COAT: what a layer keeps for the backward pass (Tables 2, 14)"
+    return common.Table("coat_memory", title, rows(), notes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run(__doc__, table))

@@ -5,6 +5,7 @@ dynamic range of groups before and after expansion, how often codes occur, and t
 ICLR 2025.
 """
 
+import argparse
 import sys
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp8jax
-from experiments.errors import UserError
 from experiments.mesh import flatten
 from experiments.papers import common
 from experiments.papers.common import Row
@@ -69,9 +69,9 @@ def matrices(mu: Any, nu: Any) -> dict[str, Pairs]:
     return pairs
 
 
-def stored(values: np.ndarray, how: fp8jax.QuantSpec) -> np.ndarray:
+def stored(values: np.ndarray, storage: fp8jax.QuantSpec) -> np.ndarray:
     """The values after storage, float64."""
-    return np.asarray(fp8jax.quantize(jnp.asarray(values), how).dequantize(), np.float64)
+    return np.asarray(fp8jax.quantize(jnp.asarray(values), storage).dequantize(), np.float64)
 
 
 def direction(m: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -118,14 +118,14 @@ def group_size_table(pairs: Pairs) -> dict[int, tuple[float, float]]:
 def dynamic_ranges(values: Iterable[np.ndarray], moment: str) -> dict[str, np.ndarray]:
     """Largest over smallest non-zero magnitude of each group of 128, before and after expansion, and its exponent k."""
     ranges: dict[str, list[np.ndarray]] = {"before": [], "after": [], "k": []}
-    how = spec(moment, "e4m3", True)
+    storage = spec(moment, "e4m3", True)
     for x in values:
         magnitude = jnp.abs(jnp.asarray(x))
-        shape = how.block_shape(x.shape)
+        shape = storage.block_shape(x.shape)
         largest = np.asarray(blocks.reduce(magnitude, shape, jnp.max, 0.0), np.float64)
         nonzero = jnp.where(magnitude > 0, magnitude, jnp.inf)
         smallest = np.asarray(blocks.reduce(nonzero, shape, jnp.min, jnp.inf), np.float64)
-        quantized = fp8jax.quantize(jnp.asarray(x), how)
+        quantized = fp8jax.quantize(jnp.asarray(x), storage)
         assert quantized.expansion is not None
         k = np.asarray(quantized.expansion, np.float64)
         real = largest > 0
@@ -218,14 +218,13 @@ def notes(pairs: dict[str, Pairs]) -> list[str]:
     ]
 
 
-def main() -> int:
-    """Regenerates results/coat_optimizer.json."""
-    arguments = common.parse(__doc__)
-    try:
-        pairs = matrices(*common.dump(arguments.out).moments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def table(options: argparse.Namespace) -> common.Table:
+    """The results file.
+
+    Raises:
+        UserError: as `common.dump`.
+    """
+    pairs = matrices(*common.dump(options.out).moments)
     errors = {part: error_table(of_part) for part, of_part in pairs.items()}
     ranges = {
         "first order": dynamic_ranges((m for m, _ in pairs[LAYERS]), "mu"),
@@ -235,16 +234,10 @@ def main() -> int:
         "first order": code_shares((m for m, _ in pairs[LAYERS]), "mu"),
         "second order": code_shares((v for _, v in pairs[LAYERS]), "nu"),
     }
-    common.write(
-        "coat_optimizer",
-        "COAT: quantization error of optimizer states (Tables 1 and 9, Figures 2 and 3)",
-        rows(errors, ranges, shares, group_size_table(pairs[LAYERS])),
-        notes(pairs),
-        None,
-        arguments.results,
-    )
-    return 0
+    title = "COAT: quantization error of optimizer states (Tables 1 and 9, Figures 2 and 3)"
+    entries = rows(errors, ranges, shares, group_size_table(pairs[LAYERS]))
+    return common.Table("coat_optimizer", title, entries, notes(pairs))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run(__doc__, table))

@@ -1,13 +1,11 @@
 """COAT's Table 12 and Figure 4(b) on one GPU: `python -m experiments.papers.coat_speed`.
 
 What the first stage of group scaling adds to RMSNorm, and what the ways to find a tensor's scale take. Xi et al., COAT,
-ICLR 2025, section 5.2, appendix J. Table 7 is a view of `bench layer` (`speeds`).
+ICLR 2025, section 5.2, appendix J. Table 7 is a view of `bench layer` (results/papers.toml).
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,9 +35,9 @@ def norm_arms() -> dict[str, Any]:
         y, back = jax.vjp(lambda x: fp8jax.rms_norm(x, recipe=fp8jax.recipes.coat()), x)
         return y, jax.tree.leaves(back)
 
-    def codes(x: jax.Array, **how: Any) -> Any:
+    def codes(x: jax.Array, **settings: Any) -> Any:
         y, residuals = residuals_of(x)
-        return quantize(y, "e4m3", **how)[0], residuals
+        return quantize(y, "e4m3", **settings)[0], residuals
 
     return {
         NORM: _norm,
@@ -70,13 +68,14 @@ def norms(columns: int, rounds: int, burst: float) -> list[Row]:
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Regenerates results/coat_speed.json."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds those of timing."""
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--burst", type=float, default=0.02, help="seconds of one round of one implementation")
-    parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
-    options = parser.parse_args(argv)
+
+
+def table(options: argparse.Namespace) -> common.Table:
+    """The results file."""
     startup.recommend_flags()
     timing.need_gpu()
     rows = [row for n in PAPER_NORM for row in norms(n, options.rounds, options.burst)]
@@ -91,10 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     arguments = f"--rounds {options.rounds} --burst {options.burst:g}"
     title = "COAT: what scales cost (Table 12, Figure 4(b))"
-    device = jax.devices()[0].device_kind
-    common.write("coat_speed", title, rows, notes, None, options.results, arguments=arguments, device=device)
-    return 0
+    return common.Table("coat_speed", title, rows, notes, arguments=arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run(__doc__, table, add_options))

@@ -5,9 +5,10 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from matplotlib.figure import Figure
@@ -112,17 +113,49 @@ def write(
     return path
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The command line that every table has, described by the module's docstring: --out and --results."""
-    options = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    options.add_argument("--out", type=Path, default=Path("runs"), help="folder of training runs (default: runs)")
-    options.add_argument("--results", type=Path, default=RESULTS, help="where to write (default: results)")
-    return options
+class Table(NamedTuple):
+    """A table as `write` takes it."""
+
+    bench: str
+    title: str
+    rows: Sequence[Row]
+    notes: Sequence[str]
+    figure: Figure | None = None
+    arguments: str = ""
+    module: str = ""
+    device: str | None = None
 
 
-def parse(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments of a table that has no other options than those of `parser`."""
-    return parser(doc).parse_args(argv)
+def run(
+    doc: str | None,
+    make: Callable[[argparse.Namespace], Table],
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> int:
+    """Makes a table by a command line, and writes it; the exit code, 2 after a UserError.
+
+    Args:
+        doc: of the module; its first line describes the command.
+        make: the table of options, of which "out" is the folder of training runs.
+        add_options: adds those that the table has besides --out and --results.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of training runs (default: runs)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where to write (default: results)")
+    if add_options is not None:
+        add_options(parser)
+    options = parser.parse_args()
+    try:
+        table = make(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    write(
+        *(table.bench, table.title, table.rows, table.notes, table.figure, options.results),
+        arguments=table.arguments,
+        module=table.module,
+        device=table.device,
+    )
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)

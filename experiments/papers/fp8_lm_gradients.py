@@ -4,6 +4,7 @@ The gradients of a small Llama on up to 1,024 sequences are those of as many rep
 with what each form of reduction makes of them. Peng et al., FP8-LM, 2023, section 2.1.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ import ml_dtypes
 import numpy as np
 import optax
 
-from experiments.errors import UserError
 from experiments.models.llama import LlamaConfig
 from experiments.papers import common
 from experiments.papers.common import Row
@@ -186,17 +186,9 @@ def rows(errors: Errors) -> list[Row]:
     return table
 
 
-PRE, POST, AUTO = "pre-scale (equation 1)", "post-scale (equation 2)", "auto-scale (equation 3)"
-
-
-def main() -> int:
-    """Regenerates results/fp8_lm_gradients.json."""
-    arguments = common.parse(__doc__)
-    try:
-        errors = measure(real_gradients(max(REPLICAS)), REPLICAS)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def table(_: argparse.Namespace) -> common.Table:
+    """The results file."""
+    errors = measure(real_gradients(max(REPLICAS)), REPLICAS)
     notes = [
         f"Gradients of the matrices of the {LLAMA.layers} blocks of a Llama (width {LLAMA.dim}) after {STEPS} steps on "
         f"the standard library's sources, one of each of {max(REPLICAS):,} sequences of {SEQ} bytes; figures are means "
@@ -211,11 +203,10 @@ def main() -> int:
         "of replicas.",
     ]
     title = "FP8-LM: sums of gradients in 8 bits over 2 to 1,024 replicas (Figure 7)"
-    common.write("fp8_lm_gradients", title, rows(errors), notes, None, arguments.results)
     for (name, count), (snr, under, over) in errors.items():
         print(f"{name:34s} {count:5d}  SNR {snr:6.2f} dB  underflow {under:8.3%}  overflow {over:8.4%}")
-    return 0
+    return common.Table("fp8_lm_gradients", title, rows(errors), notes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run(__doc__, table))

@@ -6,6 +6,7 @@ On a GPU `--model 125m --data books.txt --seq-len 512 --lr 1e-3`, of 85M paramet
 results/fp8_lm_precision_125m.json.
 """
 
+import argparse
 import concurrent.futures
 import functools
 import sys
@@ -19,7 +20,6 @@ import optax
 from matplotlib.figure import Figure
 
 import fp8jax
-from experiments.errors import UserError
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 from experiments.papers import common
@@ -83,23 +83,23 @@ ARMS = {
 }
 
 
-def store(how: fp8jax.QuantSpec | str, tree: Any) -> Any:
+def store(storage: fp8jax.QuantSpec | str, tree: Any) -> Any:
     """A tree after storage, in fp32."""
 
     def leaf(path: Any, x: jax.Array) -> jax.Array:
-        if isinstance(how, str):
+        if isinstance(storage, str):
             # On a GPU XLA removes a cast to bf16 and back, but not this.
-            kind = jnp.finfo(formats.get(how).dtype)
+            kind = jnp.finfo(formats.get(storage).dtype)
             return jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
-        stacked = int("layers" in jax.tree_util.keystr(path)) if how.granularity == "tensor" else 0
-        return fp8jax.quantize(x, fp8jax.QuantSpec(**{**vars(how), "layer_axes": stacked})).dequantize()
+        stacked = int("layers" in jax.tree_util.keystr(path)) if storage.granularity == "tensor" else 0
+        return fp8jax.quantize(x, fp8jax.QuantSpec(**{**vars(storage), "layer_axes": stacked})).dequantize()
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
 def store_as(index: jax.Array, tree: Any) -> Any:
     """A tree after the storage of this number in `STORAGES`; traced, so that one program serves all arms."""
-    return jax.lax.switch(index, [functools.partial(store, how) for how in STORAGES.values()], tree)
+    return jax.lax.switch(index, [functools.partial(store, storage) for storage in STORAGES.values()], tree)
 
 
 def make_run(task: Task, steps: int, rate: float) -> Any:
@@ -219,21 +219,23 @@ def draw(losses: dict[str, np.ndarray]) -> Figure:
     return figure
 
 
-def main() -> int:
-    """Regenerates results/fp8_lm_precision.json and .png, or those of a larger model."""
-    parser = common.parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds those of the model and of its training."""
     parser.add_argument("--model", choices=sizes.NAMES, help="a larger model (default: one of 131,392 parameters)")
     parser.add_argument("--data", nargs="+", default=[], help="text to train on (default: the standard library)")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--seq-len", type=int, default=SEQ)
     parser.add_argument("--lr", type=float, default=RATE, help="the largest learning rate")
-    arguments = parser.parse_args()
-    try:
-        corpus = data.read_corpus(arguments.data, 0.05)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+
+def table(arguments: argparse.Namespace) -> common.Table:
+    """The results file with its figure, or that of a larger model.
+
+    Raises:
+        UserError: as `data.read_corpus`.
+    """
+    corpus = data.read_corpus(arguments.data, 0.05)
     llama = sizes.get(arguments.model, LLAMA.vocab) if arguments.model else LLAMA
     batch, length, rate = arguments.batch, arguments.seq_len, arguments.lr
     batches = data.train_batches(data.encode(corpus, Bytes(), length).train, length, batch, seed=0)
@@ -253,24 +255,15 @@ def main() -> int:
         "updates add up; a run this short shows less of the harm of a coarse master weight.",
     ]
     title = "FP8-LM: which part of the optimizer tolerates which precision (Table 6, Figure 8)"
-    table = rows(losses, plain)
     options, suffix = "", ""
     if arguments.model:
         options = f"--model {arguments.model} --data TEXT --steps {arguments.steps} --batch {batch} --seq-len {length}"
         options, suffix = f"{options} --lr {rate:g}", f"_{arguments.model}"
         title = f"{title}: {parameters / 1e6:.0f}M parameters"
-    common.write(
-        f"fp8_lm_precision{suffix}",
-        title,
-        table,
-        notes,
-        draw(losses),
-        arguments.results,
-        arguments=options,
-        module="fp8_lm_precision",
+    return common.Table(
+        f"fp8_lm_precision{suffix}", title, rows(losses, plain), notes, draw(losses), options, "fp8_lm_precision"
     )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run(__doc__, table, add_options))

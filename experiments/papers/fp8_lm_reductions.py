@@ -6,6 +6,7 @@ figure stands that of the model in NumPy, by which `fp8_lm_gradients` goes to 1,
 form "one_phase"; on a CPU they are added in fp32 and rounded once, which is no figure of NCCL's.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -80,22 +81,20 @@ def measure(gradients: Mapping[str, np.ndarray], counts: Sequence[int]) -> list[
     return rows
 
 
-def main() -> int:
-    """Regenerates results/CARD/fp8_lm_reductions.json, and fp8_lm_reductions_gpus.json on GPUs."""
-    options = common.parse(__doc__)
+def table(_: argparse.Namespace) -> common.Table:
+    """The results file, fp8_lm_reductions.json, or fp8_lm_reductions_gpus.json on GPUs.
+
+    Raises:
+        UserError: there is one device.
+    """
     if "host_platform_device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={VIRTUAL}".strip()
     have = jax.device_count()
     counts = [n for n in (2, 4, 8, 16) if n <= (2 if timing.dry() else have)]
     if not counts:
-        print("error: gradients travel between two devices at least, and here is one", file=sys.stderr)
-        return 2
-    try:
-        steps = 2 if timing.dry() else fp8_lm_gradients.STEPS
-        gradients = dict(fp8_lm_gradients.real_gradients(counts[-1], steps))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise UserError("gradients travel between two devices at least, and here is one")
+    steps = 2 if timing.dry() else fp8_lm_gradients.STEPS
+    gradients = dict(fp8_lm_gradients.real_gradients(counts[-1], steps))
     rows = measure(gradients, counts)
     gpu = jax.devices()[0].platform == "gpu"
     notes = [
@@ -110,10 +109,12 @@ def main() -> int:
     ]
     title = "FP8-LM: sums of gradients in 8 bits by fp8jax.dist (Figure 7)"
     device = jax.devices()[0].device_kind
-    common.write("fp8_lm_reductions_gpus" if gpu else "fp8_lm_reductions", title, rows, notes, None, options.results,
-                 module="fp8_lm_reductions", device=f"{have} x {device}" if gpu else None)  # fmt: skip
-    return 0
+    if not gpu:
+        return common.Table("fp8_lm_reductions", title, rows, notes)
+    return common.Table(
+        "fp8_lm_reductions_gpus", title, rows, notes, module="fp8_lm_reductions", device=f"{have} x {device}"
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run(__doc__, table))

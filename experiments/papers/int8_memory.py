@@ -4,6 +4,7 @@ Bytes are counted from the program that JAX differentiates, as for COAT (`experi
 batch x sequence x width x 2 bytes. arXiv 2503.08040, sections 1 and 5.2.
 """
 
+import argparse
 import dataclasses
 import sys
 from unittest import mock
@@ -50,9 +51,8 @@ def rows() -> list[Row]:
     return table
 
 
-def main() -> int:
-    """Regenerates results/int8_memory.json."""
-    options = common.parse(__doc__)
+def table(_: argparse.Namespace) -> common.Table:
+    """The results file."""
     notes = [
         f"One layer of a Llama of width {coat_memory.WIDTH}, {coat_memory.HEADS} heads and a SwiGLU of 8/3 of the "
         "width, under `jax.vjp`, with an attention that keeps q, k, v, its output and a root of each row. What a token "
@@ -65,9 +65,8 @@ def main() -> int:
         "stays in bf16, as in the paper: 4 U, with the output that is reshaped.",
     ]
     title = "INT8 fallback: what a layer keeps for the backward pass"
-    common.write("int8_memory", title, rows(), notes, None, options.results)
-    return 0
+    return common.Table("int8_memory", title, rows(), notes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run(__doc__, table))

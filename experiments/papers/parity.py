@@ -284,9 +284,11 @@ def read(study: Study, results: Path) -> tuple[Runs, dict[str, dict[str, Any]]]:
     paths = {name: study.path_of(results, name) for name in (BASE, *study.recipes, *study.others)}
     files = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     for key in ("text", "device", "setting"):
-        first = next(iter(files), "")
-        for name, content in files.items():
-            if (here := content.get(key)) != (there := files[first].get(key)):
+        # The first files of the fixed batch state neither text nor setting.
+        stated = {name: content[key] for name, content in files.items() if key in content}
+        first = next(iter(stated), "")
+        for name, here in stated.items():
+            if here != (there := stated[first]):
                 raise UserError(
                     f"{paths[name]} and {paths[first]} are of another {key}, {here} and {there}: "
                     "all arms have one; train one of them again"

@@ -256,7 +256,7 @@ def programs(arm: ParityArm, setting: Setting) -> tuple[Any, Any, int]:
     recipe = with_master(arm.recipe, arm.master)
     tx = make_optimizer(config.Config(optim=optim), recipe)
     rows = mesh.batches(mesh.make(replicas(arm), 1)) if replicas(arm) > 1 else None
-    task = Task.build(setting.llama, tx, recipe, remat=False, seed=0, rows=rows)
+    task = Task(setting.llama, tx, recipe, remat=False, seed=0, rows=rows)
 
     def run(seed: jax.Array, text: jax.Array, starts: jax.Array) -> tuple[TrainState, jax.Array]:
         def step(state: TrainState, starts: jax.Array) -> tuple[TrainState, jax.Array]:

@@ -4,6 +4,7 @@ FP8-LM, Tables 5, 7 and 8; COAT, Table 11; MOSS, Table 5: what `experiments.plan
 name. Nothing is run.
 """
 
+import argparse
 import dataclasses
 import sys
 from typing import Any
@@ -74,11 +75,11 @@ def moss() -> list[Row]:
         rows.append(Row(name, "activations", size, "GB", paper=theirs, table=table))
     table = "MOSS, Table 5: sent a step for weights and gradients, FSDP over 8"
     for name in MOSS:
-        for how, comm in (("", Comm()), (", 8-bit gradients", Comm("e4m3"))):
+        for suffix, comm in (("", Comm()), (", 8-bit gradients", Comm("e4m3"))):
             recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=comm)
             sent = plan.of(llama, recipe, {"data": 1, "fsdp": 8}, 0).sent_bytes / 1e9
-            theirs = MOSS[name][1] if not how else None
-            rows.append(Row(f"{name}{how}", "sent", sent, "GB", paper=theirs, table=table))
+            theirs = MOSS[name][1] if not suffix else None
+            rows.append(Row(f"{name}{suffix}", "sent", sent, "GB", paper=theirs, table=table))
     return rows
 
 
@@ -103,8 +104,8 @@ def activations(devices: int = 8, tokens: int = 2048) -> list[Row]:
     for name in FP8_LM_VOLUME:
         llama, sent = sizes.get(name, VOCAB), {}
         for recipe in ("bf16", "fp8_lm", "fast"):
-            how = tensor.travels(fp8jax.recipes.get(recipe))
-            found = fp8jax.dist.sequence_collectives(tokens, llama.dim, devices, how, times=2 * llama.layers)
+            sent_as = tensor.wire_format(fp8jax.recipes.get(recipe))
+            found = fp8jax.dist.sequence_collectives(tokens, llama.dim, devices, sent_as, times=2 * llama.layers)
             sent[recipe] = sum(one.sent_bytes for one in found)
         table = f"FP8-LM, Table 7: activations between {devices} devices that share a sequence of {tokens:,} tokens"
         before, after = FP8_LM_ACTIVATIONS.get(name, (None, None))
@@ -126,10 +127,10 @@ def whole_tensors(devices: int = 32) -> list[Row]:
         tensors = _tensors(llama)
         of_state: Any = lambda x: 5 * x.size  # noqa: E731
         table = f"FP8-LM, Table 8: master weights and moments on {devices} devices"
-        for how, split in (("whole tensors", fp8jax.dist.partition), ("slices", fp8jax.dist.slices)):
+        for parts, split in (("whole tensors", fp8jax.dist.partition), ("slices", fp8jax.dist.slices)):
             loads = split(tensors, devices, of_state).loads
             for which, load in (("most", max(loads)), ("least", min(loads))):
-                rows.append(Row(f"{name}, {how}, {which}", "states", load / 1e9, "GB", table=table))
+                rows.append(Row(f"{name}, {parts}, {which}", "states", load / 1e9, "GB", table=table))
     return rows
 
 
@@ -143,9 +144,8 @@ def _tensors(llama: Any) -> list[jax.ShapeDtypeStruct]:
     return tensors
 
 
-def main() -> int:
-    """Regenerates results/plans.json."""
-    arguments = common.parse(__doc__)
+def table(_: argparse.Namespace) -> common.Table:
+    """The results file."""
     notes = [
         "From `experiments.plan`: moments as stored, of Llamas of these sizes with a vocabulary of 32,000; activations "
         "that JAX's own differentiation keeps of a layer, with an attention that keeps what flash attention does; what "
@@ -162,13 +162,10 @@ def main() -> int:
         "(7b: nine a layer on 32) loads still differ by less than the largest tensor; slices are equal.",
     ]
     rows = [*volume(), *activations(), *whole_tensors(), *coat(), *moss()]
-    common.write(
-        "plans", "Memory and communication on paper (FP8-LM, COAT, MOSS)", rows, notes, None, arguments.results
-    )
     for row in rows:
         print(f"{row.table[:45]:46}{row.case:32}{row.metric:44}{row.value:9.2f} {row.unit:9} paper {row.paper}")
-    return 0
+    return common.Table("plans", "Memory and communication on paper (FP8-LM, COAT, MOSS)", rows, notes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.run(__doc__, table))

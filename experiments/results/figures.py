@@ -86,6 +86,7 @@ class Row(NamedTuple):
     """A row of RESULTS.md.
 
     Attributes:
+        label: the table where it stands first, and its name there.
         what: what is measured, in at most eight words; the table's text has the baseline.
         bench: name of the results file.
         ours: template of our figure.
@@ -93,6 +94,7 @@ class Row(NamedTuple):
         rival: template of others' figures of the same run.
     """
 
+    label: str
     what: str
     bench: str
     ours: str
@@ -108,14 +110,12 @@ class Table(NamedTuple):
         title: "" if it is the only one of its section.
         text: what its figures are compared with.
         rows: its rows.
-        own_rows: those of them that no other table has.
     """
 
     section: str
     title: str
     text: str
     rows: tuple[Row, ...]
-    own_rows: tuple[Row, ...]
 
 
 def tables() -> list[Table]:
@@ -126,32 +126,27 @@ def tables() -> list[Table]:
     """
     found, known = list[Table](), dict[str, Row]()
     for content in read("tables.toml")["table"]:
-        all_rows, own = list[Row](), list[Row]()
+        rows = list[Row]()
         for fields in content["row"]:
-            if "again" in fields:
-                if fields["again"] not in known:
-                    raise ValueError(f"tables.toml: no row {fields['again']!r} before {fields['what']!r}")
-                all_rows.append(known[fields["again"]]._replace(what=fields["what"]))
-                continue
-            own.append(Row(**fields))
-            all_rows.append(own[-1])
-            known[f"{content.get('title', content['section'])}: {own[-1].what}"] = own[-1]
-        found.append(Table(content["section"], content.get("title", ""), content["text"], tuple(all_rows), tuple(own)))
+            label = f"{content.get('title', content['section'])}: {fields['what']}"
+            if "again" not in fields:
+                known[label] = row = Row(label, **fields)
+            elif fields["again"] in known:
+                row = known[fields["again"]]._replace(what=fields["what"])
+            else:
+                raise ValueError(f"tables.toml: no row {fields['again']!r} before {fields['what']!r}")
+            rows.append(row)
+        found.append(Table(content["section"], content.get("title", ""), content["text"], tuple(rows)))
     return found
 
 
 def headlines(bench: str, result: Result) -> list[dict[str, str]]:
     """What RESULTS.md says of a results file: "label", "ours", "paper" and "rival"."""
+    of_bench = {row.label: row for table in tables() for row in table.rows if row.bench == bench}
     return [
-        {
-            "label": f"{table.title or table.section}: {row.what}",
-            "ours": ours,
-            "paper": row.paper,
-            "rival": filled(row.rival, result) or "",
-        }
-        for table in tables()
-        for row in table.own_rows
-        if row.bench == bench and (ours := filled(row.ours, result))
+        {"label": label, "ours": ours, "paper": row.paper, "rival": filled(row.rival, result) or ""}
+        for label, row in of_bench.items()
+        if (ours := filled(row.ours, result))
     ]
 
 
@@ -165,42 +160,63 @@ def read(name: str) -> dict[str, Any]:
     return tomllib.loads((_FOLDER / name).read_text())
 
 
-class Quote(NamedTuple):
-    """A sentence of README.md or of docs/ with figures `{BENCH EXPRESSION:FORMAT}`.
+def blocks(results: Mapping[str, Mapping[str, Result]]) -> dict[str, str]:
+    """The tables and sentences of docs.toml with their figures, by name.
 
-    `{card}` is the card that measured the figures.
+    Args:
+        results: content of the files, by name and card.
+
+    Raises:
+        ValueError: as `with_figures`.
     """
+    return {name: with_figures(text, results) for name, text in read("docs.toml").items()}
 
-    text: str
 
-    @property
-    def pattern(self) -> re.Pattern[str]:
-        """Finds the sentence with any figures and line breaks; a group is a figure or a card."""
-        forms = {"{card}": r"([A-Z]+\d+)", "{}": r"([+-]?\d[\d,.]*?)"}
-        words = re.split(r"(\{card\}|\{\}|\s+)", FIGURE.sub("{}", self.text))
-        return re.compile("".join(forms.get(w) or (r"\s+" if w.isspace() else re.escape(w)) for w in words))
+def with_figures(text: str, results: Mapping[str, Mapping[str, Result]], missing: str | None = None) -> str:
+    """Lines of Markdown with their figures, `{BENCH EXPRESSION:FORMAT}`, of one card for all of a benchmark.
 
-    def figures(self, results: Mapping[str, Mapping[str, Result]]) -> list[str]:
-        """The figures and cards for the groups of `pattern`.
+    `{card}` becomes the card that measured the figures of its line, `{sources}` the commands, cards and commits of all.
 
-        Raises:
-            ValueError: a figure is in no file or in several rows, or figures are of several cards.
-        """
-        wanted = [match.groups() for match in FIGURE.finditer(self.text)]
-        figures, cards = [], list[str]()
-        for bench, expression, form in wanted:
-            same = [other for name, other, _ in wanted if name == bench]
-            card, result = latest(results.get(bench, {}), same)
+    Args:
+        text: lines of Markdown.
+        results: content of the files, by name and card.
+        missing: what stands for a figure that is in no file; lines without any figure are then left out.
+
+    Raises:
+        ValueError: a figure is in no file or in several rows, or a line names the card of figures of several cards.
+    """
+    expressions, lines, sources = dict[str, list[str]](), [], dict[str, None]()
+    for bench, expression, _ in FIGURE.findall(text):
+        expressions.setdefault(bench, []).append(expression)
+    found = {bench: latest(results.get(bench, {}), wanted) for bench, wanted in expressions.items()}
+    for line in text.split("\n"):
+        figures, cards = list[str](), set[str]()
+        for bench, expression, form in FIGURE.findall(line):
+            card, result = found[bench]
             values = evaluate(result, expression)
+            if len(values) == 0 and missing is not None:
+                figures.append(missing)
+                continue
             if len(values) != 1:
-                where = f"results/*/{bench}.json"
-                raise ValueError(f"{len(values)} figures in {where}, not one, for {expression} in: {self.text}")
+                raise ValueError(
+                    f"{len(values)} figures in results/*/{bench}.json, not one, for {expression} in: {line}"
+                )
             figures.append(format(values[0], form))
-            cards.append(card.partition("x")[0].upper())
-        if "{card}" in self.text and len(named := dict.fromkeys(card for card in cards if card != "CPU")) > 1:
-            raise ValueError(f"figures of several cards, {', '.join(named)}, in one sentence: {self.text}")
-        found = iter(figures)
-        return [cards[0] if place == "{card}" else next(found) for place in re.findall(r"\{card\}|\{", self.text)]
+            name = card.partition("x")[0].upper()
+            cards |= {name} - {"CPU"}
+            commits = {row["commit"] for row in result["rows"]}
+            commit = commits.pop() if len(commits) == 1 else "several commits"
+            sources[f"`{short(result['command'])}`, {name}, {commit}"] = None
+        if figures and set(figures) == {missing}:
+            continue
+        written_figures = iter(figures)
+        line = FIGURE.sub(lambda _: next(written_figures), line)  # noqa: B023
+        if "{card}" in line:
+            if len(cards) != 1:
+                raise ValueError(f"figures of the cards {', '.join(sorted(cards))}, not of one, in: {line}")
+            line = line.replace("{card}", cards.pop())
+        lines.append(line)
+    return "\n".join(lines).replace("{sources}", "; ".join(sources))
 
 
 def latest(of_cards: Mapping[str, Result], expressions: Sequence[str]) -> tuple[str, Result]:
@@ -211,33 +227,6 @@ def latest(of_cards: Mapping[str, Result], expressions: Sequence[str]) -> tuple[
     order = sorted(of_cards, key=lambda card: (of_cards[card].get("complete", True), of_cards[card]["date"], card))
     if not order:
         return "", {"rows": []}
-    for card in order[::-1]:
-        if all(len(evaluate(of_cards[card], each)) == 1 for each in expressions):
-            return card, of_cards[card]
-    return order[-1], of_cards[order[-1]]
-
-
-def quotes() -> list[Quote]:
-    """All sentences."""
-    return [Quote(each["text"]) for each in read("quotes.toml")["quote"]]
-
-
-def with_quotes(
-    pages: Mapping[str, str], results: Mapping[str, Mapping[str, Result]], sentences: Sequence[Quote] | None = None
-) -> dict[str, str]:
-    """Pages, by name, with the figures of every sentence as the files give them.
-
-    Raises:
-        ValueError: a sentence does not stand once in all of them, or as `Quote.figures`; the message names it.
-    """
-    new = dict(pages)
-    for quote in quotes() if sentences is None else sentences:
-        found = [(name, match) for name, text in new.items() for match in quote.pattern.finditer(text)]
-        if len(found) != 1:
-            raise ValueError(f"README.md and docs/ hold this {len(found)} times, not once: {quote.text}")
-        ((name, match),) = found
-        page = new[name]
-        for i, figure in reversed(list(enumerate(quote.figures(results), 1))):
-            page = page[: match.start(i)] + figure + page[match.end(i) :]
-        new[name] = page
-    return new
+    whole = [card for card in order if all(len(evaluate(of_cards[card], each)) == 1 for each in expressions)]
+    card = (whole or order)[-1]
+    return card, of_cards[card]

@@ -97,6 +97,7 @@ TWO_GPUS = (
           file="step_tensor", gpus=2),
     bench("models", 150, "--models", "llama1b", "--gpus", "2", "--rounds", "3", "--arm", "bf16", "coat_fast",
           file="models_two", gpus=2),
+    bench("moe", 120, "--gpus", "2", file="moe_two", gpus=2),
     bench("reduce", 120, gpus=2),
     bench("step", 200, "--model", "7b", "--mesh", "fsdp", "--batch", "4", "--rounds", "3", "--torch", "--arm", "coat",
           "fp8_lm", "fp8_lm_two_phase", file="step_7b", gpus=2),
@@ -171,8 +172,6 @@ SETTLED = (
 )
 # From other files, without measuring: after the others.
 DERIVED = (
-    *(Job(page, ("experiments.papers.speeds", "--results"), 5, gpus=0)
-      for page in ("moss_speed", "coat_layer", "coat_efficiency")),
     *(Job(page, ("experiments.papers.parity", "--study", name, "--judge", "--results"), 5, gpus=0)
       for name, page in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals"),
                          ("block_scaled", "recipe_parity_block_scaled"), ("experts", "recipe_parity_experts"),

@@ -7,12 +7,13 @@ has the card and the commit that measured it. `python -m experiments.results --l
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.results import figures, first_screen, record
+from experiments.results import figures, picture, record
 from experiments.results.jobs import SETTLED
 
 HEAD = """# Results
@@ -25,8 +26,11 @@ same run. A blank cell means that we do not have the figure.
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"
+# A table without rows, and its heading.
+EMPTY = re.compile(r"### .*\n\n\|.*\|\n\|[-:|]+\|\n\n")
 PICTURE = "docs/_static/llama_step.svg"
-START, END = "<!-- Written by python -m experiments.results.report; do not edit. -->", "<!-- end -->"
+# A block of docs.toml in a page.
+BLOCK = re.compile(r"(<!-- figures: (\w+).*?-->\n).*?(<!-- end -->)", re.DOTALL)
 
 Result = Mapping[str, Any]
 Results = Mapping[str, Mapping[str, Result]]
@@ -143,6 +147,31 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def view(content: Mapping[str, Any], results: Results) -> str | None:
+    """A page of a paper's tables that figures of other results files fill, one kind of GPU after the other.
+
+    None if there is none of these files.
+
+    Args:
+        content: "title", "text" and "notes", as in papers.toml.
+        results: content of the files, by name and card.
+    """
+    benches = {bench for bench, _, _ in figures.FIGURE.findall(content["text"])}
+    kind_of = lambda card: card.partition("x")[0]  # noqa: E731
+    kinds = {kind_of(card) for bench in benches for card in results.get(bench, {})} - {"cpu"}
+    if not kinds:
+        return None
+    parts = [f"# {content['title']}", "[all results](../../RESULTS.md)"]
+    for kind in sorted(kinds):
+        own = {
+            bench: {card: result for card, result in results.get(bench, {}).items() if kind_of(card) in (kind, "cpu")}
+            for bench in benches
+        }
+        text = figures.with_figures(content["text"], own, missing="-")
+        parts += [f"## On {kind}", EMPTY.sub("", text)]
+    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in content["notes"])]) + "\n"
+
+
 def measured(result: Result) -> str:
     """When, on which cards and at which commits."""
     devices = dict.fromkeys(device for _, device in record.sources(result))
@@ -179,6 +208,11 @@ def front(results: Results, pages: str) -> str:
         f"- [{next(iter(of.values())).get('title', name)}]({pages}/{name}.md): "
         + "; ".join(measured(result) for result in of.values())
         for name, of in results.items()
+    ]
+    listed += [
+        f"- [{content['title']}]({pages}/{name}.md)"
+        for name, content in figures.read("papers.toml").items()
+        if view(content, results)
     ]
     return "\n\n".join([*filter(None, parts), "## Pages", "\n".join(listed)]) + "\n"
 
@@ -239,48 +273,56 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
     return results
 
 
-def written(folder: Path) -> dict[str, str]:
-    """RESULTS.md and all pages of a folder, by path relative to the folder's parent.
+def written(folder: Path, readme: Path | None = None) -> dict[Path, str]:
+    """What the files of a folder give, by path.
+
+    These are RESULTS.md beside the folder and all its pages. With a README they are also the picture, README and the
+    pages of docs/ beside it that people write, with their figures.
 
     Raises:
-        ValueError: as `read`.
+        ValueError: as `read`, `figures.blocks`, `with_blocks` and `picture.draw`.
     """
     results = read(folder)
-    files = {"RESULTS.md": front(results, f"{folder.name}/pages")}
+    files = {folder.parent / "RESULTS.md": front(results, f"{folder.name}/pages")}
     for name, of_cards in results.items():
         pictures = {card: f"../{card}/{name}.png" for card in of_cards if (folder / card / f"{name}.png").exists()}
-        files[f"{folder.name}/pages/{name}.md"] = page(of_cards, pictures)
+        files[folder / "pages" / f"{name}.md"] = page(of_cards, pictures)
+    for name, content in figures.read("papers.toml").items():
+        if text := view(content, results):
+            files[folder / "pages" / f"{name}.md"] = text
+    if readme is not None:
+        pages = {path: path.read_text() for path in quoting(readme)}
+        files |= with_blocks(pages, figures.blocks(results))
+        files[readme.parent / PICTURE] = picture.draw(results["models"])
     return files
 
 
-def quoting(readme: Path) -> dict[str, str]:
-    """README and the pages of docs/ beside it that people write, by path relative to README's folder."""
+def quoting(readme: Path) -> list[Path]:
+    """README and the pages of docs/ beside it that people write."""
     made = ("_build", "api", "results", "examples")
     pages = [path for path in sorted((readme.parent / "docs").rglob("*.md")) if not set(made) & set(path.parts)]
-    names = [str(path.relative_to(readme.parent)) for path in [readme, *pages] if path.name != "changelog.md"]
-    return {name: (readme.parent / name).read_text() for name in names}
+    return [path for path in [readme, *pages] if path.name != "changelog.md"]
 
 
-def with_figures(pages: Mapping[str, str], folder: Path, readme: str = "README.md") -> dict[str, str]:
-    """Pages with README's first figures, between two comments, its picture, and the figures of all sentences.
-
-    Args:
-        pages: what `quoting` reads.
-        folder: of results.
-        readme: the page with the first figures.
+def with_blocks(pages: Mapping[Path, str], blocks: Mapping[str, str]) -> dict[Path, str]:
+    """Pages with the figures between `<!-- figures: NAME ... -->` and `<!-- end -->`.
 
     Raises:
-        ValueError: as `read` and `figures.with_quotes`, or the comments are missing.
+        ValueError: a page names a block that there is not, or a block is in no page.
     """
-    before, start, rest = pages[readme].partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"{readme} lacks {START!r} or {END!r}")
-    results = read(folder)
-    first = f"{before}{start}\n{first_screen.table(results)}\n{end}{after}"
-    card = first_screen.first_card(results)
-    pictures = {PICTURE: first_screen.picture(results["models"][card], card.upper())} if card else {}
-    return figures.with_quotes({**pages, readme: first}, results) | pictures
+    unused = dict.fromkeys(blocks)
+
+    def filled(match: re.Match[str]) -> str:
+        start, name, end = match.groups()
+        if name not in blocks:
+            raise ValueError(f"a page has figures {name!r}, which docs.toml lacks; it has {', '.join(blocks)}")
+        unused.pop(name, None)
+        return f"{start}{blocks[name]}\n{end}"
+
+    new = {path: BLOCK.sub(filled, text) for path, text in pages.items()}
+    if unused:
+        raise ValueError(f"no page has <!-- figures: {next(iter(unused))} -->")
+    return new
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -290,10 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--readme", type=Path, default=Path("README.md"), help="its figures are written, if it exists")
     options = parser.parse_args(argv)
     try:
-        files = {options.results.parent / name: text for name, text in written(options.results).items()}
-        if options.readme.exists():
-            new = with_figures(quoting(options.readme), options.results, options.readme.name)
-            files |= {options.readme.parent / name: text for name, text in new.items()}
+        files = written(options.results, options.readme if options.readme.exists() else None)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -153,18 +154,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not slots:
             print("no GPU here: --cpu makes the tables that need none, --dry tries the code", file=sys.stderr)
             return 2
+        count = len(set(slots))
         # Jobs that differ only in options run once. Wide jobs come first: they would wait for a host to be empty.
-        wide = [job for width in JOBS if 0 < width <= len(slots) for job in JOBS[width]]
-        trained = [job.reading(options.data or ()) for job in TRAINED if job.gpus <= len(set(slots))]
+        wide = [job for width in JOBS if 0 < width <= count for job in JOBS[width]]
+        trained = [job.reading(options.data or ()) for job in TRAINED if job.gpus <= count]
         jobs = distinct() if options.dry else CPU if options.cpu else trained if options.data else wide
-        here = {job.name for job in jobs}
-        if absent := sorted(set(options.only or ()) - here):
-            parser.error(
-                f"--only {' '.join(absent)}: not with these options and {len(set(slots))} of {device}: see --list"
-            )
+        if absent := sorted(set(options.only or ()) - {job.name for job in jobs}):
+            parser.error(f"--only {' '.join(absent)}: not with these options and {count} of {device}: see --list")
         jobs = [job for job in jobs if not options.only or job.name in options.only]
         with ending_together():
             return measure(jobs, commit, device, slots, options)
+
+
+class Slots:
+    """Places for jobs on the GPUs of a host.
+
+    Args:
+        gpus: the number of the GPU of each slot; several slots share one if its number is there several times.
+    """
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._gpus, self._free, self._change = gpus, list(range(len(gpus))), threading.Condition()
+
+    def take(self, count: int) -> list[int]:
+        """Waits for slots on so many GPUs, and takes one of each."""
+        with self._change:
+            self._change.wait_for(lambda: len({self._gpus[i] for i in self._free}) >= count)
+            first = {self._gpus[i]: i for i in sorted(self._free, reverse=True)}
+            taken = sorted(first.values())[:count]
+            self._free = [i for i in self._free if i not in taken]
+            return taken
+
+    def give_back(self, taken: Sequence[int]) -> None:
+        """Lets others take slots again."""
+        with self._change:
+            self._free += taken
+            self._change.notify_all()
 
 
 def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str], options: argparse.Namespace) -> int:
@@ -177,74 +202,50 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
         slots: the number of each GPU; "" for each table on CPUs.
         options: of the command line.
     """
-    start, left = time.monotonic(), dict[str, str]()
-    logs = options.results / "logs"
-    count = len(slots) // (SHARED if options.data else 1)
-    print(f"{count} x {device} at {commit}: {', '.join(job.name for job in jobs)}", flush=True)
+    start, left, places = time.monotonic(), dict[str, str](), Slots(slots)
+    print(f"{len(set(slots))} x {device} at {commit}: {', '.join(job.name for job in jobs)}", flush=True)
+    # Files that differ from a commit, or from an unknown one, may have changed since.
+    is_known = commit != record.UNKNOWN and not commit.endswith("+")
 
-    def folder(job: Job) -> Path:
-        return options.results / record.card(f"{job.gpus} x {device}" if job.gpus > 1 else device)
+    def room() -> float:
+        return float(options.budget - (time.monotonic() - start))
+
+    def found(job: Job) -> str:
+        card = record.card(f"{job.gpus} x {device}" if job.gpus > 1 else device)
+        return state(options.results / card / f"{job.name}.json", commit)
 
     def one(job: Job, taken: Sequence[int]) -> None:
-        room, begin = options.budget - (time.monotonic() - start), time.monotonic()
+        begin = time.monotonic()
         where = {"CUDA_VISIBLE_DEVICES": ",".join(slots[i] for i in taken)} if slots[taken[0]] else {}
         where |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / SHARED}"} if options.data else {}
-        share_cores(taken, len(slots))
-        problem = run(job, options.results, logs / f"{job.name}.log", min(room, max(2 * job.seconds, 120)), where)
-        if (
-            problem is None
-            and not (options.dry or options.data)
-            and (found := state(folder(job) / f"{job.name}.json", commit)) != "done"
-        ):
-            problem = f"ran, and left a file that is {found}"
+        log, limit = options.results / "logs" / f"{job.name}.log", min(room(), max(2 * job.seconds, 120))
+        try:
+            problem = run(job, options.results, log, limit, where)
+        finally:
+            places.give_back(taken)
+        if problem is None and not (options.dry or options.data) and (there := found(job)) != "done":
+            problem = f"ran, and left a file that is {there}"
         print(f"{job.name}: {problem or 'done'}, {time.monotonic() - begin:.0f} s", flush=True)
         if problem:
             left[job.name] = problem
 
-    waiting = list[Job]()
-    # Files that differ from a commit, or from an unknown one, may have changed since.
-    known = commit != record.UNKNOWN and not commit.endswith("+")
-    for job in jobs:
-        if known and not (options.again or options.data) and state(folder(job) / f"{job.name}.json", commit) == "done":
-            print(f"{job.name}: of this commit and card already", flush=True)
-        else:
-            waiting.append(job)
-    running, free = dict[concurrent.futures.Future[None], list[int]](), list(range(len(slots)))
+    running = []
     with concurrent.futures.ThreadPoolExecutor(len(slots)) as pool:
-        while waiting or running:
-            for job in list(waiting):
-                width = 1 if options.dry else max(job.gpus, 1)
-                room = options.budget - (time.monotonic() - start)
-                if room < job.seconds:
-                    left[job.name] = f"needs {job.seconds:.0f} s, {max(room, 0):.0f} are left"
-                elif taken := pick(free, slots, width):
-                    free = [i for i in free if i not in taken]
-                    running[pool.submit(one, job, taken)] = taken
-                else:
-                    continue
-                waiting.remove(job)
-            done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
-            for future in done:
-                free = sorted(free + running.pop(future))
-                future.result()
+        for job in jobs:
+            if is_known and not (options.again or options.data) and found(job) == "done":
+                print(f"{job.name}: of this commit and card already", flush=True)
+                continue
+            taken = places.take(1 if options.dry else max(job.gpus, 1))
+            if room() < job.seconds:
+                left[job.name] = f"needs {job.seconds:.0f} s, {max(room(), 0):.0f} are left"
+                places.give_back(taken)
+            else:
+                running.append(pool.submit(one, job, taken))
+    for future in running:
+        future.result()
     for name, why in left.items():
         print(f"left: {name} ({why})", flush=True)
     return 1 if left else 0
-
-
-def pick(free: Sequence[int], slots: Sequence[str], width: int) -> list[int]:
-    """As many free slots as a job is wide, each of another GPU; none where there are too few."""
-    first = {slots[i]: i for i in sorted(free, reverse=True)}
-    return sorted(first.values())[:width] if len(first) >= width else []
-
-
-def share_cores(taken: Sequence[int], slots: int) -> None:
-    """Gives this thread, and what it starts, the cores of some slots of a host, so that none slows another."""
-    if slots > 1 and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(os.getpid()))
-        each = len(cores) // slots
-        if each:
-            os.sched_setaffinity(0, {core for i in taken for core in cores[i * each : (i + 1) * each]})
 
 
 def told(results: Path, commit: str) -> int:

@@ -1,7 +1,5 @@
 """The command line of the training program: from settings to the results of each recipe."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
@@ -10,51 +8,47 @@ import json
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from rich.console import Console
 
 import fp8jax
 from experiments import mesh, packages, signals, train
 from experiments.errors import UserError
 from experiments.files import write_json
+from experiments.models import sampling
 from experiments.signals import Stopped, StopSignals
-from experiments.train import hosts
+from experiments.text import data, packing
+from experiments.text.tokenizer import Tokenizer
+from experiments.train import (
+    comparison,
+    folders,
+    hosts,
+    introduction,
+    lock,
+    observed,
+    peft_files,
+    report,
+    start,
+    wandb_log,
+)
+from experiments.train.adapters import joined, of_base
+from experiments.train.checkpoint import Checkpoints, digest_of, quiet
+from experiments.train.config import Config, check_same, flag, flatten_fields, parse
+from experiments.train.form import in_chunks, remat_policy
+from experiments.train.introduction import count
+from experiments.train.loop import BadStep, Loop
+from experiments.train.optimizer import make_optimizer, with_head, with_master
+from experiments.train.result import Result, read_result
+from experiments.train.speed import Trace, share_of_peak
+from experiments.train.task import Task, TrainState
 from fp8jax.modules.compiled import describe
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import record_choices, record_residuals, summary
-
-with packages.needed() as no_parser:
-    from experiments.train.config import Config, check_same, flag, flatten_fields, parse
-with packages.needed() as missing:
-    from rich.console import Console
-
-    from experiments.models import sampling
-    from experiments.text import data, packing
-    from experiments.text.tokenizer import Tokenizer
-    from experiments.train import (
-        comparison,
-        folders,
-        introduction,
-        lock,
-        observed,
-        peft_files,
-        report,
-        start,
-        wandb_log,
-    )
-    from experiments.train.adapters import joined, of_base
-    from experiments.train.checkpoint import Checkpoints, digest_of, quiet
-    from experiments.train.form import in_chunks, recomputed
-    from experiments.train.introduction import count
-    from experiments.train.loop import BadStep, Loop
-    from experiments.train.optimizer import make_optimizer, with_head, with_master
-    from experiments.train.result import Result, read_result
-    from experiments.train.speed import Trace, share_of_peak
-    from experiments.train.task import Task, TrainState
 
 _PROGRAM = "experiments.train"
 # Settings of `Run` that all processes must share, or their programs or their order of work differ.
@@ -79,11 +73,6 @@ _EVERYWHERE = (
 def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recipe] = fp8jax.recipes.get) -> int:
     """Parses the command line, trains, and returns the exit code; `recipe` looks the names of `--recipe` up."""
     command = shlex.join(["python", "-m", _PROGRAM, *(sys.argv[1:] if argv is None else argv)])
-    if no_parser:
-        return no_parser.report(_PROGRAM)
-    if missing:
-        parse(argv, train.__doc__)
-        return missing.report(_PROGRAM)
     quiet()
     try:
         with signals.started or StopSignals() as stop:
@@ -128,6 +117,34 @@ def _explain(error: Exception, command: str) -> tuple[int, str] | None:
     return None
 
 
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What all recipes of a run share.
+
+    Attributes:
+        config: settings.
+        devices: the mesh of those that train.
+        tokens, tokenizer: the text.
+        shared: settings and text that a checkpoint of any recipe must have been made with.
+        console, details: what the user sees, and what few look for.
+        stop: signals.
+    """
+
+    config: Config
+    devices: jax.sharding.Mesh
+    tokens: data.Tokens | packing.Packed
+    tokenizer: Tokenizer
+    shared: dict[str, Any]
+    console: Console
+    details: report.Details
+    stop: StopSignals
+
+    @property
+    def rows(self) -> jax.sharding.NamedSharding | None:
+        """How a batch lies on several devices, or None."""
+        return mesh.batches(self.devices) if self.devices.size > 1 else None
+
+
 def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[str], fp8jax.Recipe]) -> list[Result]:
     """Trains every recipe of the configuration in turn and reports.
 
@@ -150,16 +167,23 @@ def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[s
                 raise UserError(f"--out {config.run.out}: cannot make it: {error.strerror}") from None
             if hosts.first():
                 stack.enter_context(lock.hold(config.folder))
-        return _run(config, recipes, devices, console, stop)
+        session = _begin(config, recipes.values(), devices, console, stop)
+        results = []
+        for name, each in recipes.items():
+            stop.check()
+            results.append(_train_recipe(session, name, each))
+        _compare(session, recipes, results)
+        return results
 
 
-def _run(
+def _begin(
     config: Config,
-    recipes: dict[str, fp8jax.Recipe],
+    recipes: Collection[fp8jax.Recipe],
     devices: jax.sharding.Mesh,
     console: Console,
     stop: StopSignals,
-) -> list[Result]:
+) -> Session:
+    """Makes the run's folder, reads the text, and says what is trained. All processes agree on it."""
     details = report.Details(console, config.run.verbose)
     with hosts.agreement():
         if hosts.first():
@@ -167,9 +191,10 @@ def _run(
             details.keep(config.folder / "log.txt")
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
-    keep_programs()
+    # JAX's persistent cache finds programs for several devices, too: all their calls that XLA partitions are fp8jax's
+    # own, whose names say what they are.
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
     stop.check()
-
     with hosts.agreement(), report.waiting(console, "reading text"):
         corpus = start.read(config)
         if hosts.first():
@@ -182,7 +207,7 @@ def _run(
     shared = config.mathematics() | {"text": tokens.fingerprint}
     hosts.check_same(
         {flag(name): value for name, value in ({"vocab": None} | shared).items()}
-        | {"--recipe": [flatten_fields("recipe", each) for each in recipes.values()]}
+        | {"--recipe": [flatten_fields("recipe", each) for each in recipes]}
         | {flag(name): getattr(config.run, name) for name in _EVERYWHERE}
     )
     with hosts.agreement():
@@ -191,13 +216,13 @@ def _run(
                 check_same(folders.read_config(config.folder), shared, config.folder)
             write_json(config.folder / "config.json", shared | {"all": dataclasses.asdict(config)})
     introduction.print_header(console, config, corpus, tokens, start.shape(config, tokenizer.vocab), devices.size)
-    introduction.show_setup(details, config, corpus, tokens, devices, recipes.values())
+    introduction.show_setup(details, config, corpus, tokens, devices, recipes)
+    return Session(config, devices, tokens, tokenizer, shared, console, details, stop)
 
-    results = []
-    for name, each in recipes.items():
-        stop.check()
-        folder = config.folder / name
-        results.append(_train_recipe(config, each, devices, folder, shared, tokens, tokenizer, console, details, stop))
+
+def _compare(session: Session, recipes: Mapping[str, fp8jax.Recipe], results: Sequence[Result]) -> None:
+    """Prints the table of a run's recipes and what they gained in sentences, and draws their losses."""
+    config, console, backend = session.config, session.console, jax.default_backend()
     metrics = {}
     for name in recipes:
         path = config.folder / name / "metrics.jsonl"
@@ -205,23 +230,6 @@ def _run(
         gaps = report.missing((row["step"] for row in metrics[name] if "loss" in row), config.optim.steps)
         if gaps:
             console.print(f"{path} lacks steps {gaps}: loss.png has a gap there; the table below does not read it")
-    _print_comparison(config, recipes, results, metrics, console)
-    if hosts.first():
-        report.plot_losses(config.folder / "loss.png", metrics)
-    files = f"Loss curves: {config.folder / 'loss.png'}. TensorBoard: tensorboard --logdir {config.folder}"
-    report.told(console, files, 4)
-    return results
-
-
-def _print_comparison(
-    config: Config,
-    recipes: dict[str, fp8jax.Recipe],
-    results: Sequence[Result],
-    metrics: dict[str, list[dict[str, Any]]],
-    console: Console,
-) -> None:
-    """The table of a run's recipes, and what they gained in sentences."""
-    backend = jax.default_backend()
     spreads = {name: comparison.spread(rows) for name, rows in metrics.items()}
     quantized = {
         name: "INT8" if str(each.linear.x).startswith("int8") else "FP8"
@@ -231,111 +239,50 @@ def _print_comparison(
     has_speed = comparison.has_comparable_speeds(spreads, backend)
     console.print(comparison.comparison_table(results, has_speed=has_speed))
     for text in comparison.sentences(results, quantized, spreads, backend):
-        report.told(console, text)
+        report.print_text(console, text)
+    if hosts.first():
+        report.plot_losses(config.folder / "loss.png", metrics)
+    files = f"Loss curves: {config.folder / 'loss.png'}. TensorBoard: tensorboard --logdir {config.folder}"
+    report.print_text(console, files, 4)
 
 
-def _train_recipe(
-    config: Config,
-    recipe: fp8jax.Recipe,
-    devices: jax.sharding.Mesh,
-    folder: Path,
-    shared: dict[str, Any],
-    tokens: data.Tokens | packing.Packed,
-    tokenizer: Tokenizer,
-    console: Console,
-    details: report.Details,
-    stop: StopSignals,
-) -> Result:
+def _train_recipe(session: Session, name: str, recipe: fp8jax.Recipe) -> Result:
     """Trains one recipe from its newest checkpoint, or from the start; or returns its result where it is finished."""
-    details.show(f"recipe {recipe.name}, {config.recipe.index(folder.name) + 1} of {len(config.recipe)}")
-    label = f"{folder.name:{max(map(len, config.recipe))}}"
+    config, console, details = session.config, session.console, session.details
+    folder, label = config.folder / name, f"{name:{max(map(len, config.recipe))}}"
+    details.show(f"recipe {recipe.name}, {config.recipe.index(name) + 1} of {len(config.recipe)}")
     # Through JSON, as it comes back from a checkpoint.
-    identity = json.loads(json.dumps(shared | flatten_fields("recipe", recipe), default=str))
-    finished = folder / "result.json"
-    if finished.exists():
-        try:
-            result, known = read_result(finished)
-        except OSError as error:
-            raise UserError(f"{finished} cannot be read ({error.strerror}); move it away") from None
-        except ValueError as error:
-            console.print(f"{finished} is damaged ({error!r}): made again from the newest checkpoint, if any")
-        else:
-            check_same(known, identity, folder)
-            console.print(f"{label}  already trained for {result.steps} steps: its result is used as it is")
-            return result
+    identity = json.loads(json.dumps(session.shared | flatten_fields("recipe", recipe), default=str))
+    if (finished := _read_finished(folder, identity, console)) is not None:
+        console.print(f"{label}  already trained for {finished.steps} steps: its result is used as it is")
+        return finished
     if hosts.first():
         folder.mkdir(parents=True, exist_ok=True)
-
-    sizes, optim = config.data, config.optim
-    llama = start.shape(config, tokenizer.vocab)
-    rows = mesh.batches(devices) if devices.size > 1 else None
-    task = Task.build(
-        llama,
-        make_optimizer(config, recipe),
-        recipe,
-        remat=recomputed(config.run.remat, recipe),
-        seed=config.seed,
-        microbatches=optim.microbatches,
-        rows=rows,
-        unroll=config.run.unroll,
-        lora=config.lora if config.lora.lora_rank else None,
-        chunked=in_chunks(
-            config.run.logits, sizes.batch * sizes.seq_len // optim.microbatches // devices.size, llama.vocab
-        ),
-        partition=config.run.partition,
-        balance_coefficient=optim.balance_coefficient,
-        z_coefficient=optim.z_coefficient,
-        expert_capacity=config.run.expert_capacity,
-        on_bad_step=config.run.on_bad_step,
-        max_loss_jump=config.run.max_loss_jump,
-    )
-    abstract, base_shapes = jax.eval_shape(task.init), jax.eval_shape(task.base)
-    row = (3, sizes.seq_len + 1) if tokens.train.ndim == 3 else (sizes.seq_len + 1,)
-    batch = jax.ShapeDtypeStruct((sizes.batch, *row), jnp.int32, sharding=rows)
-    placed = everywhere = base_placed = None
-    if rows is not None:
-        placed, everywhere = mesh.state(devices, abstract, config.run.partition), mesh.whole(devices)
-        base_placed = mesh.state(devices, base_shapes)
-        abstract, base_shapes = mesh.on(abstract, placed), mesh.on(base_shapes, base_placed)
-    # Nothing of the state is in memory yet: what does not fit has been shown before it fails.
-    if folder.name == fp8jax.recipes.AUTO:
+    if name == fp8jax.recipes.AUTO:
         console.print(f"auto is {recipe.name} here: {fp8jax.recipes.device().description}")
     details.show(recipe.explain())
-    with report.waiting(console, f"{label}  compiling"), record_choices() as told, record_residuals() as kept:
-        # A state comes out as it went in: the next step is the same program.
-        step = _signalled(task) if hosts.several() else task.step
-        inputs: tuple[Any, ...] = (abstract, batch, base_shapes)
-        if hosts.several():
-            inputs = (*inputs, hosts.signals(devices, None))
-        compile_step = functools.partial(jax.jit, donate_argnums=0, out_shardings=(placed, everywhere))
-        compiled = compile_step(step).lower(*inputs).compile()
-    observed_step = None
-    if config.run.telemetry:
-        with report.waiting(console, f"{label}  compiling telemetry"):
-            observed_step = compile_step(observed.observed(step)).lower(*inputs).compile()
-    introduction.show_plan(details, task, abstract, base_shapes, compiled)
-    for line in [*computed_by(told, kept), *describe(compiled, told, jax.default_backend())]:
-        details.show(line, 4)
-        # On a CPU there is nothing to do about them.
-        if line.startswith("WARNING") and jax.default_backend() != "cpu" and not config.run.verbose:
-            report.told(console, line, 4, "yellow")
+    task = _make_task(session, recipe)
+    programs = _compile(session, task, label)
 
-    params = start.params(config, devices if rows is not None else None)
+    params = start.params(config, session.devices if task.rows is not None else None)
     if params is not None and task.lora is not None:
         identity |= {"base_of": digest_of(params)}
-    base = jax.jit(task.base, out_shardings=base_placed)(params)
+    base = jax.jit(task.base, out_shardings=programs.base_places)(params)
+    sizes, optim = config.data, config.optim
     with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints, contextlib.ExitStack() as stack:
-        batches = data.train_batches(tokens.train, sizes.seq_len, sizes.batch, config.seed)
-        saved = checkpoints.resume(abstract, identity, console.print)
+        batches = data.train_batches(session.tokens.train, sizes.seq_len, sizes.batch, config.seed)
+        saved = checkpoints.resume(programs.state, identity, console.print)
         if saved is None:
-            state, meta = jax.jit(task.init, out_shardings=placed)(params), dict[str, Any](step=0, log=())
+            state, meta = (
+                jax.jit(task.init, out_shardings=programs.state_places)(params),
+                dict[str, Any](step=0, log=()),
+            )
         else:
             state, meta = saved
             batches.set_state(meta["loader"])
             console.print(f"resuming from step {meta['step']}")
         del params
         also = stack.enter_context(wandb_log.rows(config.run.wandb if hosts.first() else "", folder, identity))
-        used = share_of_peak(llama, abstract.params, base_shapes, sizes.seq_len, devices.size)
         log = report.RunLog(
             folder,
             console,
@@ -345,29 +292,133 @@ def _train_recipe(
             steps=optim.steps,
             every=config.run.log_every,
             writes=hosts.first(),
-            share=used,
+            share=share_of_peak(task.llama, programs.state.params, programs.base, sizes.seq_len, session.devices.size),
             also=also,
             label=label,
         )
         with log, Trace(folder / "profile", config.run.profile) as trace:
-            valid = data.valid_batches(tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
-            calls = with_base(compiled, jax.jit(task.loss, out_shardings=everywhere), base)
-            loop = Loop(*calls, batches, valid, optim, config.run, checkpoints, identity, log, stop, rows, trace)
-            if observed_step is not None:
-                loop.observed_step, _ = with_base(observed_step, task.loss, base)
+            valid = data.valid_batches(session.tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
+            calls = with_base(programs.step, jax.jit(task.loss, out_shardings=programs.everywhere), base)
+            loop = Loop(
+                *calls, batches, valid, optim, config.run, checkpoints, identity, log, session.stop, task.rows, trace
+            )
+            if programs.observed_step is not None:
+                loop.observed_step, _ = with_base(programs.observed_step, task.loss, base)
             state = loop.run(state)
     if config.run.telemetry and hosts.first():
         heat_maps = observed.plot(folder, report.read_metrics(folder / "metrics.jsonl"))
         details.show(f"telemetry: {', '.join(path.name for path in heat_maps)} in {folder}")
     if task.lora is not None and hosts.first():
         _write_adapter(folder / "adapter", task, state, console)
-    text = _write_text(config, task, state, base, tokens, tokenizer)
-    result = log.result(count(abstract.params), fp8jax.state_bytes(state.opt_state), text)
+    text = _write_text(session, task, state, base)
+    result = log.result(count(programs.state.params), fp8jax.state_bytes(state.opt_state), text)
     if hosts.first():
-        write_json(finished, {"result": dataclasses.asdict(result), "config": identity})
+        write_json(folder / "result.json", {"result": dataclasses.asdict(result), "config": identity})
     if text:
-        report.told(console, f"{recipe.name} writes: {' '.join(text.split())}", 4, "dim")
+        report.print_text(console, f"{recipe.name} writes: {' '.join(text.split())}", 4, "dim")
     return result
+
+
+def _read_finished(folder: Path, identity: Mapping[str, Any], console: Console) -> Result | None:
+    """The result of a recipe that is trained already, else None.
+
+    Raises:
+        UserError: it cannot be read, or is of another configuration.
+    """
+    path = folder / "result.json"
+    if not path.exists():
+        return None
+    try:
+        result, known = read_result(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); move it away") from None
+    except ValueError as error:
+        console.print(f"{path} is damaged ({error!r}): made again from the newest checkpoint, if any")
+        return None
+    check_same(known, identity, folder)
+    return result
+
+
+def _make_task(session: Session, recipe: fp8jax.Recipe) -> Task:
+    """The program of a recipe, by the settings of a run."""
+    config, optim = session.config, session.config.optim
+    llama = start.shape(config, session.tokenizer.vocab)
+    tokens = config.data.batch * config.data.seq_len // optim.microbatches // session.devices.size
+    return Task(
+        llama,
+        make_optimizer(config, recipe),
+        recipe,
+        remat=remat_policy(config.run.remat, recipe),
+        seed=config.seed,
+        microbatches=optim.microbatches,
+        rows=session.rows,
+        unroll=config.run.unroll,
+        lora=config.lora if config.lora.lora_rank else None,
+        chunked=in_chunks(config.run.logits, tokens, llama.vocab),
+        partition=config.run.partition,
+        balance_coefficient=optim.balance_coefficient,
+        z_coefficient=optim.z_coefficient,
+        expert_capacity=config.run.expert_capacity,
+        on_bad_step=config.run.on_bad_step,
+        max_loss_jump=config.run.max_loss_jump,
+    )
+
+
+class Programs(NamedTuple):
+    """The compiled step of a recipe, and what it takes.
+
+    Attributes:
+        step: the compiled step.
+        observed_step: the same with telemetry, or None.
+        state, base: shapes of the state and of weights that are not trained.
+        state_places, base_places: how these lie on several devices, or None.
+        everywhere: how values lie that each of several devices has, or None.
+    """
+
+    step: Any
+    observed_step: Any
+    state: TrainState
+    base: Any
+    state_places: Any = None
+    base_places: Any = None
+    everywhere: jax.sharding.NamedSharding | None = None
+
+
+def _compile(session: Session, task: Task, label: str) -> Programs:
+    """Compiles the step of a task, and shows what it takes.
+
+    Nothing of the state is in memory yet: what does not fit has been shown before it fails.
+    """
+    config, console, details, devices = session.config, session.console, session.details, session.devices
+    state, base = jax.eval_shape(task.init), jax.eval_shape(task.base)
+    state_places = base_places = everywhere = None
+    if task.rows is not None:
+        state_places, base_places = mesh.state(devices, state, config.run.partition), mesh.state(devices, base)
+        state, base = mesh.on(state, state_places), mesh.on(base, base_places)
+        everywhere = mesh.whole(devices)
+    length = config.data.seq_len + 1
+    row = (3, length) if session.tokens.train.ndim == 3 else (length,)
+    batch = jax.ShapeDtypeStruct((config.data.batch, *row), jnp.int32, sharding=task.rows)
+    step: Callable[..., Any] = task.step
+    inputs: tuple[Any, ...] = (state, batch, base)
+    if hosts.several():
+        step, inputs = _signalled(task), (*inputs, hosts.signals(devices, None))
+    # A state comes out as it went in: the next step is the same program.
+    compile_step = functools.partial(jax.jit, donate_argnums=0, out_shardings=(state_places, everywhere))
+    with report.waiting(console, f"{label}  compiling"), record_choices() as choices, record_residuals() as residuals:
+        compiled = compile_step(step).lower(*inputs).compile()
+    observed_step = None
+    if config.run.telemetry:
+        with report.waiting(console, f"{label}  compiling telemetry"):
+            observed_step = compile_step(observed.observed(step)).lower(*inputs).compile()
+    introduction.show_plan(details, task, state, base, compiled)
+    backend = jax.default_backend()
+    for line in [*computed_by(choices, residuals), *describe(compiled, choices, backend)]:
+        details.show(line, 4)
+        # On a CPU there is nothing to do about them.
+        if line.startswith("WARNING") and backend != "cpu" and not config.run.verbose:
+            report.print_text(console, line, 4, "yellow")
+    return Programs(compiled, observed_step, state, base, state_places, base_places, everywhere)
 
 
 def computed_by(told: Sequence[Any], kept: Sequence[str]) -> list[str]:
@@ -412,14 +463,6 @@ def _signalled(task: Task) -> Callable[..., tuple[TrainState, dict[str, jax.Arra
     return step
 
 
-def keep_programs() -> None:
-    """Lets JAX's persistent cache find programs for several devices, too.
-
-    All their calls that XLA partitions are fp8jax's own, whose names say what they are.
-    """
-    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
-
-
 def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:
     try:
         return recipe(name)
@@ -427,16 +470,15 @@ def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:
         raise UserError(f"--recipe: {error}") from None
 
 
-def _write_text(
-    config: Config, task: Task, state: TrainState, base: Any, tokens: data.Tokens | packing.Packed, tokenizer: Tokenizer
-) -> str:
+def _write_text(session: Session, task: Task, state: TrainState, base: Any) -> str:
     """What the model makes of the first tokens of the validation text."""
+    config = session.config
     length = min(config.run.sample_tokens, config.data.seq_len)
-    prompt = start.prompt(tokens, min(24, length // 2))
+    prompt = start.prompt(session.tokens, min(24, length // 2))
     if not prompt:
         return ""
     key = jax.random.wrap_key_data(state.rng)
     variables = (state.params, joined(state.model_state, base))
     where = None if task.rows is None else mesh.whole(task.rows.mesh)
     ids = sampling.sample(lambda v, t: task.model(*v)(t), variables, prompt, length, key, where=where)
-    return tokenizer.decode(ids).strip()
+    return session.tokenizer.decode(ids).strip()

@@ -5,7 +5,8 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
@@ -17,6 +18,7 @@ from experiments.train.sections import Data as Data
 from experiments.train.sections import Lora as Lora
 from experiments.train.sections import Model as Model
 from experiments.train.sections import Optim as Optim
+from experiments.train.sections import Range, check_ranges
 from experiments.train.sections import Run as Run
 from experiments.train.sections import flag as flag
 
@@ -32,7 +34,7 @@ class Config:
             f"Recipes: {', '.join(fp8jax.recipes.NAMES)}. auto is one of them, by the device."
         ),
     ] = ("bf16", "coat_optimizer")
-    seed: int = 0
+    seed: Annotated[int, Range("at least 0 and below 2**63", lambda n: 0 <= n < 2**63)] = 0
     """Of the initial parameters, of the order of the batches and of the sampled text."""
     data: Data = dataclasses.field(default_factory=Data)
     model: Model = dataclasses.field(default_factory=Model)
@@ -47,41 +49,10 @@ class Config:
 
     def validate(self) -> None:
         """Raises UserError that names the first impossible value and the fix."""
-        sections: tuple[tuple[Any, tuple[str, ...], int], ...] = (
-            (self.data, ("seq_len", "batch", "eval_batches"), 1),
-            (self.optim, ("steps", "microbatches"), 1),
-            (self.run, ("log_every", "checkpoint_every", "keep", "eval_every", "max_bad_steps"), 1),
-            (self.optim, ("warmup",), 0),
-            (self.run, ("sample_tokens", "profile", "telemetry"), 0),
-            (self, ("seed",), 0),
-        )
-        for section, names, least in sections:
-            for name in names:
-                if getattr(section, name) < least:
-                    raise UserError(f"{flag(name)} must be at least {least}, got {getattr(section, name)}")
-        if self.seed >= 2**63:
-            raise UserError(f"--seed must be below 2**63, got {self.seed}")
-        if self.run.unroll is not None and self.run.unroll < 1:
-            raise UserError(f"--unroll must be at least 1, got {self.run.unroll}")
-        for name in ("lr", "eps", "clip"):
-            if not 0 < getattr(self.optim, name) < float("inf"):
-                raise UserError(f"{flag(name)} must be positive and finite, got {getattr(self.optim, name)}")
-        for name in ("b1", "b2"):
-            if not 0 <= getattr(self.optim, name) < 1:
-                raise UserError(f"{flag(name)} must be at least 0 and below 1, got {getattr(self.optim, name)}")
-        if self.run.expert_capacity and not 1 <= self.run.expert_capacity < float("inf"):
-            raise UserError(f"--expert-capacity must be at least 1, or 0, got {self.run.expert_capacity}")
-        for name in ("balance_coefficient", "z_coefficient"):
-            if not 0 <= getattr(self.optim, name) < float("inf"):
-                raise UserError(f"{flag(name)} must be finite and not negative, got {getattr(self.optim, name)}")
-        if not 0 <= self.optim.final_lr <= 1:
-            raise UserError(f"--final-lr is a share of --lr, from 0 to 1, got {self.optim.final_lr}")
-        if not 0 <= self.optim.weight_decay < float("inf"):
-            raise UserError(f"--weight-decay must be finite and not negative, got {self.optim.weight_decay}")
+        for section in (self, self.data, self.model, self.optim, self.run):
+            check_ranges(section)
         if self.optim.warmup >= self.optim.steps:
             raise UserError(f"--warmup {self.optim.warmup} must be below --steps {self.optim.steps}")
-        if not 0 < self.optim.decay <= 1:
-            raise UserError(f"--decay is a share of --steps, above 0 and at most 1, got {self.optim.decay}")
         if self.optim.schedule == "wsd" and not self.optim.warmup <= self.optim.decay_start < self.optim.steps:
             raise UserError(
                 f"--decay {self.optim.decay}: wsd falls from step {self.optim.decay_start} on, which must lie between "
@@ -94,8 +65,6 @@ class Config:
                 f"--release {self.optim.release} updates layers as their gradients appear, which so cannot be summed: "
                 f"leave out --microbatches {self.optim.microbatches}, and take a smaller --batch"
             )
-        if not 0 <= self.run.max_loss_jump < float("inf"):
-            raise UserError(f"--max-loss-jump must be finite and not negative, got {self.run.max_loss_jump}")
         if self.optim.release and self.run.on_bad_step == "skip":
             raise UserError(
                 f"--release {self.optim.release} updates layers before all gradients are known, so no step can be "
@@ -103,8 +72,6 @@ class Config:
             )
         if self.optim.release and self.lora.lora_rank:
             raise UserError(f"--release {self.optim.release} trains all weights: leave out --lora-rank, or it")
-        if not 0 < self.data.valid_fraction < 1:
-            raise UserError(f"--valid-fraction must be between 0 and 1, got {self.data.valid_fraction}")
         if self.data.tokenizer == "bpe" and self.data.vocab < 257:
             raise UserError(f"--vocab must be at least 257 (256 bytes and a separator), got {self.data.vocab}")
         if not self.recipe:
@@ -149,8 +116,6 @@ class Config:
 
     def _validate_processes(self) -> None:
         where, number, count = self.run.coordinator, self.run.process_id, self.run.process_count
-        if self.run.patience < 1:
-            raise UserError(f"--patience must be at least 1, got {self.run.patience}")
         if where in ("", "auto"):
             if number is not None or count is not None:
                 raise UserError(
@@ -187,24 +152,24 @@ def flatten_fields(prefix: str, value: Any) -> dict[str, Any]:
     return flat
 
 
-# Fields of recipes that older runs stored under another name, by the recipe's part.
-_LINEAR = {
-    "saved": "x_residual",
-    "history": "amax_history_length",
-    "fallback_rates": "fallback_fraction_range",
-    "fallback_factor": "threshold_update_factor",
-    "interval": "weight_amax_interval",
-}
-_RENAMED = {"linear": _LINEAR, "head": _LINEAR, "context": {"saved": "residual"}}
-# Fields whose values have other names, too.
-_SELECT: dict[str, tuple[str, dict[str, bool | str]]] = {"select": ("skip_unprofitable", {"all": False, "gains": True})}
-_REVALUED: dict[str, dict[str, tuple[str, dict[str, bool | str]]]] = {
-    "linear": _SELECT,
-    "head": _SELECT,
-    "context": {
-        "mode": ("recompute_activations", {"faithful": False, "lean": True}),
-        "scales": ("amax", {"largest": "exact", "bound": "bound"}),
-    },
+class _NewName(NamedTuple):
+    """The name of a field that older runs stored under another one, and its values where these had others, too."""
+
+    field: str
+    values: Mapping[str, bool | str] = MappingProxyType({})
+
+
+# By the recipe's part and the old name; a head has the fields of linear layers.
+_NEW_NAMES = {
+    ("linear", "saved"): _NewName("x_residual"),
+    ("linear", "history"): _NewName("amax_history_length"),
+    ("linear", "fallback_rates"): _NewName("fallback_fraction_range"),
+    ("linear", "fallback_factor"): _NewName("threshold_update_factor"),
+    ("linear", "interval"): _NewName("weight_amax_interval"),
+    ("linear", "select"): _NewName("skip_unprofitable", {"all": False, "gains": True}),
+    ("context", "saved"): _NewName("residual"),
+    ("context", "mode"): _NewName("recompute_activations", {"faithful": False, "lean": True}),
+    ("context", "scales"): _NewName("amax", {"largest": "exact", "bound": "bound"}),
 }
 # Fields that recipes no longer have, by both of their names; off in every run of before.
 _REMOVED = ("joins", "fuse_parallel_matmuls")
@@ -218,10 +183,8 @@ def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
         if field in _REMOVED and str(value) == "False":
             continue
         part = prefix.rpartition(".")[2]
-        field = _RENAMED.get(part, {}).get(field, field)
-        if field in (revalued := _REVALUED.get(part, {})):
-            field, values = revalued[field]
-            value = values.get(value, value)
+        if (new := _NEW_NAMES.get(("linear" if part == "head" else part, field))) is not None:
+            field, value = new.field, new.values.get(value, value)
         renamed[f"{prefix}.{field}" if prefix else field] = value
     return renamed
 

@@ -40,20 +40,28 @@ class Form:
     lora: Lora | None = None
     sharing: ExpertSharing | None = None
 
-    def written(self, rngs: nnx.Rngs) -> Llama:
+    def build_plain(self, rngs: nnx.Rngs) -> Llama:
         """The model as it is written, with no word of 8 bits."""
         weights = self.recipe.weights
         # Masters by parts, and scaled ones, which the optimizer keeps, are made of fp32.
         master = weights.master if weights.master in ("fp32", "bf16") else "fp32"
         dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (weights.compute, master))
-        how: Any = {"rows": self.rows, "boundary": self.boundary, "unroll": self.unroll}
-        if self.llama.experts:
-            how |= {"expert_products": RecipeProducts(self.recipe, self.sharing), "router_losses": True}
-        return Llama(self.llama, dtype=dtype, param_dtype=param_dtype, remat=self.remat, rngs=rngs, **how)
+        return Llama(
+            self.llama,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            remat=self.remat,
+            rows=self.rows,
+            boundary=self.boundary,
+            unroll=self.unroll,
+            expert_products=RecipeProducts(self.recipe, self.sharing) if self.llama.experts else None,
+            router_losses=self.llama.experts > 0,
+            rngs=rngs,
+        )
 
-    def made(self, rngs: nnx.Rngs, params: Any = None) -> Llama:
+    def build(self, rngs: nnx.Rngs, params: Any = None) -> Llama:
         """The model as it is trained, of these parameters, a nested dict, or of new ones."""
-        model = self.written(rngs)
+        model = self.build_plain(rngs)
         if params is not None:
             own = nnx.to_pure_dict(nnx.state(model, nnx.Param))
             nnx.update(model, jax.tree.map(lambda new, old: new.astype(old.dtype), params, own))
@@ -64,7 +72,7 @@ class Form:
 
     def structure(self) -> nnx.GraphDef[Llama]:
         """That of the model, of parameters and what it has besides; no array is made."""
-        return nnx.split(nnx.eval_shape(lambda: self.made(nnx.Rngs(0))), nnx.Param, ...)[0]
+        return nnx.split(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))), nnx.Param, ...)[0]
 
 
 def changes_layers(recipe: fp8jax.Recipe) -> bool:
@@ -84,18 +92,18 @@ def fastest(recipe: fp8jax.Recipe) -> bool | str:
     return False if saved or written else "products"
 
 
-def recomputed(how: str, recipe: fp8jax.Recipe) -> bool | str:
+def remat_policy(option: str, recipe: fp8jax.Recipe) -> bool | str:
     """The option `--remat` as `Llama` takes it."""
-    if how == "auto":
+    if option == "auto":
         return fastest(recipe) if jax.default_backend() == "gpu" else False
     names: dict[str, bool | str] = {"none": False, "products": "products", "blocks": True}
-    return names[how]
+    return names[option]
 
 
 # Of fp32 logits, beyond which the loss takes a chunk of them at a time.
 WHOLE_BYTES = 2**31
 
 
-def in_chunks(how: str, tokens: int, vocab: int) -> bool:
+def in_chunks(option: str, tokens: int, vocab: int) -> bool:
     """The option `--logits` as `Task` takes it, of so many tokens that a device has logits of at once."""
-    return how == "chunked" or (how == "auto" and 4 * tokens * vocab > WHOLE_BYTES)
+    return option == "chunked" or (option == "auto" and 4 * tokens * vocab > WHOLE_BYTES)

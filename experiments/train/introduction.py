@@ -40,21 +40,25 @@ def print_header(
     same = " on the same batches" if len(config.recipe) > 1 else ""
     where = f"one {kind}" if num_devices == 1 else f"{num_devices} devices ({kind})"
     where += f" in {jax.process_count()} processes" if hosts.several() else ""
-    report.told(console, f"Training {', '.join(config.recipe)}{same}, on {where}")
+    report.print_text(console, f"Training {', '.join(config.recipe)}{same}, on {where}")
     source = " ".join(config.data.data) or _LIBRARY
     skipped = f", {len(corpus.skipped)} skipped as no UTF-8 text" if corpus.skipped else ""
     files = "1 file" if corpus.files == 1 else f"{corpus.files:,} files"
     unit = "rows of records" if isinstance(tokens, packing.Packed) else "tokens"
     counts = f"{_short(len(tokens.train))} {unit}, {_short(len(tokens.valid))} to validate"
-    report.told(console, f"  text   {files} of {source}{skipped}: {counts}", 9)
+    report.print_text(console, f"  text   {files} of {source}{skipped}: {counts}", 9)
     parameters = count(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
     name = config.model.init or config.model.model
-    report.told(console, f"  model  {name}: {parameters:,} parameters, {llama.layers} layers of width {llama.dim}", 9)
+    report.print_text(
+        console, f"  model  {name}: {parameters:,} parameters, {llama.layers} layers of width {llama.dim}", 9
+    )
     per_step = config.data.batch * config.data.seq_len
-    report.told(
+    report.print_text(
         console, f"  steps  {config.optim.steps:,} of {per_step:,} tokens, learning rate {config.optim.lr:g}", 9
     )
-    report.told(console, f"  files  {config.folder}; settings, memory and kernels: {config.folder / 'log.txt'}", 9)
+    report.print_text(
+        console, f"  files  {config.folder}; settings, memory and kernels: {config.folder / 'log.txt'}", 9
+    )
     console.print()
 
 
@@ -83,7 +87,7 @@ def show_setup(
     versions = "  ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
     details.show(f"{'versions':9}python {platform.python_version()}  {versions}", 9)
     found = jax.devices()
-    shared = f"; {mesh.told(devices, recipes)}" if devices.size > 1 else ""
+    shared = f"; {mesh.describe(devices, recipes)}" if devices.size > 1 else ""
     shared = f" in {jax.process_count()} processes{shared}" if hosts.several() else shared
     kind = f"{found[0].device_kind} ({found[0].platform})"
     details.show(f"{'device':9}{kind}, {devices.size} of {len(found)} used{shared}", 9)

@@ -69,8 +69,9 @@ def cross_entropy(
         count = labels.size if answers is None else jnp.sum(answers, dtype=jnp.float32)
     if chunked:
         w, axis = model.output
-        how: Any = {"where": answers, "ignore_label": None, "vocabulary_axis": axis, "recipe": head}
-        mean = fp8jax.linear_cross_entropy(y, w, labels, **how)
+        mean = fp8jax.linear_cross_entropy(
+            y, w, labels, where=answers, ignore_label=None, vocabulary_axis=axis, recipe=head
+        )
         return mean if alone else mean * (count / jnp.maximum(of_all, 1))
     losses = optax.softmax_cross_entropy_with_integer_labels(y.astype(jnp.float32), labels)
     if answers is None:

@@ -5,6 +5,7 @@ sums gradients, wherever sharded batches make that necessary.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -241,18 +242,20 @@ def gradients(
             means = iter(all_reduce_gradients(rest, "fsdp", comm) if rest else ())
             grads = jax.tree.map(lambda g, is_done: g if is_done else next(means), grads, done)
         elif fsdp > 1:
-            grads, factors = _reduced(
-                reduce_scatter_gradients, grads, "fsdp", comm, factors, specs=places, layer_axes=depths
+            scatter = functools.partial(
+                reduce_scatter_gradients, axes="fsdp", comm=comm, specs=places, layer_axes=depths
             )
+            grads, factors = _reduced(scatter, grads, factors)
         if shared > 1:
             losses, grads = lax.psum(losses, tensor.AXIS), tensor.summed(grads, places, compute)
         min_size = MIN_SIZE // (fsdp * shared)
         if sharing > 1:
             grads = _mean_beside_experts(grads, comm, mesh, min_size)
         elif data > 1:
-            grads, factors = _reduced(
-                all_reduce_gradients, grads, "data", comm, factors, layer_axes=depths, min_size=min_size
+            reduce = functools.partial(
+                all_reduce_gradients, axes="data", comm=comm, layer_axes=depths, min_size=min_size
             )
+            grads, factors = _reduced(reduce, grads, factors)
         if at_once and shared > 1:  # devices have parts of a parameter, which has one factor
             mu = jax.tree.map(lambda mu: lax.pmin(mu, tensor.AXIS), factors.mu)
             factors = Factors(mu, jax.tree.map(lambda part: lax.pmean(part, tensor.AXIS), factors.saturated))
@@ -292,11 +295,9 @@ def _mean_beside_experts(grads: Any, comm: Comm, mesh: Any, min_size: int) -> An
     return jax.tree.unflatten(structure, found)
 
 
-def _reduced(
-    reduce: Callable[..., Any], grads: Any, axes: str, comm: Comm, factors: Any, **how: Any
-) -> tuple[Any, Any]:
+def _reduced(reduce: Callable[..., Any], grads: Any, factors: Any) -> tuple[Any, Any]:
     """A reduction of gradients, with factors where there are any."""
     if not isinstance(factors, Factors):
-        return reduce(grads, axes, comm, **how), factors
-    reduced: tuple[Any, Any] = reduce(grads, axes, comm, factors=factors, **how)
+        return reduce(grads), factors
+    reduced: tuple[Any, Any] = reduce(grads, factors=factors)
     return reduced

@@ -15,7 +15,6 @@ import numpy as np
 from rich import progress
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
@@ -35,7 +34,7 @@ def make_console(quiet: bool = False) -> Console:
     return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=120, quiet=quiet)
 
 
-def told(console: Console, text: str, indent: int = 0, style: str | None = None) -> None:
+def print_text(console: Console, text: str, indent: int = 0, style: str | None = None) -> None:
     """Prints a line as it is: a terminal gets it folded at words, a file whole."""
     console.print(sentence(text, console.width, indent) if console.is_terminal else text, style=style, markup=False)
 
@@ -66,7 +65,7 @@ class Details:
         """Shows a line or a table of rich."""
         if self._is_verbose:
             if isinstance(content, str):
-                told(self._console, content, indent, "dim")
+                print_text(self._console, content, indent, "dim")
             else:
                 self._console.print(content)
         if self._path is None:
@@ -82,16 +81,6 @@ class Details:
 def waiting(console: Console, text: str) -> contextlib.AbstractContextManager[Any]:
     """A context in which a terminal shows what is waited for."""
     return console.status(text) if console.is_terminal and not console.quiet else contextlib.nullcontext()
-
-
-class _TimeLeft(progress.ProgressColumn):
-    """The time that remains; at the end, the time that it took."""
-
-    def render(self, task: progress.Task) -> Text:
-        seconds = task.finished_time if task.finished else task.time_remaining
-        if seconds is None:
-            return Text("")
-        return Text(f"{clock(seconds)}{'' if task.finished else ' left'}")
 
 
 def clock(seconds: float) -> str:
@@ -173,7 +162,7 @@ class RunLog:
                 progress.BarColumn(bar_width=None),
                 progress.MofNCompleteColumn(),
                 progress.TextColumn("{task.fields[note]}"),
-                _TimeLeft(),
+                progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
                 console=console,
                 expand=True,
             )

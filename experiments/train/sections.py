@@ -7,8 +7,10 @@ how long the program reports: it may change between a start and its resumption.
 
 import dataclasses
 import re
+from collections.abc import Callable
+from math import inf
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
@@ -16,6 +18,35 @@ import fp8jax
 from experiments.errors import UserError
 from experiments.models import sizes
 from experiments.models.shape import LlamaConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The values that an option may have.
+
+    Attributes:
+        text: after "must be".
+        holds: whether a value is one of them.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+Count = Annotated[int, Range("at least 1", lambda n: n >= 1)]
+CountOrZero = Annotated[int, Range("at least 0", lambda n: n >= 0)]
+Positive = Annotated[float, Range("positive and finite", lambda x: 0 < x < inf)]
+NotNegative = Annotated[float, Range("finite and not negative", lambda x: 0 <= x < inf)]
+BelowOne = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1)]
+
+
+def check_ranges(section: Any) -> None:
+    """Raises UserError for the first option of a section that is out of its `Range`; None is in each."""
+    for name, hint in get_type_hints(type(section), include_extras=True).items():
+        value = getattr(section, name)
+        for part in getattr(hint, "__metadata__", ()):
+            if isinstance(part, Range) and value is not None and not part.holds(value):
+                raise UserError(f"{flag(name)} must be {part.text}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +63,13 @@ class Data:
     """Bytes, or byte-pair encoding trained on the training split and saved with the run."""
     vocab: int = 4096
     """Vocabulary of the byte-pair encoding; bytes always have 256."""
-    seq_len: int = 256
+    seq_len: Count = 256
     """Tokens of one sequence."""
-    batch: int = 8
+    batch: Count = 8
     """Sequences of one step."""
-    valid_fraction: float = 0.05
+    valid_fraction: Annotated[float, Range("between 0 and 1", lambda x: 0 < x < 1)] = 0.05
     """Share of the text that is kept back for validation."""
-    eval_batches: int = 16
+    eval_batches: Count = 16
     """Most validation batches of one evaluation; the same for all recipes of a run."""
 
 
@@ -93,33 +124,33 @@ class Model:
 class Optim:
     """AdamW with a linear warm-up and a schedule. The recipe says how its state is stored."""
 
-    steps: int = 200
+    steps: Count = 200
     """Updates of each recipe."""
-    lr: float = 1e-3
+    lr: Positive = 1e-3
     """Peak learning rate."""
-    final_lr: float = 0.1
+    final_lr: Annotated[float, Range("a share of --lr, from 0 to 1", lambda x: 0 <= x <= 1)] = 0.1
     """Learning rate that the schedule ends at, after the last step, as a share of the peak; not of constant."""
-    warmup: int = 20
+    warmup: CountOrZero = 20
     """Steps of the warm-up."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """After the warm-up; wsd (warm-up, stable, decay) is constant, and falls linearly at the end."""
-    decay: float = 0.2
+    decay: Annotated[float, Range("a share of --steps, above 0 and at most 1", lambda x: 0 < x <= 1)] = 0.2
     """Share of the steps, the last ones, in which wsd falls."""
-    b1: float = 0.9
+    b1: BelowOne = 0.9
     """Decay of the first moment."""
-    b2: float = 0.95
+    b2: BelowOne = 0.95
     """Decay of the second moment."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """Applied to matrices, not to norms."""
-    clip: float = 1.0
+    clip: Positive = 1.0
     """Largest global norm of the gradient."""
-    balance_coefficient: float = 0.001
+    balance_coefficient: NotNegative = 0.001
     """Of the load-balancing loss of routers, which is added to the loss (Switch Transformer, eq. 4)."""
-    z_coefficient: float = 0.001
+    z_coefficient: NotNegative = 0.001
     """Of the z-loss of routers, which is added to the loss (ST-MoE, eq. 5)."""
-    microbatches: int = 1
+    microbatches: Count = 1
     """Parts that a batch is computed in, one after the other, to save memory; their gradients are averaged."""
     master: str = ""
     """Master weights in place of the recipes' own: fp32, bf16+stochastic, or in parts, bf16+int8 (24 bits) or
@@ -143,11 +174,11 @@ class Optim:
 class Lora:
     """Low-rank adapters on weights that are not trained. Without a rank all weights are trained."""
 
-    lora_rank: int = 0
+    lora_rank: CountOrZero = 0
     """Rank of the adapters of linear layers, which alone are trained and saved; 0 for none."""
-    lora_alpha: float = 16.0
+    lora_alpha: Positive = 16.0
     """What adapters add is multiplied by alpha / rank."""
-    lora_dropout: float = 0.0
+    lora_dropout: BelowOne = 0.0
     """Share of the inputs of adapters that are dropped in training."""
     lora_targets: str = ".*"
     """Regular expression of whole paths of layers with an adapter, such as "layers/attention/(q|v)"."""
@@ -157,15 +188,10 @@ class Lora:
 
     def validate(self) -> None:
         """Raises UserError that names the first impossible value and the fix."""
-        if self.lora_rank < 0:
-            raise UserError(f"--lora-rank must be at least 0, got {self.lora_rank}")
+        check_ranges(self)
         if not self.lora_rank and self != Lora():
             changed = [k for k, v in dataclasses.asdict(self).items() if v != getattr(Lora, k)]
             raise UserError(f"{flag(changed[0])} is for adapters: give --lora-rank, too, such as 16")
-        if not 0 < self.lora_alpha < float("inf"):
-            raise UserError(f"--lora-alpha must be positive and finite, got {self.lora_alpha}")
-        if not 0 <= self.lora_dropout < 1:
-            raise UserError(f"--lora-dropout must be at least 0 and below 1, got {self.lora_dropout}")
         try:
             re.compile(self.lora_targets)
         except re.error as error:
@@ -190,22 +216,22 @@ class Run:
     """Folder of all runs."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest checkpoint, if any. never: move an old run of this name aside and start afresh."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between lines of progress."""
-    checkpoint_every: int = 50
+    checkpoint_every: Count = 50
     """Steps between checkpoints; there is one after the last step, too."""
-    keep: int = 2
+    keep: Count = 2
     """Newest checkpoints that stay on disk."""
-    eval_every: int = 50
+    eval_every: Count = 50
     """Steps between validations; there is one after the last step, too."""
-    sample_tokens: int = 160
+    sample_tokens: CountOrZero = 160
     """Length of the text that the trained model writes at the end, its prompt included; 0 for none."""
     mesh: str = ""
     """Devices by axis, as data=2,fsdp=4: both split the batch, fsdp parameters and moments, too. Those along tensor
     share sequences: each computes some of a layer's heads and channels, and holds their parameters. Those along expert
     split the batch, and each holds some of the experts. Empty: data parallel over all of them, or over as many as
     divide a microbatch. Several processes use all of theirs."""
-    expert_capacity: float = 0.0
+    expert_capacity: Annotated[float, Range("at least 1, or 0", lambda x: x == 0 or 1 <= x < inf)] = 0.0
     """With --mesh expert=N: rows of tokens that a device has room for, in multiples of those that it sends. No row is
     dropped: where more arrive, the loss is NaN and training stops. 0: room for the rows of all N devices."""
     partition: Literal["", "tensors", "slices"] = ""
@@ -218,20 +244,20 @@ class Run:
     logits: Literal["auto", "whole", "chunked"] = "auto"
     """Logits of all tokens of a microbatch at once, or of a chunk of tokens at a time, which takes less memory.
     auto: chunked where a device would have more than 2 GiB of them in fp32, as of 16,384 tokens and 32,768 entries."""
-    unroll: int | None = None
+    unroll: Annotated[int | None, Range("at least 1", lambda n: n >= 1)] = None
     """Layers in one turn of the loop over them: more run faster on a GPU and take longer to compile.
     None: all on a GPU, else one."""
-    profile: int = 0
+    profile: CountOrZero = 0
     """Steps to trace, after the first two, to OUT/RUN/RECIPE/profile, for TensorBoard or Perfetto; 0 for none."""
-    telemetry: int = 0
+    telemetry: CountOrZero = 0
     """Steps between those whose tensors are observed, the first one included: SNR, saturation and more by layer and
     operand, as rows of metrics.jsonl and as heat maps, OUT/RUN/RECIPE/telemetry_ROLE.png; 0 for none."""
     on_bad_step: Literal["stop", "skip", "rewind"] = "stop"
     """After a step whose loss, gradients or scales are not finite, or whose loss jumps. skip: leave its batch out.
     rewind: go back to the newest checkpoint, and on with the batch after the bad one."""
-    max_bad_steps: int = 10
+    max_bad_steps: Count = 10
     """With skip, most bad steps in a row; with rewind, in the whole run. One more stops it."""
-    max_loss_jump: float = 0.0
+    max_loss_jump: NotNegative = 0.0
     """A loss jumps if it is so many spreads above the median of the last 128 (6 is usual); 0 looks for no jumps."""
     verbose: bool = False
     """Print what OUT/RUN/log.txt has, too: settings, what each array is stored in, memory, kernels."""
@@ -244,7 +270,7 @@ class Run:
     """Number of this process, from 0."""
     process_count: int | None = None
     """How many processes there are."""
-    patience: int = 120
+    patience: Count = 120
     """Seconds that processes wait for each other at the start, and until one that is silent counts as gone."""
 
 

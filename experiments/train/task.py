@@ -59,10 +59,9 @@ class Task:
     """One recipe's program: the model's structure and the optimizer, no arrays.
 
     Attributes:
-        graphdef: of the Llama, quantized as the recipe says, of parameters and model state.
-        tx: the optimizer, clipping included.
         llama: the shape.
-        recipe: what everything is stored and computed in.
+        tx: the optimizer, clipping included.
+        recipe: what everything is stored and computed in; with adapters, `adapters.of_base` of it.
         remat: what blocks compute again in the backward pass, as `Llama` takes it.
         seed: of the initial parameters.
         microbatches: parts that a batch is computed in, one after the other.
@@ -72,16 +71,16 @@ class Task:
         chunked: the loss takes the head's logits a chunk of tokens at a time (`fp8jax.linear_cross_entropy`), as it
             does where the recipe has a head of its own.
         partition: how the devices along "data" share what the optimizer holds, as `experiments.mesh.state` takes it.
-        own: `graphdef` of a device's heads, channels or experts, where devices share sequences or experts, else None.
         balance_coefficient, z_coefficient: of the losses of routers, which are added to the loss.
+        expert_capacity: of devices that share experts, as `ExpertSharing` has it.
         on_bad_step: "stop", "skip" or "rewind", as `Run` has it.
         max_loss_jump: as of `fp8jax.skip_bad_steps`; 0 for none.
     """
 
-    graphdef: nnx.GraphDef[Llama]
-    tx: optax.GradientTransformationExtraArgs | ReleasedOptimizer
     llama: LlamaConfig
+    tx: optax.GradientTransformationExtraArgs | ReleasedOptimizer
     recipe: fp8jax.Recipe
+    _: dataclasses.KW_ONLY
     remat: bool | str
     seed: int
     microbatches: int = 1
@@ -90,53 +89,48 @@ class Task:
     lora: Lora | None = None
     chunked: bool = False
     partition: str = ""
-    own: nnx.GraphDef[Llama] | None = None
     balance_coefficient: float = Optim.balance_coefficient
     z_coefficient: float = Optim.z_coefficient
+    expert_capacity: float = Run.expert_capacity
     on_bad_step: str = Run.on_bad_step
     max_loss_jump: float = Run.max_loss_jump
 
-    @classmethod
-    def build(
-        cls,
-        llama: LlamaConfig,
-        tx: optax.GradientTransformationExtraArgs | ReleasedOptimizer,
-        recipe: fp8jax.Recipe,
-        *,
-        remat: bool | str,
-        seed: int,
-        microbatches: int = 1,
-        rows: jax.sharding.NamedSharding | None = None,
-        unroll: int | None = None,
-        lora: Lora | None = None,
-        chunked: bool = False,
-        partition: str = "",
-        balance_coefficient: float = Optim.balance_coefficient,
-        z_coefficient: float = Optim.z_coefficient,
-        expert_capacity: float = Run.expert_capacity,
-        on_bad_step: str = Run.on_bad_step,
-        max_loss_jump: float = Run.max_loss_jump,
-    ) -> "Task":
-        """Traces the model's structure; no parameter is made.
+    @functools.cached_property
+    def graphdef(self) -> nnx.GraphDef[Llama]:
+        """Structure of the Llama, quantized as the recipe says, of parameters and model state."""
+        # In shard_map arrays are a device's own, and nothing says how they lie.
+        form = dataclasses.replace(self._form, rows=None) if self._is_mapped else self._form
+        return form.structure()
+
+    @functools.cached_property
+    def device_graphdef(self) -> nnx.GraphDef[Llama]:
+        """`graphdef` of a device's heads, channels or experts, where devices share sequences or experts.
 
         Raises:
             ValueError: the devices along "tensor" cannot share the model's layers (`tensor.check`).
         """
-        if lora is not None:
-            recipe = adapters.of_base(recipe, lora)
-        # In shard_map arrays are a device's own, and nothing says how they lie.
-        mapped = parallel.mapped(llama, recipe, rows)
-        form, own = Form(llama, recipe, remat, None if mapped else rows, None, unroll, lora), None
-        if rows is not None and rows.mesh.shape["tensor"] > 1:
-            if isinstance(tx, ReleasedOptimizer):
-                raise ValueError("gradients are summed over tensor after the backward pass: leave out --release")
-            own = tensor.of_device(form, rows.mesh.shape["tensor"]).structure()
-        elif rows is not None and rows.mesh.shape[AXIS] > 1:
-            own = dataclasses.replace(form, sharing=ExpertSharing(tensor.travels(recipe), expert_capacity)).structure()
-        how = microbatches, rows, unroll, lora, chunked or recipe.head.is_quantized, partition, own
-        coefficients = balance_coefficient, z_coefficient
-        policy = on_bad_step, max_loss_jump
-        return cls(form.structure(), tx, llama, recipe, remat, seed, *how, *coefficients, *policy)
+        sizes = {} if self.rows is None else self.rows.mesh.shape
+        form = dataclasses.replace(self._form, rows=None)
+        if (devices := sizes.get(tensor.AXIS, 1)) > 1:
+            return tensor.of_device(form, devices).structure()
+        if sizes.get(AXIS, 1) > 1:
+            sharing = ExpertSharing(tensor.wire_format(self.recipe), self.expert_capacity)
+            return dataclasses.replace(form, sharing=sharing).structure()
+        return self.graphdef
+
+    @property
+    def _form(self) -> Form:
+        return Form(self.llama, self.recipe, self.remat, self.rows, unroll=self.unroll, lora=self.lora)
+
+    @property
+    def _is_mapped(self) -> bool:
+        """Whether loss and gradients are taken inside `jax.shard_map`."""
+        return parallel.mapped(self.llama, self.recipe, self.rows)
+
+    @property
+    def _takes_chunks(self) -> bool:
+        """Whether the loss takes logits a chunk of tokens at a time."""
+        return self.chunked or self.recipe.head.is_quantized
 
     def init(self, params: Any = None) -> TrainState:
         """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`.
@@ -145,7 +139,7 @@ class Task:
             params: of a model of this shape, in place of those of the seed; with adapters they are the base's.
         """
         key = jax.random.key(self.seed)
-        model = self._made(nnx.Rngs(key), adapters.values_of(params))
+        model = self._form.build(nnx.Rngs(key), adapters.values_of(params))
         params, _, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, BaseVariable, ...))
         weights = self.recipe.weights
         held = jax.tree.map(lambda p: p.astype(fp8jax.formats.get(weights.param_format).dtype), params)
@@ -180,15 +174,8 @@ class Task:
         if self.lora is None:
             return {}
         values = adapters.values_of(params)
-        made = self._made(nnx.Rngs(jax.random.key(self.seed)), values)
+        made = self._form.build(nnx.Rngs(jax.random.key(self.seed)), values)
         return adapters.with_codes(nnx.to_pure_dict(nnx.state(made, BaseVariable)), params, self.lora)
-
-    def _made(self, rngs: nnx.Rngs, params: Any = None) -> Llama:
-        return self._form.made(rngs, params)
-
-    @property
-    def _form(self) -> Form:
-        return Form(self.llama, self.recipe, self.remat, self.rows, None, self.unroll, self.lora)
 
     def merged(self, params: Any, base: Any) -> Any:
         """The parameters of a model without adapters that computes what adapters and base do, matrices in fp32."""
@@ -209,7 +196,7 @@ class Task:
 
     def loss(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> jax.Array:
         """Mean cross-entropy of each next token in evaluation, float32; tokens (B, T + 1), or packed (B, 3, T + 1)."""
-        return cross_entropy(self.model(params, model_state), tokens_BxT, self.chunked, head=self.recipe.head)
+        return cross_entropy(self.model(params, model_state), tokens_BxT, self._takes_chunks, head=self.recipe.head)
 
     def gradients(
         self,
@@ -229,7 +216,7 @@ class Task:
             axes: where tokens are a device's own, the mesh axes of all; the model state is theirs together. Where
                 devices share sequences the loss is a device's part of the mean, and so are gradients.
         """
-        graphdef = self.graphdef if axes is None or self.own is None else self.own
+        graphdef = self.graphdef if axes is None else self.device_graphdef
         model = nnx.merge(graphdef, params, model_state)
         model.around = whole
         held = model
@@ -245,7 +232,7 @@ class Task:
                 own = jax.tree.map(lambda x: x, (noted, rest))
                 weights = weights if whole is None else whole.outside_of_layers(weights)
                 model = nnx.merge(graphdef, weights, slots, *own)
-                value = cross_entropy(model, tokens_BxT, self.chunked, axes, self.recipe.head)
+                value = cross_entropy(model, tokens_BxT, self._takes_chunks, axes, self.recipe.head)
                 routers = router_losses(nnx.state(model))
                 total = value
                 if routers:
@@ -268,7 +255,7 @@ class Task:
     def _parts(self, tokens_BxT: jax.Array) -> jax.Array:
         """The microbatches of a batch, (count, B / count, T), each spread over all devices."""
         shape = (self.microbatches, len(tokens_BxT) // self.microbatches, *tokens_BxT.shape[1:])
-        if self.rows is None or parallel.mapped(self.llama, self.recipe, self.rows):
+        if self.rows is None or self._is_mapped:
             return tokens_BxT.reshape(shape)
         rows = jax.sharding.NamedSharding(self.rows.mesh, jax.P(None, *self.rows.spec))
         if jax.typeof(tokens_BxT).sharding.mesh.explicit_axes:
@@ -297,14 +284,14 @@ class Task:
         """
         if isinstance(self.tx, ReleasedOptimizer):
             return self._released(self.tx, state, tokens_BxT)
-        inputs, factors = (state.params, state.model_state, tokens_BxT), state.factors
-        if self.rows is None or not parallel.mapped(self.llama, self.recipe, self.rows):
-            losses, grads, model_state = self.gradients(
-                state.params, adapters.joined(state.model_state, base), tokens_BxT
-            )
+        factors = state.factors
+        if self.rows is None or not self._is_mapped:
+            model_state = adapters.joined(state.model_state, base)
+            losses, grads, model_state = self.gradients(state.params, model_state, tokens_BxT)
         else:
-            how = self.gradients, self.recipe, self.rows.mesh
-            losses, grads, model_state, factors = parallel.gradients(*how, *inputs, factors, base)
+            losses, grads, model_state, factors = parallel.gradients(
+                self.gradients, self.recipe, self.rows.mesh, state.params, state.model_state, tokens_BxT, factors, base
+            )
         grad_norm = global_norm(grads)  # that which clipping finds: XLA computes it once
         is_finite = jnp.isfinite(grad_norm)
         for x in jax.tree.leaves((model_state, factors)):
@@ -356,15 +343,17 @@ class Task:
         self, tx: ReleasedOptimizer, state: TrainState, tokens_BxT: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """`step` with layers that are updated inside the backward pass, whether all is finite or not."""
+        if self.rows is not None and self.rows.mesh.shape[tensor.AXIS] > 1:
+            raise ValueError("gradients are summed over tensor after the backward pass: leave out --release")
         form = dataclasses.replace(self._form, remat=False)
-        parts: Any = nnx.split(nnx.eval_shape(lambda: form.written(nnx.Rngs(0))), nnx.Param, ...)
+        parts: Any = nnx.split(nnx.eval_shape(lambda: form.build_plain(nnx.Rngs(0))), nnx.Param, ...)
         graphdef, _, others = parts
 
         def loss(run: Callable[..., jax.Array], rest: Any) -> jax.Array:
             # The model's own layers are not called.
             model = nnx.merge(graphdef, {**rest, LAYERS: state.params[LAYERS]}, others)
             model.run = run
-            return cross_entropy(model, tokens_BxT, self.chunked, head=self.recipe.head)
+            return cross_entropy(model, tokens_BxT, self._takes_chunks, head=self.recipe.head)
 
         block = layer_of(self.llama, self.recipe, self.remat, self.rows)
         value, params, opt_state = tx.step(block, loss, state.params, state.opt_state)
@@ -385,4 +374,4 @@ def exact_task(llama: LlamaConfig, seed: int) -> Task:
     """A Llama with parameters and arithmetic in fp32, and no optimizer."""
     plain = fp8jax.recipes.Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
     recipe = fp8jax.Recipe("fp32", fp8jax.recipes.Weights("fp32", "fp32"), plain)
-    return Task.build(llama, optax.with_extra_args_support(optax.identity()), recipe, remat=False, seed=seed, unroll=1)
+    return Task(llama, optax.with_extra_args_support(optax.identity()), recipe, remat=False, seed=seed, unroll=1)

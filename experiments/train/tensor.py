@@ -30,11 +30,11 @@ class TokenBoundary:
 
     Attributes:
         devices: that share sequences.
-        how: what travels: the codes of a recipe's products, or a dtype by name.
+        wire_format: what travels: the codes of a recipe's products, or a dtype by name.
     """
 
     devices: int
-    how: Linear | str
+    wire_format: Linear | str
 
     def own(self, x: jax.Array) -> jax.Array:
         """A device's part of the first axis of an array that all have."""
@@ -43,14 +43,14 @@ class TokenBoundary:
 
     def enter(self, x_NxD: jax.Array) -> jax.Array:
         """All tokens, of those that each device has."""
-        return gather_sequence(x_NxD, AXIS, self.how)
+        return gather_sequence(x_NxD, AXIS, self.wire_format)
 
     def leave(self, x_NxD: jax.Array) -> jax.Array:
         """A device's tokens of the sum of what all devices have; what recomputes layers does not send it again."""
-        return checkpoint_name(scatter_sequence(x_NxD, AXIS, self.how), "boundary_product")
+        return checkpoint_name(scatter_sequence(x_NxD, AXIS, self.wire_format), "boundary_product")
 
 
-def travels(recipe: fp8jax.Recipe) -> Linear | str:
+def wire_format(recipe: fp8jax.Recipe) -> Linear | str:
     """What activations are between devices: as a recipe's products read them, or in the dtype that is computed in.
 
     Scalings with a state know nothing of a device's tokens alone, and blocks that may fall back to 16 bits are not
@@ -70,7 +70,7 @@ def of_device(form: Form, devices: int) -> Form:
     check(form.llama, devices)
     if form.lora is not None:
         check_base(form.llama, form.lora.base, devices)
-    boundary = TokenBoundary(devices, travels(form.recipe))
+    boundary = TokenBoundary(devices, wire_format(form.recipe))
     return dataclasses.replace(form, llama=of_heads(form.llama, devices), rows=None, boundary=boundary)
 
 
@@ -111,9 +111,9 @@ def check_base(llama: LlamaConfig, base: str, devices: int) -> None:
 
 def check_tokens(recipe: fp8jax.Recipe, devices: int, tokens: int) -> None:
     """Raises ValueError where so many tokens, of one replica's microbatch, cannot be cut, and says how they can."""
-    how, unit = travels(recipe), 1
+    unit, operands = 1, wire_format(recipe)
     for operand in ("x", "dy"):
-        spec = how.spec(operand) if isinstance(how, Linear) else None
+        spec = operands.spec(operand) if isinstance(operands, Linear) else None
         if spec is not None and spec.granularity == "block" and spec.rounding == "nearest":
             unit = max(unit, spec.group_size or 1)
     if tokens % (devices * unit):

@@ -77,7 +77,7 @@ def load(folder: Path, name: str) -> Trained:
     bpe = config.data.tokenizer == "bpe"
     own = start.tokenizer(config) if config.model.init else None
     tokenizer = own or (BytePair.load(folder / "tokenizer.json") if bpe else Bytes())
-    task = Task.build(
+    task = Task(
         start.shape(config, tokenizer.vocab),
         make_optimizer(config, recipe),
         recipe,
@@ -101,7 +101,7 @@ def load(folder: Path, name: str) -> Trained:
         return Trained(config, recipe, task, state.params, state.model_state, step, tokenizer, weights)
     # Scored is the model without adapters that computes what they and the base do.
     base = jax.jit(task.base)(start.params(config, None))
-    plain = Task.build(task.llama, task.tx, recipe, remat=False, seed=config.seed)
+    plain = Task(task.llama, task.tx, recipe, remat=False, seed=config.seed)
     merged = jax.jit(task.merged)(state.params, base)
     return Trained(config, recipe, plain, merged, {}, step, tokenizer, merged)
 

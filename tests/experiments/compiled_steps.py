@@ -43,7 +43,7 @@ def compiled(name: str, devices: jax.sharding.Mesh, comm: Comm, partition: str) 
     rows = mesh.batches(devices)
     remat = False if recipe.context.residual else "products"
     tx = make_optimizer(config.Config(), recipe)
-    task = Task.build(LLAMA, tx, recipe, remat=remat, seed=0, rows=rows, partition=partition)
+    task = Task(LLAMA, tx, recipe, remat=remat, seed=0, rows=rows, partition=partition)
     shapes = jax.eval_shape(task.init)
     placed = mesh.state(devices, shapes, partition)
     state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)

@@ -5,13 +5,15 @@ import importlib
 import importlib.util
 import json
 import os
+import runpy
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import fp8jax
-from experiments.bench import arms, models, writings
+from experiments.bench import arms, driver, models, moe, writings
 from experiments.results import runner
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
@@ -49,13 +51,14 @@ def test_the_code_of_each_job_runs(job, monkeypatch, tmp_path):
     monkeypatch.setitem(os.environ, "XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     module, *options = job.command
     *options, out = options
+    options += [*FEWER.get(job.name, []), out, str(tmp_path)]
     if module == "experiments.bench":
         name, *options = options
-        module = f"{module}.{name}"
-        main = importlib.import_module(module).main
+        importlib.import_module(f"{module}.{name}").main(options)
     else:
-        main = importlib.import_module(module).main
-    main([*options, *FEWER.get(job.name, []), out, str(tmp_path)])
+        monkeypatch.setattr(sys, "argv", [module, *options])
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_module(module, run_name="__main__")
     (path,) = tmp_path.glob("*/*.json")
     content = json.loads(path.read_text())
     assert path.stem == job.name
@@ -147,3 +150,31 @@ def test_rates_run_and_a_dry_run_leaves_the_table_alone(monkeypatch, capsys, tmp
     entry = json.loads(told[told.index("{") :])
     assert set(Rates._fields) <= set(entry)
     assert not table.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama1b", "llama1b_linen", "llama1b_equinox"])
+def test_an_observed_step_adds_statistics_to_the_same_loss(name):
+    user = small(models.MODELS[name].training)
+    losses = {}
+    for arm in ("coat", "observed:coat"):
+        steps = models.UserArm(user, arm)
+        losses[arm] = steps()
+    loss, statistics = losses["observed:coat"]
+    assert float(loss) == float(losses["coat"])
+    found = [float(of["x"]["snr_db"].min()) for of in statistics.values() if "x" in of]
+    assert len(found) >= 14  # Two layers of seven products.
+    assert all(15 < snr < 45 for snr in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "coat"])
+def test_a_layer_whose_experts_are_cut_over_devices_computes_the_whole_layer(name):
+    shape, tokens = moe.DRY["small"], 64
+    whole = moe.make_layer(shape, moe.arms()[name], 2 * tokens)
+    shared = moe.make_layer(shape, moe.arms(2)[name], tokens, 2)
+    want = jax.jit(whole.in_order)(*moe.draw(whole))
+    found = jax.jit(shared.in_order)(*moe.draw(shared))
+    assert jax.tree.structure(found) == jax.tree.structure(want)
+    # Devices round partial sums of the router's gradient, and scales of `coat` are those of a device's tokens.
+    assert float(driver.relative_error(found, want)) < (0.02 if name == "bf16" else 0.15)

@@ -56,7 +56,7 @@ def both(recipe=EXACT, shape=SHAPE, tokens=TOKENS, devices=None, kinds=(False, T
     found = []
     for chunked in kinds:
         rows = None if devices is None else mesh.batches(devices)
-        each = Task.build(shape, optax.sgd(1.0), recipe, remat=False, seed=0, rows=rows, chunked=chunked, **settings)
+        each = Task(shape, optax.sgd(1.0), recipe, remat=False, seed=0, rows=rows, chunked=chunked, **settings)
         state, placed = each.init(), None
         if rows is not None:
             placed = mesh.state(devices, jax.eval_shape(each.init))
@@ -113,7 +113,7 @@ def test_a_head_in_8_bits(devices, monkeypatch):
     assert narrow[0] == pytest.approx(wide[0], rel=0.02)
     assert relative(narrow[2], wide[2]) < 0.1
     if devices is None:
-        task = Task.build(SHAPE, optax.sgd(1.0), recipe, remat=False, seed=0)
+        task = Task(SHAPE, optax.sgd(1.0), recipe, remat=False, seed=0)
         kinds = collections.Counter(dots(task.step, jax.eval_shape(task.init), TOKENS))
         assert sum(n for kind, n in kinds.items() if "float8_e4m3fn" in kind) == 3
         assert kinds["float8_e4m3fn", "float8_e5m2"] == 1
@@ -140,7 +140,7 @@ def test_logits_are_never_whole():
     tokens = TOKENS.shape[0] * (TOKENS.shape[1] - 1)
     shape = dataclasses.replace(SHAPE, vocab=1031)  # too large for a lookup by one-hot rows
     for chunked in (False, True):
-        each = Task.build(shape, optax.sgd(1.0), EXACT, remat=False, seed=0, chunked=chunked)
+        each = Task(shape, optax.sgd(1.0), EXACT, remat=False, seed=0, chunked=chunked)
         text = str(jax.make_jaxpr(each.step)(jax.eval_shape(each.init), TOKENS))
         shapes = [f"[{tokens},{shape.vocab}]", f"[8,16,{shape.vocab}]"]
         assert any(each in text for each in shapes) != chunked
@@ -163,7 +163,7 @@ def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
         seen.update(settings, recipe=args[2])
         raise UserError("seen")
 
-    monkeypatch.setattr(cli.Task, "build", build)
+    monkeypatch.setattr(cli, "Task", build)
     (tmp_path / "text.txt").write_text("abc def " * 3000)
     flags = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path), "--recipe", "bf16", "--model", "5m",
              "--batch", "8", "--seq-len", "64", "--microbatches", "2"]  # fmt: skip

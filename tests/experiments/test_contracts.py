@@ -77,7 +77,7 @@ def build(name, devices=None):
     recipe, *_ = RECIPES[name]
     tx = spy() if not recipe.linear.needs_weight_bounds else optax.chain(spy(), fp8jax.track_weight_amax(1))
     rows, parts = (None, 1) if devices is None else (mesh.batches(devices), MICROBATCHES)
-    return Task.build(LLAMA, tx, recipe, remat=False, seed=0, microbatches=parts, rows=rows)
+    return Task(LLAMA, tx, recipe, remat=False, seed=0, microbatches=parts, rows=rows)
 
 
 def parts_of(name):

@@ -71,7 +71,7 @@ def small(recipe):
     """A model that was not trained, of the recipe, and its state before the first step."""
     settings = Config(data=configuration.Data(seq_len=16))
     shape = LlamaConfig(vocab=VOCAB, dim=32, layers=1, heads=2, kv_heads=1, mlp_dim=48)
-    task = Task.build(shape, make_optimizer(settings, recipe), recipe, remat=False, seed=0)
+    task = Task(shape, make_optimizer(settings, recipe), recipe, remat=False, seed=0)
     state = jax.jit(task.init)()
     return evaluate.Trained(settings, recipe, task, state.params, state.model_state, 0, Bytes())
 

@@ -19,7 +19,7 @@ def started(folder, case, recipe):
     made = cases.golden(case)
     loaded = load(cases.write(folder, made["config"], made["shapes"]), dtype=jnp.float32)
     recipe = fp8jax.recipes.get(recipe)
-    task = Task.build(loaded.config, fp8jax.optimizer(recipe, 1e-3), recipe, remat=False, seed=0)
+    task = Task(loaded.config, fp8jax.optimizer(recipe, 1e-3), recipe, remat=False, seed=0)
     state = jax.eval_shape(task.init)
     assert jax.tree.map(lambda x: x.shape, state.params) == jax.tree.map(lambda x: x.shape, loaded.params)
     return task, loaded.params, jnp.asarray(made["tokens"])

@@ -32,7 +32,7 @@ def compiled(name, comm="fp32", microbatches=1, remat=False, llama=LLAMA, comput
     devices = mesh.make(1, 2)
     rows = mesh.batches(devices)
     how = {"remat": remat, "seed": 0, "rows": rows, "microbatches": microbatches}
-    task = Task.build(llama, make_optimizer(config.Config(), recipe), recipe, **how)
+    task = Task(llama, make_optimizer(config.Config(), recipe), recipe, **how)
     shapes = jax.eval_shape(task.init)
     placed = mesh.state(devices, shapes)
     shapes = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)

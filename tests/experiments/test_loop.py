@@ -15,7 +15,7 @@ import fp8jax
 from experiments.train import config, loop, report
 from experiments.train.task import Task, TrainState
 from fp8jax.optim.bad_steps import LOSS_WINDOW, init_monitor
-from fp8jax.optim.compressed_adamw import FusedTransformation
+from fp8jax.optim.fused import FusedTransformation
 
 
 class Clock:
@@ -297,7 +297,7 @@ def test_a_step_is_healthy_if_loss_gradient_and_all_steps_before_are(monkeypatch
             return jax.tree.map(lambda p, g: jnp.where(apply_if, p - g, p), params, grads), state
 
         sgd = FusedTransformation(sgd.init, None, step)
-    task = Task(None, sgd, None, fp8jax.recipes.bf16(), False, 0)
+    task = Task(None, sgd, fp8jax.recipes.bf16(), remat=False, seed=0)
     params = jax.tree.map(jnp.zeros_like, grads)
     opt_state = task.tx.init(params)
     monitor = init_monitor()
@@ -319,7 +319,7 @@ def test_a_skipped_step_leaves_the_state_and_the_next_one_is_taken(monkeypatch, 
     """Only a statistic of the step is not finite, or all is well."""
     grads, sgd = {"a": jnp.array([3.0, 4.0])}, optax.with_extra_args_support(optax.sgd(1.0))
     monkeypatch.setattr(Task, "gradients", lambda *_: ({"loss": jnp.float32(1)}, grads, {"seen": jnp.float32(seen)}))
-    task = Task(None, sgd, None, fp8jax.recipes.bf16(), False, 0, on_bad_step="skip", max_loss_jump=6.0)
+    task = Task(None, sgd, fp8jax.recipes.bf16(), remat=False, seed=0, on_bad_step="skip", max_loss_jump=6.0)
     params, model_state, healthy = {"a": jnp.zeros(2)}, {"seen": jnp.float32(0)}, jnp.array(True)
     # One loss is missing to a limit: the loss of this step is not compared with itself.
     monitor = init_monitor()._replace(losses=jnp.full(LOSS_WINDOW, 2.0), loss_count=jnp.int32(LOSS_WINDOW // 2 - 1))

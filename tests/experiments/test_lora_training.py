@@ -25,7 +25,7 @@ TOKENS = np.random.default_rng(0).integers(0, SHAPE.vocab, (4, 33)).astype(np.in
 
 
 def build(lora=Lora(8), recipe="te_current", remat=False, **settings):  # noqa: B008 (frozen)
-    return Task.build(SHAPE, optax.adamw(2e-2), fp8jax.recipes.get(recipe), remat=remat, seed=5, lora=lora, **settings)
+    return Task(SHAPE, optax.adamw(2e-2), fp8jax.recipes.get(recipe), remat=remat, seed=5, lora=lora, **settings)
 
 
 def trained(task, steps=4, **settings):
@@ -77,8 +77,8 @@ def test_a_step_keeps_no_wide_copy_of_the_base_nor_codes_of_inputs_for_it():
 @pytest.mark.slow
 def test_the_first_loss_is_the_base_s_own_and_merging_changes_nothing():
     llama, lora = dataclasses.replace(SHAPE, bias="qkv"), Lora(8, lora_alpha=24.0, lora_targets=".*/(q|v|out|up|down)")
-    task = Task.build(llama, optax.adamw(2e-2), fp8jax.recipes.te_current(), remat=False, seed=5, lora=lora)
-    plain = Task.build(llama, task.tx, fp8jax.recipes.bf16(), remat=False, seed=5)
+    task = Task(llama, optax.adamw(2e-2), fp8jax.recipes.te_current(), remat=False, seed=5, lora=lora)
+    plain = Task(llama, task.tx, fp8jax.recipes.bf16(), remat=False, seed=5)
     params = jax.jit(plain.init)().params
     made, loss = jax.jit(task.base), jax.jit(plain.loss)
     # Of the same parameters; e4m3 rounds them, and what they are multiplied with.
@@ -90,7 +90,7 @@ def test_the_first_loss_is_the_base_s_own_and_merging_changes_nothing():
     state, base, losses = trained(task, 6, params=params)
     assert losses[0] == pytest.approx(float(loss(params, {}, TOKENS)), abs=0.02)
     assert losses[-1] < losses[0] - 0.03
-    exact = Task.build(llama, task.tx, fp8jax.recipes.bf16(), remat=False, seed=5, lora=lora)
+    exact = Task(llama, task.tx, fp8jax.recipes.bf16(), remat=False, seed=5, lora=lora)
     merged = jax.jit(task.merged)(state.params, base)
     whole = jax.jit(lambda params: plain.model(params, {})(TOKENS[:, :-1]))
     got = whole(jax.tree.map(lambda x: x.astype(jnp.float32), merged))

@@ -57,7 +57,7 @@ def build(name, devices=None):
     # Gradients that travel in 8 bits are not those of one device: see test_parallel.
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=Comm(), weights=Weights("fp32", "fp32"))
     rows = None if devices is None else mesh.batches(devices)
-    return Task.build(LLAMA, make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
+    return Task(LLAMA, make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
 
 
 def step(task, state, tokens):

@@ -21,7 +21,7 @@ EXACT = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weight
 
 def make(recipe, microbatches):
     tx = optax.with_extra_args_support(optax.sgd(0.1))
-    return Task.build(SHAPE, tx, recipe, remat=False, seed=0, microbatches=microbatches)
+    return Task(SHAPE, tx, recipe, remat=False, seed=0, microbatches=microbatches)
 
 
 @pytest.mark.parametrize("name", [slow("te_current"), slow("deepseek"), "te_delayed"])

@@ -139,7 +139,7 @@ def test_tokens_and_gate_and_up_are_all_that_is_kept_but_for_what_the_router_giv
 
 
 def task_of(recipe, config=TINY, rows=None, **settings):
-    return Task.build(config, make_optimizer(Config(), recipe), recipe, remat=False, seed=0, rows=rows, **settings)
+    return Task(config, make_optimizer(Config(), recipe), recipe, remat=False, seed=0, rows=rows, **settings)
 
 
 def drawn(task):

@@ -140,7 +140,7 @@ def test_no_token_sees_another_document(window):
 
 
 def task(**settings):
-    return Task.build(SHAPE, optax.sgd(1.0), EXACT, remat=False, seed=0, **settings)
+    return Task(SHAPE, optax.sgd(1.0), EXACT, remat=False, seed=0, **settings)
 
 
 def test_the_loss_is_the_mean_over_answers_and_gradients_are_its():

@@ -29,7 +29,7 @@ def steps(recipe, where, count=1, microbatches=1):
     devices = mesh.make(**where)
     rows = mesh.batches(devices) if devices.size > 1 else None
     optimizer = make_optimizer(config.Config(), recipe)
-    task = Task.build(LLAMA, optimizer, recipe, remat=False, seed=0, rows=rows, microbatches=microbatches)
+    task = Task(LLAMA, optimizer, recipe, remat=False, seed=0, rows=rows, microbatches=microbatches)
     state, placed = jax.jit(task.init)(), None
     if rows is not None:
         placed = mesh.state(devices, jax.eval_shape(task.init))
@@ -89,7 +89,7 @@ def test_a_step_tells_how_many_elements_of_its_sums_in_8_bits_saturated():
     recipe = dataclasses.replace(FP32, comm=Comm("e4m3", "one_phase", auto_scale=True))
     devices = mesh.make(2, 1)
     rows = mesh.batches(devices)
-    task = Task.build(LLAMA, make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
+    task = Task(LLAMA, make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
     state = jax.jit(task.init)()
     state = state._replace(factors=state.factors._replace(mu=jax.tree.map(lambda mu: mu * 0 + 0.5, state.factors.mu)))
     step = jax.jit(task.step)
@@ -112,7 +112,7 @@ def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypa
     """Keys come from a device's own rows: errors of rounding average out over replicas, and every run has the same."""
     recipe = dataclasses.replace(fp8jax.recipes.jetfire(), comm=Comm("e4m3"))
     devices = mesh.make(2, 1)
-    task = Task.build(LLAMA, make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0,
+    task = Task(LLAMA, make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0,
                       rows=mesh.batches(devices))  # fmt: skip
     state, seen = jax.jit(task.init)(), []
 

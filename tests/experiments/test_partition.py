@@ -31,7 +31,7 @@ def stepped(name, partition):
     recipe, devices = fp8jax.recipes.get(name), mesh.make(DEVICES, 1)
     rows = mesh.batches(devices)
     tx = make_optimizer(config.Config(), recipe)
-    task = Task.build(LLAMA, tx, recipe, remat=False, seed=0, rows=rows, partition=partition)
+    task = Task(LLAMA, tx, recipe, remat=False, seed=0, rows=rows, partition=partition)
     placed = mesh.state(devices, jax.eval_shape(task.init), partition)
     state, tokens = jax.jit(task.init, out_shardings=placed)(), mesh.place(TOKENS, rows)
     step = jax.jit(task.step, out_shardings=(placed, None)).lower(state, tokens).compile()

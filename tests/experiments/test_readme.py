@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from experiments.results import figures, report
-from experiments.results.figures import Quote
 
 ROOT = Path(__file__).parents[2]
 # What a measurement looks like: a number and what it is of.
@@ -31,27 +30,20 @@ STATED = (
 
 
 def prose(text: str) -> str:
-    """A page without code, formulas and the table that is written, on one line."""
+    """A page without code, formulas and the figures that are written, on one line."""
     text = re.sub(r"```.*?```|\$\$.*?\$\$", " ", text, flags=re.DOTALL)
-    text = re.sub(f"{re.escape(report.START)}.*?{re.escape(report.END)}", " ", text, flags=re.DOTALL)
-    return re.sub(r"\s+", " ", text)
+    return re.sub(r"\s+", " ", report.BLOCK.sub(" ", text))
 
 
 def test_every_figure_in_readme_and_docs_is_looked_up():
-    pages = {name: prose(text) for name, text in report.quoting(ROOT / "README.md").items()}
-    for quote in figures.quotes():
-        counts = 0
-        for name, text in pages.items():
-            pages[name], count = quote.pattern.subn(" ", text)
-            counts += count
-        assert counts == 1, quote.text
     unused, found = set(STATED), []
-    for name, text in pages.items():
+    for path in report.quoting(ROOT / "README.md"):
+        text = prose(path.read_text())
         for stated in STATED:
             text, count = re.subn(re.escape(stated), " ", text, flags=re.IGNORECASE)
             unused -= {stated} if count else set()
-        found += [f"{name}: {text[max(0, m.start() - 60) : m.end() + 20]}" for m in MEASURED.finditer(text)]
-    assert found == [], "figures that no file gives: quote them in experiments/results/quotes.toml, or leave them out"
+        found += [f"{path.name}: {text[max(0, m.start() - 60) : m.end() + 20]}" for m in MEASURED.finditer(text)]
+    assert found == [], "figures that no file gives: write them in experiments/results/docs.toml, or leave them out"
     assert unused == set(), "stated nowhere"
 
 
@@ -68,12 +60,14 @@ def test_the_search_for_figures_finds_what_is_not_quoted():
 
 
 def row(case, impl, metric, value, ratio=None, baseline=None):
-    return {"case": case, "impl": impl, "metric": metric, "value": value, "ratio": ratio, "baseline": baseline}
+    return {"case": case, "impl": impl, "metric": metric, "value": value, "ratio": ratio, "baseline": baseline,
+            "commit": "abc"}  # fmt: skip
 
 
-QUOTE = Quote("`coat` is {step [ratio coat > step > bf16 > 1b]:.2f} times as fast on one {card}, and takes "
-              "{step [value coat > step > > 1b]:.0f} ms")  # fmt: skip
-TEXT = "`coat` is 9.99 times as\n  fast on one H7, and takes 1 ms"
+LINE = (
+    "`coat` is {step [ratio coat > step > bf16 > 1b]:.2f} times as fast on one {card}, and takes "
+    "{step [value coat > step > > 1b]:.0f} ms"
+)
 
 
 @pytest.fixture
@@ -83,51 +77,62 @@ def planted():
         row("7b, one", "coat", "step", 999.0, 9.0, "bf16"),
         row("1b, one", "bf16", "step", 210.0, 1.0, "bf16"),
     ]
-    return {"step": {"h100": {"date": "2026-01-02", "rows": rows}, "h200": {"date": "2026-01-01", "rows": []}}}
-
-
-def written(text, results, quote=QUOTE):
-    return figures.with_quotes({"a": "other", "b": text}, results, [quote])["b"]
+    h100 = {"date": "2026-01-02", "command": "c bench --rounds 3", "rows": rows}
+    return {"step": {"h100": h100, "h200": h100 | {"date": "2026-01-01", "rows": []}}}
 
 
 def test_figures_are_written_with_the_card_that_measured_them(planted):
-    want = "Before. `coat` is 1.32 times as\n  fast on one H100, and takes 158 ms, after 3."
-    assert written(f"Before. {TEXT}, after 3.", planted) == want
+    want = "Before.\n`coat` is 1.32 times as fast on one H100, and takes 158 ms\nBy `c bench`, H100, abc."
+    assert figures.with_figures(f"Before.\n{LINE}\nBy {{sources}}.", planted) == want
+    planted["step"]["h100"]["rows"][0]["commit"] = "def"
+    assert figures.with_figures(f"{LINE}\n{{sources}}", planted).endswith("`c bench`, H100, several commits")
 
 
 def test_a_whole_file_goes_before_a_newer_one_that_was_cut(planted):
     planted["step"]["h200"] |= {"date": "2026-01-03", "complete": False}
-    assert "on one H100" in written(TEXT, planted)
+    assert "on one H100" in figures.with_figures(LINE, planted)
     planted["step"]["h200"] |= {"complete": True, "rows": planted["step"]["h100"]["rows"]}
-    assert "on one H200" in written(TEXT, planted)
-    # The newest file may lack a figure of the sentence.
-    planted["step"]["h200"] |= {"rows": planted["step"]["h100"]["rows"][1:]}
-    assert "on one H100" in written(TEXT, planted)
+    assert "on one H200" in figures.with_figures(LINE, planted)
+    # The newest file may lack a figure of the block.
+    rows = planted["step"]["h200"]["rows"]
+    planted["step"]["h200"] |= {"rows": rows[1:]}
+    assert "on one H100" in figures.with_figures(LINE, planted)
+    planted["step"]["h200"] |= {"rows": rows[:2]}
+    other = "{step [value bf16 > step]:.0f} ms on one {card}"
+    assert figures.with_figures(f"{LINE}\n{other}", planted).count("on one H100") == 2
 
 
-def test_a_sentence_names_one_card_alone(planted):
-    quote = Quote(QUOTE.text.replace("{step [value", "{more [value"))
+def test_a_line_names_one_card_alone(planted):
+    line = LINE.replace("{step [value", "{more [value")
     for card, wrong in (("h100", False), ("cpu", False), ("h200", True)):
         files = planted | {"more": {card: planted["step"]["h100"]}}
         if wrong:
-            with pytest.raises(ValueError, match="figures of several cards, H100, H200, in one sentence"):
-                written(TEXT, files, quote)
+            with pytest.raises(ValueError, match="figures of the cards H100, H200, not of one"):
+                figures.with_figures(line, files)
         else:
-            assert "fast on one H100, and takes 158 ms" in written(TEXT, files, quote)
+            assert "fast on one H100, and takes 158 ms" in figures.with_figures(line, files)
 
 
-def test_a_sentence_that_is_not_there_or_a_figure_that_no_file_has_is_named(planted):
-    with pytest.raises(ValueError, match=r"hold this 0 times, not once: `coat` is \{step"):
-        written("nothing", planted)
-    with pytest.raises(ValueError, match="hold this 2 times"):
-        written(f"{TEXT} {TEXT}", planted)
+def test_a_figure_that_no_file_has_is_named(planted):
     rows = planted["step"]["h100"]["rows"]
     for several in (0, 2):
         planted["step"]["h100"]["rows"] = several * rows
         with pytest.raises(ValueError, match=rf"{several} figures in results/\*/step.json, not one"):
-            written(TEXT, planted)
+            figures.with_figures(LINE, planted)
     with pytest.raises(ValueError, match=r"0 figures in results/\*/step.json"):
-        written(TEXT, {})
+        figures.with_figures(LINE, {})
+
+
+def test_a_block_is_written_where_a_page_names_it():
+    page = "Text.\n<!-- figures: one, written -->\nold\n<!-- end -->\nMore.\n<!-- end -->"
+    blocks = {"one": "new", "two": "figures"}
+    with pytest.raises(ValueError, match="no page has <!-- figures: two -->"):
+        report.with_blocks({ROOT: page}, blocks)
+    (new,) = report.with_blocks({ROOT: page}, {"one": "new"}).values()
+    assert new == page.replace("old", "new")
+    assert report.with_blocks({ROOT: new}, {"one": "new"}) == {ROOT: new}
+    with pytest.raises(ValueError, match=r"a page has figures 'one', which docs\.toml lacks; it has two"):
+        report.with_blocks({ROOT: page}, {"two": "figures"})
 
 
 def test_no_difference_is_shown_where_the_pages_say_so():

@@ -30,7 +30,7 @@ def tokens(step, rows=4):
 def task_of(recipe, optim=OPTIM, remat=False, rows=None, chunked=False):
     recipe = with_master(fp8jax.recipes.get(recipe), optim.master)
     tx = make_optimizer(config.Config(optim=optim), recipe)
-    return Task.build(LLAMA, tx, recipe, remat=remat, seed=0, rows=rows, chunked=chunked)
+    return Task(LLAMA, tx, recipe, remat=remat, seed=0, rows=rows, chunked=chunked)
 
 
 def run(task, steps=3):

@@ -33,7 +33,7 @@ STATES = {
 def build(name, devices):
     recipe = fp8jax.recipes.get(name)
     optimizer = make_optimizer(config.Config(), recipe)
-    return Task.build(LLAMA, optimizer, recipe, remat=False, seed=0, rows=mesh.batches(devices))
+    return Task(LLAMA, optimizer, recipe, remat=False, seed=0, rows=mesh.batches(devices))
 
 
 def noise(x, rng):

@@ -88,7 +88,7 @@ def test_killed_and_stopped_and_resumed_equals_left_alone(argv, out):
 def test_every_kind_of_state_goes_on_from_a_checkpoint_to_the_same_bits(name, tmp_path):
     recipe = fp8jax.recipes.get(name)
     shape = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=64)
-    task = Task.build(shape, make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0)
+    task = Task(shape, make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0)
     step = jax.jit(task.step, compiler_options={"xla_llvm_disable_expensive_passes": True})
     batches = np.random.default_rng(0).integers(0, shape.vocab, (4, 2, 17)).astype(np.int32)
     alone = jax.jit(task.init)()

@@ -20,6 +20,7 @@ from experiments.text.tokenizer import Bytes
 from experiments.train import cli, config, form, optimizer, report
 from experiments.train import loop as loops
 from experiments.train.optimizer import make_optimizer
+from experiments.train.task import Task
 from fp8jax import from_recipe
 from tests.rows import slow
 
@@ -78,9 +79,8 @@ def ran(argv, texts, out):
     """The finished run's loop, its task and its folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "Loop", Recording)
-        build = cli.Task.build
         tasks = []
-        patch.setattr(cli.Task, "build", lambda *a, **k: tasks.append(build(*a, **k)) or tasks[-1])
+        patch.setattr(cli, "Task", lambda *a, **k: tasks.append(Task(*a, **k)) or tasks[-1])
         assert cli.main([*argv, *FLAGS, "--data", str(texts)], recipe=lambda name: EXACT) == 0
     return Recording.made, tasks[0], out / "settings" / "exact"
 
@@ -258,7 +258,7 @@ def test_memory_is_saved_as_asked_for(ran):
 
 def test_by_default_a_gpu_recomputes_what_neither_contexts_nor_kernels_keep_for_it(monkeypatch):
     def chosen(*names, how="auto"):
-        return {form.recomputed(how, fp8jax.recipes.get(name)) for name in names}
+        return {form.remat_policy(how, fp8jax.recipes.get(name)) for name in names}
 
     every = fp8jax.recipes.NAMES
     assert chosen(*every) == {False}  # on a CPU

@@ -56,11 +56,11 @@ def test_operations_are_those_of_products_and_attention():
     attention = 3 * 32 * 32 + 3 * 32 * 32  # q, out, and half of each for k and v
     block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
     assert attention == 6144
-    whole = Task.build(SHAPE, tx, fp8jax.recipes.bf16(), remat=False, seed=0)
+    whole = Task(SHAPE, tx, fp8jax.recipes.bf16(), remat=False, seed=0)
     params = jax.eval_shape(whole.init).params
     matrices, scores = 3 * block + 32 * 50, 6 * 3 * 32 * 128
     assert speed.operations(SHAPE, params, {}, 128) == 6 * matrices + scores
-    part = Task.build(SHAPE, tx, fp8jax.recipes.te_current(), remat=False, seed=0, lora=Lora(4, lora_targets=".*/q"))
+    part = Task(SHAPE, tx, fp8jax.recipes.te_current(), remat=False, seed=0, lora=Lora(4, lora_targets=".*/q"))
     shapes = jax.eval_shape(part.init).params, jax.eval_shape(part.base)
     scales = 3 * 7  # of codes, which count as what they are beside: nothing to speak of
     want = 6 * 3 * (32 * 4 + 4 * 32) + 4 * matrices + scores
@@ -110,7 +110,7 @@ def test_a_run_is_traced_logged_elsewhere_and_says_how_much_of_a_gpu_it_uses(arg
     settings = cli.parse([*argv, *flags])
     llama = settings.model.shape(256)
     shapes = jax.eval_shape(
-        Task.build(llama, make_optimizer(settings, fp8jax.recipes.bf16()), fp8jax.recipes.bf16(), remat=False,
+        Task(llama, make_optimizer(settings, fp8jax.recipes.bf16()), fp8jax.recipes.bf16(), remat=False,
                    seed=0).init).params  # fmt: skip
     for row in (row for row in rows if "loss" in row):
         assert row["mfu"] == pytest.approx(row["tokens_per_s"] * speed.operations(llama, shapes, {}, 16) / 1e12)

@@ -25,7 +25,7 @@ TOKENS = np.random.default_rng(0).integers(0, TINY.vocab, (4, 9)).astype(np.int3
 
 
 def build(recipe, **options):
-    return Task.build(TINY, optax.with_extra_args_support(optax.sgd(0.1)), recipe, remat=False, seed=3, **options)
+    return Task(TINY, optax.with_extra_args_support(optax.sgd(0.1)), recipe, remat=False, seed=3, **options)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
@@ -57,9 +57,9 @@ def test_gradients_are_clipped_beside_bounds_that_measure_updates():
 def test_masters_in_parts_begin_as_the_seeds_parameters():
     recipe = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("bf16+int16", "bf16"))
     tx = fp8jax.compressed_adamw(1e-3, mu="fp32", nu="fp32", master="bf16+int16")
-    parts = Task.build(TINY, tx, recipe, remat=False, seed=3).init()
+    parts = Task(TINY, tx, recipe, remat=False, seed=3).init()
     plain = dataclasses.replace(recipe, weights=fp8jax.recipes.Weights("fp32", "fp32"))
-    whole = Task.build(TINY, optax.with_extra_args_support(optax.identity()), plain, remat=False, seed=3).init()
+    whole = Task(TINY, optax.with_extra_args_support(optax.identity()), plain, remat=False, seed=3).init()
     found = fp8jax.master_weights(parts.opt_state, parts.params)
     jax.tree.map(np.testing.assert_array_equal, found, whole.params)
 

@@ -80,7 +80,7 @@ def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
         data, fsdp, shared = MESHES[where]
         rows = mesh.batches(mesh.make(data, fsdp, tensor=shared))
     tx = make_optimizer(config.Config(), recipe)
-    task = Task.build(llama, tx, recipe, seed=0, rows=rows, **{"remat": False} | how)
+    task = Task(llama, tx, recipe, seed=0, rows=rows, **{"remat": False} | how)
     state = jax.eval_shape(task.init)
     params = drawn(state.params)
     model_state = jax.jit(lambda: task.init().model_state)() if jax.tree.leaves(state.model_state) else {}
@@ -90,7 +90,7 @@ def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
         model_state = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
     base = {}
     if task.lora is not None:
-        plain = Task.build(llama, tx, recipe, seed=0, remat=False)
+        plain = Task(llama, tx, recipe, seed=0, remat=False)
         base = jax.jit(task.base)(drawn(jax.eval_shape(plain.init).params))
     if rows is None:
         run = jax.jit(lambda params, base, tokens: first(task.gradients(params, joined(model_state, base), tokens)))

@@ -1,11 +1,12 @@
 """What benchmarks record: means and plots compare like with like."""
 
+import argparse
 import functools
 import json
 
 import pytest
 
-from experiments.bench import timing
+from experiments.bench import driver, timing
 
 
 def rows():
@@ -18,6 +19,10 @@ def rows():
         timing.row("a", "ours", "kept", 1.0, "U", "bf16", 4.0),
         timing.row("b", "ours", "kept", 1.0, "U", "bf16", 9.0),
     ]
+
+
+def results_file(folder, name, **settings):
+    return driver.ResultsFile(argparse.Namespace(out=folder, name=name), "Title", [], **settings)
 
 
 def test_means_leave_out_cases_without_a_peer_and_tell_how_many_are_left():
@@ -39,7 +44,10 @@ def test_metrics_and_means_are_plotted_apart(monkeypatch, tmp_path):
     drawn = []
     monkeypatch.setattr(pyplot, "close", drawn.append)
     every = rows()
-    timing.write("x", "Title", every + timing.means(every, "rate", "bf16"), [], {}, tmp_path, "bf16")
+    file = results_file(tmp_path, "x", last_resort="bf16")
+    file.add(every)
+    assert drawn == []
+    file.end("rate")
     assert len(json.loads((tmp_path / "cpu" / "x.json").read_text())["rows"]) == len(every) + 3
     (figure,) = drawn
     lines = {
@@ -54,17 +62,20 @@ def test_a_file_says_how_it_was_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_FLAGS", "--some=flag")
     monkeypatch.setenv("FP8JAX_COMMIT", "0123456789abcdef")
     monkeypatch.setattr(timing, "plot", lambda *_: None)
-    monkeypatch.setattr(timing.sys, "argv", ["bench", "gemm", "--out", "x", "--rounds", "3"])
-    for complete in (False, True):
-        timing.write("gemm", "Title", rows(), [], {}, tmp_path, complete=complete, devices=2)
-        content = json.loads((tmp_path / "cpux2" / "gemm.json").read_text())
-        assert content["complete"] == complete
+    monkeypatch.setattr(driver.sys, "argv", ["bench", "gemm", "--out", "x", "--rounds", "3"])
+    read = lambda card: json.loads((tmp_path / card / "gemm.json").read_text())  # noqa: E731
+    file = results_file(tmp_path, "gemm", devices=2)
+    file.add(rows())
+    assert not read("cpux2")["complete"]
+    file.end()
+    content = read("cpux2")
+    assert content["complete"]
     assert content["flags"] == "--some=flag"
     assert content["command"] == "python -m experiments.bench gemm --rounds 3"
     assert {(r["commit"], r["device"]) for r in content["rows"]} == {("0123456789", "2 x cpu")}
     monkeypatch.setenv("FP8JAX_DRY", "1")
-    timing.write("gemm", "Title", rows(), [], {}, tmp_path)
-    assert not json.loads((tmp_path / "cpu" / "gemm.json").read_text())["complete"]
+    results_file(tmp_path, "gemm").end()
+    assert not read("cpu")["complete"]
 
 
 def test_operands_are_several_and_exceed_the_cache_together():
@@ -122,7 +133,7 @@ def test_steps_read_late_take_what_the_slower_of_host_and_gpu_takes(monkeypatch,
 
 @pytest.mark.parametrize("arguments", ["gemm --out x --rounds 3", "gemm --rounds 3 --out x", "gemm --out=x --rounds 3"])
 def test_a_command_is_told_without_where_its_results_went(arguments):
-    assert timing._asked(arguments.split()) == ["gemm", "--rounds", "3"]
+    assert driver.without_out(arguments.split()) == ["gemm", "--rounds", "3"]
 
 
 def test_rows_have_quartiles_where_these_are_given(capsys):

@@ -24,7 +24,7 @@ TINY = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
 def task():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     plain = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("fp32", "fp32"))
-    return Task.build(TINY, tx, plain, remat=False, seed=0)
+    return Task(TINY, tx, plain, remat=False, seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def distance(a, b):
 def gradients(name, kernels):
     """Loss, gradients, and whether a kernel of ours computed any of it."""
     with choice.target(kernels=kernels), choice.record_choices() as told:
-        task = Task.build(SHAPE, optax.sgd(0.1), fp8jax.recipes.get(name), remat=False, seed=0)
+        task = Task(SHAPE, optax.sgd(0.1), fp8jax.recipes.get(name), remat=False, seed=0)
         state = jax.jit(task.init)()
         loss, found, _ = jax.jit(task.gradients)(state.params, state.model_state, TOKENS)
     return float(loss["loss"]), jax.device_get(found), any(how.impl != "xla" for _, how in told)

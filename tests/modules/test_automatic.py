@@ -31,7 +31,7 @@ OPTIM = Optim(lr=0.02, warmup=1, steps=20)
 
 def task(microbatches=1):
     tx = make_optimizer(Config(optim=OPTIM), RECIPE)
-    return Task.build(SHAPE, tx, RECIPE, remat=False, seed=0, microbatches=microbatches)
+    return Task(SHAPE, tx, RECIPE, remat=False, seed=0, microbatches=microbatches)
 
 
 def layers(state):
@@ -101,7 +101,7 @@ def test_no_weight_is_reduced_outside_of_the_branch(run):
     assert set(depths) == {1, 2}
     assert depths.count(2) >= 7
     current = dataclasses.replace(RECIPE, linear=dataclasses.replace(PART, w_scaling=None))
-    other = Task.build(SHAPE, optax.with_extra_args_support(optax.sgd(0.1)), current, remat=False, seed=0)
+    other = Task(SHAPE, optax.with_extra_args_support(optax.sgd(0.1)), current, remat=False, seed=0)
     state = jax.eval_shape(other.init)
     assert 0 in list(reductions(jax.make_jaxpr(other.step)(state, TOKENS).jaxpr, shapes))
 

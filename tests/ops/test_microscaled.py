@@ -221,7 +221,7 @@ def test_a_model_trains_as_in_bf16(recipe):
     for name in ("bf16", recipe):
         preset = fp8jax.recipes.get(name)
         tracked = [fp8jax.track_weight_amax(5)] if preset.linear.needs_weight_bounds else []
-        task = Task.build(shape, optax.chain(optax.adamw(3e-3), *tracked), preset, remat=recipe == "fast", seed=0)
+        task = Task(shape, optax.chain(optax.adamw(3e-3), *tracked), preset, remat=recipe == "fast", seed=0)
         state, step = task.init(), jax.jit(task.step)
         found = [float((state := (out := step(state, tokens))[0]) and out[1]["loss"]) for _ in range(40)]
         losses[name] = np.array(found)
