@@ -15,7 +15,7 @@ from tests.distance import relative
 from tests.programs import residuals
 from tests.rewrite import experts
 from tests.rewrite.experts import CHOSEN, EXPERTS, JOINED, TOKENS, TRANSPOSED, WIDTH, P, X, normal
-from tests.rows import few
+from tests.rows import covering, few
 
 WRITINGS = {
     "ragged_dot": (experts.sorted_tokens(lax.ragged_dot), P),
@@ -63,8 +63,7 @@ def assert_near(fn, written, params):
         assert relative(grads[name], wanted[name]) < 0.25, name
 
 
-@pytest.mark.parametrize("recipe", ["coat", "deepseek"])
-@pytest.mark.parametrize("name", WRITINGS)
+@pytest.mark.parametrize(("name", "recipe"), covering(WRITINGS, ["coat", "deepseek"]))
 def test_a_writing_is_in_8_bits(name, recipe):
     experts_of_block, params = WRITINGS[name]
     explained = fp8jax.transform(experts.block(experts_of_block), recipe).explain(params, X)
@@ -224,8 +223,7 @@ def test_a_name_that_no_grouped_product_has_is_refused():
 STATEFUL = ["te_delayed", "int8_fallback", "moss"]
 
 
-@pytest.mark.parametrize("recipe", STATEFUL)
-@pytest.mark.parametrize("name", WRITINGS)
+@pytest.mark.parametrize(("name", "recipe"), covering(WRITINGS, STATEFUL))
 def test_a_writing_has_a_state_for_each_expert(name, recipe):
     """Slices of a parameter, in a loop or a switch, share one state."""
     experts_of_block, params = WRITINGS[name]
