@@ -46,8 +46,8 @@ MODEL = (
 )  # fmt: skip
 # Kills of one run; after them it comes to its end.
 KILLS_PER_RUN = 3
-# Where a kill comes. Each fifth one is a stop, after which the process goes on.
-MOMENTS = ("compilation", "steps", "checkpoint")
+# Where a kill comes. Before processes have joined is "start". Each fifth one is a stop, and the process goes on.
+MOMENTS = ("start", "compilation", "steps", "checkpoint")
 # Seconds in which something must happen, and between two looks whether it has.
 PATIENCE, PAUSE = 3600, 0.002
 # Most bytes that a step may leave in memory, where the log keeps a row of each, and most files that stay open.
@@ -138,7 +138,9 @@ class Soak:
         where = ["--out", str(self.folder), "--data", str(self.folder / "text")]
         mesh = ["--mesh", f"fsdp={layout.processes * layout.devices}"]
         command = [sys.executable, "-u", *program, *MODEL, "--run", run, *where, *mesh, *options]
+        # A process whose peer is killed before both have joined waits this long.
         shared = ["--coordinator", f"localhost:{_free_port()}", "--process-count", str(layout.processes)]
+        shared += ["--patience", "60"]
         own = [[*shared, "--process-id", str(i)] if layout.processes > 1 else [] for i in range(layout.processes)]
         # Not pipes: a process would wait for whoever reads its pipe.
         started = []
@@ -191,6 +193,10 @@ class Soak:
             return (self.folder / run / RECIPE / "metrics.jsonl").read_bytes().count(b"\n")
         return 0
 
+    def is_compiling(self, processes: Sequence[subprocess.Popen[str]]) -> bool:
+        """Whether a process has begun to compile the training step."""
+        return any("Compiling jit(step)" in self._logs[process.pid].read_text() for process in processes)
+
     def is_saving(self, run: str) -> bool:
         """Whether a checkpoint is being written."""
         return any((self.folder / run / RECIPE / "checkpoints").glob("*.orbax-checkpoint-tmp"))
@@ -225,7 +231,8 @@ def interrupt(soak: Soak, run: str, moment: str, processes: Sequence[subprocess.
     """Kills, or stops and continues, one of the processes at a moment; False if they end before."""
     before = soak.progress(run)
     conditions = {
-        "compilation": (lambda: (soak.folder / run / RECIPE).is_dir(), 2.0),
+        "start": (lambda: True, 2.0),
+        "compilation": (lambda: soak.is_compiling(processes), 2.0),
         "steps": (lambda: soak.progress(run) > before, 0.5),
         "checkpoint": (lambda: soak.progress(run) > before and soak.is_saving(run), 0.02),
     }
@@ -253,13 +260,13 @@ def kill_often(soak: Soak, count: int, *layouts: Layout) -> Case:
         count: kills and stops.
         layouts: of a run's processes; the next one after each kill. All have as many devices.
     """
-    kinds, numbers, failures = Counter[str](), itertools.count(), list[str]()
+    kinds, failures = Counter[str](), list[str]()
     name = ", then ".join(f"{one.processes} process{'es' * (one.processes > 1)} of {one.devices}" for one in layouts)
     runs = 0
-    while sum(kinds.values()) < count and not failures:
+    while kinds.total() < count and not failures:
         run, codes, start = f"killed_{'_'.join(f'{p}x{d}' for p, d in layouts)}_{runs}", {1}, 0
         while codes != {0} and not failures:
-            number = next(numbers)
+            number = kinds.total()
             moment, stops = MOMENTS[number % len(MOMENTS)], number % 5 == 4
             if moment == "compilation":
                 shutil.rmtree(soak.folder / ".xla_cache", ignore_errors=True)
@@ -275,7 +282,7 @@ def kill_often(soak: Soak, count: int, *layouts: Layout) -> Case:
         runs += 1
         failures = failures or list(filter(None, [soak.check(run, layouts[0])]))
     detail = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
-    return Case(f"kills: {name}", sum(kinds.values()), "; ".join(failures), f"{runs} runs; {detail}")
+    return Case(f"kills: {name}", kinds.total(), "; ".join(failures), f"{runs} runs; {detail}")
 
 
 def clock_set_back(soak: Soak) -> Case:

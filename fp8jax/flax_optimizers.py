@@ -161,7 +161,7 @@ class Optimizer(nnx.Optimizer):
             _update_bounds(model, self.opt_state)
             _mark_step_ends(model, self.opt_state)
 
-    def update(self, model: Any, grads: Any, /, **step_arguments: Any) -> None:  # type: ignore[override]
+    def update(self, model: Any, grads: Any, /, **step_arguments: Any) -> None:
         """Updates the weights of `model` and the moments, in place.
 
         Inside `jax.shard_map` each device has its own observations. Call `tx.step` there, and then

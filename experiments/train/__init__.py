@@ -8,5 +8,5 @@ one ended.
 
 Exit codes: 0 done; 1 loss or gradient not finite; 2 wrong input, or a file of the run that cannot be used; 3 a file
 cannot be written, or the device's memory is too small; 4 another process trains this run; 5 another of several
-processes has ended; 130 and 143 stopped by SIGINT or SIGTERM.
+processes has ended, or never came; 130 and 143 stopped by SIGINT or SIGTERM.
 """

@@ -33,7 +33,7 @@ from experiments.train import relay
 if TYPE_CHECKING:
     from experiments.train.config import Run
 
-# Exit code of a process that goes on no longer because another one has ended.
+# Exit code of a process that goes on no longer because another one has ended, or never came.
 GONE = 5
 _NETWORK = re.compile(r"[A-Z_]+: .*(gloo|nccl|coordination service|barrier)", re.IGNORECASE | re.DOTALL)
 # The relay of this process, and what is held while it ends, so that it says why once.
@@ -76,11 +76,12 @@ def join(settings: Run, stop: StopSignals) -> None:
 
     def give_up() -> None:
         print(
-            f"error: {who} waited {patience} s (--patience) for the others. Start all of them with the same address, "
-            "that of the host of process 0, and the same --process-count",
+            f"error: {who} waited {patience} s (--patience) for the others. Start all of them again, with the same "
+            "address, that of the host of process 0, and the same --process-count",
             file=sys.stderr,
         )
-        _abandon(UserError.exit_code if stop.signum is None else 128 + stop.signum)
+        # As after they have joined: another process may have been killed before.
+        _abandon(GONE if stop.signum is None else 128 + stop.signum)
 
     # JAX's own limit ends the process without a word to its user.
     timer = threading.Timer(patience, give_up)

@@ -45,8 +45,7 @@ def error_if_differentiated(reason: str, values: Tree, inputs: Any = ()) -> Tree
     """Returns `values`; raises ValueError(reason) if they or `inputs` are differentiated."""
     leaves, structure = jax.tree.flatten(values)
     found = _error_if_differentiated_p.bind(*leaves, *jax.tree.leaves(inputs), reason=reason, count=len(leaves))
-    result: Tree = jax.tree.unflatten(structure, found)
-    return result
+    return jax.tree.unflatten(structure, found)
 
 
 def _raise_value_error(*_: Any, reason: str, **__: Any) -> Any:
@@ -68,10 +67,9 @@ def differentiable_once(operation: str, values: Tree, inputs: Any = ()) -> Tree:
     """
     leaves, structure = jax.tree.flatten(values)
     float_inputs = [x for x in jax.tree.leaves(inputs) if jnp.issubdtype(x.dtype, jnp.floating)]
-    result: Tree = jax.tree.unflatten(
+    return jax.tree.unflatten(
         structure, _differentiable_once_p.bind(*leaves, *float_inputs, operation=operation, count=len(leaves))
     )
-    return result
 
 
 def second_order_guard(operation: str, *inputs: Array | None) -> Array:
@@ -82,8 +80,7 @@ def second_order_guard(operation: str, *inputs: Array | None) -> Array:
     """
     # XLA on CPUs crashes if a loop returns an empty array out of a shard_map. Elsewhere empty arrays are free.
     size = int(bool(jax.sharding.get_abstract_mesh().manual_axes))
-    empty: Array = checkpoint_name(differentiable_once(operation, jnp.zeros((size,), jnp.float32), inputs), GUARD_NAME)
-    return empty
+    return checkpoint_name(differentiable_once(operation, jnp.zeros((size,), jnp.float32), inputs), GUARD_NAME)
 
 
 def _once_jvp(primals: Any, tangents: Any, *, count: int, **params: Any) -> tuple[Any, Any]:

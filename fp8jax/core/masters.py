@@ -88,7 +88,7 @@ class MasterWeight:
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the parameter."""
-        return self.high.dtype  # type: ignore[no-any-return]
+        return self.high.dtype
 
     def astype(self, dtype: DTypeLike) -> Array:
         """The master's value in `dtype`."""
@@ -115,7 +115,8 @@ def split(x: Array, high_dtype: DTypeLike, remainder_dtype: DTypeLike) -> Master
         else _fp32_to_extended_fp16(x, magnitude, remainder_bits)
     )
     # A NaN could carry into the sign bit.
-    master_bits = jnp.where(jnp.isnan(x), _nan(high_dtype) << np.uint32(remainder_bits), master_bits)
+    nan = np.uint32(0x7FC0 if jnp.dtype(high_dtype) == jnp.bfloat16 else 0x7E00)
+    master_bits = jnp.where(jnp.isnan(x), nan << np.uint32(remainder_bits), master_bits)
     half = 1 << (remainder_bits - 1)
     high_bits = (master_bits + np.uint32(half)) >> np.uint32(remainder_bits)
     sign, is_high_zero = (bits >> 16) & np.uint32(0x8000), (high_bits == 0) & (master_bits > 0)
@@ -152,10 +153,6 @@ def join(high: Array, remainder: Array) -> Array:
     )
     sign = (bits & np.uint32(0x8000)) << np.uint32(16)
     return lax.bitcast_convert_type(magnitude | (sign ^ sign_flip), jnp.float32)
-
-
-def _nan(dtype: DTypeLike) -> np.uint32:
-    return np.uint32(0x7FC0 if jnp.dtype(dtype) == jnp.bfloat16 else 0x7E00)
 
 
 def _shift_right_to_even(magnitude: Array, drop: int) -> Array:

@@ -18,7 +18,7 @@ from jax import lax
 def _copy(function: Any) -> Callable[..., Any]:
     """A copy of a Python function with its own code object; any other callable unchanged."""
     if not isinstance(function, types.FunctionType):
-        return function  # type: ignore[no-any-return]
+        return function
     code_fields = (
         function.__code__,
         function.__globals__,

@@ -159,7 +159,7 @@ class QuantSpec:
                 f"options are {', '.join(_OPTIONS)}"
             )
         size = int(match[3]) if match[3] else None
-        return cls(format=match[1], granularity=match[2] or "tensor", group_size=size, **fields)  # type: ignore[arg-type]
+        return cls(format=match[1], granularity=match[2] or "tensor", group_size=size, **fields)
 
     def __str__(self) -> str:
         options = [name for name, (field, value) in _OPTIONS.items() if getattr(self, field) == value]

@@ -155,8 +155,7 @@ class TokenExchange:
         """
         self._check("dispatch", x, self.num_rows)
         wire = operand_wire_format(_CALLER, wire_format, "x")
-        result: Array = _dispatch(wire, cast_varying_over(x, self.axes), self)
-        return result
+        return _dispatch(wire, cast_varying_over(x, self.axes), self)
 
     def combine(self, y: Array, wire_format: WireFormatLike = "e4m3:token") -> Array:
         """Rows on the devices that sent them to `dispatch`. They travel in their dtype, and their gradients as codes.
@@ -173,8 +172,7 @@ class TokenExchange:
         """
         self._check("combine", y, self.capacity)
         wire = operand_wire_format(_CALLER, wire_format, "dy")
-        result: Array = _combine(wire, cast_varying_over(y, self.axes), self)
-        return result
+        return _combine(wire, cast_varying_over(y, self.axes), self)
 
     def _check(self, method: str, x: Array, num_rows: int) -> None:
         if x.ndim != 2 or x.shape[0] != num_rows:
@@ -209,8 +207,7 @@ class TokenExchange:
             slots = lax.all_to_all(slots, self.axes, 0, 0, tiled=True)
             return out.at[_packed_rows(received, bound, length)].set(slots, mode="drop")
 
-        result: Array = lax.platform_dependent(rows, out, sent, received, cpu=padded, default=ragged)
-        return result
+        return lax.platform_dependent(rows, out, sent, received, cpu=padded, default=ragged)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

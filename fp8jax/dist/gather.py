@@ -15,7 +15,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Comm, Linear, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.dist import manual, shared_scales
-from fp8jax.dist.reduce import reduce_scatter_gradients, resolve
+from fp8jax.dist.reduce import broadcast_specs, reduce_scatter_gradients, resolve
 
 
 def gather_weights(
@@ -55,11 +55,9 @@ def gather_weights(
     """
     replicas, names = manual.check_manual_axes("gather_weights", axes, ()), manual.axis_names(axes)
     comm = resolve(gradients)
-    is_spec = functools.partial(_is_instance, PartitionSpec)
-    spec_leaves = jax.tree.leaves(jax.tree.broadcast(specs, weights, is_leaf=is_spec), is_leaf=is_spec)
     flat: Any = jax.tree_util.tree_flatten_with_path(weights)
     gathered = []
-    for (path, w), partition_spec in zip(flat[0], spec_leaves, strict=True):
+    for (path, w), partition_spec in zip(flat[0], broadcast_specs(specs, weights), strict=True):
         dim = _sharded_dim(partition_spec, names)
         if dim is None or w.ndim < 2:
             gathered.append(w)
@@ -118,14 +116,9 @@ def _backward(spec: Any, axes: Any, dim: int, shape: Any, comm: Comm, dtype: Any
 _gather.defvjp(_forward, _backward)
 
 
-def _is_instance(kind: type, node: Any) -> bool:
-    return isinstance(node, kind)
-
-
 def _sharded_dim(partition_spec: PartitionSpec, axes: tuple[str, ...]) -> int | None:
     for dim, entry in enumerate(partition_spec):
-        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        if tuple(name for name in names if name in axes) == axes:
+        if tuple(name for name in blocks.spec_entry_axes(entry) if name in axes) == axes:
             return dim
     return None
 

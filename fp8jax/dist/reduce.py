@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from fp8jax.core import formats
+from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Comm, Recipe
 from fp8jax.core.spec import QuantSpec
@@ -159,8 +159,7 @@ def reduce_scatter_gradients(
             do not divide a dimension or its groups.
     """
     reduction = _Reduction.create("reduce_scatter_gradients", grads, axes, comm, factors, layer_axes, min_size)
-    spec_leaves = jax.tree.leaves(jax.tree.broadcast(specs, grads, is_leaf=_is_spec), is_leaf=_is_spec)
-    dims = [_scatter_dim(reduction, i, spec) for i, spec in enumerate(spec_leaves)]
+    dims = [_scatter_dim(reduction, i, spec) for i, spec in enumerate(broadcast_specs(specs, grads))]
     return reduction.run(dims, True)
 
 
@@ -230,7 +229,7 @@ class _Reduction:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 raise TypeError(f"{caller}: {path} has dtype {x.dtype}, which is no gradient's")
             is_small = comm.spec is None or x.size < max(min_size, 1) or x.ndim == 0
-            specs.append(None if is_small else dataclasses.replace(comm.spec, layer_axes=depth))  # type: ignore[type-var]
+            specs.append(None if is_small else dataclasses.replace(comm.spec, layer_axes=depth))
         return cls(caller, paths, leaves, flat[1], manual.axis_names(axes), replicas, comm, factors, specs)
 
     def run(self, dims: list[int | None], dequantize: bool) -> Any:
@@ -286,11 +285,13 @@ class _Reduction:
             return jnp.zeros([n // self.replicas if i == dim else n for i, n in enumerate(x.shape)], x.dtype)
         dtype = jnp.bfloat16 if self.comm.gradients == "bf16" else jnp.float32
         operand = x.astype(dtype)
+        return (self._sum(operand, dim).astype(jnp.float32) * (1 / self.replicas)).astype(x.dtype)
+
+    def _sum(self, x: Array, dim: int | None) -> Array:
+        """The sum over the devices, or a device's part of it along a dimension."""
         if dim is None:
-            total = lax.psum(operand, self.axes)
-        else:
-            total = lax.psum_scatter(operand, self.axes, scatter_dimension=dim, tiled=True)
-        return (total.astype(jnp.float32) * (1 / self.replicas)).astype(x.dtype)
+            return lax.psum(x, self.axes)
+        return lax.psum_scatter(x, self.axes, scatter_dimension=dim, tiled=True)
 
     def _reduce_two_phase(self, quantized: list[QTensor]) -> list[QTensor]:
         """Means of codes under shared scales, quantized again: all-to-all, exact sums, all-gather."""
@@ -341,10 +342,8 @@ class _Reduction:
         codes = shared_scales.encode(x, spec, scale)
         # NCCL's FP8 sums saturate; XLA's on other devices return NaN or Inf.
         operand = codes if choice.on_cuda() else fmt.decode(codes)
-        if dim is None:
-            total = lax.psum(operand, self.axes)
-        else:
-            total = lax.psum_scatter(operand, self.axes, scatter_dimension=dim, tiled=True)
+        total = self._sum(operand, dim)
+        if dim is not None:
             scale = shared_scales.shard_scales(scale, dim, self.axes)
         total = total if choice.on_cuda() else fmt.encode(total)
         values = fmt.decode(total)
@@ -364,8 +363,7 @@ def _scatter_dim(reduction: _Reduction, i: int, spec: PartitionSpec) -> int | No
     """The dimension of a gradient that its parameter's spec shards over all axes of the reduction."""
     shape, path = reduction.leaves[i].shape, reduction.paths[i]
     for dim, entry in enumerate(spec):
-        entries = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        common = [name for name in entries if name in reduction.axes]
+        common = [name for name in blocks.spec_entry_axes(entry) if name in reduction.axes]
         if not common:
             continue
         if tuple(common) != reduction.axes:
@@ -385,5 +383,10 @@ def _scatter_dim(reduction: _Reduction, i: int, spec: PartitionSpec) -> int | No
     return None
 
 
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)
+def broadcast_specs(specs: Any, tree: Any) -> list[PartitionSpec]:
+    """The spec of each leaf of a tree, from a tree or prefix of `PartitionSpec`s."""
+
+    def is_spec(node: Any) -> bool:
+        return isinstance(node, PartitionSpec)
+
+    return jax.tree.leaves(jax.tree.broadcast(specs, tree, is_leaf=is_spec), is_leaf=is_spec)

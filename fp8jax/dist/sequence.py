@@ -233,8 +233,7 @@ def scatter_sequence(
         )
     backward_format = operand_wire_format(caller, wire_format if gradients is None else gradients, "dy")
     _check_shard_blocks(caller, backward_format, x.shape[dim] // devices, dim, x.ndim)
-    result: Array = _scatter((names, dim, sum_wire_format(caller, wire_format), backward_format), x)
-    return result
+    return _scatter((names, dim, sum_wire_format(caller, wire_format), backward_format), x)
 
 
 class _GatherConfig(NamedTuple):

@@ -104,10 +104,9 @@ def fsdp_gather_weight(
         ValueError: outside of `jax.shard_map`; or as for `reduce_scatter_gradients`, in the backward pass.
     """
     manual.check_manual_axes("fsdp_gather_weight", axes, (), _ADVICE)
-    result: Array = _gather_weight(
+    return _gather_weight(
         manual.axis_names(axes), resolve(gradients), dim, jnp.dtype(dtype or w.dtype), needs_values, w
     )
-    return result
 
 
 _ADVICE = "jax.shard_map(step, mesh=mesh, axis_names={names}, in_specs=..., out_specs=...)"

@@ -146,9 +146,7 @@ def merge_leaves(
     """The leaves of a call or of its results.
 
     Args:
-        leaves: their kinds.
         arrays: those of the leaves, in their order.
-        params: the parameters, by path.
         given_leaves: the inputs of the call, for results that are inputs.
     """
 
@@ -177,8 +175,6 @@ def transform_call(
     Args:
         call: the call as a function of its leaves.
         original: the method, which gives the function its name.
-        leaves: their kinds.
-        rules: on the paths of layers.
         names, requires_product, is_module_method, checks_rules, state_axes: as of `CallInfo`.
     """
 

@@ -152,8 +152,6 @@ def run(
     settings.
 
     Args:
-        module: a module.
-        method: one of its methods.
         args, kwargs: of the call: arrays, modules and settings in any structure. Python numbers are settings.
         read_states: returns what the module stores for its parameters, by path, from the leaves as variables and the
             parameters by path.

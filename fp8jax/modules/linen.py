@@ -88,7 +88,7 @@ def quantize(module: Model, rules: Rules) -> Model:
         raise ValueError("the model is quantized already; give the rules to the model it was made from")
     copy = _quantized_copy(module, LinenClassConfig(as_rule_set(rules)))
     type(copy)._fp8jax_notices.texts.clear()  # equal models share a class
-    return copy  # type: ignore[no-any-return]
+    return copy
 
 
 def unquantize(module: Model) -> Model:
@@ -105,7 +105,7 @@ def unquantize(module: Model) -> Model:
     original_class = getattr(type(module), "_fp8jax_plain", None)
     if original_class is None:
         raise ValueError(f"{type(module).__name__} is not quantized")
-    return _copy_as(original_class, module)  # type: ignore[no-any-return]
+    return _copy_as(original_class, module)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _quantized_subclass(cls: Any, settings: LinenClassConfig) -> Any:
 
 
 def _get_root(module: Any) -> QuantizedRoot:
-    return type(module)._fp8jax_settings.make_root(module.scope)  # type: ignore[no-any-return]
+    return type(module)._fp8jax_settings.make_root(module.scope)
 
 
 def _wrap_submodules(module: Any, name: str, value: Any) -> Any:

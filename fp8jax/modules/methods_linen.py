@@ -212,7 +212,7 @@ def _lift_method(
                     scope.rng_counters.update(_copy_counters(counters))
                 return results
 
-            return lift.pack(inner, _COLLECTION_GROUPS, _COLLECTION_GROUPS, (True,), enable_kwargs=True)  # type: ignore[no-any-return]
+            return lift.pack(inner, _COLLECTION_GROUPS, _COLLECTION_GROUPS, (True,), enable_kwargs=True)
 
         return nn.transforms.decorator_lift_transform(transform, method)(self, *args, **kwargs)
 
@@ -267,7 +267,7 @@ def _get_function(
     if fields is None or is_traced or has_drawn_keys or any(isinstance(x, nn.Module) for x in settings):
         make = _make_function.__wrapped__
     try:
-        return make(method, root, (fields, static_fingerprint(*settings)), structure, leaf_kinds, shapes, context)  # type: ignore[no-any-return]
+        return make(method, root, (fields, static_fingerprint(*settings)), structure, leaf_kinds, shapes, context)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise

@@ -39,7 +39,6 @@ def make_tabulate_property(original: Any, method: ModuleMethod | None, restore: 
     """The attribute with which Flax marks a module; setting it first changes the module's class to one for tables.
 
     Args:
-        original: the module's original class.
         method: the model's call; None for its submodules.
         restore: removes a module's scaling states and codes.
     """
@@ -144,7 +143,7 @@ def _reduce(cls: Any) -> Any:
     return make_quantized_class, (cls._fp8jax_written, cls._fp8jax_settings)
 
 
-copyreg.pickle(QuantizedMeta, _reduce)  # type: ignore[arg-type]
+copyreg.pickle(QuantizedMeta, _reduce)
 
 
 @functools.cache
@@ -162,7 +161,7 @@ def make_quantized_class(original: Any, settings: QuantizedClassConfig) -> type:
     method = _original_method(original, "__call__", settings) if settings.is_model and "__call__" in body else None
     body[TABULATE_ID] = make_tabulate_property(original, method, _remove_state_modules)
     meta: Any = _make_metaclass(type(original))  # type: ignore[arg-type]
-    return meta(original.__name__, (original,), body, pytree=original._pytree__is_pytree)  # type: ignore[no-any-return]
+    return meta(original.__name__, (original,), body, pytree=original._pytree__is_pytree)
 
 
 @functools.cache
@@ -170,7 +169,7 @@ def _make_metaclass(meta: type) -> Any:
     if issubclass(QuantizedMeta, meta):
         return QuantizedMeta
     quantized_metaclass = type(meta.__name__, (QuantizedMeta, meta), {})
-    copyreg.pickle(quantized_metaclass, _reduce)  # type: ignore[arg-type]
+    copyreg.pickle(quantized_metaclass, _reduce)
     return quantized_metaclass
 
 

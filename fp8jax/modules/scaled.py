@@ -157,7 +157,7 @@ class LayerScaling(ParameterStateModule):
         for operand, name in stats_names(self.linear).items():
             shape: tuple[int, ...] = getattr(self, name).shape
             return shape if operand == "dy" else shape[: len(shape) - len(self.linear.states[operand].stats_shape)]
-        return self.bound_variable().shape  # type: ignore[no-any-return]
+        return self.bound_variable().shape
 
     def load(self) -> ParameterState:
         names = [*state_names(self.linear).values(), *stats_names(self.linear).values()]
@@ -196,8 +196,7 @@ class LayerScaling(ParameterStateModule):
 
     def bound_variable(self) -> nnx.Variable:
         """The variable of the weight's state that comes from the optimizer."""
-        variable: nnx.Variable = getattr(self, self.linear.states["w"].variable_name("w"))
-        return variable
+        return getattr(self, self.linear.states["w"].variable_name("w"))
 
     def end_step(self, axis_name: AxisNames = None, apply_if: ArrayLike | None = None) -> None:
         """Advance the states by the stats of the step, unless `apply_if` is False, and empty these, in place."""

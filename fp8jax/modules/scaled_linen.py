@@ -25,7 +25,6 @@ def missing_variables_error(layer: str, linear: Linear, *, is_initializing: bool
 
     Args:
         layer: its path in messages.
-        linear: its recipe.
         is_initializing: whether `init` cannot add them.
         has_other_layers: whether other layers have theirs, as in a checkpoint of a model that left this layer alone.
     """

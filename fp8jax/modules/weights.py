@@ -170,9 +170,9 @@ def _quantize_matrices(
 ) -> QuantizedWeight | None:
     """The codes of matrices (..., inputs, outputs), under the scales of a `LayerScaling` if `state` is one."""
     if not isinstance(state, LayerScaling):
-        return _vmap_times(lambda w: quantizer(w, linear, None), w.ndim - 2)(w)  # type: ignore[no-any-return]
+        return _vmap_times(lambda w: quantizer(w, linear, None), w.ndim - 2)(w)
     scale = _vmap_times(lambda w, state: weight_scale(w, state, recipe=linear), w.ndim - 2)(w, state.load().state)
-    return _vmap_times(lambda w, s: quantizer(w, linear, s), w.ndim - 2)(w, scale)  # type: ignore[no-any-return]
+    return _vmap_times(lambda w, s: quantizer(w, linear, s), w.ndim - 2)(w, scale)
 
 
 def _vmap_times(fn: Any, times: int) -> Any:

@@ -141,7 +141,7 @@ def skip_bad_steps(
     inner_update = optax.with_extra_args_support(tx).update
 
     def init(params: optax.Params) -> SkipBadStepsState:
-        return moments.replicate_scalars(params, SkipBadStepsState(init_monitor(), tx.init(params)))  # type: ignore[return-value]
+        return moments.replicate_scalars(params, SkipBadStepsState(init_monitor(), tx.init(params)))
 
     def observe(grads: Any, monitor: StepMonitor, value: ArrayLike | None) -> tuple[Array, StepMonitor]:
         if value is None and max_loss_jump is not None:
@@ -211,20 +211,14 @@ def find_monitor(opt_state: optax.OptState) -> StepMonitor | None:
     Raises:
         ValueError: there are several.
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, StepMonitor))
-    monitors = [node for node in nodes if isinstance(node, StepMonitor)]
+    monitors = moments.find_nodes(opt_state, StepMonitor)
     if len(monitors) > 1:
         raise ValueError("several skip_bad_steps are in this optimizer: put it outermost, once")
-    return flax_variables.unbox(monitors[0]) if monitors else None  # type: ignore[no-any-return]
+    return flax_variables.unbox(monitors[0]) if monitors else None
 
 
 def was_applied(opt_state: optax.OptState, apply_if: ArrayLike | None = None) -> Array | None:
-    """Whether the last step was applied, a bool scalar; None of an optimizer that skips none.
-
-    Args:
-        opt_state: after the step.
-        apply_if: of the step, or None.
-    """
+    """Whether the last step was applied, a bool scalar; None of an optimizer that skips none."""
     monitor = find_monitor(opt_state)
     conditions = [] if monitor is None else [monitor.consecutive == 0]
     conditions += [] if apply_if is None else [jnp.asarray(apply_if, bool)]

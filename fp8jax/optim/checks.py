@@ -115,9 +115,6 @@ def check_storage(
     """Refuses a moment that is not stored as the optimizer stores it.
 
     Args:
-        name: of the moment.
-        path: of its parameter.
-        x: the moment as stored.
         storage: the optimizer's: quantized, or cast to a plain format.
         is_quantized: whether a moment of this shape is quantized; else it is in fp32.
     """

@@ -183,7 +183,11 @@ def compress_state(
                 seed = phases
             elif role == "first" or (role == "other" and nu_rounding == "stochastic"):
                 seed = step_seed
-            rows.append((leaf, value, None if seed is None else noise.fold_in_seed(seed, _salt(path))))
+            if seed is not None:
+                seed = noise.fold_in_seed(
+                    seed, noise.param_seed(jax.tree_util.keystr(path, simple=True, separator="/"))
+                )
+            rows.append((leaf, value, seed))
         stored_moments = iter(
             map_leaves(_store_like, None, dither, [row for row in rows if isinstance(row[0], QTensor)])
         )
@@ -377,10 +381,6 @@ def _sum_counts(state: optax.OptState) -> Array | None:
         and jnp.shape(x) == () and jnp.issubdtype(x.dtype, jnp.integer)
     ]  # fmt: skip
     return sum(counts[1:], counts[0]) if counts else None
-
-
-def _salt(path: _Path) -> int:
-    return noise.param_seed(jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
 def _decode_moment(_: None, __: None, moment: QTensor) -> Array:

@@ -17,8 +17,7 @@ from fp8jax.ops.optimizers.adamw import ADAMW
 from fp8jax.ops.optimizers.leaf import Adam
 from fp8jax.ops.optimizers.step import step_tree
 from fp8jax.optim import checks, master_weights, moments
-from fp8jax.optim.fused import FusedTransformation as FusedTransformation
-from fp8jax.optim.fused import StepOptions, fused_transformation
+from fp8jax.optim.fused import FusedTransformation, StepOptions, fused_transformation
 
 # NumPy integers, because optax.inject_hyperparams traces Python integers.
 GROUP_SIZE = np.int32(128)
@@ -124,7 +123,7 @@ def scale_by_compressed_adam(
     ) -> tuple[optax.Updates, CompressedAdamState]:
         del extra_args
         # Without parameters, updates have the dtype of the gradients. No value of these is read.
-        return tx.update(updates, state, updates if params is None else params)  # type: ignore[return-value]
+        return tx.update(updates, state, updates if params is None else params)
 
     return optax.GradientTransformationExtraArgs(tx.init, update_fn)
 
@@ -256,7 +255,7 @@ def compressed_adamw(
         jax.tree_util.tree_map_with_path(checks.check_floating, params)
         mus, nus = (jax.tree.map(lambda p: moments.zeros(p, spec, size), params) for spec in specs.values())  # noqa: B023
         state = _make_state(jnp.zeros([], jnp.int32), mus, nus, master_weights.init_remainders(params, master_format))
-        return moments.replicate_scalars(params, state)  # type: ignore[return-value]
+        return moments.replicate_scalars(params, state)
 
     def update_fn(
         grads: optax.Updates,

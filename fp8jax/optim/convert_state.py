@@ -1,7 +1,6 @@
 """The state of one optimizer as that of another, to change optimizers during a run."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -57,7 +56,7 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
     template = tx.init(params)
     (old, _), (new, count_mask) = (_strip_counts(flax_variables.unbox(x)) for x in (state, template))
     olds, news = (jax.tree_util.tree_leaves_with_path(x, is_leaf=moments.is_quantized) for x in (old, new))
-    has_fp8lm = any(map(fp8lm_adamw.is_fp8lm_state, _iter_namedtuples(new)))
+    has_fp8lm = any(map(fp8lm_adamw.is_fp8lm_state, moments.iter_namedtuples(new, _is_adam)))
     if not has_fp8lm and [path for path, _ in olds] == [path for path, _ in news]:
         converted = jax.tree.map(_store_like, new, old, is_leaf=moments.is_quantized)
     else:
@@ -83,9 +82,9 @@ def _strip_counts(state: Any) -> tuple[Any, list[bool]]:
 
 def _convert_adams(old: Any, new: Any) -> Any:
     """The new state with the moments and the count of the old one, and all else that both have."""
-    old_records = list(_iter_namedtuples(old))
+    old_records = list(moments.iter_namedtuples(old, _is_adam))
     adams, other_records = ([x for x in old_records if _is_adam(x) == is_adam] for is_adam in (True, False))
-    num_new_adams = sum(map(_is_adam, _iter_namedtuples(new)))
+    num_new_adams = sum(map(_is_adam, moments.iter_namedtuples(new, _is_adam)))
     if len(adams) != num_new_adams or not adams:
         raise ValueError(
             f"the old state has {len(adams)} parts with {', '.join(_ADAM_FIELDS)}, as optax.adamw and those of fp8jax "
@@ -104,7 +103,7 @@ def _convert_adams(old: Any, new: Any) -> Any:
 
         def convert_field(name: str, value: Any) -> Any:
             old_value = getattr(matching_record, name, None)
-            if any(map(_is_adam, _iter_namedtuples(value))):
+            if _has_adam(value):
                 return jax.tree.map(convert, value, is_leaf=moments.is_namedtuple)
             if isinstance(value, dict) and isinstance(old_value, dict):  # hyperparameters
                 old_value = value | {key: x for key, x in old_value.items() if key in value}
@@ -116,20 +115,14 @@ def _convert_adams(old: Any, new: Any) -> Any:
 
     converted = jax.tree.map(convert, new, is_leaf=moments.is_namedtuple)
     for node in other_records:
-        non_adam_fields = [x for x in node if not any(map(_is_adam, _iter_namedtuples(x)))]
+        non_adam_fields = [x for x in node if not _has_adam(x)]
         if any(jnp.ndim(x) for x in jax.tree.leaves(non_adam_fields)):
             raise ValueError(f"the new optimizer has no place for the {type(node).__name__} of the old one")
     return converted
 
 
-def _iter_namedtuples(tree: Any) -> Iterator[Any]:
-    """The named tuples of a state, outer ones first, except those inside of Adam's moments."""
-    for node in jax.tree.leaves(tree, is_leaf=moments.is_namedtuple):
-        if moments.is_namedtuple(node):
-            yield node
-            if not _is_adam(node):
-                for field in node:
-                    yield from _iter_namedtuples(field)
+def _has_adam(tree: Any) -> bool:
+    return any(map(_is_adam, moments.iter_namedtuples(tree, _is_adam)))
 
 
 def _is_adam(node: Any) -> bool:

@@ -46,7 +46,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     @property
     def step(self) -> Callable[..., tuple[optax.Params, optax.OptState]]:
         """The function that updates parameters in place."""
-        return self.update.step  # type: ignore[attr-defined, no-any-return]
+        return self.update.step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ def fused_transformation(init_fn: Callable, update_fn: Callable) -> FusedTransfo
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         del extra_args
-        return update_fn(updates, state, params, StepOptions(False, max_direction=max_direction))  # type: ignore[no-any-return]
+        return update_fn(updates, state, params, StepOptions(False, max_direction=max_direction))
 
     def step(
         grads: optax.Updates,
@@ -107,6 +107,6 @@ def fused_transformation(init_fn: Callable, update_fn: Callable) -> FusedTransfo
         tree_slice: TreeSlice = WHOLE_TREE,
     ) -> tuple[optax.Params, optax.OptState]:
         options = StepOptions(True, key, grad_scale, apply_if, max_direction, tree_slice)
-        return update_fn(grads, state, params, options)  # type: ignore[no-any-return]
+        return update_fn(grads, state, params, options)
 
     return FusedTransformation(*flax_variables.with_unboxed_variables(init_fn, update, step))

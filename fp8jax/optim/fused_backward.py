@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from fp8jax.core import noise
 from fp8jax.ops.optimizers.leaf import TreeSlice
-from fp8jax.optim import checks, flax_variables, fp8lm_adamw
+from fp8jax.optim import checks, flax_variables, fp8lm_adamw, moments
 from fp8jax.optim.fused import FusedTransformation
 
 # Integers are stored as bits of this dtype, which a conversion to a wider float and back preserves.
@@ -167,7 +167,7 @@ class _Residuals:
     def make_backward(self, arguments: Sequence[Array]) -> Callable[..., Any]:
         saved_arrays = iter(self.arrays)
         leaves = [next(saved_arrays) if source is None else arguments[source] for source in self.sources]
-        return jax.tree.unflatten(self.structure, leaves)  # type: ignore[no-any-return]
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 class FusedBackwardBlock:
@@ -311,7 +311,7 @@ class FusedBackwardBlock:
         block_state, shared, residuals = scan_residuals
         layers, keep_layer_axis = block_state.num_layers or 0, fp8lm_adamw.is_fp8lm_state(block_state.encoded_state)
         shared_leaves = jax.tree.leaves(shared)
-        differentiable = [i for i, leaf in enumerate(shared_leaves) if _is_differentiable(leaf)]
+        differentiable = [i for i, leaf in enumerate(shared_leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
         def backward_layer(number: Array, carry: Any) -> Any:
             (stacks, squares), dx, sums = carry
@@ -387,10 +387,6 @@ def _write_layer(i: Array, stack: Array, layer: Array) -> Array:
 
 def _shape_and_dtype(x: Any) -> tuple[Any, Any]:
     return x.shape, x.dtype
-
-
-def _is_differentiable(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def sum_of_squares(gradients: Any) -> Array:
@@ -562,7 +558,7 @@ def _mark_used(block_state: FusedBlockState, number: int, used_numbers: set[int]
         return (cotangent,)
 
     mark.defvjp(lambda block_state: (block_state, None), backward)
-    return mark(block_state)  # type: ignore[no-any-return]
+    return mark(block_state)
 
 
 def _reset_grad_scale(x: Any) -> Any:
@@ -572,8 +568,7 @@ def _reset_grad_scale(x: Any) -> Any:
     return x
 
 
-def _find_block_states(tree: Any) -> list[FusedBlockState]:
-    return [x for x in jax.tree.leaves(tree, is_leaf=_is_block_state) if isinstance(x, FusedBlockState)]
+_find_block_states = functools.partial(moments.find_nodes, kind=FusedBlockState)
 
 
 def _is_block_state(x: Any) -> bool:

@@ -253,7 +253,7 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(flax_variables.unbox(params))
     values = dict(paths)
-    for node in iter_namedtuples(flax_variables.unbox(state)):
+    for node in moments.iter_namedtuples(flax_variables.unbox(state)):
         remainder = getattr(node, "remainder", None)
         stored = getattr(node, "master", None) if remainder is None else remainder
         # A wrapper such as optax.partition holds several states, each for a part of the parameters.
@@ -276,15 +276,6 @@ def _to_float32(weight: Any) -> Array:
     if moments.is_quantized(weight):
         return load(weight)
     return weight.astype(jnp.float32) if _is_master(weight) else weight
-
-
-def iter_namedtuples(tree: Any) -> Any:
-    """The named tuples of a state, outer ones first."""
-    for node in jax.tree.leaves(tree, is_leaf=moments.is_namedtuple):
-        if moments.is_namedtuple(node):
-            yield node
-            for field in node:
-                yield from iter_namedtuples(field)
 
 
 def _is_master(node: Any) -> bool:

@@ -1,7 +1,8 @@
 """How the moments of each parameter are stored, and their first values."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.optimizers.leaf import Moment
 from fp8jax.ops.optimizers.leaf import is_quantized as is_quantized
+
+T = TypeVar("T")
 
 # Names of moments in optax 0.2.8. State with another name (slow weights, accumulated gradients) may be a sum that would
 # stall in 8 bits: the user has to choose its storage.
@@ -155,3 +158,19 @@ def require_static(group_size: int | None, min_size: int | None) -> tuple[int, i
             "static_args=('group_size', 'min_size')"
         )
     return group_size, min_size
+
+
+def iter_namedtuples(tree: Any, is_whole: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
+    """The named tuples of a state, outer ones first, except those inside of one that is whole."""
+    for node in jax.tree.leaves(tree, is_leaf=is_namedtuple):
+        if is_namedtuple(node):
+            yield node
+            if not is_whole(node):
+                for field in node:
+                    yield from iter_namedtuples(field, is_whole)
+
+
+def find_nodes(tree: Any, kind: type[T]) -> list[T]:
+    """The nodes of a tree that are instances of a class."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]

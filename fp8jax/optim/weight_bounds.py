@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from fp8jax.core.scaling import Automatic, AxisNames
-from fp8jax.optim import checks, flax_variables, master_weights, moments
+from fp8jax.optim import checks, flax_variables, moments
 from fp8jax.optim.compressed_adamw import ScalarOrSchedule
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.master_weights import MasterRoundingMargin
@@ -339,7 +339,7 @@ def get_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], A
 
 def find_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array] | None:
     """`get_weight_amax_bounds` of any optimizer: empty if it trains no matrices, and None if it has no tracker."""
-    trackers, bounds = _find_trackers(opt_state), dict[tuple[str, ...], Array]()
+    trackers, bounds = moments.find_nodes(opt_state, WeightBounds), dict[tuple[str, ...], Array]()
     for state in trackers:
         new_bounds = _flatten_by_path(state.bounds)
         if shared_paths := set(bounds) & set(new_bounds):
@@ -382,7 +382,7 @@ def reset_weight_amax_bounds(
 def _find_rounding_margins(state: Any, params: optax.Params) -> dict[tuple[str, ...], MasterRoundingMargin]:
     """Margins of the parameters that have a remainder in the optimizer's state, by path."""
     remainders: dict[tuple[str, ...], Array] = {}
-    for node in master_weights.iter_namedtuples(state):
+    for node in moments.iter_namedtuples(state):
         remainders |= _flatten_by_path(getattr(node, "remainder", None))
     return {
         name: MasterRoundingMargin.from_dtypes(high.dtype, remainders[name].dtype)
@@ -413,11 +413,6 @@ def _clip(update: Array, max_abs: Array) -> Array:
     """Finite updates clipped to the limits; NaN and Inf stay."""
     max_abs = max_abs[..., None, None]
     return jnp.where((jnp.abs(update) > max_abs) & jnp.isfinite(update), jnp.sign(update) * max_abs, update)
-
-
-def _find_trackers(opt_state: Any) -> list[WeightBounds]:
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, WeightBounds))
-    return [node for node in nodes if isinstance(node, WeightBounds)]
 
 
 def _flatten_by_path(tree: Any) -> dict[tuple[str, ...], Array]:

@@ -291,7 +291,6 @@ def _exchanged_bytes(graph: Graph, mesh_sizes: Mapping[str, int]) -> float:
     """The bytes that one run of a program sends.
 
     Args:
-        graph: the program.
         mesh_sizes: sizes of the mesh axes around it.
     """
     total = 0.0

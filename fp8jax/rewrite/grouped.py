@@ -55,7 +55,6 @@ def _weight_axes(node: Node, is_transposed: bool) -> tuple[int, int, int] | None
     """The axes of groups, inputs and outputs of a call's second operand, by shapes; None without the form.
 
     Args:
-        node: any node.
         is_transposed: whether matrices are (outputs, inputs) if they are square.
     """
     if len(node.operands) != 3 or len(node.results) != 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value, direct_sources, search
+from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value, direct_sources, search, strip_layout
 from fp8jax.rewrite.primitives import CONCAT_PRIMITIVES, LAYOUTS, PRODUCTS, SELECTION_PRIMITIVES, SLICING_PRIMITIVES
 
 # Casts, layouts, slices and functions of one value, under which a head's result is still its result.
@@ -29,6 +29,7 @@ _TRANSPARENT = (
     ),
     *("neg", "tanh", "logistic", "clamp", "mul", "div", "add", "sub", "add_any"),
 )
+_FORWARDED = (*LAYOUTS, "stop_gradient")
 _SCALINGS = ("mul", "div", "add", "sub", "add_any")
 # Further elementwise functions, such as those between a router and the selection of experts.
 _ELEMENTWISE_FUNCTIONS = (
@@ -65,7 +66,6 @@ def find_edge_blocks(paths: Collection[str], counts: tuple[int, int]) -> dict[st
     an edge.
 
     Args:
-        paths: of layers.
         counts: numbers of blocks at the start and at the end.
     """
     stacks: dict[str, dict[str, int]] = {}
@@ -91,7 +91,6 @@ def split_loop(paths: Collection[str], length: int, counts: tuple[int, int]) -> 
 
     Args:
         paths: of the layers in an iteration.
-        length: of the loop.
         counts: numbers of blocks at the start and at the end.
     """
     found = [block_number(path) for path in set(paths)]
@@ -175,7 +174,7 @@ class Flow:
 
     def _selection_heads(self) -> Iterator[tuple[Node, str]]:
         denominators = {
-            _strip_casts_and_layout(node.operands[-1])
+            strip_layout(node.operands[-1], _FORWARDED)
             for node in self._graph.walk_nested()
             if node.kind in ("div", "log")
         }
@@ -187,7 +186,7 @@ class Flow:
                 )
             if (
                 node.kind == "exp"
-                and (shifted := _strip_casts_and_layout(node.operands[0])).kind == "sub"
+                and (shifted := strip_layout(node.operands[0], _FORWARDED)).kind == "sub"
                 and shifted.node is not None
             ):
                 scores, largest = shifted.node.operands
@@ -198,7 +197,7 @@ class Flow:
             if (
                 node.kind == "reduce_sum"
                 and node.results[0] in denominators
-                and (exponentials := _strip_casts_and_layout(node.operands[0])).kind == "exp"
+                and (exponentials := strip_layout(node.operands[0], _FORWARDED)).kind == "exp"
                 and exponentials.node
             ):
                 is_last_axis = tuple(node.eqn.params["axes"]) == (exponentials.aval.ndim - 1,)
@@ -232,7 +231,8 @@ class Flow:
 
     def _products_of_max(self, value: Value) -> frozenset[Node] | None:
         """The matmuls of whose result a value is the maximum."""
-        value, node = _strip_casts_and_layout(value), _strip_casts_and_layout(value).node
+        value = strip_layout(value, _FORWARDED)
+        node = value.node
         if node is None or not value.is_data:
             return None
         if node.kind == "reduce_max":
@@ -279,12 +279,6 @@ def count_outputs(node: Node, side: int) -> int:
         return shape[-1]
     contract, batch = params["dimension_numbers"]
     return math.prod(n for axis, n in enumerate(shape) if axis not in (*contract[side], *batch[side]))
-
-
-def _strip_casts_and_layout(value: Value) -> Value:
-    while value.node is not None and value.kind in (*LAYOUTS, "stop_gradient") and len(value.node.results) == 1:
-        value = value.node.operands[0]
-    return value
 
 
 def _union(sources: list[frozenset[Node] | None]) -> frozenset[Node] | None:

@@ -211,7 +211,7 @@ class ProductOperation:
             return y.reshape(*y.shape[:-1], *outputs), stats
 
         def multiply(w: Array, bias: Array | None, key: Array | None, codes: QuantizedWeight | None) -> Array:
-            y: Array = dot_general(
+            return dot_general(
                 x,
                 w,
                 numbers,
@@ -222,7 +222,6 @@ class ProductOperation:
                 bias=bias,
                 step_weight=StepWeight.from_codes(codes, interpreter.layout_policy),
             )
-            return y
 
         bias = None if bias is None else bias.reshape(w.shape[0], -1)
         is_matrix = tuple(weight_axes) == tuple(range(1, 1 + len(weight_axes)))

@@ -177,10 +177,7 @@ def split_edge_iterations(
     """The parts of a loop, as of `Graph.split_loop`: the recipe may leave its first and last iterations in 16 bits.
 
     Args:
-        rules, call_info: as of `plan`.
-        params: the paths of all parameters.
         paths: of the parameters that are stacked along the loop.
-        length: of the loop.
     """
     layers = [call_info.layer_paths(path) for path in paths]
     counts = rules.unquantized_blocks if any(rules.takes_by_default(*layer) for layer in layers) else (0, 0)
@@ -459,42 +456,34 @@ def _replace_product(p: WeightMatmul, sole_readers: Mapping[Value, Node]) -> boo
     saved_data = _saved_input(p) if p.choice.context.residual is not None and "x" not in linear.states else None
     w, layout = _stored_weight_of(p)
     contract, batch = p.node.eqn.params["dimension_numbers"]
-    num_outputs, bias = p.node.operands[p.side].aval.ndim - len(contract[p.side]), None
+    num_outputs, node = p.node.operands[p.side].aval.ndim - len(contract[p.side]), p.node
+    bias = split_sizes = None
     # If the parameter is on the left, as in `w @ x` under `jax.vmap`, the matmul includes the transpose that follows.
-    result_node = (
-        p.node if p.side == 1 or batch[0] else _following_transpose(p.node, num_outputs, sole_readers) or p.node
-    )
-    is_transposed = result_node is not p.node
+    if p.side == 0 and not batch[0]:
+        node = _following_transpose(node, num_outputs, sole_readers) or node
+    is_transposed = node is not p.node
     if (p.side == 1 or is_transposed) and not batch[0]:
-        bias = biases.find(result_node, num_outputs, sole_readers.get(result_node.results[0]))
-    node = result_node if bias is None else bias.sum
-    bias_value = None if bias is None else bias.value
-    data, params = p.data, p.node.eqn.params
-    split_sizes = None
-    if (
-        num_outputs == 1
-        and (p.side == 1 or is_transposed)
-        and not batch[0]
-        and (following_split := _following_split(node, sole_readers)) is not None
-    ):
-        node, split_sizes = following_split
+        found_bias = biases.find(node, num_outputs, sole_readers.get(node.results[0]))
+        node, bias = (node, None) if found_bias is None else found_bias
+        if num_outputs == 1 and (following_split := _following_split(node, sole_readers)) is not None:
+            node, split_sizes = following_split
     operation = ProductOperation(
         p.choice.recipe,
-        data,
+        p.data,
         w,
         layout,
         p.side,
-        canonical_value(data),
+        canonical_value(p.data),
         saved_data,
-        params=params,
-        bias=bias_value,
+        params=p.node.eqn.params,
+        bias=bias,
         is_transposed=is_transposed,
         split_sizes=split_sizes,
         is_stacked=p.is_stacked,
     )
     layout_operands = [operand for step in layout for operand in step.node.operands[1:]]
     node.operation, p.operation_node = operation, node
-    node.operands = [saved_data or data, w, *layout_operands, *([] if bias_value is None else [bias_value])]
+    node.operands = [saved_data or p.data, w, *layout_operands, *([] if bias is None else [bias])]
     return saved_data is not None
 
 

@@ -132,7 +132,6 @@ class PlannedCall(NamedTuple):
         """The function's results, and the statistics of its uses.
 
         Args:
-            use_inputs: the inputs of each use, by its key.
             collect_stats: return the statistics; otherwise they are the gradients of slots.
 
         Raises:

@@ -33,11 +33,11 @@ RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 LAYOUTS = (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES, "transpose")
 # A slice of a parameter counts as a parameter.
 SLICING_PRIMITIVES = ("slice", "dynamic_slice", "split", "unstack", "rev")
-# Concatenated parameters count as one. From JAX 0.11 on, `jnp.stack` is a primitive of its own.
+# Concatenated parameters count as one.
 CONCAT_PRIMITIVES = ("concatenate", "stack")
 # The kind of a node that calls a user's function for a grouped product. JAX has no such primitive.
 GROUPED_CALL = "grouped_call"
-GROUPED_KINDS = ("ragged_dot_general", "ragged_dot", GROUPED_CALL)
+GROUPED_KINDS = ("ragged_dot_general", GROUPED_CALL)
 # A parameter that is gathered over devices, inside `jax.shard_map`, counts as a parameter.
 GATHER_PRIMITIVES = ("all_gather", "all_gather_invariant")
 PRODUCTS = (
@@ -197,7 +197,7 @@ def loop_info(eqn: Any) -> LoopInfo | None:
         return LoopInfo(eqn.params["length"], range(sum(count_consts_and_carries(eqn.params)), len(eqn.invars)))
     if eqn.primitive.name == "shard_map":
         mesh = eqn.params["mesh"]
-        axes = tuple(name for name in mesh.axis_names if name in _manual_axes(eqn.params))
+        axes = tuple(name for name in mesh.axis_names if name in eqn.params["newly_manual_axes"])
         return LoopInfo(math.prod(mesh.shape[name] for name in axes), mesh_axes=axes)
     return None
 
@@ -220,11 +220,6 @@ def is_unrolled(eqn: Any, is_enclosing_unrolled: bool) -> bool:
         length, unroll = eqn.params.get("length", 0), eqn.params.get("unroll", 1)
         return bool(length > 1 and (unroll == 0 or unroll >= length))
     return is_enclosing_unrolled and eqn.primitive.name not in _CHECKPOINTS
-
-
-def _manual_axes(params: dict[str, Any]) -> frozenset[str]:
-    """The mesh axes that a `shard_map` equation makes Manual."""
-    return params.get("newly_manual_axes", params.get("manual_axes", frozenset()))  # type: ignore[no-any-return]
 
 
 def iteration_row(eqn: Any, iteration: int) -> int:
@@ -258,8 +253,6 @@ def run_while(
     carry, and the added arrays keep their values once any member has ended.
 
     Args:
-        eqn: the loop.
-        operands: its operands.
         body: `fn(inputs, added)`, which returns the next carry and the added arrays after it.
         added: a pytree, its first value.
     """
@@ -299,7 +292,6 @@ def rebind_control_flow(
 
     Args:
         eqn: an equation with `sub_jaxprs`.
-        operands: its operands.
         body_fns: for each jaxpr `fn(inputs, extra_consts, extra_xs)`, which returns its outputs.
         extra_consts: a pytree that each iteration receives.
         extra_xs: a pytree that is split into one row per iteration of a scan, or per device.
@@ -353,7 +345,7 @@ def rebind_control_flow(
             mesh=params["mesh"],
             in_specs=(list(params["in_specs"]), replicated, per_device),
             out_specs=[*params["out_specs"], *[per_device] * num_extra_outputs],
-            axis_names=set(_manual_axes(params)),
+            axis_names=set(params["newly_manual_axes"]),
             check_vma=params["check_vma"],
         )
         return list(mapped(operands, extra_consts, extra_xs))
@@ -378,7 +370,7 @@ def _rebind_jit(
         keep_unused=params["keep_unused"],
         inline=params["inline"],
     )
-    return jitted(*operands, extras)  # type: ignore[no-any-return]
+    return jitted(*operands, extras)
 
 
 @contextlib.contextmanager
@@ -419,7 +411,6 @@ def sent_bytes(eqn: Any, mesh_sizes: Mapping[str, int]) -> float:
     Each device is assumed to send as many rows to each device.
 
     Args:
-        eqn: the equation.
         mesh_sizes: sizes of the mesh axes around it; others have one device.
     """
     if eqn.primitive.name != "ragged_all_to_all":
@@ -457,12 +448,10 @@ def function_name(eqn: Any) -> str:
     if eqn.primitive.name in _CALLS:
         return str(eqn.params.get("name", ""))
     if eqn.primitive.name == "pallas_call":
-        return str(eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", ""))
+        return str(eqn.params["name"] or "")
     if eqn.primitive.name not in CUSTOM_DERIVATIVE_CALLS:
         return ""
-    program = eqn.params["call_jaxpr"]
-    info = getattr(getattr(program, "jaxpr", program), "debug_info", None)
-    return str(getattr(info, "func_name", ""))
+    return str(_sub_jaxpr(eqn.params["call_jaxpr"], 0).jaxpr.debug_info.func_name)
 
 
 def is_differentiated(scope: str) -> bool:
@@ -474,29 +463,19 @@ def source_line(eqn: Any, enclosing: Sequence[Any] = ()) -> str:
     """The nearest source line of an equation outside of libraries, or else outside of JAX.
 
     Args:
-        eqn: the equation.
         enclosing: the calls and loops around it, innermost first. JAX caches the jaxpr of a call with the lines of its
             first call. The line of the call is used if no user's line is inside.
     """
     frames, user_frames = _frames(eqn)
     for call in enclosing:
-        call_frames, call_user_frames = _frames(call)
-        if user_frames and not (_tracebacks_span_calls() and len(call_user_frames) >= len(user_frames)):
+        if user_frames:
             break
-        if call_user_frames:
-            frames, user_frames = call_frames, call_user_frames
+        call_frames, user_frames = _frames(call)
+        frames = call_frames if user_frames else frames
     if not frames:
         return "an unknown line"
     frame = (user_frames or frames)[0]
     return f"{frame.file_name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
-
-
-@functools.cache
-def _tracebacks_span_calls() -> bool:
-    """Whether an equation's traceback continues outside of its call; in newer JAX versions it ends there."""
-    program = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0)
-    inner = _sub_jaxpr(program.jaxpr.eqns[0].params["jaxpr"], 1).jaxpr.eqns[0].source_info.traceback
-    return inner is not None and any(f.function_name == _tracebacks_span_calls.__name__ for f in inner.frames)
 
 
 def _frames(eqn: Any) -> tuple[list[Any], list[Any]]:
@@ -508,10 +487,3 @@ def _frames(eqn: Any) -> tuple[list[Any], list[Any]]:
 
 
 _JAX_DIR = jax.__file__.rpartition("/")[0]
-
-
-def is_order_preserving(eqn: Any) -> bool:
-    """Whether a layout keeps all elements in memory order."""
-    return eqn.primitive.name != "transpose" and math.prod(eqn.invars[0].aval.shape) == math.prod(
-        eqn.outvars[0].aval.shape
-    )

@@ -96,7 +96,7 @@ def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:
             p.choice = LayerChoice(None, f"asks for precision {precision}, which a quantized product cannot give")
     if not rejected:
         return ""
-    default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    default = jax.config.jax_default_matmul_precision
     unset = f" and leave jax_default_matmul_precision, which is {default!r}, unset" if default else ""
     paths = list(dict.fromkeys(p.path for p, _ in rejected))
     # Layers that differ in numbers alone share a pattern.

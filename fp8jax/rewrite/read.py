@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from fp8jax.rewrite import grouped, primitives
-from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value, Weight, direct_sources, search
+from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value, Weight, direct_sources, is_order_preserving, search
 from fp8jax.rewrite.primitives import (
     CASTS,
     CONCAT_PRIMITIVES,
@@ -46,8 +46,8 @@ def find_model_constants(graph: Graph) -> frozenset[int]:
     return frozenset(found)
 
 
-def _has_batch_axes(eqn: object) -> bool:
-    numbers = getattr(eqn, "params", {}).get("dimension_numbers")
+def _has_batch_axes(eqn: Any) -> bool:
+    numbers = eqn.params.get("dimension_numbers")
     return isinstance(numbers, tuple) and len(numbers) == 2 and any(numbers[1])
 
 
@@ -78,7 +78,6 @@ def read(
         paths: for each input its parameter path; None for data.
         frozen: for each input `fp8jax.rewrite.frozen_params.frozen_info`; empty if all are arrays.
         grouped_products: the functions that the rules name as grouped products.
-        split_loop: as of `Graph`.
     """
     jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
     frozen_infos, model_constants = frozen or [None] * len(paths), frozenset[int]()
@@ -337,7 +336,5 @@ def _relayouted_weight(weight: Weight, node: Node) -> Weight | None:
     if node.kind not in (*LAYOUTS, *SLICING_PRIMITIVES, "stop_gradient") or data:
         return None
     # A named value may be saved under its name, and stop_gradient drops gradients: both are read as written.
-    is_relayouted = (
-        weight.is_relayouted or node.kind in ("name", "stop_gradient") or not primitives.is_order_preserving(node.eqn)
-    )
+    is_relayouted = weight.is_relayouted or node.kind in ("name", "stop_gradient") or not is_order_preserving(node)
     return dataclasses.replace(weight, layout=(*weight.layout, node), is_relayouted=is_relayouted)

@@ -170,7 +170,6 @@ class RuleSet:
         """The choice of the first rule that matches a path.
 
         Args:
-            path: the layer's path.
             aliases: other paths of the layer.
             heads: the reasons of layers that are heads, routers or narrow. The default recipe does not quantize them,
                 or uses its part `head` for those that are output heads or have the name of one.
@@ -217,8 +216,6 @@ class RuleSet:
         Args:
             paths: the paths of layers that can be quantized, and of norms.
             heads: as in `choose`.
-            hint: text about skipped matmuls, for the message.
-            aliases: other paths of these layers.
             source_layers: layers whose matmuls cannot be quantized; a rule with None may match only these.
             unsupported_layers: layers of experts whose products are left as written. Any rule may match only these.
         """

@@ -48,7 +48,6 @@ def schedule(graph: Graph, *, inline_all: bool = False, keep_effects: bool = Tru
     """The schedule of a graph.
 
     Args:
-        graph: of a program, planned or not.
         inline_all: whether to inline calls and sub-jaxprs that the plan does not change.
         keep_effects: whether to run equations with effects whose results are not read.
     """
@@ -145,14 +144,10 @@ class Interpreter:
 
         Products that read one value share the codes that they make from it, and the key. With None they share nothing.
         """
-        shared_facts = (
-            InputFacts(facts)
-            if value is None
-            else InputFacts(facts, functools.partial(self._get_or_make, value, x.dtype))
-        )
-        return shared_facts, shared_facts.get_or_compute(
-            "key", lambda: key_from_data(x)
-        ) if linear.is_stochastic else None
+        shared = InputFacts(facts)
+        if value is not None:
+            shared = InputFacts(facts, functools.partial(self._get_or_make, value, x.dtype))
+        return shared, shared.get_or_compute("key", lambda: key_from_data(x)) if linear.is_stochastic else None
 
     def _get_or_make(
         self, value: Value, dtype: Any, use: Hashable, make: Callable[[], Shared], *dependencies: Any
@@ -161,7 +156,7 @@ class Interpreter:
         entry = self._cache.get(key)
         if entry is None or any(a is not b for a, b in zip(entry[0], dependencies, strict=True)):
             entry = self._cache[key] = dependencies, make()
-        return entry[1]  # type: ignore[no-any-return]
+        return entry[1]
 
     def run(self) -> list[Any]:
         """Runs the graph and returns its outputs."""
@@ -197,7 +192,7 @@ class Interpreter:
             (key, operand)
             for key in row_inputs
             for operand in ("x", "w")
-            if self.stats is not None and self._collects_stats(key, operand)
+            if self.stats is not None and getattr(self.use_inputs[key].slots, operand) is not None
         ]
         # For each body, the facts about its inputs by position: arrays, and the function that rebuilds them.
         flat_facts: list[dict[int, Any]] = [{} for _ in bodies]
@@ -274,9 +269,6 @@ class Interpreter:
         if eqn.primitive.name in ("scan", "while"):
             return LayoutPolicy.EACH_WHEN_READ  # the loop would stack the codes of all turns
         return LayoutPolicy.BOTH_FOR_GRADIENT if self.layout_policy is LayoutPolicy.BOTH_ALWAYS else self.layout_policy
-
-    def _collects_stats(self, key: Any, operand: str) -> bool:
-        return getattr(self.use_inputs[key].slots, operand) is not None
 
     def _body_facts(self, body: Graph) -> dict[int, ArrayFacts]:
         """Facts about the inputs of a sub-jaxpr, by position."""

@@ -149,8 +149,10 @@ class ParameterState(NamedTuple):
             stats = {o: linear.states[o].reduce_over_replicas(value, axis_name) for o, value in stats.items()}
         state = update_scaling(self.state, ScalingStats(**stats), linear)
         if keep_if_uncalled and (was_called := _was_called(linear, stats)) is not None:
-            merged = {o: _where_called(was_called, getattr(state, o), getattr(self.state, o)) for o in stats}
-            state = state._replace(**merged)
+            for operand in stats:
+                new, old = getattr(state, operand), getattr(self.state, operand)
+                mask = jnp.expand_dims(was_called, tuple(range(was_called.ndim, new.ndim)))
+                state = state._replace(**{operand: jnp.where(mask, new, old)})
         if apply_if is not None:
             state = jax.tree.map(lambda new, old: jnp.where(apply_if, new, old), state, self.state)
         return self._replace(state=state, stats=jax.tree.map(jnp.zeros_like, self.stats))
@@ -183,10 +185,6 @@ def _was_called(linear: Linear, stats: Mapping[str, Array]) -> Array | None:
         jnp.any(v != 0, tuple(range(v.ndim - len(linear.states[o].stats_shape), v.ndim))) for o, v in forward.items()
     ]
     return functools.reduce(jnp.logical_or, called_by_operand) if called_by_operand else None
-
-
-def _where_called(was_called: Array, new: Array, old: Array) -> Array:
-    return jnp.where(jnp.expand_dims(was_called, tuple(range(was_called.ndim, new.ndim))), new, old)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["state", "slots"], meta_fields=["linear", "merged"])
@@ -251,7 +249,7 @@ def measured_state(linear: Linear, weight: Any, layer_axes: tuple[int, ...]) -> 
     """The state of products with a weight, (*layer_axes, ...), before the first step."""
     init_one: Callable[[Array], ScalingState] = lambda w: init_scaling(linear, merge(w, w.ndim - 1, 1))  # noqa: E731
     if weight.shape[: len(layer_axes)] != layer_axes:  # the program stacks it otherwise than it is stored
-        return jax.tree.map(lambda s: jnp.broadcast_to(s, (*layer_axes, *s.shape)), init_one(weight))  # type: ignore[no-any-return]
+        return jax.tree.map(lambda s: jnp.broadcast_to(s, (*layer_axes, *s.shape)), init_one(weight))
     for _ in layer_axes:
         init_one = jax.vmap(init_one)
     return init_one(weight)
@@ -445,8 +443,7 @@ def stats_as_cotangents(y: Array, slots: ScalingStats, stats: ScalingStats) -> A
     y, *varying = match_varying_axes(y, *arrays)  # type: ignore[assignment]
     varying_iter = iter(varying)
     slots, stats = (ScalingStats(*(None if x is None else next(varying_iter) for x in each)) for each in (slots, stats))
-    result: Array = _emit_stats(y, slots, stats)
-    return result
+    return _emit_stats(y, slots, stats)
 
 
 @jax.custom_vjp
@@ -499,7 +496,6 @@ def complete_bounds(
     Args:
         bounds: 0 if there is none, because weights may have been loaded since.
         weights: (*layer_axes, ...), by the keys of bounds.
-        linears: the recipes of their products, by the keys of bounds.
     """
     if not bounds:
         return {}
@@ -510,14 +506,14 @@ def complete_bounds(
         measure = functools.partial(_get_or_measure, linears[key])
         if len(bounds) == 1:
             return measure(bound, weight)
-        return lax.cond(jnp.all(bound > 0), lambda bound, _: bound, measure, bound, weight)  # type: ignore[no-any-return]
+        return lax.cond(jnp.all(bound > 0), lambda bound, _: bound, measure, bound, weight)
 
     def resolve_all(given: dict[Any, Array], arrays: dict[Any, Array]) -> dict[Any, Array]:
         return {key: resolve(key, given[key], arrays[key]) for key in bounds}
 
     # One conditional around all others: a program that has all bounds evaluates only this one.
     all_known = functools.reduce(jnp.logical_and, [jnp.all(bound > 0) for bound in given.values()])
-    return lax.cond(all_known, lambda given, _: given, resolve_all, given, arrays)  # type: ignore[no-any-return]
+    return lax.cond(all_known, lambda given, _: given, resolve_all, given, arrays)
 
 
 def _get_or_measure(linear: Linear, bound: Array, weight: Array) -> Array:
@@ -527,7 +523,7 @@ def _get_or_measure(linear: Linear, bound: Array, weight: Array) -> Array:
     if axes := tuple(jax.sharding.get_abstract_mesh().manual_axes):
         found = lax.pmax(found, axes)
     found = jnp.where(bound > 0, bound, found)
-    return cast_varying_like(reshard(found, spec_of(bound), bound), bound)  # type: ignore[no-any-return]
+    return cast_varying_like(reshard(found, spec_of(bound), bound), bound)
 
 
 def with_complete_bounds(
@@ -536,8 +532,6 @@ def with_complete_bounds(
     """The inputs of uses, with a bound of each weight.
 
     Args:
-        use_inputs: of the caller, by use.
-        uses: all of them, with their recipes.
         weights: what the caller stores as parameters, by their paths; codes need no bounds.
     """
     bounds, linears, arrays = dict[str, Array](), dict[str, Linear](), dict[str, Array]()

@@ -109,7 +109,7 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
         pending = [layer for layer in pending if layer not in chosen]
     new_rules = *(rule for rule, _ in chosen.values()), *given
     after = measure(new_rules)[0] if chosen else before
-    unquantized_loss = float(_unquantized_loss(fn, params, args))
+    unquantized_loss = float(jax.jit(lambda params, args: _to_scalars(fn(params, *args))[1])(params, args))
     unmended = [fault for fault in faults if fault.layer not in chosen or fault.statistic == "nonfinite"]
     reasons = {rule.path: reason for rule, reason in chosen.values()}
     return Suggestion(new_rules, reasons, tuple(unmended), unquantized_loss, float(before), float(after))
@@ -135,10 +135,6 @@ def _measure(fn: Callable, params: Any, args: Sequence[Any], rules: Sequence[Any
     with training.suppress_training_checks():
         ((_, loss), _), found = jax.jit(telemetry(gradient))(params, args, states)
     return loss, found
-
-
-def _unquantized_loss(fn: Callable, params: Any, args: Sequence[Any]) -> Array:
-    return jax.jit(lambda params, args: _to_scalars(fn(params, *args))[1])(params, args)
 
 
 def _to_scalars(results: Any) -> tuple[Array, Array]:

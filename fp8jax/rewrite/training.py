@@ -223,7 +223,6 @@ def warn_if_never_advanced(
     program, only gradients of an NNX model are counted. More than `_MAX_MICROBATCHES` of them without `call` warn.
 
     Args:
-        state: the state of a scaling, as a product reads it.
         operands: the weight and the slot of the product, in any structure.
         call: the name of the call that advances the state, `ADVANCE` or `BOUNDS`.
         record: the record of an NNX model; None for other interfaces.
@@ -234,7 +233,7 @@ def warn_if_never_advanced(
     program, outermost, differentiated = _outermost_program()
     if program is not None:
         # `_read_jvp` sets the parameter `is_differentiated` if a gradient of `arrays` is taken.
-        return _READ.bind(  # type: ignore[no-any-return]
+        return _READ.bind(
             state, *arrays, message=message, call=call, record=record, program=program, is_differentiated=False
         )
     if differentiated and not _is_inspecting and record is not None and record.count_gradient(call, outermost):
@@ -272,7 +271,7 @@ def raise_if_differentiated(value: Array, weight: Any, message: str, *, unless_d
     arrays = _differentiable_arrays(weight)
     if not arrays:
         return value
-    return _REQUIRE.bind(value, *arrays, message=message, unless_differentiated=unless_differentiated)  # type: ignore[no-any-return]
+    return _REQUIRE.bind(value, *arrays, message=message, unless_differentiated=unless_differentiated)
 
 
 def _require_jvp(primals: Any, tangents: Any, *, message: str, unless_differentiated: bool) -> tuple[Array, Any]:

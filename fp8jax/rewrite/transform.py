@@ -372,7 +372,7 @@ def _bind_settings(fn: Callable, structure: Any, count: int, settings: dict[int,
 
 def _argument_of(path: Any) -> int | str:
     """The position or name of the argument that a leaf of (args, kwargs) belongs to."""
-    return path[1].key if path[0].idx == 1 else path[1].idx  # type: ignore[no-any-return]
+    return path[1].key if path[0].idx == 1 else path[1].idx
 
 
 def transform(

@@ -175,7 +175,12 @@ def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
         assert cli.main([*flags, "--run", str(i), "--logits", how, "--mesh", "data=1"]) == 2
         assert seen["chunked"] == wanted, (how, limit)
     assert not seen["recipe"].head.is_quantized
-    assert cli.main([*flags, "--run", "head", "--head", "fp8", "--mesh", "data=1"]) == 2
+    others = {"seed": 5, "balance_coefficient": 0.25, "z_coefficient": 0.5, "unroll": 2, "on_bad_step": "skip",
+              "max_loss_jump": 6.0}  # fmt: skip
+    given = [word for name, value in others.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [*flags, *given, "--model", "moe-50m", "--head", "fp8", "--run", "others", "--mesh", "data=1"]
+    assert cli.main(flags) == 2
     assert seen["recipe"].head == fp8jax.recipes.HEAD
+    assert seen | others == seen
     assert "seen" in capsys.readouterr().err
     assert Config().run.logits == "auto"

@@ -165,6 +165,13 @@ def test_byte_pairs_round_trip_compress_and_reload(tmp_path):
         BytePair.load(tmp_path / "t.json")
 
 
+def test_ids_of_large_vocabularies_are_whole():
+    words = {"<|document|>": 0} | {f"w{i}": i for i in range(1, 2**16 + 1)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w1"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    assert BytePair(model).encode(["w2 w65536", "w65535"]).tolist() == [0, 2, 65536, 0, 65535]
+
+
 SPELLED = ["a <|document|> b", "", "the <|document|>the\n", "<|document|>"]
 
 

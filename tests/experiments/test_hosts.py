@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -16,7 +17,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments import errors, mesh
+from experiments import errors, mesh, signals
 from experiments.train import checkpoint, cli, config, hosts
 from tests.distance import order
 from tests.experiments.test_mesh import FLAGS
@@ -239,8 +240,20 @@ def test_a_process_that_waits_in_vain_says_so(argv, process):
         [sys.executable, "-m", "experiments.train", *command, *others, "--process-id", str(process)],
         env=dict(os.environ, JAX_PLATFORMS="cpu"), cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
-    assert found.returncode == 2, found.stderr
+    assert found.returncode == 5, found.stderr
     assert f"process {process} of 2 waited 4 s" in found.stderr
+
+
+@pytest.mark.parametrize(("signum", "code"), [(None, 5), (signal.SIGTERM, 143)])
+def test_a_process_whose_peer_died_before_it_joined_ends_as_if_it_died_later(monkeypatch, capsys, signum, code):
+    codes, ended, stop = [], threading.Event(), signals.StopSignals()
+    monkeypatch.setattr(hosts, "_relay", lambda *_: {})
+    monkeypatch.setattr(hosts, "_abandon", lambda code: codes.append(code) or ended.set())
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: ended.wait(60))
+    stop.signum = signum
+    hosts.join(config.Run(coordinator="localhost:9", process_id=1, process_count=2, patience=0.1), stop)
+    assert codes == [code]
+    assert "waited 0.1 s (--patience) for the others. Start all of them again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

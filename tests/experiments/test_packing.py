@@ -92,6 +92,18 @@ def test_the_order_of_documents_and_their_copies_do_not_matter():
         assert dataclasses.replace(one, **{part: getattr(one, part)[::-1]}).fingerprint != one.fingerprint
 
 
+def test_fingerprints_tell_where_splits_end_and_what_arrays_are():
+    x = np.arange(8, dtype=np.uint16)
+    alike = [(x, x[:0]), (x[:4], x[4:]), (x.reshape(2, 4), x[:0]), (x.view(np.int16), x[:0])]
+    assert len({packing.fingerprint_of(*splits) for splits in alike}) == len(alike)
+
+
+def test_where_too_many_rows_are_open_the_oldest_one_is_closed():
+    ids = np.arange(10, dtype=np.int32)
+    pieces = [Document(ids[:size], np.ones(size, np.int8)) for size in [*[6] * (packing.OPEN_ROWS + 1), 4]]
+    assert packing._packed(pieces, 10)[:, 2].max(axis=1).tolist() == [1, 2, *[1] * (packing.OPEN_ROWS - 1)]
+
+
 def test_a_copy_of_a_document_is_packed_once():
     given = documents(12)
     copies = [Document(document.ids.copy(), document.answers.copy()) for document in given[:5]]

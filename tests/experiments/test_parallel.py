@@ -102,6 +102,8 @@ def test_a_step_tells_how_many_elements_of_its_sums_in_8_bits_saturated():
         assert found[name] == round(sum(float(part) * x.size for part, x in parts))
     large = sum(x.size >= 4096 for x in jax.tree.leaves(state.params))
     assert found["alike"] >= large > found["apart"]
+    stopped, _ = step(state._replace(healthy=jnp.array(False)), mesh.place(TOKENS, rows))
+    jax.tree.map(np.testing.assert_array_equal, stopped.factors, state.factors)
     other = dataclasses.replace(task, recipe=FP32)
     assert "saturated" not in jax.eval_shape(other.step, state._replace(factors=()), TOKENS)[1]
 

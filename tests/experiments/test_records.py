@@ -6,7 +6,7 @@ import pytest
 
 import fp8jax  # noqa: F401 (settings of JAX first)
 from experiments.errors import UserError
-from experiments.text import records
+from experiments.text import chat, records
 from experiments.train import cli
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -86,6 +86,18 @@ def test_rows_of_parquet(tmp_path):
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(UserError, match=r"a.parquet cannot be read"):
         records.read([str(path)], "text")
+
+
+def test_an_answer_begins_after_its_header_and_has_its_end(tmp_path):
+    pytest.importorskip("jinja2")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    talk = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")]
+    text, spans = chat.Template(tmp_path).spans(talk, "f:1")
+    assert text == "[user]u;[assistant]a;[user]u;[assistant]a;"
+    assert [text[start:end] for start, end in spans] == ["a;", "a;"]
 
 
 def test_parquet_without_its_package_is_told(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """What the training program computes before and in a step: rates, masters, parts of a batch, states, noise."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,12 @@ from flax import nnx
 import fp8jax
 from experiments.models import sampling
 from experiments.models.llama import LlamaConfig
-from experiments.train import adapters, optimizer
+from experiments.text import data
+from experiments.train import adapters, cli, optimizer
 from experiments.train.config import Config
-from experiments.train.sections import Lora, Optim
-from experiments.train.task import Task
+from experiments.train.sections import Data, Lora, Optim, Run
+from experiments.train.task import Task, exact_task
+from tests.distance import relative
 
 TINY = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab, (4, 9)).astype(np.int32)
@@ -61,6 +64,27 @@ def test_masters_in_parts_begin_as_the_seeds_parameters():
     jax.tree.map(np.testing.assert_array_equal, found, whole.params)
 
 
+def test_scaled_masters_begin_as_the_seeds_parameters():
+    """In fp16 with a scale, which has eleven bits. Parameters in bf16 have eight."""
+    recipe = fp8jax.recipes.fp8_lm()
+    scaled = Task.build(TINY, fp8jax.optimizer(recipe, 1e-3), recipe, remat=False, seed=3).init()
+    whole = exact_task(TINY, seed=3).init()
+    found = fp8jax.master_weights(scaled.opt_state, scaled.params)
+    for x, y in zip(*map(jax.tree.leaves, (found, whole.params)), strict=True):
+        assert relative(x, y) < 2.0**-11
+
+
+def test_merged_adapters_keep_the_biases_of_the_base():
+    lora = dataclasses.replace(Lora(), lora_rank=4, lora_targets=".*/(q|v)", base="bf16")
+    llama, tx = dataclasses.replace(TINY, layers=1, bias="qkv"), optax.with_extra_args_support(optax.identity())
+    task = Task.build(llama, tx, fp8jax.recipes.bf16(), remat=False, seed=3, lora=lora)
+    params = Task.build(llama, tx, fp8jax.recipes.bf16(), remat=False, seed=3).init().params
+    for i, name in enumerate("qkv"):
+        params["layers"]["attention"][name]["bias"] += i + 1
+    merged = task.merged(task.init().params, task.base(params))["layers"]["attention"]
+    assert {name: float(merged[name]["bias"].mean()) for name in "qkv"} == {"q": 1, "k": 2, "v": 3}
+
+
 def test_microbatches_are_equal_parts_of_a_batch():
     task = build(fp8jax.recipes.bf16(), microbatches=2)
     tokens = jnp.arange(6 * 9, dtype=jnp.int32).reshape(6, 9)
@@ -92,6 +116,16 @@ def test_each_token_of_a_text_is_drawn_by_a_key_of_its_own():
     for text in texts:
         assert len(set(text[1:])) > 8
     assert texts[0] != texts[1]
+
+
+def test_a_sample_is_no_longer_than_a_sequence():
+    config = Config(data=dataclasses.replace(Data(), seq_len=8), run=dataclasses.replace(Run(), sample_tokens=24))
+    task = build(fp8jax.recipes.bf16())
+    tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
+    text = cli._write_text(config, task, task.init(), {}, data.Tokens(TOKENS[0], TOKENS[0]), tokenizer)
+    ids = list(map(int, text.split()))
+    assert len(ids) == 8
+    assert ids[:4] == TOKENS[0, :4].tolist()
 
 
 def test_adapters_of_layers_drop_inputs_of_their_own():

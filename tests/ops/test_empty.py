@@ -35,7 +35,7 @@ def outputs(recipe, x, w, many, weights, scale):
 
 @pytest.mark.parametrize(
     "name",
-    few(fp8jax.recipes.NAMES, "bf16", "moss_mx", "coat_fast", "deepseek", "int8_fallback"),
+    few(fp8jax.recipes.NAMES, "bf16", "coat_fast", "int8_fallback"),
 )
 def test_empty_operands_have_empty_or_zero_results_and_zero_gradients(name):
     recipe = fp8jax.recipes.get(name)

@@ -74,7 +74,6 @@ def whole(explicit):
     few(
         [name for name in NAMES if name not in ("coat_optimizer", "coat_activations")],
         "coat",
-        "deepseek",
         "int8_fallback",
     ),
 )

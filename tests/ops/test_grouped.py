@@ -14,7 +14,8 @@ from fp8jax.core.groups import Groups, PaddedTokens
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import record_choices, target
 from fp8jax.ops.matmul import grouped_hopper
-from fp8jax.ops.matmul.grouped import UnpaddedRows, grouped_matmul, grouped_matmul_dw
+from fp8jax.ops.matmul.grouped import grouped_matmul, grouped_matmul_dw
+from fp8jax.ops.matmul.grouped_hopper import UnpaddedRows
 from fp8jax.ops.quantization.group_scales import quantize_fallback_rows
 from fp8jax.ops.quantization.quantize import quantize
 from pallas_kernels.matmul import grouped_block_mosaic, grouped_int8_mosaic, grouped_mosaic

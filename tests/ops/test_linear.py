@@ -96,7 +96,7 @@ def test_the_bias_is_added_and_differentiated():
     np.testing.assert_allclose(np.asarray(back(target)[0]), np.asarray(target.sum((0, 1))), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", few(QUANTIZED, "moss_mx", "coat", "deepseek", "jetfire"))
+@pytest.mark.parametrize("name", few(QUANTIZED, "deepseek", "jetfire"))
 def test_a_biass_gradient_is_the_sum_of_all_gradients_in_fp32(name):
     """Of bf16 gradients: not of their codes, nor rounded on the way; the other gradients are those without a bias."""
     x, w, target = (a.astype(jnp.bfloat16) for a in problem())
@@ -262,7 +262,7 @@ def test_a_numpy_input_that_changes_is_quantized_again():
     np.testing.assert_allclose(np.asarray(fp8jax.linear(x, w, recipe=recipe)), 2 * np.asarray(first), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["te_current", "deepseek", "jetfire"])
+@pytest.mark.parametrize("name", ["te_current", "deepseek", slow("jetfire")])
 def test_weights_quantized_ahead_give_the_same_bits(name):
     recipe = fp8jax.recipes.get(name)
     x, w = jax.random.normal(jax.random.key(0), (24, 40)), jax.random.normal(jax.random.key(1), (40, 56))

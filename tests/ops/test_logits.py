@@ -13,6 +13,7 @@ import fp8jax
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.losses import head
 from tests.distance import relative
+from tests.rows import covering
 
 QUANTIZE_COTANGENTS = head.quantize_cotangents
 CHANNELS, VOCABULARY = 16, 48
@@ -37,8 +38,7 @@ def from_facts(seen, z, _, facts, *args):
     return QUANTIZE_COTANGENTS(z, jnp.where(weights == 0, 0.0, weights * d), None, *args)
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["one device", "a vocabulary that two cut"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "cut"), covering(VARIANTS, [False, True]), ids=str)
 def test_cotangents_are_what_their_facts_say(variant, cut, monkeypatch):
     step, seen = functools.partial(gradients, **VARIANTS[variant]), []
     x = X * (40 if variant == "steep" else 1)

@@ -57,8 +57,6 @@ def ours(w, recipe, adapter=ADAPTER, x=X, dy=DY):
     few(
         CASES,
         ("e4m3:block128", "deepseek"),
-        ("e4m3:group128", "fast"),
-        ("e4m3", "te_current"),
         ("int8:block128", "int8_block"),
     ),
     ids="-".join,

@@ -55,8 +55,7 @@ def expected(x):
     ("kind", "order"),
     few(
         [(kind, order) for kind in KINDS for order in itertools.permutations(NAMES)],
-        *((kind, ("tensor", "data", "fsdp")) for kind in KINDS), ("auto", ("fsdp", "tensor", "data")),
-        ("explicit", ("data", "tensor", "fsdp")),
+        *((kind, ("tensor", "data", "fsdp")) for kind in KINDS),
     ),
     ids=str,
 )  # fmt: skip

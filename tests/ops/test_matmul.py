@@ -14,8 +14,9 @@ from fp8jax.ops.dispatch import choice
 from fp8jax.ops.matmul import hopper
 from fp8jax.ops.matmul.matmul import _dot_decoded as matmul_of_16_bits
 from fp8jax.ops.matmul.matmul import _dot_fp16 as matmul_of_fp16
-from fp8jax.ops.matmul.matmul import matmul, transpose
+from fp8jax.ops.matmul.matmul import matmul
 from fp8jax.ops.quantization.microscaling import fold_microscales
+from fp8jax.ops.quantization.quantize import transpose
 from tests import matmul_reference
 from tests.programs import chosen, dots
 from tests.rows import few

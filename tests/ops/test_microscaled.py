@@ -17,6 +17,7 @@ from fp8jax.core.recipe import Linear
 from fp8jax.ops.quantization import microscaling
 from fp8jax.ops.quantization.microscaling import fold_rows, gradient_operands, rescale_rows_pow2, transpose_codes
 from tests.distance import relative
+from tests.rows import slow
 
 ROW, TENSOR = (fp8jax.QuantSpec.parse(s) for s in ("e4m3:mx32+token", "e4m3:mx32"))
 MOSS = fp8jax.recipes.moss()
@@ -113,7 +114,7 @@ def test_gradients_of_extreme_inputs_and_cotangents_are_as_exact_as_of_ordinary_
             assert relative(np.asarray(dw, np.float64) / of_x / of_dy, x.T @ dy) < 0.05, (of_x, of_dy)
 
 
-@pytest.mark.parametrize("recipe", ["moss", "fast", "coat", "coat_fast"])
+@pytest.mark.parametrize("recipe", ["moss", slow("fast"), "coat", slow("coat_fast")])
 def test_the_gradient_of_a_glus_input_is_there_however_small_it_is(recipe):
     rng = np.random.default_rng(0)
     gate, up, down = rng.normal(size=(64, 96)) / 8, rng.normal(size=(64, 96)) / 8, rng.normal(size=(96, 64)) / 10

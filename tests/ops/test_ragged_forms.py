@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import fp8jax
 from tests.distance import relative
 from tests.programs import residuals
-from tests.rows import few
+from tests.rows import covering, few
 
 TOKENS, INPUTS, OUTPUTS, GROUPS = 96, 64, 48, 4
 SIZES = np.array([20, 0, 37, 11])
@@ -24,7 +24,9 @@ RNG = np.random.default_rng(0)
 X, W, DY = (
     RNG.normal(size=s).astype(np.float32) for s in ((TOKENS, INPUTS), (GROUPS, INPUTS, OUTPUTS), (TOKENS, OUTPUTS))
 )
-RECIPES = few(["coat", "te_current", "deepseek", "int8_block", "bf16"], "coat", "bf16")
+NAMES = ["coat", "te_current", "deepseek", "int8_block", "bf16"]
+RECIPES = few(NAMES, "coat", "bf16")
+RECIPES_AND_SWITCH = few(itertools.product(NAMES, [True, False]), ("coat", True), ("bf16", False))
 LIMITS = {"bf16": 1e-6}
 Numbers = lax.RaggedDotDimensionNumbers
 
@@ -57,8 +59,7 @@ def oracle(x, w, dy):
     return y, dx, dw
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("x_transposed", [False, True])
+@pytest.mark.parametrize(("recipe", "x_transposed"), RECIPES_AND_SWITCH)
 def test_weights_of_both_layouts(recipe, x_transposed):
     numbers = Numbers((((0 if x_transposed else 1,), (2,)), ((), ())), [int(x_transposed)], [0])
     run = dot(recipe, dimension_numbers=numbers)
@@ -101,8 +102,7 @@ def test_a_devices_part_of_the_experts(recipe):
     np.testing.assert_array_equal(y, dot(recipe)(x, W[1:], SIZES, group_offset=1))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(("recipe", "check"), RECIPES_AND_SWITCH)
 def test_gradients_inside_shard_map(recipe, check):
     """Of tokens and sizes of each device, with weights of all: the weight's gradient is summed over devices."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -128,26 +128,25 @@ def test_gradients_inside_shard_map(recipe, check):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("x_spec", "w_spec", "y_spec"), [
-    (P("d"), P(), P("d", None)),
-    (P(), P(None, None, "d"), P(None, "d")),
-    (P(None, "d"), P(None, "d"), P(None, None)),
-], ids=["tokens", "outputs", "inputs"])  # fmt: skip
-def test_explicit_meshes(recipe, x_spec, w_spec, y_spec):
+def test_explicit_meshes(recipe):
+    """Each placement has the specs of x, of w and of the result."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     run = gradients(lambda x, w: dot(recipe)(x, w, jnp.asarray(SIZES)))
     want = jax.jit(run)(X, W, DY)
-    with jax.set_mesh(mesh):
-        x, w, dy = (
-            jax.device_put(m, NamedSharding(mesh, spec)) for m, spec in ((X, x_spec), (W, w_spec), (DY, y_spec))
-        )
-        y, dx, dw = jax.jit(run)(x, w, dy)
-    assert jax.typeof(y).sharding.spec == y_spec
-    assert jax.typeof(dx).sharding == jax.typeof(x).sharding
-    assert jax.typeof(dw).sharding == jax.typeof(w).sharding
-    # Sums of codes travel between devices in 16 bits.
-    for got, alone in zip((y, dx, dw), want, strict=True):
-        assert relative(got, alone) < (1e-5 if recipe == "bf16" else 5e-3)
+    for x_spec, w_spec, y_spec in (
+        (P("d"), P(), P("d", None)),
+        (P(), P(None, None, "d"), P(None, "d")),
+        (P(None, "d"), P(None, "d"), P(None, None)),
+    ):
+        with jax.set_mesh(mesh):
+            x, w, dy = map(jax.device_put, (X, W, DY), (NamedSharding(mesh, s) for s in (x_spec, w_spec, y_spec)))
+            y, dx, dw = jax.jit(run)(x, w, dy)
+        assert jax.typeof(y).sharding.spec == y_spec
+        assert jax.typeof(dx).sharding == jax.typeof(x).sharding
+        assert jax.typeof(dw).sharding == jax.typeof(w).sharding
+        # Sums of codes travel between devices in 16 bits.
+        for got, alone in zip((y, dx, dw), want, strict=True):
+            assert relative(got, alone) < (1e-5 if recipe == "bf16" else 5e-3)
 
 
 def test_mapped_over_inputs_and_weights():
@@ -163,8 +162,7 @@ def test_mapped_over_inputs_and_weights():
     assert relative(got, jnp.stack([run(*pair) for pair in zip(xs, ws, strict=True)])) < 1e-5
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("recipe", ["coat", "deepseek"])
+@pytest.mark.parametrize(("recipe", "transposed"), covering(["coat", "deepseek"], [False, True]))
 def test_codes_of_experts_are_given_once_for_all_calls(recipe, transposed):
     """The product reads given codes, saves those of dgrad, and has the results of the weight that they are of."""
     numbers = Numbers((((1,), (2,)), ((), ())), [0], [0]) if transposed else None

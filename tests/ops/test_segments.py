@@ -12,7 +12,7 @@ from jax import lax
 import fp8jax
 from fp8jax.core.recipe import Linear
 from tests.distance import relative
-from tests.rows import few
+from tests.rows import few, slow
 
 ROWS, INPUTS, OUTPUTS = 90, 48, 40
 SIZES = np.array([20, 0, 37, 11])
@@ -32,7 +32,7 @@ RECIPES = {
 RECIPES = {
     name: linear for name, linear in RECIPES.items() if not any(s.collects_stats for s in linear.states.values())
 }
-RUN = few(RECIPES, "bf16", "coat", "deepseek", "fast", "int8_block")
+RUN = few(RECIPES, "bf16", "coat", "deepseek", "int8_block")
 
 
 @functools.cache
@@ -187,7 +187,10 @@ def test_group_sizes_of_any_integers(dtype):
     np.testing.assert_allclose(y[:, 0], 8.0 * np.repeat([1, 3, 4, 0], [120, 100, 110, 70]), rtol=1e-2)
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 8, 4), (8, 0, 8, 4), (8, 3, 8, 0), (8, 3, 0, 4), (2, 9, 8, 4)])
+EMPTY = [(0, 3, 8, 4), (8, 0, 8, 4), (8, 3, 8, 0), (8, 3, 0, 4), (2, 9, 8, 4)]
+
+
+@pytest.mark.parametrize("shape", [slow(x) if 0 in x[1:3] else x for x in EMPTY])
 def test_empty_buffers_and_more_groups_than_rows(shape):
     rows, groups, inputs, outputs = shape
     sizes = jnp.zeros(groups, jnp.int32).at[-1:].set(min(rows, 2))
@@ -198,7 +201,7 @@ def test_empty_buffers_and_more_groups_than_rows(shape):
     np.testing.assert_allclose(y[:2], jnp.full_like(y[:2], inputs if groups else 0), rtol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["coat", "deepseek"])
+@pytest.mark.parametrize("name", ["coat", slow("deepseek")])
 def test_transformations_with_sizes_of_the_program(name):
     run = lambda x, w, sizes: fp8jax.ragged_dot(x, w, sizes, recipe=name)  # noqa: E731
     x, w, both = jnp.asarray(X), jnp.asarray(W), jnp.stack([SIZES, SIZES[::-1]])
@@ -217,7 +220,7 @@ def test_transformations_with_sizes_of_the_program(name):
     assert relative(got, want) < 1e-3
 
 
-@pytest.mark.parametrize("recipe", ["coat", "coat_fast"])
+@pytest.mark.parametrize("recipe", ["coat", slow("coat_fast")])
 def test_experts_of_a_model_whose_buffer_is_not_full(recipe):
     """Products that share an input, and one whose input is computed again, behind a norm of all rows."""
     sizes = jnp.asarray(SIZES)

@@ -13,7 +13,7 @@ from flax import nnx
 from flax.training import train_state
 
 import fp8jax
-from fp8jax.optim.compressed_adamw import FusedTransformation
+from fp8jax.optim.fused import FusedTransformation
 from tests.rows import few, slow
 
 SMALL = {"group_size": 32, "min_size": 1}

@@ -10,7 +10,7 @@ import pytest
 
 import fp8jax
 from fp8jax.core.scaling import Automatic
-from fp8jax.optim.compressed_adamw import FusedTransformation
+from fp8jax.optim.fused import FusedTransformation
 
 STEPS, INTERVAL = 1700, 500
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.03, 20, STEPS, 0.003)

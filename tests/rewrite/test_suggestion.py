@@ -77,11 +77,34 @@ def test_outliers_get_finer_scales_and_what_nothing_mends_16_bits():
     x = np.array(normal(3, 2, TOKENS, 128))
     x[0, 0] *= 1e8
     x[1, :, 0] *= 1e8
-    params = {"a": normal(1, 128, 32), "b": normal(2, 128, 32)}
-    suggestion = fp8jax.suggest(lambda p, x: jnp.tanh(x[0] @ p["a"]) + x[1] @ p["b"], "te_current", params, x)
-    assert suggestion.rules == (fp8jax.Rule("a", "deepseek"), fp8jax.Rule("b", None), "te_current")
+    params = {"a+": normal(1, 128, 32), "b": normal(2, 128, 32)}
+    suggestion = fp8jax.suggest(lambda p, x: jnp.tanh(x[0] @ p["a+"]) + x[1] @ p["b"], "te_current", params, x)
+    assert suggestion.rules == (fp8jax.Rule(r"a\+", "deepseek"), fp8jax.Rule("b", None), "te_current")
     assert suggestion.unmended == ()
     assert suggestion.reasons["b"] == f"x: {127 / 128:.2%} of values lost to zero; in 16 bits it has none"
+
+
+# Such as that the scalings of a program are never advanced.
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_statistics_of_a_step_decide_which_layers_get_a_rule():
+    """The most serious fault of a layer is the reason. NaN, moments and layers of other functions get no rule."""
+    faulty, tenth, half = ({name: np.float32(x)} for name, x in (("snr_db", 5), ("nonfinite", 0.1), ("saturated", 0.5)))
+    found = {
+        "block0/up": {"dy": faulty, "x": tenth},
+        "block0/down": {"context": faulty},
+        "block1/up": {"m": faulty},
+        "block1/down": {"w": faulty, "x": half},
+        "elsewhere": {"w": faulty},
+    }
+    suggestion = fp8jax.suggest(loss_fn, "int8_fallback", PARAMS, X, found=found)
+    layers = ("block1/down", "block0/up", "block0/down")
+    assert suggestion.rules == (*(fp8jax.Rule(layer, "te_current") for layer in layers), "int8_fallback")
+    assert re.fullmatch(r"x: 50\.00% of values saturated; te_current has 3\d\.\d dB", suggestion.reasons["block1/down"])
+    unmended = {(fault.layer, fault.role) for fault in suggestion.unmended}
+    assert unmended == {("block0/up", "x"), ("block1/up", "m"), ("elsewhere", "w")}
+    losses = suggestion.unquantized_loss, suggestion.loss_before, suggestion.loss_after
+    text = "# loss of this batch: {:.5g} in 16 bits, {:.5g} before, {:.5g} with these rules".format(*losses)
+    assert str(suggestion).endswith(text)
 
 
 def test_4_bits_have_errors_of_their_own():
@@ -138,9 +161,9 @@ def test_nan_is_reported_and_not_mended():
 def test_products_that_gain_nothing():
     # Such small products are slower in 8 bits on each GPU.
     with choice.target(capability=90):
-        suggestion = fp8jax.suggest(lambda p, x: x @ p["up"], "te_current", PARAMS["block0"], X)
-    assert suggestion.rules == (fp8jax.Rule("up", None), "te_current")
-    assert suggestion.reasons == {"up": "(32, 64) gains nothing in 8 bits at 64 tokens"}
+        suggestion = fp8jax.suggest(lambda p, x: x @ p["up+"], "te_current", {"up+": PARAMS["block0"]["up"]}, X)
+    assert suggestion.rules == (fp8jax.Rule(r"up\+", None), "te_current")
+    assert suggestion.reasons == {r"up\+": "(32, 64) gains nothing in 8 bits at 64 tokens"}
     assert suggestion.loss_before != suggestion.loss_before
 
 

@@ -76,7 +76,7 @@ def save_quantized(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") 
 
 def with_checkpoint_name(tree: Tree, name: str) -> Tree:
     """A tree whose arrays have a name for policies of `jax.checkpoint`."""
-    return jax.tree.map(lambda x: checkpoint_name(x, name), tree)  # type: ignore[no-any-return]
+    return jax.tree.map(lambda x: checkpoint_name(x, name), tree)
 
 
 @jax.custom_jvp

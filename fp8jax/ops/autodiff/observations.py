@@ -110,7 +110,6 @@ def compare(x: Array, codes: Any, *, is_relative: bool = False, row_mask: Array 
     """The statistics of a tensor and of what its codes lose.
 
     Args:
-        x: the tensor.
         codes: of its shape: a `QTensor`, also as bytes, or a `FallbackTensor`. An array, or None, loses nothing.
         is_relative: whether squares are of values relative to the amax, because they would underflow.
         row_mask: bool (rows, 1), which rows of a matrix are counted; None counts all. Scales are then per row.
@@ -201,13 +200,11 @@ def observe(y: Array, place: Place | None, role: str, observation: Observation) 
     Args:
         y: an array that the program needs. It has a tangent of its own.
         place: where it is made; None observes nothing.
-        role: of the tensor, such as "x".
-        observation: of the tensor.
     """
     if place is None:
         return y
     arrays = lax.stop_gradient((*observation.sums.values(), *observation.maxima.values()))
-    return OBSERVE.bind(  # type: ignore[no-any-return]
+    return OBSERVE.bind(
         y, *arrays, place=place, role=role, sums=tuple(observation.sums), maxima=tuple(observation.maxima)
     )
 
@@ -225,10 +222,8 @@ def observe_codes(
     """`observe` of a tensor and its codes.
 
     Args:
-        y, place, role: as of `observe`.
         x: the tensor, or the matrices that it consists of, side by side.
         codes: as of `compare`; of the transposed matrix if `transposed`.
-        row_mask: as of `compare`.
     """
     if place is None:
         return y

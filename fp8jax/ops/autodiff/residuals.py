@@ -38,6 +38,9 @@ def attach_facts(gradient: Array | None, facts: "ArrayFacts") -> None:
     Facts computed from `gradient` itself would keep it alive: compute them from what it is computed from.
     """
     if isinstance(gradient, Array):
+        # By identity. A primitive with facts as operands would add equations to users' programs. Its reader would need
+        # the equation of a tracer, which JAX keeps private, and which arrays outside of `jax.jit` do not have. Across
+        # `jax.vmap` and nested jits, where JAX hands on another array, neither finds the facts.
         key, facts_by_id = id(gradient), _gradient_facts
         reference = weakref.ref(gradient, lambda _: facts_by_id.pop(key, None))
         facts_by_id[key] = reference, get_opaque_trace_state(), facts
@@ -231,12 +234,9 @@ def with_saved_vjp(
     """The result `y` of an operation, whose backward pass reads only `residuals`.
 
     Args:
-        operation: the backward pass.
         inputs: arrays that gradients flow to, or None.
-        residuals: arrays without gradients.
         y: the result, computed from the values of the inputs.
         returns_input: whether to return the first input for its other readers.
-        name: of the operation, for error messages.
 
     Returns:
         `y`, and the first input or None.
@@ -245,8 +245,7 @@ def with_saved_vjp(
     name = derivatives.qualified_op_name(name)
     guard = derivatives.second_order_guard(name, *inputs)
     config = _VjpConfig(operation, returns_input, name)
-    result: tuple[Array, Array | None] = _saved_vjp(config, tuple(inputs), residuals, y, guard)
-    return result
+    return _saved_vjp(config, tuple(inputs), residuals, y, guard)
 
 
 class _VjpConfig(NamedTuple):

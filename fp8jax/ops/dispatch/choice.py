@@ -56,7 +56,6 @@ def call_traced_once(function: Callable[..., Any], *args: Any) -> Any:
     Args:
         function: function of arrays. JAX's cache accounts for its context, such as a mesh and
             `fp8jax.ops.dispatch.choice.target`.
-        args: trees of arrays.
     """
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
         return function(*args)
@@ -199,8 +198,7 @@ def target(
 
 def current_target() -> Target:
     """Return the device that programs are traced for."""
-    target: Target = _target.value
-    return target
+    return _target.value
 
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -238,11 +236,7 @@ def _detect_capability() -> int:
 
 def varying_axes(arrays: Any) -> frozenset[str]:
     """Return the mesh axes over which any array of a tree varies inside `jax.shard_map`."""
-    axes: frozenset[str] = frozenset()
-    for kind in map(jax.typeof, jax.tree.leaves(arrays)):
-        manual = getattr(kind, "manual_axis_type", None)
-        axes |= frozenset((getattr(kind, "vma", None) if manual is None else manual.varying) or ())
-    return axes
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)))
 
 
 def match_varying_axes(*arrays: Array | None) -> tuple[Array | None, ...]:
@@ -290,7 +284,6 @@ def choose_impl(impl: str, unsupported_reason: Callable[[], str | None], kernel:
     """Return the implementation of an operation that has a Triton kernel.
 
     Args:
-        impl: "auto", "xla" or "triton".
         unsupported_reason: returns why the kernel cannot run, or None. Not called without a CUDA GPU, unless `impl` is
             "triton".
         kernel: name of the kernel in the reason.
@@ -345,7 +338,7 @@ def reshard_like(
     shardings = [kind.sharding for kind in closed.out_avals]
     if hide_explicit_axes:
         out = jax.tree.unflatten(jax.tree.structure(results), shardings)
-        return jax.sharding.auto_axes(reference, axes=tuple(dict.fromkeys(axes)), out_sharding=out)  # type: ignore[no-any-return]
+        return jax.sharding.auto_axes(reference, axes=tuple(dict.fromkeys(axes)), out_sharding=out)
 
     def reshard_to(x: Array, sharding: Any) -> Array:
         return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)

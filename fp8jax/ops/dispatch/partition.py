@@ -251,8 +251,6 @@ class Placement(NamedTuple):
 
         Args:
             mesh: mesh from JAX's partitioner; empty if unknown and inside `jax.shard_map`.
-            call_mesh: abstract mesh at the call.
-            x: an operand from XLA's partitioner.
         """
         devices = np.array(x.sharding._device_assignment)
         if AxisType.Manual in call_mesh.axis_types:
@@ -320,7 +318,6 @@ def run_partitioned(
     arrays are shards already.
 
     Args:
-        name: name of the function in the program.
         static: all other static inputs of `function`. Its `repr` is part of the key in JAX's persistent cache, so it
             must be complete.
         function: `function(sharding, *operands)`, which must not close over arrays. `sharding` reduces over devices.
@@ -456,7 +453,7 @@ def _partitioned_call(
         def batched_function(sharding: DimSharding, *shards: Array) -> Sequence[Array]:
             if not is_kernel:
                 axes = [0 if b else None for b in batched]
-                return jax.vmap(functools.partial(function, sharding), axes)(*shards)  # type: ignore[no-any-return]
+                return jax.vmap(functools.partial(function, sharding), axes)(*shards)
             if takes_stacks:
                 return function(sharding, *_stacks(size, batched, shards))
 

@@ -123,7 +123,6 @@ def matmul_sharded(function: Callable[[Any, Any], Array], a: Any, b: Any, spec: 
     """Return `function(a, b)`, a product contracted along the last axes. Operands are gathered as codes.
 
     Args:
-        function: a function of global arrays.
         a, b: (M, K) and (N, K), quantized or not.
         spec: sharding of the product; None without Explicit axes.
     """

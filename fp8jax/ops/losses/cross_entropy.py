@@ -469,21 +469,19 @@ def _weighted_sum(values: Array, weights: Array) -> Array:
     return jnp.sum(jnp.where(weights == 0, 0.0, values * weights))
 
 
-def _sharded_losses(
-    config: _LossConfig, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array
-) -> Array:
-    return _run_sharded(config, functools.partial(_compute_losses, config), _token_dims(x), x, w, bias, key, labels)  # type: ignore[no-any-return]
+def _sharded_losses(config: _LossConfig, x: Array, *operands: Any) -> Array:
+    return _run_sharded(config, functools.partial(_compute_losses, config), _token_dims(x), x, *operands)
 
 
 def _sharded_gradients(
     config: _LossConfig, differentiable_inputs: tuple[Array | None, ...], *operands: Any
 ) -> _Gradients:
     """Return the gradients. Those under a recipe cannot be differentiated again."""
-    x, w, bias, *other_operands = operands if config.linear_recipe is None else lax.stop_gradient(operands)
+    if config.linear_recipe is not None:
+        operands = lax.stop_gradient(operands)
+    x, w, bias, *_ = operands
     outs = ("", f"{_token_dims(x)} -", _WEIGHT_DIMS[config.vocabulary_axis], "v")
-    total, *gradients = _run_sharded(
-        config, functools.partial(_compute_gradients, config), outs, x, w, bias, *other_operands
-    )
+    total, *gradients = _run_sharded(config, functools.partial(_compute_gradients, config), outs, *operands)
     resharded: list[Any] = [
         g if g is None else reshard(g, spec_of(a), a) for g, a in zip(gradients, (x, w, bias), strict=True)
     ]
@@ -494,24 +492,15 @@ def _sharded_gradients(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum(
-    config: _LossConfig,
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    key: Array | None,
-    labels: Array,
-    weights: Array,
-    _: Array,
-) -> Array:
-    return _weighted_sum(_sharded_losses(config, x, w, bias, key, labels), weights)
+def _sum(config: _LossConfig, *operands: Any) -> Array:
+    """Return the weighted sum of the losses of x, w, bias, key and labels, from these, the weights and a guard."""
+    *loss_operands, weights, _ = operands
+    return _weighted_sum(_sharded_losses(config, *loss_operands), weights)
 
 
-def _sum_forward(
-    config: _LossConfig, x: Array, w: Array, bias: Array | None, *other_operands: Array | None
-) -> tuple[Array, Any]:
-    gradients = _sharded_gradients(config, other_operands[-1:], x, w, bias, *other_operands[:-1])
-    return gradients.total, (gradients, _dtype_carriers(x, w, bias))
+def _sum_forward(config: _LossConfig, *operands: Any) -> tuple[Array, Any]:
+    gradients = _sharded_gradients(config, operands[-1:], *operands[:-1])
+    return gradients.total, (gradients, _dtype_carriers(*operands[:3]))
 
 
 def _sum_backward(config: _LossConfig, residuals: Any, cotangent: Array) -> Any:
@@ -537,28 +526,21 @@ _sum.defvjp(_sum_forward, _sum_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _per_token(
-    config: _LossConfig,
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    key: Array | None,
-    labels: Array,
-    is_counted: Array,
-    _: Array,
-) -> Array:
-    return jnp.where(is_counted, _sharded_losses(config, x, w, bias, key, labels), 0.0)
+def _per_token(config: _LossConfig, *operands: Any) -> Array:
+    """Return the losses of x, w, bias, key and labels, from these, the mask of counted tokens and a guard."""
+    *loss_operands, is_counted, _ = operands
+    return jnp.where(is_counted, _sharded_losses(config, *loss_operands), 0.0)
 
 
-def _per_token_forward(config: _LossConfig, *operands: Array | None) -> Any:
+def _per_token_forward(config: _LossConfig, *operands: Any) -> Any:
     return _per_token(config, *operands), operands
 
 
 def _per_token_backward(config: _LossConfig, residuals: Any, cotangents: Array) -> Any:
-    x, w, bias, key, labels, is_counted, guard = residuals
+    *loss_operands, is_counted, guard = residuals
     weights = jnp.where(is_counted, cotangents, 0.0)
-    gradients = _sharded_gradients(config, (cotangents, guard), x, w, bias, key, labels, weights)
-    return _scale_gradients(gradients, _dtype_carriers(x, w, bias), 1.0)
+    gradients = _sharded_gradients(config, (cotangents, guard), *loss_operands, weights)
+    return _scale_gradients(gradients, _dtype_carriers(*loss_operands[:3]), 1.0)
 
 
 _per_token.defvjp(_per_token_forward, _per_token_backward)

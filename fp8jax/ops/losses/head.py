@@ -96,7 +96,7 @@ def max_and_sum_exp(logits: Logits, impl: str = "auto") -> tuple[Array, Array]:
         )
         return max_logit.reshape(lead), total.reshape(lead)
 
-    result: tuple[Array, Array] = run(
+    return run(
         choice,
         impl,
         logits.values,
@@ -104,7 +104,6 @@ def max_and_sum_exp(logits: Logits, impl: str = "auto") -> tuple[Array, Array]:
         kernel=kernel,
         reference=lambda values, _: _max_and_sum_exp(values),
     )
-    return result
 
 
 def _max_and_sum_exp(z: Array) -> tuple[Array, Array]:
@@ -180,8 +179,7 @@ def quantize_cotangents(
         return first, second
 
     fact_arrays = () if facts is None else (*facts[:3], *scales)
-    result: tuple[QTensor, QTensor] = run(choice, impl, z, d, *fact_arrays, kernel=kernel, reference=reference)
-    return result
+    return run(choice, impl, z, d, *fact_arrays, kernel=kernel, reference=reference)
 
 
 def _cotangents_kernel(codings: Any, numbers: Any, _: DimSharding, z: Array, *operands: Array) -> tuple[Array, Array]:
@@ -323,7 +321,6 @@ def quantize_head(x: Array, w: Array, axis: int, linear_recipe: Linear, max_cota
     Args:
         x: input of the head, all tokens.
         w: weight with the vocabulary along `axis`.
-        linear_recipe: a `Linear` for which `has_codes` is True.
         max_cotangent: fp32 upper bound of the logits' cotangents, or None without gradients.
     """
     x, w = lax.stop_gradient((x, w))

@@ -30,9 +30,7 @@ from fp8jax.ops.dispatch.choice import (
 )
 from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
 from fp8jax.ops.matmul import grouped_hopper
-from fp8jax.ops.matmul.grouped_hopper import DeferredMatrices as DeferredMatrices
-from fp8jax.ops.matmul.grouped_hopper import UnpaddedRows as UnpaddedRows
-from fp8jax.ops.matmul.grouped_hopper import find_spec
+from fp8jax.ops.matmul.grouped_hopper import DeferredMatrices, UnpaddedRows, find_spec
 from fp8jax.ops.matmul.hopper import strip_residual
 from fp8jax.ops.matmul.matmul import Operand, dot_in_16_bits, reference_matmul
 from fp8jax.ops.quantization.fallback import FallbackTensor
@@ -60,10 +58,8 @@ def grouped_matmul(
             a `FallbackTensor` of such.
         w: (G, N, K); an array, or a QTensor of a matrix mapped by `jax.vmap`, with scales of its own for each matrix;
             or `DeferredMatrices`.
-        groups: the rows of each of the G groups.
         transposed: whether w is (G, K, N), an array. No transposed copy is made.
         scales_are_shared: whether rows of a group, in blocks of 128 from its first row, have the same scales.
-        dtype: dtype of the result.
         fast: whether to use fast accumulation, if the GPU has it.
         impl: "xla" is a loop over tiles of rows that each belong to one group. On Hopper "auto" is a kernel for FP8 or
             int8 codes with scales per matrix and row or per block of 128, and for bf16, to which other codes are
@@ -92,10 +88,9 @@ def grouped_matmul(
         k, n = "--" if isinstance(w, DeferredMatrices) else "kn"
         ins = _notation(x, f"t {k}"), _notation(w, f"{k} {n}" if transposed else f"{n} {k}", "- "), "-", "-"
         key = kernel_name if is_kernel else None, *static, str(jnp.dtype(dtype)), *map(_spec, (x, w))
-        y: Array = run_partitioned(
+        return run_partitioned(
             "grouped_product", key, function, operands, ins, f"t {n}", sum_dim="k", is_kernel=is_kernel
         )
-        return y
 
     loop_over_tiles = functools.partial(_loop_over_tiles, transposed, fast)
     loop = functools.partial(multiply, loop_over_tiles, loop_over_tiles, False)
@@ -103,7 +98,7 @@ def grouped_matmul(
     multiply_shard = functools.partial(grouped_hopper.multiply_rows, shard_kernel_name, *static)
     kernel = functools.partial(multiply, multiply_whole, multiply_shard, True)
     with product_name_scope(strip_residual(x), w):
-        return run(choice, impl, x, w, *groups, kernel=kernel, reference=loop)  # type: ignore[no-any-return]
+        return run(choice, impl, x, w, *groups, kernel=kernel, reference=loop)
 
 
 def grouped_matmul_dw(
@@ -123,7 +118,6 @@ def grouped_matmul_dw(
     Args:
         a: (M, tokens.length), an array or a QTensor with one scale or one per block of tokens; or rows of such.
         b: (N, tokens.length), likewise.
-        tokens: the padded axis.
         scale: fp32 (G,), multiplied to the result; or None.
         row_scale: fp32 (G, M), multiplied to its rows; or None.
         column_scale: fp32 (G, N), multiplied to its columns; or None.
@@ -154,16 +148,15 @@ def grouped_matmul_dw(
         # The scales of an encoder may span channels.
         ins = _token_notation(a, m), _token_notation(b, n), "t", "-", "-", "-", f"- {m}", f"- {n}"
         key = kernel_name if is_kernel else None, *static, str(jnp.dtype(dtype)), *map(_spec, (a, b))
-        dw: Array = run_partitioned(
+        return run_partitioned(
             "grouped_product_dw", key, function, operands, ins, f"- {m} {n}",
             units={"t": tokens.alignment}, sum_dim="t", is_kernel=is_kernel,
         )  # fmt: skip
-        return dw
 
     loop = functools.partial(multiply, functools.partial(_loop_over_blocks, tokens.alignment, fast), False)
     kernel = functools.partial(multiply, functools.partial(grouped_hopper.multiply_tokens, kernel_name, *static), True)
     with product_name_scope(*(x.values if isinstance(x, UnpaddedRows) else x for x in (a, b))):
-        return run(choice, impl, *operands, kernel=kernel, reference=loop)  # type: ignore[no-any-return]
+        return run(choice, impl, *operands, kernel=kernel, reference=loop)
 
 
 def _choose(operation: str, a: Any, b: Any, length: int, impl: str, scales_are_shared: bool) -> tuple[Choice, Any]:

@@ -58,7 +58,7 @@ class DeferredMatrices:
 
     def quantize(self) -> QTensor:
         """The codes of all matrices."""
-        return jax.vmap(self.encoder)(self.values, self.scale)  # type: ignore[no-any-return]
+        return jax.vmap(self.encoder)(self.values, self.scale)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["encoder"])
@@ -94,9 +94,7 @@ def choose_kernel(a: Any, b: Any, length: int, scales_are_shared: bool) -> tuple
     """Return the choice on a CUDA GPU, and the kernel's name (None for the loop of XLA).
 
     Args:
-        a, b: operands of `grouped_matmul` or `grouped_matmul_dw`.
         length: the largest number of products in a sum.
-        scales_are_shared: as of `grouped_matmul`.
     """
     if (reason := _missing_kernel(a, b)) is not None:
         decoded = ", codes are decoded" if any(find_spec(x) is not None for x in (a, b)) else ""
@@ -160,18 +158,12 @@ def _unsupported_codes(a: QuantSpec, b: QuantSpec, length: int) -> str | None:
     return None
 
 
+# Under jit, as in `fp8jax.ops.matmul.hopper`: equal products of a program are lowered once.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def multiply_rows(
     kernel_name: KernelName, transposed: bool, fast: bool, n_reserved: int, dtype: Any, x: Any, w: Any, *bounds: Array
 ) -> Array:
     """Return `grouped_matmul` by a kernel, for groups of rows within these bounds; all but arrays are static."""
-    return _multiply_rows(kernel_name, transposed, fast, n_reserved, jnp.dtype(dtype), x, w, Groups(*bounds))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _multiply_rows(
-    kernel_name: KernelName, transposed: bool, fast: bool, n_reserved: int, dtype: Any, x: Any, w: Any, groups: Groups
-) -> Array:
-    # Under jit, as in `fp8jax.ops.matmul.hopper`: equal products of a program are lowered once.
     from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul
     from pallas_kernels.matmul.grouped_mosaic import grouped_matmul
     from pallas_kernels.matmul.hopper import reserved_sms
@@ -179,6 +171,7 @@ def _multiply_rows(
     scale = row_scale = column_scale = None
     if isinstance(w, DeferredMatrices):
         w = w.quantize()
+    groups = Groups(*bounds)
     out_dtype, first_row = _kernel_dtype(dtype), groups.starts[0]
     with reserved_sms(n_reserved):
         if kernel_name == "int8 block":
@@ -238,24 +231,8 @@ def _row_scales(x: QTensor, w: QTensor) -> tuple[Array | None, Array | None, Arr
     return (scale[:, 0], row_scale, None) if scale.shape[1] == 1 else (None, row_scale, scale)
 
 
-def multiply_tokens(
-    kernel_name: KernelName,
-    fast: bool,
-    n_reserved: int,
-    dtype: Any,
-    a: Any,
-    b: Any,
-    rows: Array,
-    starts: Array,
-    ends: Array,
-    *scales: Array | None,
-) -> Array:
-    """Return `grouped_matmul_dw` by a kernel, for groups of places within these bounds."""
-    return _multiply_tokens(kernel_name, fast, n_reserved, jnp.dtype(dtype), a, b, rows, starts, ends, *scales)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _multiply_tokens(
+def multiply_tokens(
     kernel_name: KernelName,
     fast: bool,
     n_reserved: int,
@@ -269,6 +246,7 @@ def _multiply_tokens(
     row_scale: Array | None,
     column_scale: Array | None,
 ) -> Array:
+    """Return `grouped_matmul_dw` by a kernel, for groups of places within these bounds; all but arrays are static."""
     from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul_dw
     from pallas_kernels.matmul.grouped_int8_mosaic import grouped_int8_block_matmul_dw
     from pallas_kernels.matmul.grouped_mosaic import grouped_matmul_dw
@@ -353,7 +331,7 @@ def _to_bf16(x: Any) -> Array:
     if not isinstance(x, QTensor):
         return x.astype(jnp.bfloat16)
     decode = lambda q: q.dequantize(jnp.bfloat16)  # noqa: E731
-    return jax.vmap(decode)(x) if x.codes.ndim == 3 else decode(x)  # type: ignore[no-any-return]
+    return jax.vmap(decode)(x) if x.codes.ndim == 3 else decode(x)
 
 
 def _kernel_dtype(dtype: DTypeLike) -> DTypeLike:

@@ -49,7 +49,6 @@ def sharded_matmul(
     Args:
         function: (dtype, a, b) -> product. It must not close over arrays.
         static: hashable key of the function.
-        dtype: dtype of the result.
         a, b: (M, K) and (N, K), quantized or not. Without `is_shardable` XLA partitions the product.
         out_spec: as in `fp8jax.ops.matmul.matmul.matmul`.
         kernel: as in `fp8jax.ops.dispatch.partition.run_partitioned`.
@@ -69,11 +68,10 @@ def sharded_matmul(
         notation(b.spec, b.shape, "n k"),
     )
     static_key = static, isinstance(a, FallbackTensor), str(jnp.dtype(dtype)), strip_residual(a).spec, b.spec
-    product: Array = run_partitioned(
+    return run_partitioned(
         "product" if kernel else "plain_product", static_key, multiply_shard, (a, b), ins, "m n",
         sum_dim="k", out_spec=out_spec, is_kernel=kernel,
     )  # fmt: skip
-    return product
 
 
 def strip_residual(q: Any) -> Any:
@@ -133,8 +131,7 @@ def matmul_int8(dtype: DTypeLike, a: FallbackTensor | QTensor, b: QTensor) -> Ar
     if isinstance(a, FallbackTensor):
         base, residual = a.base, FallbackResidual(a.residual.codes, a.residual.scale, a.fallback_mask)
     assert isinstance(base, QTensor)
-    product: Array = kernel(base.codes, b.codes, base.scale, b.scale, residual=residual, out_dtype=dtype)
-    return product
+    return kernel(base.codes, b.codes, base.scale, b.scale, residual=residual, out_dtype=dtype)
 
 
 _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
@@ -166,7 +163,7 @@ def choose_kernel(a: Any, b: Any) -> tuple[Choice, KernelName | Literal["cublas"
     e5m2 = a.spec.format == b.spec.format == "e5m2"
     per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
     cublas = fp8 and per_tensor and not e5m2 and capability() >= 89
-    if cublas and _is_triton_gemm_off():
+    if cublas and _NO_TRITON_GEMM in os.environ.get("XLA_FLAGS", "").split():
         return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
     if (reason := _kernel_unsupported_reason(a, b)) is not None or kernel is None:
         remedy = f"; with XLA_FLAGS={_NO_TRITON_GEMM} cuBLASLt multiplies these codes" if cublas else ""
@@ -180,10 +177,6 @@ def _is_fp8_pair(a: QTensor, b: QTensor) -> bool:
 
 def _is_int8_pair(a: QTensor, b: QTensor) -> bool:
     return a.spec.format == b.spec.format == "int8"
-
-
-def _is_triton_gemm_off() -> bool:
-    return _NO_TRITON_GEMM in os.environ.get("XLA_FLAGS", "").split()
 
 
 _DESCRIPTIONS = {
@@ -204,9 +197,7 @@ def unsupported_reason(a: Any, b: Any) -> str | None:
         return f"codes of {a.spec.format} and {b.spec.format} are neither both FP8 nor both int8"
     if 0 in (*a.shape, *b.shape):
         return f"shapes {a.shape} and {b.shape} are empty"
-    if jax.__version_info__ < (0, 11):
-        return f"it needs jax >= 0.11, found {jax.__version__}"
-    return "it needs a Hopper GPU" if capability() != HOPPER else _kernel_unsupported_reason(a, b)
+    return _kernel_unsupported_reason(a, b)
 
 
 def _kernel_unsupported_reason(a: QTensor, b: QTensor) -> str | None:

@@ -36,7 +36,7 @@ from fp8jax.ops.matmul.hopper import (
     strip_residual,
 )
 from fp8jax.ops.quantization.fallback import FallbackTensor
-from fp8jax.ops.quantization.quantize import transpose as transpose
+from fp8jax.ops.quantization.quantize import transpose
 
 Operand = QTensor | Array
 IMPLS = ("auto", "xla", "mosaic")
@@ -74,7 +74,6 @@ def matmul(
         a: (M, K), a QTensor, a floating array or a `FallbackTensor`. No scale may be per index of the contraction
             ("channel").
         b: (N, K), likewise, but no `FallbackTensor`. If `a` is one, `b` has blocks of the same size.
-        dtype: dtype of the result.
         impl: "xla" is the reference. On a CUDA GPU "auto" is the fastest (results/gemm.json). For FP8 that is cuBLASLt,
             or a Mosaic kernel on Hopper, on any number of devices. For int8 it is a kernel: on Hopper for scales per
             tensor or row, from Ampere on for blocks of 128. Otherwise it is the reference. "mosaic" is the kernel.

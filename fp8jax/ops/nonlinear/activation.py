@@ -146,10 +146,7 @@ class ActivationBackward:
             operation, operands = kernel_operands
             arrays = fused_outputs.run(lambda backend, operands: backend.cotangents(operation, operands), operands)
             return tuple(fused_outputs.reshape_like(x, dy) for x in arrays), ()
-        up, activated = (None if q is None else dequantize_residual(q) for q in saved[1:])
-        cotangents = activation_cotangents(
-            ACTIVATIONS[self.activation], dequantize_residual(saved.gate), up, activated, dy
-        )
+        cotangents = self._cotangents(saved, dy)
         cast = tuple(ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True))
         if any(dtype != self.dtype for dtype in dtypes):
             return cast, ()
@@ -190,7 +187,8 @@ class ActivationBackward:
         rows, fmt = gradient.row_bounds(), formats.get(spec.format)
         bounds = tuple(scaling.compute_amax(rows * slope) for slope in slopes)
         if sources is None:
-            amaxes = self._cotangent_amaxes(saved, gradient.array)
+            cotangents = self._cotangents(saved, gradient.array)
+            amaxes = tuple(scaling.compute_amax(ct.astype(self.dtype)) for ct in cotangents)
         else:
             operation, operands = sources
             amaxes = fused_outputs.run(functools.partial(_amaxes_if_loose, operation, fmt), operands, bounds)
@@ -202,13 +200,10 @@ class ActivationBackward:
             spec=spec, scales=tuple(scaling.to_scale(bound, fmt) for bound in scale_bounds), needs_sums=self.has_bias
         )
 
-    def _cotangent_amaxes(self, saved: ActivationResiduals, dy: Array) -> tuple[Array, ...]:
-        """Return the amax of the cotangents of gate and up."""
+    def _cotangents(self, saved: ActivationResiduals, dy: Array) -> tuple[Array, ...]:
+        """Return the fp32 cotangents of gate and up."""
         up, activated = (None if q is None else dequantize_residual(q) for q in saved[1:])
-        cotangents = activation_cotangents(
-            ACTIVATIONS[self.activation], dequantize_residual(saved.gate), up, activated, dy
-        )
-        return tuple(scaling.compute_amax(ct.astype(self.dtype)) for ct in cotangents)
+        return activation_cotangents(ACTIVATIONS[self.activation], dequantize_residual(saved.gate), up, activated, dy)
 
     def _operands(
         self, saved: ActivationResiduals, like: Array, dy: Array | None, *, fp8: bool = True

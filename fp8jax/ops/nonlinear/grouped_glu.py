@@ -75,7 +75,6 @@ def grouped_glu(
     Args:
         gate_up: (rows, 2 channels), gate and up side by side, any floating dtype.
         groups: of the rows. Rows of no group may hold anything, and their weights have no gradient.
-        recipe: of the products before and after it.
         weights: fp32 (rows,), such as those of a router; None for 1.
         activation: "silu", "gelu" (exact) or "gelu_tanh".
 

@@ -103,8 +103,6 @@ class ShardStride(NamedTuple):
         """The stride of a shard, or None if its runs have no constant distance.
 
         Args:
-            sharding: how the array is sharded.
-            names: of the axes.
             global_counts, shard_counts: groups along each axis, of the whole and of the shard.
         """
         runs, stride = [[1, 1]], 1  # (groups, stride), innermost first
@@ -355,10 +353,8 @@ def adam_direction(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, 
     Finite gradients are clipped to 2^62 (`leaf.scale_and_clip`).
 
     Args:
-        grads: tree of gradients of any floating dtype.
         mu: the tree with the first moment, as stored, in each leaf's place.
         nu: the tree with the second moments, likewise.
-        adam: the scalars of the step.
 
     Returns:
         The tree of directions m / (sqrt(v) + eps), to be followed downhill, and both trees of moments; all in fp32.

@@ -162,7 +162,7 @@ class Leaf:
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the parameter and of its change."""
-        return self.weight.dtype  # type: ignore[no-any-return]
+        return self.weight.dtype
 
     @property
     def is_exact(self) -> bool:
@@ -187,7 +187,7 @@ class Leaf:
     def value(self) -> Array:
         """The master weight in fp32."""
         if self.master is None:
-            return self.weight.astype(jnp.float32)  # type: ignore[no-any-return]
+            return self.weight.astype(jnp.float32)
         return reconcile_master(load(self.master), self.weight)
 
     @property
@@ -223,8 +223,6 @@ def store(
     """Stores fp32 values in the way that `like` is stored.
 
     Args:
-        values: a moment.
-        like: the moment as stored before.
         seed: two words of noise, by which codes and bf16 are rounded stochastically; None rounds to nearest.
         dither: noise for codes of a first moment (`fp8jax.core.noise.decay_dither`), so that decay reaches zero.
         row_length: padded length of the rows, by which the noise of bf16 numbers elements; None is their own.
@@ -274,12 +272,7 @@ def exact_update(new: Any, old: Any) -> Any:
 
 
 def reconcile_master(master: Array, working_copy: Array) -> Array:
-    """Master weights, or working copies that are not their rounded values: the caller has changed these.
-
-    Args:
-        master: fp32 values of master weights.
-        working_copy: the working copies, in any floating dtype.
-    """
+    """Master weights, or working copies that are not their rounded values: the caller has changed these."""
     half, normal = half_step(working_copy.dtype)
     working_copy = working_copy.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(master, jnp.uint32) & np.uint32(0x7F800000)
@@ -335,11 +328,8 @@ def suppress_dead_elements(
     Moments with the paper's expansion ("coat") stay: their exponents are of all elements.
 
     Args:
-        grad: gradient, any shape.
         direction: bias-corrected direction m / (sqrt(v) + eps), fp32, before it is clipped.
         m, v: new moments, fp32.
-        mu, nu: the moments as stored before.
-        adam: the scalars of the step.
 
     Returns:
         Both moments, fp32. Elements that are not finite stay.

@@ -100,8 +100,7 @@ def _map_rows(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Se
     def separate(scalars: Any, rows: Sequence[Any]) -> list[Any]:
         return [_call_body(body, static, scalars, row) for row in rows]
 
-    found: list[Any] = lax.platform_dependent(scalars, rows, cpu=loop, default=separate)
-    return found
+    return lax.platform_dependent(scalars, rows, cpu=loop, default=separate)
 
 
 def _unstack_row(index: Any, stacked: Any, like: Any) -> Any:
@@ -170,7 +169,6 @@ def step_tree(
     """The new parameters, or their changes, and the new state.
 
     Args:
-        optimizer: whose step it is.
         adam: the scalars of the step, without its `seed`.
         grads: tree of gradients, arrays or `QTensor`s.
         weights: tree of the parameters, of which some may be `MasterWeight`s.
@@ -201,7 +199,7 @@ def step_tree(
     random = None if key is None else jax.random.bits(key, (n, 2), jnp.uint32)
 
     def flatten(tree: Any) -> list[Any]:
-        return [None] * n if tree is None else treedef.flatten_up_to(tree)  # type: ignore[no-any-return]
+        return [None] * n if tree is None else treedef.flatten_up_to(tree)
 
     def add_noise(i: int, leaf: Leaf) -> Leaf:
         """A leaf with noise from its path, a name that is the same in a dict, a dataclass and an NNX state."""
@@ -295,8 +293,7 @@ def _step_by_platform(optimizer: FusedOptimizer, adam: Adam, leaves: Sequence[Le
         return [_cast_varying(adam, leaf, _as_update(leaf, r)) for leaf, r in zip(leaves, results, strict=True)]
 
     default = None if impl == "triton" else reshard_like(kernel, reference, (leaves,))
-    results: list[StepResult] = jax.lax.platform_dependent(leaves, cuda=kernel, default=default)
-    return results
+    return jax.lax.platform_dependent(leaves, cuda=kernel, default=default)
 
 
 def _step_by_reference(reference: LeavesStep, adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
@@ -334,8 +331,7 @@ def _apply_if(adam: Adam, leaf: Leaf, result: StepResult) -> StepResult:
     """The result; `leaf.unchanged` if `adam.apply_if` is False."""
     if adam.apply_if is None:
         return result
-    gated: StepResult = jax.tree.map(lambda new, old: jnp.where(adam.apply_if, new, old), result, leaf.unchanged)
-    return gated
+    return jax.tree.map(lambda new, old: jnp.where(adam.apply_if, new, old), result, leaf.unchanged)
 
 
 def _cast_varying(adam: Adam, leaf: Leaf, result: StepResult) -> StepResult:
@@ -344,7 +340,7 @@ def _cast_varying(adam: Adam, leaf: Leaf, result: StepResult) -> StepResult:
     moment_scalars = [x for name, x in scalars.items() if name not in ("rate", "weight_decay", "max_direction")]
     others = cast_varying_like(result._replace(mu=None, nu=None), leaf, list(scalars.values()))
     mu, nu = cast_varying_like((result.mu, result.nu), leaf, moment_scalars)
-    return others._replace(mu=mu, nu=nu)  # type: ignore[no-any-return]
+    return others._replace(mu=mu, nu=nu)
 
 
 def reshard_array_like(x: Array, like: Array) -> Array:

@@ -271,8 +271,6 @@ def linears(
     """`linear` of one input with several weights, which share the codes of the input.
 
     Args:
-        x: (..., inputs).
-        weights: each (inputs, outputs).
         facts: what `x` is made from.
         quantized: results of `quantize_weight` for each weight; None quantizes them in this call.
         recipe, key, out_sharding: as of `linear`.

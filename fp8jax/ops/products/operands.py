@@ -50,7 +50,7 @@ from fp8jax.ops.autodiff.residuals import (
 )
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.sharding import reshape_to_matrix
-from fp8jax.ops.matmul.grouped import DeferredMatrices
+from fp8jax.ops.matmul.grouped_hopper import DeferredMatrices
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.quantization import fallback, fused_outputs, microscaling
 from fp8jax.ops.quantization.fallback import FallbackTensor
@@ -347,18 +347,15 @@ def encode(
 
     Args:
         x: the matrix; or a stack of matrices, which gives an operand of `fp8jax.ops.matmul.grouped.grouped_matmul`.
-        spec: of the codes, or None.
         strategy: of per-tensor scales.
-        key: PRNG key for stochastic rounding.
         scale: given scale; None computes it from `x`.
         is_scale_clamped: whether codes were made under `scale` before.
-        transposed: whether to return the transposed copy.
         fused_output: what kernels compute `x` from.
         x_is_transposed: whether `x` is the transpose of an array. That array is then quantized.
         rotation: length of the transformation of the rows of a quantized matrix before its transposed copy, or None.
     """
     if x.ndim > 2:
-        return _encode_stack(  # type: ignore[no-any-return]
+        return _encode_stack(
             jnp.swapaxes(x, -1, -2) if x_is_transposed else x,
             spec,
             strategy,

@@ -37,10 +37,6 @@ def entries(tensors: Mapping[str, np.ndarray]) -> dict[str, str]:
 def read(metadata: Mapping[str, str] | None, names: Iterable[str]) -> dict[str, str]:
     """Return the digests of a file by tensor name; empty for a file without digests.
 
-    Args:
-        metadata: `__metadata__` of the file.
-        names: names of its tensors.
-
     Raises:
         ValueError: the digests do not match the names.
     """

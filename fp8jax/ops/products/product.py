@@ -75,10 +75,7 @@ def encode_cotangent(
 
     Args:
         dy: (tokens, outputs), or the matrices that it consists of, side by side.
-        recipe: of the product.
-        key: PRNG key for codes that are rounded stochastically.
         scale: given scale of the codes; None computes it from `dy`.
-        facts: what is known about `dy`.
         shares_token_scales: whether its scales go with those of the input's tokens
             (`fp8jax.ops.quantization.microscaling`).
         x_codes_scale: scale of the input's codes, one or one per token; None if it is unknown.
@@ -232,7 +229,6 @@ def recipe_dot(
     Args:
         x: (tokens, inputs), and what is known about it.
         w: (inputs, outputs). A frozen weight has no gradient.
-        recipe: formats and scalings.
         key: PRNG key for recipes that round stochastically.
         x_source: source of the codes of `x`, which several products may share; None makes it.
         scales: given scales; None computes them from the tensors.
@@ -288,7 +284,7 @@ def recipe_dot(
 def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: OutSharding) -> tuple[Any, ...] | None:
     """The sharding of x @ w; see `fp8jax.ops.dispatch.sharding.product_sharding`."""
     matrix, axis = (w.codes, 0 if w.transposed else 1) if isinstance(w, FrozenWeight) else (w, 0)
-    return product_sharding(x, matrix, (((x.ndim - 1,), (axis,)), ((), ())), out_sharding)  # type: ignore[no-any-return]
+    return product_sharding(x, matrix, (((x.ndim - 1,), (axis,)), ((), ())), out_sharding)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -451,7 +447,7 @@ def _gradients(
         x=dx,
         w=dw,
         bias=None if bias_kind is None or dy_sums is None else bias_kind.cast_cotangent(dy_sums),
-        scales=scales and Scales(amax_slot=dy_amax),  # type: ignore[call-arg]
+        scales=scales and Scales(amax_slot=dy_amax),
     )
     return operand_cotangents, dx_facts.predicted
 

@@ -11,22 +11,19 @@ from fp8jax.core import derivatives
 from fp8jax.core.groups import Groups, PaddedTokens
 from fp8jax.ops.autodiff.checkpointing import PRODUCT
 from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
-from fp8jax.ops.matmul.grouped import UnpaddedRows, grouped_matmul, grouped_matmul_dw
+from fp8jax.ops.matmul.grouped import grouped_matmul, grouped_matmul_dw
+from fp8jax.ops.matmul.grouped_hopper import UnpaddedRows
 
 
 def multiply_in_16_bits(name: str, dtype: Any, transposed: bool, x: Array, w: Array, groups: Groups) -> Array:
     """Return the product of rows with (groups, inputs, outputs), or over the tokens of each group with (tokens, n).
 
     Args:
-        name: of the product, for error messages.
-        dtype: of the result.
         transposed: whether matrices are (groups, outputs, inputs).
-        x, w, groups: the operands.
     """
     x, w = cast_varying_over((x, w), varying_axes((x, w, groups)))
     multiply = _multiply_tokens if w.ndim == 2 else _multiply_rows
-    result: Array = multiply((dtype, transposed), x, w, groups, derivatives.second_order_guard(name, x, w))
-    return result
+    return multiply((dtype, transposed), x, w, groups, derivatives.second_order_guard(name, x, w))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -29,7 +29,7 @@ from fp8jax.ops.autodiff.residuals import (
 )
 from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, reshape_to_matrix
-from fp8jax.ops.matmul.grouped import DeferredMatrices
+from fp8jax.ops.matmul.grouped_hopper import DeferredMatrices
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.products.operands import Side, convert_scale_to_spec, gradient_key, input_side, weight_side
 from fp8jax.ops.products.product import Scales, check_slot_varies, expected_scale
@@ -97,7 +97,6 @@ def input_source(
     """Return what a product reads and saves of its input.
 
     Args:
-        x, groups, recipe, key, input_facts: of the product.
         scale: fp32 (groups,), given for the codes of the forward product, or None.
         sharing_keys: the arrays that define the groups. Products with the same ones share the codes of an input.
     """
@@ -169,7 +168,6 @@ def input_columns(
     """Return the input as wgrad reads it, and facts about cotangents that follow.
 
     Args:
-        recipe, tokens: of the product.
         residual: of the input, which has the shape and dtype of `dx`.
         scale: as in `input_source`.
         dx: the input's gradient.

@@ -43,8 +43,7 @@ def multiply_tokens(config: RaggedConfig, a: Array, b: Array, groups: Groups, ke
         return multiply_in_16_bits(config.name, config.dtype, False, a, b, groups)
     key = gradient_key(config.recipe, key)
     a, b = cast_varying_over((a, b), varying_axes((a, b, groups, key)))
-    result: Array = _token_product(config, a, b, groups, key, derivatives.second_order_guard(config.name, a, b))
-    return result
+    return _token_product(config, a, b, groups, key, derivatives.second_order_guard(config.name, a, b))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -95,7 +94,7 @@ _token_product.defvjp(_token_product_fwd, _token_product_bwd)
 
 
 def split_key(key: Array | None) -> tuple[Array | None, Array | None]:
-    return (None, None) if key is None else tuple(jax.random.split(key))  # type: ignore[return-value]
+    return (None, None) if key is None else tuple(jax.random.split(key))
 
 
 def padded_tokens(recipe: Linear, groups: Groups, num_rows: int) -> PaddedTokens:

@@ -89,7 +89,7 @@ class FrozenWeight:
         decode = lambda q: from_bytes(q).dequantize(dtype) if self.transposed else from_bytes(q).dequantize(dtype).T  # noqa: E731
         for _ in self.codes.shape[:-2]:
             decode = jax.vmap(decode)
-        return decode(self.codes).reshape(self.shape)  # type: ignore[no-any-return]
+        return decode(self.codes).reshape(self.shape)
 
     def __jax_array__(self, *_: Any) -> Any:
         raise TypeError(
@@ -340,8 +340,6 @@ def weight_source(
     """The source of a weight (inputs, outputs), which decides what the product saves of it.
 
     Args:
-        w: the weight.
-        recipe: of the product.
         step_weight: what is given of `w`: its codes, or what it is made from.
         scale: fp32 scalar, given for codes that the product makes; None computes it from `w`.
 
@@ -399,7 +397,7 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     linear_recipe = linear_part(recipe)
     if w.ndim > 2:
         quantize_matrix = functools.partial(quantize_weight, recipe=linear_recipe)
-        return jax.vmap(lambda w, scale: quantize_matrix(w, scale=scale))(w, scale)  # type: ignore[no-any-return]
+        return jax.vmap(lambda w, scale: quantize_matrix(w, scale=scale))(w, scale)
     forward, dgrad = linear_recipe.spec("w"), linear_recipe.spec("w_dgrad")
     if forward is None or dgrad is None:
         raise ValueError(

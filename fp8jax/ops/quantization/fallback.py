@@ -76,14 +76,13 @@ def quantize(
     Raises:
         ValueError: the spec or `impl` is unsupported, or `impl` is "triton" and the kernel cannot run.
     """
-    spec = _check(spec)
+    spec = QuantSpec.parse(spec)
+    if (spec.format, spec.granularity, spec.rounding) != ("int8", "block", "nearest"):
+        raise ValueError(f"fallback is of int8 in blocks, rounded to nearest, such as 'int8:block128', not {spec}")
     choice = record_choice("fallback quantize", _choose(x, spec, impl))
     threshold = jnp.asarray(threshold, jnp.float32)
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
-    result: tuple[FallbackTensor, QTensor | None] = run(
-        choice, impl, x, threshold, key, kernel=kernel, reference=reference
-    )
-    return result
+    return run(choice, impl, x, threshold, key, kernel=kernel, reference=reference)
 
 
 def make_fallback_tensor(x: Array, base: QTensor, fallback_mask: Array) -> FallbackTensor:
@@ -95,13 +94,6 @@ def make_fallback_tensor(x: Array, base: QTensor, fallback_mask: Array) -> Fallb
     return FallbackTensor(
         base, quantize_with_scale(jnp.where(element_mask, remainder, 0), base.spec, None), fallback_mask
     )
-
-
-def _check(spec: QuantSpec | str) -> QuantSpec:
-    spec = QuantSpec.parse(spec)
-    if (spec.format, spec.granularity, spec.rounding) != ("int8", "block", "nearest"):
-        raise ValueError(f"fallback is of int8 in blocks, rounded to nearest, such as 'int8:block128', not {spec}")
-    return spec
 
 
 def _choose(x: Array, spec: QuantSpec, impl: str) -> Choice:
@@ -149,10 +141,9 @@ def _kernel(spec: QuantSpec, x: Array, threshold: Array, key: Array | None) -> t
     block_notation = notation(spec, x.shape, "m n")
     outs = ((block_notation, block_notation, block_notation[1]), None if key is None else block_notation)
     quantize_shard = functools.partial(_quantize_shard, spec, x.shape)
-    result: tuple[FallbackTensor, QTensor | None] = run_partitioned(
+    return run_partitioned(
         "fallback", (spec, x.shape), quantize_shard, (x, threshold, seed), ("m n", "", "-"), outs, units={"m": 4}
     )
-    return result
 
 
 def _quantize_shard(

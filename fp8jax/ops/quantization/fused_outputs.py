@@ -154,9 +154,7 @@ def make_array_facts(
     """Return the facts about an operation's result.
 
     Args:
-        context: what the operation saves.
         recomputable, residuals: the rule that recomputes the result, and its residuals.
-        fused_output: how kernels compute it, or None.
         consumer, scale: the layers that quantize it, and the scale if known.
         codes: codes already computed, as in `FusedOutput.cache_codes`, or None.
     """
@@ -258,7 +256,6 @@ def describe_operation(
     Args:
         x: an operand (..., channels).
         spec: spec of the saved operands; None saves them unquantized.
-        dtype: dtype of the result.
         norm: whether it is a norm, which reads whole rows.
         forward: whether this is the forward pass, which records the choice.
         fp8: whether kernels read or write FP8 codes.
@@ -381,7 +378,7 @@ def quantize_fused(
     key = (rows is not None, columns is not None, spec, strategy if scale is None else None)
     scales, pairs = fused_output.group.variants.get(key, (None, None))
     if pairs is not None and (scale is None or scales[fused_output.position] is scale):
-        return pairs[fused_output.position]  # type: ignore[no-any-return]
+        return pairs[fused_output.position]
     if scale is None:
         pairs = _quantize_group(fused_output.group, key, None, sums)
         fused_output.group.variants[key] = None, pairs
@@ -526,8 +523,7 @@ def quantize_cotangent(
         group.variants[key] = _quantize_rows_and_transposed(
             group, spec, jnp.ones((group.amaxes[position].size, 1), jnp.float32)
         )
-    pair: tuple[QTensor, QTensor] = group.variants[key][position]
-    return pair
+    return group.variants[key][position]
 
 
 def _quantize_rows_and_transposed(

@@ -146,7 +146,7 @@ def quantize_and_predict(operation: Any, operands: Any, scale: Array, dtype: Any
         maxima = [compute_row_amax(x) for x in results(operation, cotangents, operands)]
     else:
         maxima = compute_amaxes(operation, cotangents, operands)
-    return codes, maxima  # type: ignore[return-value]
+    return codes, maxima
 
 
 def cotangents(operation: Any, operands: Any) -> list[Array]:
@@ -224,7 +224,7 @@ def requantize_if(
     operation: Any, kinds: tuple[int, ...], operands: Any, codes: Array, scale: Array, condition: Array
 ) -> Array:
     ((new, _),) = quantize(operation, kinds, operands, (scale,), codes.dtype, rows=True, columns=False)
-    new, old = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, codes))  # type: ignore[arg-type]
+    new, old = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, codes))
     return jax.lax.bitcast_convert_type(jnp.where(condition, new, old), codes.dtype)
 
 

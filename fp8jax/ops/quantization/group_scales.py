@@ -16,7 +16,7 @@ from fp8jax.core.groups import ALIGNMENT, PaddedTokens
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.matmul.grouped import UnpaddedRows
+from fp8jax.ops.matmul.grouped_hopper import UnpaddedRows
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.microscaling import fold_rows
@@ -86,8 +86,6 @@ def quantize_rows(
         x: floating array (rows, n).
         spec: as for a matrix of one group. Expanded codes per tensor or block get scales and exponents per row instead.
         strategy: stateless scaling for per-tensor scales.
-        tokens: the groups of rows.
-        key: PRNG key, used if the spec rounds stochastically.
         scale: fp32 (groups,), given for granularity "tensor" without expansion; None computes it from `x`.
         axes: mesh axes of `jax.shard_map` whose devices share the scale of a group.
 
@@ -165,7 +163,6 @@ def transpose_rows(q: QTensor, spec: QuantSpec, tokens: PaddedTokens) -> TokenCo
     Args:
         q: result of `quantize_rows` for `spec`.
         spec: of granularity "tensor" or "block".
-        tokens: as in `quantize_rows`.
     """
     if spec.granularity == "tensor":
         return TokenColumns(UnpaddedRows(_unscaled(q.codes, spec)), group_maxima(q.scale, tokens)[:, 0])

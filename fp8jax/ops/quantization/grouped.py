@@ -1,6 +1,7 @@
 """Codes of the rows of groups, as grouped matrix products read them: in rows, and transposed on a padded token axis."""
 
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -48,7 +49,8 @@ def quantize_groups(
         ValueError: a shape or format other than these, or `impl` is "triton" and the kernel cannot run.
     """
     is_copy = x.dtype.itemsize == 1
-    _check(x, tokens, index, rows, columns, row_scale, column_scale, row_factor)
+    operands = _Operands(x, tokens, index, row_scale, column_scale, row_factor)
+    _check(rows, columns, operands)
 
     def unsupported_reason() -> str | None:
         is_encoded = not is_copy or row_factor is not None
@@ -61,22 +63,20 @@ def quantize_groups(
 
     choice = record_choice("quantize groups", choose_impl(impl, unsupported_reason))
     reference, kernel = (functools.partial(f, rows, columns) for f in (_reference, _kernel))
-    result: tuple[Array | None, Array | None] = run(
-        choice, impl, x, tokens, index, row_scale, column_scale, row_factor, kernel=kernel, reference=reference
-    )
-    return result
+    return run(choice, impl, operands, kernel=kernel, reference=reference)
 
 
-def _check(
-    x: Array,
-    tokens: PaddedTokens,
-    index: Array | None,
-    rows: str | None,
-    columns: str | None,
-    row_scale: Array | None,
-    column_scale: Array | None,
-    row_factor: Array | None,
-) -> None:
+class _Operands(NamedTuple):
+    x: Array
+    tokens: PaddedTokens
+    row_index: Array | None
+    row_scale: Array | None
+    column_scale: Array | None
+    row_factor: Array | None
+
+
+def _check(rows: str | None, columns: str | None, operands: _Operands) -> None:
+    x, tokens, index, row_scale, column_scale, row_factor = operands
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"x has shape {x.shape}; expected a matrix that is not empty")
     if rows is None and columns is None:
@@ -109,16 +109,8 @@ def _check(
             raise ValueError(f"{name}_scale has shape {scale.shape}; expected () or {(length,)}")
 
 
-def _reference(
-    rows: str | None,
-    columns: str | None,
-    x: Array,
-    tokens: PaddedTokens,
-    index: Array | None,
-    row_scale: Array | None,
-    column_scale: Array | None,
-    row_factor: Array | None,
-) -> tuple[Array | None, Array | None]:
+def _reference(rows: str | None, columns: str | None, operands: _Operands) -> tuple[Array | None, Array | None]:
+    x, tokens, index, row_scale, column_scale, row_factor = operands
     row_codes = column_codes = None
     ordered = x if index is None else x[index]
     if rows is not None:
@@ -141,30 +133,17 @@ def _encode(x: Array, fmt: str, scale: Array) -> Array:
     return quantize_with_scale(x, QuantSpec.parse(f"{fmt}:token"), scale[:, None]).codes
 
 
-def _kernel(
-    rows: str | None,
-    columns: str | None,
-    x: Array,
-    tokens: PaddedTokens,
-    index: Array | None,
-    row_scale: Array | None,
-    column_scale: Array | None,
-    row_factor: Array | None,
-) -> tuple[Array | None, Array | None]:
+def _kernel(rows: str | None, columns: str | None, operands: _Operands) -> tuple[Array | None, Array | None]:
+    x, tokens, index, row_scale, column_scale, row_factor = operands
     blocks = jnp.concatenate([block_table(tokens.rows, tokens.num_rows), tokens.block_groups[None]])
     scales = [None if s is None else clamp_scale(s) for s in (row_scale, column_scale)]
-    operands = (x, blocks, index, *scales, row_factor)
-    ins = (
-        "- n",
-        "- -",
-        *(None if s is None else " ".join("-" * s.ndim) for s in (index, *scales, row_factor)),
-    )
+    ins = ("- n", "- -", *(None if s is None else " ".join("-" * s.ndim) for s in (index, *scales, row_factor)))
     outs = (None if rows is None else "- n", None if columns is None else "n -")
     quantize_shard = functools.partial(_quantize_shard, rows, columns, tokens.num_groups)
-    result: tuple[Array | None, Array | None] = run_partitioned(
-        "quantize_groups", (rows, columns, tokens.num_groups), quantize_shard, operands, ins, outs
-    )
-    return result
+    return run_partitioned(
+        "quantize_groups", (rows, columns, tokens.num_groups), quantize_shard,
+        (x, blocks, index, *scales, row_factor), ins, outs,
+    )  # fmt: skip
 
 
 def _quantize_shard(

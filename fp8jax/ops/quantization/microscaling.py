@@ -48,7 +48,6 @@ def fold_microscales(q: QTensor, *, impl: str = "auto") -> QTensor:
 
     Args:
         q: QTensor (M, N) for which `is_foldable` is True.
-        impl: "auto", "xla" or "triton".
 
     Returns:
         QTensor (M, N) of granularity "token".
@@ -87,10 +86,9 @@ def _fold_kernel(codes: Array, powers: Array, outer_scale: Array) -> tuple[Array
         return fold_codes(*operands, compute_capability=capability())
 
     scale = "m -" if outer_scale.shape[0] > 1 else "- -"
-    folded: tuple[Array, Array] = run_partitioned(
+    return run_partitioned(
         "fold_microscales", None, fold_shard, (codes, powers, outer_scale), ("m -", "m -", scale), ("m -", "m -")
     )
-    return folded
 
 
 # Bound on the ratio of a recomputed input to the original, from rounding of the saved arrays.
@@ -133,8 +131,7 @@ def fold_rows(
         return q
     choice = record_choice("fold", choose_impl(impl, lambda: _unsupported_reason(x, spec)))
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
-    folded: QTensor = run(choice, impl, x, outer_scale, kernel=kernel, reference=reference)
-    return folded
+    return run(choice, impl, x, outer_scale, kernel=kernel, reference=reference)
 
 
 def _unsupported_reason(x: Array, spec: QuantSpec) -> str | None:

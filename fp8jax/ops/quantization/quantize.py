@@ -51,7 +51,8 @@ def can_quantize_unpacked(x: tuple[Array, ...], specs: Sequence[QuantSpec | None
         return False
     from pallas_kernels.quantization import quantize_triton
 
-    return _is_per_tensor(specs) and quantize_triton.unsupported_packed_reason(x) is None
+    is_per_tensor = all(spec is None or spec.granularity == "tensor" for spec in specs)
+    return is_per_tensor and quantize_triton.unsupported_packed_reason(x) is None
 
 
 def should_split_output(recipe: Linear, split_sizes: Sequence[int]) -> bool:
@@ -62,10 +63,6 @@ def should_split_output(recipe: Linear, split_sizes: Sequence[int]) -> bool:
     specs = [recipe.spec(operand) for operand in ("w", "dy", "dy_wgrad")]
     section_shapes: Any = tuple(jax.ShapeDtypeStruct((1, n), jnp.bfloat16) for n in split_sizes)
     return None not in specs and not recipe.states and can_quantize_unpacked(section_shapes, specs)
-
-
-def _is_per_tensor(specs: Sequence[QuantSpec | None]) -> bool:
-    return all(spec is None or spec.granularity == "tensor" for spec in specs)
 
 
 def split_weight(
@@ -216,8 +213,7 @@ def quantize_and_sum(
             return pair, column_sums(x) if sums and known_sums is None else known_sums
     choice = record_choice("quantize", _choose(x, config, scale, impl))
     kernel, reference = (functools.partial(f, config) for f in (_kernel, _reference))
-    result: PairAndSums = run(choice, impl, x, scale, key, amax, kernel=kernel, reference=reference)
-    return result
+    return run(choice, impl, x, scale, key, amax, kernel=kernel, reference=reference)
 
 
 def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") -> QTensor:
@@ -405,12 +401,11 @@ def _kernel(
         s and notation(s, shape[::step], names) for s, step, names in zip(config.specs, (1, -1), dim_names, strict=True)
     ]
     quantize_shard = functools.partial(_quantize_nvfp4_shard if config.is_nvfp4 else _quantize_shard, config, shape)
-    result: PairAndSums = run_partitioned(
+    return run_partitioned(
         "quantize", (config, shape), quantize_shard, (x, scale, seed, amax),
         ("m n", scale_axes, "-", None if amax is None else ""), (outs, "n" if config.sums else None),
         units={"m": 4} if config.is_stochastic else {}, takes_stacks=_takes_stacks(config, x, scale, amax),
     )  # fmt: skip
-    return result
 
 
 def _takes_stacks(config: _QuantizeConfig, x: PackedMatrix, scale: Array | None, amax: Array | None) -> bool:
@@ -596,5 +591,4 @@ def _transpose_kernel(codes: Array, factor: Array | None) -> Array:
         return transpose_triton.transpose(codes, factor=factor, compute_capability=capability())
 
     ins = ("m n", None if factor is None else "m -")
-    transposed: Array = run_partitioned("transpose", factor is None, transpose_shard, (codes, factor), ins, "n m")
-    return transposed
+    return run_partitioned("transpose", factor is None, transpose_shard, (codes, factor), ins, "n m")

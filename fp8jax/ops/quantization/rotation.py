@@ -44,4 +44,4 @@ def rotate_rows(x: Array, size: int | None) -> Array:
         y = y.reshape(n_rows, columns) * np.float32(size**-0.5)
         return (y if n_rows == x.shape[0] else jnp.concatenate([y, values[n_rows:]]),)
 
-    return blocks.on_logical_array(transform, x, out_shapes=[x.shape])[0]  # type: ignore[no-any-return]
+    return blocks.on_logical_array(transform, x, out_shapes=[x.shape])[0]

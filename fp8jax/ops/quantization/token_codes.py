@@ -86,7 +86,6 @@ def quantize_tokens(
         index: int32 (rows,), the token of each row.
         spec: a spec for which `supports` holds.
         strategy: of the scale of the largest token in a group.
-        tokens: the padded axis of the rows.
         scale: fp32 (tokens, 1), scales of such codes that were made before; None computes them.
     """
     if scale is None:
