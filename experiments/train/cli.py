@@ -273,10 +273,8 @@ def _train_recipe(session: Session, name: str, recipe: fp8jax.Recipe) -> Result:
         batches = data.train_batches(session.tokens.train, sizes.seq_len, sizes.batch, config.seed)
         saved = checkpoints.resume(programs.state, identity, console.print)
         if saved is None:
-            state, meta = (
-                jax.jit(task.init, out_shardings=programs.state_places)(params),
-                dict[str, Any](step=0, log=()),
-            )
+            state = jax.jit(task.init, out_shardings=programs.state_places)(params)
+            meta: dict[str, Any] = {"step": 0, "log": ()}
         else:
             state, meta = saved
             batches.set_state(meta["loader"])
@@ -298,12 +296,25 @@ def _train_recipe(session: Session, name: str, recipe: fp8jax.Recipe) -> Result:
         )
         with log, Trace(folder / "profile", config.run.profile) as trace:
             valid = data.valid_batches(session.tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
-            calls = with_base(programs.step, jax.jit(task.loss, out_shardings=programs.everywhere), base)
+            step, loss = with_base(programs.step, jax.jit(task.loss, out_shardings=programs.everywhere), base)
+            observed_step = programs.observed_step
+            if observed_step is not None:
+                observed_step, _ = with_base(observed_step, task.loss, base)
             loop = Loop(
-                *calls, batches, valid, optim, config.run, checkpoints, identity, log, session.stop, task.rows, trace
+                step=step,
+                loss=loss,
+                observed_step=observed_step,
+                batches=batches,
+                valid=valid,
+                optim=optim,
+                settings=config.run,
+                checkpoints=checkpoints,
+                config=identity,
+                log=log,
+                stop=session.stop,
+                rows=task.rows,
+                trace=trace,
             )
-            if programs.observed_step is not None:
-                loop.observed_step, _ = with_base(programs.observed_step, task.loss, base)
             state = loop.run(state)
     if config.run.telemetry and hosts.first():
         heat_maps = observed.plot(folder, report.read_metrics(folder / "metrics.jsonl"))
