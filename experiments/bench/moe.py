@@ -87,7 +87,7 @@ def arms(gpus: int = 1) -> dict[str, ExpertProducts]:
         "deepseek": dataclasses.replace(fp8jax.recipes.deepseek(), context=coat.context),
     }
     if gpus > 1:
-        sharings = {name: ExpertSharing(tensor.travels(recipe), ROOM) for name, recipe in recipes.items()}
+        sharings = {name: ExpertSharing(tensor.wire_format(recipe), ROOM) for name, recipe in recipes.items()}
         return {name: RecipeProducts(recipe, sharings[name]) for name, recipe in recipes.items()}
     return {name: RecipeProducts(recipe) for name, recipe in recipes.items()} | {XLA: ExpertProducts()}
 
@@ -96,10 +96,10 @@ def make_layer(config: LlamaConfig, products: ExpertProducts, tokens: int, gpus:
     """A layer of abstract parameters and inputs, (tokens, width) on each GPU."""
     kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     make = lambda: MoE(config, products=products, rngs=nnx.Rngs(0), **kinds)  # noqa: E731
-    graph, params = nnx.split(nnx.eval_shape(make), nnx.Param)
+    graph, state = nnx.split(nnx.eval_shape(make), nnx.Param)
+    params = nnx.to_pure_dict(state)
     x: Any = jax.ShapeDtypeStruct((gpus * tokens, config.dim), jnp.bfloat16)
     apply = lambda params, _, x_NxD: nnx.merge(graph, params)(x_NxD)  # noqa: E731
-    params = nnx.to_pure_dict(params)
     if gpus == 1:
         return LayerArm(apply, (params, None, x, x))
     devices = mesh.make(1, 1, expert=gpus)
