@@ -31,12 +31,11 @@ from experiments.train import (
     introduction,
     lock,
     observed,
-    peft_files,
     report,
     start,
     wandb_log,
 )
-from experiments.train.adapters import joined, of_base
+from experiments.train.adapters import PEFT_NAMES, by_path, joined, of_base
 from experiments.train.checkpoint import Checkpoints, digest_of, quiet
 from experiments.train.config import Config, check_same, flag, flatten_fields, parse
 from experiments.train.form import in_chunks, remat_policy
@@ -442,11 +441,11 @@ def computed_by(told: Sequence[Any], kept: Sequence[str]) -> list[str]:
 def _write_adapter(folder: Path, task: Task, state: TrainState, console: Console) -> None:
     """The trained adapters in the files of peft, where these have names for them."""
     assert task.lora is not None
-    found = peft_files.of_params(state.params, task.lora.lora_alpha)
+    adapters = by_path(state.params, task.lora.lora_alpha)
     try:
-        peft_files.save(folder, found, dropout=task.lora.lora_dropout)
+        fp8jax.lora.save(folder, adapters, PEFT_NAMES, dropout=task.lora.lora_dropout)
         console.print(f"adapters: {folder}, as peft reads them")
-    except UserError as error:
+    except (ValueError, ModuleNotFoundError) as error:
         console.print(f"adapters are in the checkpoints alone: {error}")
 
 
