@@ -35,13 +35,13 @@ from experiments.train import (
     start,
     wandb_log,
 )
-from experiments.train.adapters import PEFT_NAMES, by_path, joined, of_base
+from experiments.train.adapters import PEFT_NAMES, by_path, joined
 from experiments.train.checkpoint import Checkpoints, digest_of, quiet
 from experiments.train.config import Config, check_same, flag, flatten_fields, parse
 from experiments.train.form import in_chunks, remat_policy
 from experiments.train.introduction import count
 from experiments.train.loop import BadStep, Loop
-from experiments.train.optimizer import make_optimizer, with_head, with_master
+from experiments.train.optimizer import configure, make_optimizer
 from experiments.train.result import Result, read_result
 from experiments.train.speed import Trace, share_of_peak
 from experiments.train.task import Task, TrainState
@@ -150,12 +150,7 @@ def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[s
     Raises:
         UserError, BadStep, Stopped: as the names say; their messages are for the user.
     """
-    recipes = {name: _find(recipe, name) for name in config.recipe}
-    recipes = {
-        name: with_head(with_master(each, config.optim.master), config.optim.head) for name, each in recipes.items()
-    }
-    if config.lora.lora_rank:
-        recipes = {name: of_base(each, config.lora) for name, each in recipes.items()}
+    recipes = {name: configure(_find(recipe, name), config) for name in config.recipe}
     devices = start.devices(config, recipes.values())
     with contextlib.ExitStack() as stack:
         with hosts.agreement():
@@ -200,7 +195,7 @@ def _begin(
             tokenizer = folders.get_tokenizer(config, corpus)
     with hosts.agreement(), report.waiting(console, "encoding text"):
         if not hosts.first():
-            tokenizer = folders.load_tokenizer(config)
+            tokenizer = folders.load_tokenizer(config, config.folder)
         tokens = start.encode(config, corpus, tokenizer)
     stop.check()
     shared = config.mathematics() | {"text": tokens.fingerprint}
