@@ -148,6 +148,7 @@ class WeightMatmul:
     graph: Graph
     node: Node
     side: int
+    matrix: Value  # the operand that is a parameter, before an operation replaces the node
     weight: Weight
     path: str
     aliases: tuple[str, ...]

@@ -103,7 +103,7 @@ class ProductOperation:
         return math.prod(self.data.shape[i] for i in self.params["dimension_numbers"][0][1 - self.side])
 
     def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
-        use_inputs = UseInputs() if self.use is None else interpreter.use_inputs.get(self.use.key, UseInputs())
+        use_inputs = _get_use_inputs(interpreter, self.use)
         result, split_sizes = node.results[0], self.split_sizes
         if split_sizes is None:
             return [self._run_product(interpreter, use_inputs, result)]
@@ -343,13 +343,13 @@ class ProductOperation:
     def _is_matrix(self) -> bool:
         """Whether the weight is one parameter (inputs, outputs), or such for each expert, as given codes are."""
         (_, contract), num_experts = self._contracting_axes(), len(self.params["dimension_numbers"][1][0])
-        is_in_order = tuple(contract) == tuple(range(num_experts, num_experts + len(contract)))
-        return is_in_order and not is_concatenated(self.weight)
+        return tuple(contract) == tuple(range(num_experts, num_experts + len(contract)))
 
 
-def is_concatenated(value: Value) -> bool:
-    """Whether a weight is concatenated from several parameters."""
-    return value.weight is not None and bool(value.weight.further_paths)
+def _get_use_inputs(interpreter: "Interpreter", use: WeightUse | None) -> UseInputs:
+    """The inputs of a product besides arrays. Codes of the parameter are left out if its matrix is another one."""
+    inputs = UseInputs() if use is None else interpreter.use_inputs.get(use.key, UseInputs())
+    return inputs if use is None or use.takes_codes else inputs._replace(weight=None)
 
 
 class GatheredRows(NamedTuple):
@@ -457,8 +457,8 @@ class RaggedOperation:
             lhs_ragged_dimensions=(0,),
             rhs_group_dimensions=(0,),
         )
-        use_inputs = UseInputs() if self.use is None else interpreter.use_inputs.get(self.use.key, UseInputs())
-        quantized = None if is_concatenated(self.weight) else use_inputs.weight
+        use_inputs = _get_use_inputs(interpreter, self.use)
+        quantized = use_inputs.weight
         if has_outputs_first and quantized is not None:
             # They are codes of the stored matrices, which are (outputs, inputs).
             is_symmetric = quantized.forward.spec == quantized.dgrad.spec and one_pass_spec(self.linear) is not None

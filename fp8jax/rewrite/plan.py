@@ -22,6 +22,7 @@ from fp8jax.rewrite.graph import (
     count_readers,
     is_order_preserving,
     saves_output,
+    stored_weight_axes,
     strip_layout,
 )
 from fp8jax.rewrite.heads import (
@@ -265,6 +266,8 @@ def _skip_unsupported_products(
             and call_info.state_axes.get(p.weight.path) != layer_axis_sizes(levels[p.node])
         ):
             reason = f"has batch axes or groups, for each of which {names} scaling would need a state"
+        elif linear.needs_weight_bounds and not _has_bounds_of_parameter(p):
+            reason = "computes its matrix from the parameter, and automatic scaling follows the parameter alone"
         if reason:
             p.is_unsupported, p.choice = True, LayerChoice(None, reason)
 
@@ -327,6 +330,37 @@ def _is_outer_shape(p: WeightMatmul, axes: tuple[int, ...]) -> bool:
     return value.shape[: len(axes)] == axes
 
 
+def _has_bounds_of_parameter(p: WeightMatmul) -> bool:
+    """Whether bounds on the elements of a parameter, or of each of its stacked matrices, hold for the product's."""
+    return _reads_parameter(p, (*LAYOUTS, *SLICING_PRIMITIVES, "stop_gradient"))
+
+
+def _reads_parameter(p: WeightMatmul, kinds: Collection[str]) -> bool:
+    """Whether only equations of these kinds, which keep axes of layers and experts, are before a product's matrix."""
+    is_grouped = p.node.kind != "dot_general" and stored_weight_axes(p.node, p.weight.stored) is not None
+    value = p.weight.stored if is_grouped else p.matrix
+    axes = int(_has_batch_axes(p) or p.is_stacked)  # the first ones, which are kept
+    while (outer := value.enclosing_value) is not None or value.node is not None:
+        if outer is not None:
+            axes += outer.aval.ndim - value.aval.ndim
+            value = outer
+            continue
+        node = value.node
+        assert node is not None
+        source, params = node.operands[0], node.eqn.params
+        if node.kind == "optimization_barrier":
+            source = node.operands[node.results.index(value)]
+        is_kept = source.shape[:axes] == value.shape[:axes] and not (
+            (node.kind == "transpose" and tuple(params["permutation"][:axes]) != tuple(range(axes)))
+            or (node.kind == "rev" and min(params["dimensions"], default=axes) < axes)
+            or (node.kind in ("broadcast_in_dim", "unstack") and axes > 0)
+        )
+        if node.kind not in kinds or not is_kept:
+            return False
+        value = source
+    return True
+
+
 def _find_stacked_experts(matmuls: list[WeightMatmul]) -> None:
     """Mark the products of all tokens with all experts, which a product with a batch axis of experts reads.
 
@@ -369,9 +403,11 @@ def _number_uses(products: list[WeightMatmul], levels: Mapping[Node, tuple[LoopL
         if p.node not in levels:
             continue
         has_experts = _has_batch_axes(p) or p.is_stacked
-        if has_experts and not observed_operands(linear) and not _is_outer_shape(p, layer_axis_sizes(levels[p.node])):
-            continue  # bounds and codes are of the parameter's own axes
-        operation.use = WeightUse(path, counts[path], levels[p.node])
+        has_outer_shape = not has_experts or _is_outer_shape(p, layer_axis_sizes(levels[p.node]))
+        if not observed_operands(linear) and not (has_outer_shape and _has_bounds_of_parameter(p)):
+            continue  # bounds and codes are of the parameter's own axes and elements
+        takes_codes = _reads_parameter(p, (*CASTS, *IDENTITY_PRIMITIVES))
+        operation.use = WeightUse(path, counts[path], levels[p.node], takes_codes)
         counts[path] += 1
         uses[operation.use] = linear
     return uses

@@ -47,10 +47,10 @@ def find(
             sides = [i for i in sides if not node.operands[i].is_data] or sides
         reason = _skip_reason(node, sides, graph.outer_scope)
         if reason is None:
-            weight = node.operands[sides[0]].weight
-            assert weight is not None
-            path, *aliases = call_info.layer_paths(weight.path)
-            yield WeightMatmul(graph, node, sides[0], weight, path, tuple(aliases), enclosing)
+            matrix = node.operands[sides[0]]
+            assert matrix.weight is not None
+            path, *aliases = call_info.layer_paths(matrix.weight.path)
+            yield WeightMatmul(graph, node, sides[0], matrix, matrix.weight, path, tuple(aliases), enclosing)
         elif reason:
             entries[node] = _skipped_entry(node, sides, reason, rules, call_info, enclosing)
 

@@ -53,11 +53,13 @@ class WeightUse(NamedTuple):
         path: of the parameter.
         number: of the use, among those of this parameter.
         levels: the loops and meshes around it, outermost first, then its axis of experts.
+        takes_codes: whether its matrix is the parameter, so that codes of the parameter are those of the matrix.
     """
 
     path: str
     number: int
     levels: tuple[LoopLevel, ...]
+    takes_codes: bool = True
 
     @property
     def key(self) -> tuple[str, int]:

@@ -139,6 +139,27 @@ def test_codes_of_experts_of_a_step_are_those_of_the_states(recipe, model):
     assert abs(float(step(model, 2.0)[0][0]) - float(want)) > 0.1 * float(want)
 
 
+@pytest.mark.parametrize("recipe", few(["coat", "te_delayed"], "te_delayed"))
+@pytest.mark.parametrize(
+    "compute",
+    [lambda w: w[::-1], lambda w: w[:, ::-1], lambda w: 10 * w, lambda w: jnp.concatenate([w, w], -1)],
+    ids=["reversed", "reversed inputs", "scaled", "twice"],
+)
+def test_codes_of_experts_are_none_of_matrices_computed_from_them(recipe, compute):
+    """The product quantizes these matrices itself."""
+
+    class Computed(nnx.Module):
+        def __init__(self):
+            self.up = nnx.Param(P["up"])
+
+        def __call__(self, x):
+            return lax.ragged_dot(x, compute(self.up[...]), jnp.array([8, 0, 16, 8]))
+
+    model = fp8jax.nnx.quantize(Computed(), recipe)
+    y = nnx.jit(lambda model, x: fp8jax.nnx.quantize_weights(model)(x))(model, X)
+    np.testing.assert_array_equal(y, nnx.jit(lambda model, x: model(x))(model, X))
+
+
 def test_a_product_of_all_matrices_has_the_first_state():
     """The parameter might have been one of experts: it is of heads."""
 

@@ -13,6 +13,7 @@ from jax import lax
 import fp8jax
 from fp8jax.ops.products.linear import ScalingStats
 from fp8jax.rewrite import states
+from tests.distance import relative
 from tests.programs import dots
 
 WIDTH, INNER = 16, 32
@@ -202,6 +203,33 @@ def test_bounds_of_weights_come_from_the_optimizer():
     np.testing.assert_array_equal(fast(STACKED, X, states={**states, "up": new["up"]}), fast(STACKED, X, states=new))
     with pytest.raises(ValueError, match="the optimizer follows no parameter down"):
         fast.update_weight_amax_bounds(states, {("up",): bounds["up",]})
+
+
+SIZES = jnp.array([8, 6, 10])
+STACK = jax.random.normal(jax.random.key(2), (3, WIDTH, INNER)) * jnp.array([100.0, 1.0, 0.01])[:, None, None]
+
+
+@pytest.mark.parametrize(
+    ("fn", "w"),
+    [
+        (lambda w, x: x @ (w * 10), P["up"]),
+        (lambda w, x: lax.scan(lambda _, w: (None, x @ w), None, w[::-1])[1], STACK),
+        (lambda w, x: lax.ragged_dot(x, jnp.roll(w, 1, 0), SIZES), STACK),
+        (lambda w, x: lax.ragged_dot(x, w / 0.1, SIZES), STACK),
+    ],
+    ids=["scaled", "reversed layers", "rolled experts", "scaled experts"],
+)
+def test_bounds_of_a_parameter_are_none_of_a_matrix_computed_from_it(fn, w):
+    """They would clip it. With a recipe whose other operands have states it stays in 16 bits."""
+    x, computed = X.reshape(-1, WIDTH), lambda p, x: fn(p["w"], x)
+    fast = fp8jax.transform(computed, "moss")
+    states = fast.update_weight_amax_bounds(fast.init({"w": w}, x), {("w",): jnp.asarray(largest(w, (-2, -1)))})
+    assert 0 < relative(jax.jit(fast)({"w": w}, x, states=states), fn(w, x)) < 0.1
+    linear = dataclasses.replace(DELAYED.linear, w_scaling="automatic")
+    explanation = fp8jax.transform(computed, dataclasses.replace(DELAYED, linear=linear)).explain({"w": w}, x)
+    assert [entry.reason for entry in explanation.skipped] == [
+        "computes its matrix from the parameter, and automatic scaling follows the parameter alone"
+    ]
 
 
 def test_recipes_without_a_state():
