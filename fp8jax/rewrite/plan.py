@@ -453,7 +453,9 @@ def _replace_product(p: WeightMatmul, sole_readers: Mapping[Value, Node]) -> boo
         NON_DOT_OPERATIONS[p.node.kind].replace_product(p)
         return False
     # Statistics of the input are those of its codes, which are saved then.
-    saved_data = _saved_input(p) if p.choice.context.residual is not None and "x" not in linear.states else None
+    saved_data = (
+        _saved_input(p) if p.choice.context.residual is not None and "x" not in linear.stateful_strategies else None
+    )
     w, layout = _stored_weight_of(p)
     contract, batch = p.node.eqn.params["dimension_numbers"]
     num_outputs, node = p.node.operands[p.side].aval.ndim - len(contract[p.side]), p.node

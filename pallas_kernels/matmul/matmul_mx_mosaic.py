@@ -69,17 +69,17 @@ def _exponent_words(exponent: jax.Array, k: int) -> jax.Array:
 
 
 def _make_compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> Any:
-    def start(pipeline: hopper.WarpgroupPipeline, slot: Any, group: Any) -> jax.Array:
+    def start_group_product(pipeline: hopper.WarpgroupPipeline, slot: Any, group: Any) -> jax.Array:
         if interpret is None:
             return start_product(pipeline.a(slot), pipeline.b(slot, transposed=False), [group])
         return _reference_product(pipeline.a(slot), pipeline.b(slot, transposed=False), group)
 
-    def finish_one(sums: jax.Array, in_flight: int) -> jax.Array:
+    def finish_group_product(sums: jax.Array, in_flight: int) -> jax.Array:
         return sums if interpret is not None else finish_product(sums, in_flight)
 
     def compute(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
         def promote(acc: jax.Array, in_flight: int, sums: jax.Array, word: jax.Array, group: int, *slice_: Any) -> Any:
-            finished = finish_one(sums, in_flight)
+            finished = finish_group_product(sums, in_flight)
             if group == GROUPS_PER_STEP - 1:
                 pipeline.release(*slice_)
             byte = lax.shift_right_logical(word, jnp.int32(8 * group)) & jnp.int32(255)
@@ -92,7 +92,7 @@ def _make_compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -
                 pipeline.wait(slot)
                 word = pipeline.load_scales(0, slot, pipeline.stage_row, tile.rows, hopper.ROW_LAYOUT)
                 for group in range(GROUPS_PER_STEP):
-                    sums = start(pipeline, slot, group)
+                    sums = start_group_product(pipeline, slot, group)
                     if group == 0:
                         pipeline.fence_scale_reads()
                     # Promote each partial product while the next one is in flight.

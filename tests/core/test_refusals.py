@@ -18,7 +18,7 @@ DELAYED = Linear("e4m3", "e4m3", "e5m2", scaling="delayed")
     ("make", "message"),
     [
         (lambda: Comm("e4m3", "three_phase"), "unknown comm.form 'three_phase'; it is one of"),
-        (lambda: Comm(None, auto_scale=True), "auto_scale=True are of 8-bit gradients, but comm.gradients is None"),
+        (lambda: Comm(None, auto_scale=True), "auto_scale=True are for 8-bit gradients, but comm.gradients is None"),
         (lambda: Comm("bf16", "one_phase"), "comm.form 'one_phase' and .* comm.gradients is 'bf16'; give 'e4m3'"),
         (lambda: Comm("e4m3:token"), "'e4m3:token': scales are shared by a tensor or by groups"),
         (lambda: Comm("e4m3:group16+expand"), "without expansion, as 'e4m3'"),
