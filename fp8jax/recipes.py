@@ -16,6 +16,7 @@ from fp8jax.core.recipe import Weights as Weights
 _FP32_MOMENTS = Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
 _COAT_LINEAR = Linear("e4m3", "e4m3", "e5m2", scaling="two_stage")
 _COAT_CONTEXT = Context("e4m3:group16", recompute_activations=True)
+_HEAD_16 = Linear()
 _MOSS_LINEAR = Linear(
     "e4m3:mx32+token", "e4m3", "e4m3:mx32+token", fast_accumulation=("forward", "dgrad")
 )  # fmt: skip
@@ -37,23 +38,30 @@ def coat_optimizer() -> Recipe:
     return Recipe("coat_optimizer", optimizer=Optimizer())
 
 
-def coat() -> Recipe:
+def coat(head: Linear = _HEAD_16) -> Recipe:
     """COAT: 8-bit optimizer states and activations. Only activations that are expensive to recompute are saved.
 
     `Context("e4m3:group16")` saves what the paper saves. Gradients in products are e5m2, as in COAT's code.
     `Linear(dy=None, w_dgrad=None, x_wgrad=None, dy_wgrad=None, ...)` leaves them in bf16, as in its section G.5.
+
+    Args:
+        head: as in `coat_fast`.
     """
-    return Recipe("coat", optimizer=Optimizer(), linear=_COAT_LINEAR, context=_COAT_CONTEXT)
+    return Recipe("coat", optimizer=Optimizer(), linear=_COAT_LINEAR, context=_COAT_CONTEXT, head=head)
 
 
-def coat_fast() -> Recipe:
+def coat_fast(head: Linear = _HEAD_16) -> Recipe:
     """COAT with fewer passes over memory: scales of norms' and activations' results come from bounds.
 
     Nothing finite exceeds a bound (`Context.amax`). Gradients accumulate with all bits, as in `coat`, because fast
     accumulation of wgrad over all tokens costs accuracy (docs/recipes/coat_fast.md).
+
+    Args:
+        head: operands of the products of output heads, which stay in 16 bits by default. `HEAD` is faster and less
+            exact.
     """
     context = dataclasses.replace(_COAT_CONTEXT, amax="bound")
-    return Recipe("coat_fast", optimizer=Optimizer(), linear=_COAT_LINEAR, context=context)
+    return Recipe("coat_fast", optimizer=Optimizer(), linear=_COAT_LINEAR, context=context, head=head)
 
 
 def moss() -> Recipe:
@@ -216,7 +224,7 @@ def fp8_lm_two_phase() -> Recipe:
     return dataclasses.replace(fp8_lm(), name="fp8_lm_two_phase", comm=Comm("e4m3"))
 
 
-_PRESETS: dict[str, Callable[[], Recipe]] = {
+_PRESETS: dict[str, Callable[..., Recipe]] = {
     f.__name__: f
     for f in (
         *(bf16, fast, moss, moss_mx, coat, coat_fast, coat_optimizer, coat_activations),

@@ -30,8 +30,9 @@ from experiments import startup
 from experiments.errors import UserError
 from experiments.papers import common, parity_runs
 from experiments.papers.common import Row
-from experiments.papers.parity_runs import FixedBatch, ParityArm, PlainSetting, Rounding, Setting
+from experiments.papers.parity_runs import BytePairSetting, FixedBatch, ParityArm, PlainSetting, Rounding, Setting
 from experiments.results import record
+from experiments.text.tokenizer import Bytes
 from experiments.train import lock
 
 BASE, CONTROL = "bf16", "control_one_bit"
@@ -48,6 +49,10 @@ MIXTURE = dataclasses.replace(
     NAMED, dim=768, layers=6, heads=12, mlp_dim=768, length=1024, batch=16, steps=300, warmup=30, valid=256,
     experts=16, experts_per_token=4,
 )  # fmt: skip
+# A head of bytes has 256 outputs. One of tokens is a fifth of this model's products.
+TOKENS = BytePairSetting(
+    dim=1024, layers=4, heads=8, mlp_dim=2816, length=1024, batch=16, steps=250, warmup=25, valid=160
+)
 PRESETS = ("coat", "coat_fast", "moss", "fast", "te_current", "deepseek", "int8_fallback", "int8_block", "fp8_lm",
            "fp8_lm_two_phase", "coat_optimizer", "coat_activations", "mxfp8", "nvfp4")  # fmt: skip
 NVFP4_PARTS: dict[str, dict[str, Any]] = {
@@ -65,6 +70,11 @@ def linear(name: str, **settings: Any) -> ParityArm:
     return ParityArm(dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, **settings)))
 
 
+def with_head(name: str, head: fp8jax.recipes.Linear) -> ParityArm:
+    """A preset with other products of its output head."""
+    return ParityArm(dataclasses.replace(fp8jax.recipes.get(name), head=head))
+
+
 BF16, COAT = fp8jax.recipes.bf16(), fp8jax.recipes.coat()
 ARMS: dict[str, ParityArm] = {
     BASE: ParityArm(BF16),
@@ -77,6 +87,10 @@ ARMS: dict[str, ParityArm] = {
     "master_bf16_stochastic": ParityArm(BF16, master="bf16+stochastic"),
     "released_by_shares": ParityArm(BF16, release="previous"),
     "coat_fp8_head": ParityArm(dataclasses.replace(COAT, head=fp8jax.recipes.HEAD)),
+    "coat_fast, 8-bit head": with_head("coat_fast", fp8jax.recipes.HEAD),
+    "coat_fast, head of two bits": with_head(
+        "coat_fast", dataclasses.replace(fp8jax.recipes.HEAD, x="e5m2", dy_wgrad="e4m3")
+    ),
     "coat, fast accumulation": linear("coat", fast_accumulation=("forward", "dgrad", "wgrad")),
     "coat_fast, fast dgrad": linear("coat_fast", fast_accumulation=("forward", "dgrad")),
     "coat_fast, all bits in all sums": linear("coat_fast", fast_accumulation=()),
@@ -190,6 +204,14 @@ STUDIES = {
         ("coat", "coat_fast", "deepseek", "int8_fallback"),
         about="Sixteen experts in each layer, four for a token. The model is a user's: its experts are two calls of "
         "`jax.lax.ragged_dot`. Routers stay in 16 bits.", seeds=3,
+    ),
+    "head": Study(
+        "An output head in 8 bits beside one in 16 bits", "recipe_parity_head", "parity_head", TOKENS,
+        ("coat_fast", "coat_fast, 8-bit head"), ("coat_fast, head of two bits",),
+        tuple((f"{arm} beside coat_fast", arm, "coat_fast")
+              for arm in ("coat_fast, 8-bit head", "coat_fast, head of two bits")),
+        "Tokens are of byte-pair encoding, trained on the training text. The head of two bits has inputs in e5m2.",
+        seeds=10,
     ),
     "long": Study(
         "Seeds of a larger model, ten times as long, beside bf16's", "recipe_parity_long", "parity_65m",
@@ -314,7 +336,7 @@ def rows(study: Study, runs: Runs, gaps: Mapping[tuple[str, str], Gap]) -> list[
         for loss in study.losses:
             if arm in runs:
                 put(arm, loss, float(np.mean([run[loss] for run in runs[arm].values()])),
-                    "nats/token" if isinstance(study.setting, FixedBatch) else "nats/byte")  # fmt: skip
+                    "nats/byte" if study.setting.vocab == Bytes.vocab else "nats/token")  # fmt: skip
             if (of := gaps.get((arm, loss))) is not None:
                 put(arm, f"{loss}: % above", 100 * of.value, "%")
                 if of.half is not None:
@@ -347,9 +369,10 @@ def notes(study: Study, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if isinstance(setting, FixedBatch):
         what = f"{setting.steps} steps on one batch of {setting.batch} x {setting.length} tokens, no warm-up."
     else:
+        unit = "bytes" if setting.vocab == Bytes.vocab else f"tokens of {setting.vocab:,}"
         what = (
             f"A Llama of {one['parameters']:,} parameters, {setting.steps:,} steps of {setting.batch} x "
-            f"{setting.length} bytes, text {one['text']} in every arm. Training loss is the mean of the last "
+            f"{setting.length} {unit}, text {one['text']} in every arm. Training loss is the mean of the last "
             f"{TAIL:.0%} of the steps."
         )
     doubled = f" ({2 * study.seeds} of {' and '.join(study.doubled)})" if study.doubled else ""

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 from unittest import mock
 
 import jax
@@ -33,7 +33,7 @@ from experiments.models.moe import MoE, router_losses
 from experiments.papers import common
 from experiments.results import record
 from experiments.text import data
-from experiments.text.tokenizer import Bytes
+from experiments.text.tokenizer import BytePair, Bytes
 from experiments.train import config
 from experiments.train.form import changes_layers
 from experiments.train.introduction import count
@@ -47,8 +47,13 @@ STRIDE = 10
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The model and schedule of all arms. Other optimizer settings are the defaults of `experiments.train`."""
+    """The model and schedule of all arms. Other optimizer settings are the defaults of `experiments.train`.
 
+    Attributes:
+        vocab: 256 if tokens are bytes.
+    """
+
+    vocab: ClassVar[int] = Bytes.vocab
     dim: int = 512
     layers: int = 4
     heads: int = 4
@@ -63,8 +68,8 @@ class Setting:
 
     @property
     def llama(self) -> LlamaConfig:
-        """The model, of bytes."""
-        return LlamaConfig(256, self.dim, self.layers, self.heads, self.heads, self.mlp_dim)
+        """The model."""
+        return LlamaConfig(self.vocab, self.dim, self.layers, self.heads, self.heads, self.mlp_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +105,13 @@ class PlainSetting(Setting):
             experts=experts if self.experts else None,
         )  # fmt: skip
         return fp8jax.nnx.quantize(network, recipe) if changes_layers(recipe) else network
+
+
+@dataclasses.dataclass(frozen=True)
+class BytePairSetting(Setting):
+    """A model of byte-pair encoding, which each process trains on the training text."""
+
+    vocab: int = 8192  # type: ignore[misc]
 
 
 # Formats of the operands of each product of `coat`, by which they are told apart.
@@ -244,7 +256,7 @@ def programs(arm: ParityArm, setting: Setting) -> tuple[Any, Any, int]:
     """A training run and its validation, and the number of parameters.
 
     Returns:
-        `train(seed, text, starts)`: uint8 text (N,) and int32 starts (steps, batch) of sequences in it, to a state and
+        `train(seed, text, starts)`: tokens (N,) and int32 starts (steps, batch) of sequences in it, to a state and
             fp32 losses (steps,); NaN from the first step on whose loss or gradient is not finite.
         `validate(state, sequences)`: int32 (count, batch, length + 1) to fp32 losses (count,).
         Number of parameters.
@@ -293,15 +305,16 @@ class Text:
 
 
 def read_text(patterns: Sequence[str], setting: Setting) -> Text:
-    """Files as bytes, split as `experiments.train` splits them; none means the standard library.
+    """Files as tokens, split as `experiments.train` splits them; none means the standard library.
 
     Raises:
         UserError: a file is missing or there is too little text.
     """
     corpus = data.read_corpus(patterns, setting.valid_fraction)
-    tokens = data.encode(corpus, Bytes(), setting.length)
+    tokenizer = Bytes() if setting.vocab == Bytes.vocab else BytePair.train(corpus.train, setting.vocab)
+    tokens = data.encode(corpus, tokenizer, setting.length)
     valid = data.valid_batches(tokens.valid, setting.length, setting.batch, setting.valid // setting.batch)
-    return Text(tokens.train.astype(np.uint8), valid, tokens.fingerprint)
+    return Text(tokens.train, valid, tokens.fingerprint)
 
 
 def settings(recipe: fp8jax.Recipe) -> dict[str, str]:

@@ -296,6 +296,8 @@ def _train_recipe(session: Session, name: str, recipe: fp8jax.Recipe) -> Result:
             also=also,
             label=label,
         )
+        if config.run.telemetry and hosts.first():
+            stack.callback(_plot_telemetry, folder, details)  # of a run that stops, too
         with log, Trace(folder / "profile", config.run.profile) as trace:
             valid = data.valid_batches(session.tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
             calls = with_base(programs.step, jax.jit(task.loss, out_shardings=programs.everywhere), base)
@@ -305,9 +307,6 @@ def _train_recipe(session: Session, name: str, recipe: fp8jax.Recipe) -> Result:
             if programs.observed_step is not None:
                 loop.observed_step, _ = with_base(programs.observed_step, task.loss, base)
             state = loop.run(state)
-    if config.run.telemetry and hosts.first():
-        heat_maps = observed.plot(folder, report.read_metrics(folder / "metrics.jsonl"))
-        details.show(f"telemetry: {', '.join(path.name for path in heat_maps)} in {folder}")
     if task.lora is not None and hosts.first():
         _write_adapter(folder / "adapter", task, state, console)
     text = _write_text(session, task, state, base)
@@ -317,6 +316,11 @@ def _train_recipe(session: Session, name: str, recipe: fp8jax.Recipe) -> Result:
     if text:
         report.print_text(console, f"{recipe.name} writes: {' '.join(text.split())}", 4, "dim")
     return result
+
+
+def _plot_telemetry(folder: Path, details: report.Details) -> None:
+    heat_maps = observed.plot(folder, report.read_metrics(folder / "metrics.jsonl"))
+    details.show(f"telemetry: {', '.join(path.name for path in heat_maps)} in {folder}")
 
 
 def _read_finished(folder: Path, identity: Mapping[str, Any], console: Console) -> Result | None:

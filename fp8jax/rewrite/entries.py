@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from fp8jax.core.recipe import Context, Linear
 from fp8jax.rewrite.frozen_params import FrozenInfo
 from fp8jax.rewrite.graph import Graph, Node, Value, Weight
+from fp8jax.rewrite.losses import LossForm
 from fp8jax.rewrite.rules import LayerChoice
 
 _UNKNOWN = LayerChoice(None, "")
+LOSS_KIND = "softmax cross-entropy"
 
 
 class PlanEntry(NamedTuple):
@@ -18,7 +20,8 @@ class PlanEntry(NamedTuple):
 
     Attributes:
         path: of the parameter; or, for an activation, of the product that reads it.
-        kind: the primitive, "RMSNorm", "LayerNorm", an activation such as "silu(gate) * up", or a layer's class.
+        kind: the primitive, "RMSNorm", "LayerNorm", an activation such as "silu(gate) * up", `LOSS_KIND` for a product
+            that runs with its loss, or a layer's class.
         shape: of the parameter, or of the result; () if there is neither.
         choice: of the rules; None if it is left as written for another reason.
         reason: the rule, or why it is left as written.
@@ -117,6 +120,8 @@ class PlanEntry(NamedTuple):
             return f"{context.spec}, {context.spec.bytes_per_element:.4g} B/element{bound}{readers}"
         if linear is None:
             return "as written"
+        if self.kind == LOSS_KIND:
+            return "its gradient, which the loss computes in the forward pass"
         if self.frozen is not None and not self.frozen.rank:
             return "nothing"
         if self.frozen is None and self.has_saved_input:
@@ -152,6 +157,7 @@ class WeightMatmul:
     is_unsupported: bool = False  # the rules ask for a recipe that this product cannot have
     is_stacked: bool = False  # the matrices of experts are side by side, along the first axis of the operand
     concatenated: tuple[str, ...] = ()  # the layers of further parameters in the matrix
+    loss: LossForm | None = None  # the softmax cross-entropy of its result
 
     @property
     def data(self) -> Value:

@@ -18,7 +18,7 @@ from fp8jax.rewrite import primitives, unplanned
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.graph import Graph, Node, Value, walk_calls
-from fp8jax.rewrite.operations import ActivationOperation, NormOperation, RaggedOperation
+from fp8jax.rewrite.operations import ActivationOperation, LossOperation, NormOperation, RaggedOperation
 from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.run import Schedule
 
@@ -152,6 +152,7 @@ class Explanation:
     def _sentences(self) -> Iterator[str]:
         yield residual_bytes_note(self.entries)
         yield gains_note(self.entries)
+        yield _head_note(self.entries)
         yield self.exchange_note
         yield self.unquantized_note
         yield _rematerialization_note(self.entries)
@@ -249,6 +250,17 @@ def _format_bytes(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} GiB"
+
+
+def _head_note(entries: Sequence[PlanEntry]) -> str:
+    """Which output heads stay in 16 bits by default, and how to choose 8 bits; "" if there are none."""
+    heads = [entry.path for entry in entries if entry.choice is not None and entry.choice.is_unquantized_head]
+    if not heads or not any(entry.linear for entry in entries):
+        return ""
+    return (
+        f"output head: {', '.join(fold_paths(heads)[:_MAX_LISTED])} stays in 16 bits; a recipe with "
+        "head=fp8jax.recipes.HEAD runs it in 8 bits (docs/howto/functions.md: speed and loss)"
+    )
 
 
 def _rematerialization_note(entries: Sequence[PlanEntry]) -> str:
@@ -362,6 +374,8 @@ def _residual_bytes(
 
 def _operation_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> float | None:
     """The bytes that one run of an operation saves with its recipe."""
+    if isinstance(operation, LossOperation):
+        return _value_bytes(operation.data, None)  # the gradient of the input
     if entry.is_product and entry.frozen is None:
         spec = operation.linear.residual_spec()
         if entry.has_saved_input or entry.recomputes_input or (operation.canonical_data, spec) in counted:

@@ -51,6 +51,7 @@ _VALUE_OPERANDS = {"select_n": slice(1, None), "gather": slice(0, 1), "dynamic_s
 MIN_OUTPUTS = 16
 NARROW_REASON = f"fewer than {MIN_OUTPUTS} outputs"
 OUTPUT_HEAD_REASON = "an output head: the function returns its result"
+LOSS_HEAD_REASON = "an output head: softmax cross-entropy reads its result"
 _SELECTION_REASON = "a router, gate or head: {} reads its result"
 
 

@@ -14,6 +14,7 @@ from fp8jax.core.groups import Groups
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, NO_FACTS, ArrayFacts, InputFacts
 from fp8jax.ops.dispatch.sharding import explicit_mesh, merge, merge_spec, named_sharding, product_sharding, reshape
+from fp8jax.ops.losses.cross_entropy import weighted_cross_entropy
 from fp8jax.ops.nonlinear.activation import activate
 from fp8jax.ops.nonlinear.grouped_glu import grouped_glu
 from fp8jax.ops.nonlinear.norm import normalize
@@ -34,6 +35,7 @@ from fp8jax.ops.quantization import fused_outputs
 from fp8jax.ops.quantization.quantize import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
 from fp8jax.rewrite.graph import Node, Value, canonical_value, stored_weight_axes, strip_layout
+from fp8jax.rewrite.losses import LossForm
 from fp8jax.rewrite.primitives import CASTS, GROUPED_CALL, IDENTITY_PRIMITIVES, Equation
 from fp8jax.rewrite.states import UseInputs, WeightUse, stats_as_cotangents
 
@@ -508,6 +510,60 @@ NON_DOT_OPERATIONS: Mapping[str, type[RaggedOperation]] = {
     "ragged_dot_general": RaggedOperation,
     GROUPED_CALL: RaggedOperation,
 }
+
+
+@dataclasses.dataclass(eq=False)
+class LossOperation:
+    """An output head and the sum of its softmax cross-entropy over all tokens. No array has all logits.
+
+    Attributes:
+        linear: the recipe.
+        data: the input, whose last axis has the channels.
+        weight: the parameter, a matrix.
+        vocabulary_axis: of the parameter.
+        loss: with `total`.
+        canonical_data: as of `ProductOperation`.
+    """
+
+    linear: Linear
+    data: Value
+    weight: Value
+    vocabulary_axis: int
+    loss: LossForm
+    canonical_data: Value
+
+    @property
+    def num_inputs(self) -> int:
+        return self.data.shape[-1]
+
+    def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
+        x, w, loss = interpreter.array(self.data), interpreter.array(self.weight), self.loss
+        if loss.span is not None:
+            (start, end), channels = loss.span, x.shape[-1]
+            x = lax.slice(x, (*start, 0), (*end, channels))
+        shape, vocabulary = x.shape[:-1], w.shape[self.vocabulary_axis]
+        labels = interpreter.array(loss.labels).reshape(shape)
+        weights = jnp.full(shape, loss.scale, jnp.float32)
+        for value in loss.weights:
+            weights *= interpreter.array(value).reshape(shape).astype(jnp.float32)
+        for value, case in loss.masks:
+            weights = jnp.where(interpreter.array(value).reshape(shape) == case, weights, 0)
+        if loss.out_of_range == "zero":
+            weights = jnp.where((labels >= 0) & (labels < vocabulary), weights, 0)
+        if loss.out_of_range == "clip":
+            labels = jnp.clip(labels, 0, vocabulary - 1)
+        total = weighted_cross_entropy(
+            x,
+            w,
+            labels,
+            weights,
+            bias=None if loss.bias is None else interpreter.array(loss.bias).reshape(-1),
+            label_smoothing=loss.label_smoothing,
+            z_loss=loss.z_loss,
+            vocabulary_axis=self.vocabulary_axis,
+            recipe=self.linear,
+        )
+        return [total.astype(node.results[0].dtype)]
 
 
 @dataclasses.dataclass(eq=False)

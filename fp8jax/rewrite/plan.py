@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from fp8jax.core.recipe import Linear
+from fp8jax.ops.losses.head import has_codes
 from fp8jax.ops.products.ragged import unsupported_ragged_reason
-from fp8jax.rewrite import activations, biases, cost_model, frozen_params, grouped, norms, primitives
+from fp8jax.rewrite import activations, biases, cost_model, frozen_params, grouped, losses, norms, primitives
 from fp8jax.rewrite.call_info import CallInfo
-from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
+from fp8jax.rewrite.entries import LOSS_KIND, PlanEntry, WeightMatmul
 from fp8jax.rewrite.graph import (
     Graph,
     LoopPart,
@@ -24,6 +25,7 @@ from fp8jax.rewrite.graph import (
     strip_layout,
 )
 from fp8jax.rewrite.heads import (
+    LOSS_HEAD_REASON,
     MIN_OUTPUTS,
     NARROW_REASON,
     OUTPUT_HEAD_REASON,
@@ -40,6 +42,7 @@ from fp8jax.rewrite.operations import (
     ActivationOperation,
     GroupedGluOperation,
     LayoutStep,
+    LossOperation,
     NormOperation,
     ProductOperation,
     RaggedOperation,
@@ -98,7 +101,12 @@ def plan(
     entries: dict[Node, PlanEntry] = {}
     matmuls = list(find(graph, entries, rules, call_info))
     flow = Flow(graph, {p.node for p in matmuls}, call_info.num_results, call_info.argument_indices)
-    reasons = flow.find_heads() if rules.has_default else {}
+    reasons, counts = flow.find_heads(), count_readers(graph)
+    for p in matmuls:
+        if p.node in reasons and _is_matrix_product(p):
+            p.loss = losses.find(p.graph, p.node, p.side, counts)
+    reasons |= {p.node: LOSS_HEAD_REASON for p in matmuls if p.loss is not None}
+    reasons = reasons if rules.has_default else {}
     # A layer whose result is also used elsewhere is no output head.
     other_paths = {p.path for p in matmuls if p.node not in reasons}
     heads = {p.path: reasons[p.node] for p in matmuls if p.node in reasons}
@@ -261,6 +269,14 @@ def _skip_unsupported_products(
             p.is_unsupported, p.choice = True, LayerChoice(None, reason)
 
 
+def _is_matrix_product(p: WeightMatmul) -> bool:
+    """Whether it contracts the last axis of its data with one axis of a matrix."""
+    if p.node.kind != "dot_general" or p.node.operands[p.side].aval.ndim != 2:
+        return False
+    contract, batch = p.node.eqn.params["dimension_numbers"]
+    return not batch[0] and tuple(contract[1 - p.side]) == (p.data.aval.ndim - 1,) and p.data.aval.ndim > 1
+
+
 def _is_gathered(p: WeightMatmul) -> bool:
     """Whether the parameter is gathered from devices, inside of `jax.shard_map`."""
     return p.weight.stored.kind in GATHER_PRIMITIVES
@@ -401,7 +417,8 @@ def _replace_all(
                 entries[p.node] = _replace_frozen(p, entries[p.node])
             elif p.is_quantized:
                 entry = entries.pop(p.node)._replace(has_saved_input=_replace_product(p, sole_readers[p.graph]))
-                entries[p.operation_node or p.node] = entry
+                node = p.operation_node or p.node
+                entries[node] = entry._replace(kind=LOSS_KIND) if isinstance(node.operation, LossOperation) else entry
     if not products and call_info.resolve_paths is not None and rules.rewrites_nonlinear:
         # A norm that is called by itself, without the matmuls that read it.
         for value in graph.outputs[: call_info.num_results]:
@@ -452,6 +469,10 @@ def _replace_product(p: WeightMatmul, sole_readers: Mapping[Value, Node]) -> boo
     if p.node.kind in NON_DOT_OPERATIONS:
         NON_DOT_OPERATIONS[p.node.kind].replace_product(p)
         return False
+    if (with_loss := _loss_operation(p)) is not None and (total := with_loss.loss.total) is not None:
+        total.operation, p.operation_node = with_loss, total
+        total.operands = [p.data, with_loss.weight, *with_loss.loss.operands]
+        return False
     # Statistics of the input are those of its codes, which are saved then.
     saved_data = (
         _saved_input(p) if p.choice.context.residual is not None and "x" not in linear.stateful_strategies else None
@@ -487,6 +508,18 @@ def _replace_product(p: WeightMatmul, sole_readers: Mapping[Value, Node]) -> boo
     node.operation, p.operation_node = operation, node
     node.operands = [saved_data or p.data, w, *layout_operands, *([] if bias is None else [bias])]
     return saved_data is not None
+
+
+def _loss_operation(p: WeightMatmul) -> LossOperation | None:
+    """The operation of an output head and its loss; None if the program has no such loss, or the recipe none for it."""
+    linear = p.choice.linear
+    if p.loss is None or p.loss.total is None or linear is None or linear.states or not has_codes(linear):
+        return None
+    w, axis = p.node.operands[p.side], 1 - p.node.eqn.params["dimension_numbers"][0][p.side][0]
+    while w.kind in ("transpose", *CASTS, *IDENTITY_PRIMITIVES) and w is not p.weight.stored and w.node is not None:
+        axis = w.node.eqn.params["permutation"][axis] if w.kind == "transpose" else axis
+        w = w.node.operands[w.node.results.index(w)] if w.kind == "optimization_barrier" else w.node.operands[0]
+    return LossOperation(linear, p.data, w, int(axis), p.loss, canonical_value(p.data))
 
 
 def _following_transpose(node: Node, num_outputs: int, sole_readers: Mapping[Value, Node]) -> Node | None:

@@ -10,7 +10,7 @@ from fp8jax.core.recipe import Context, Linear, Recipe
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.quantization.fused_outputs import emits_codes
 from fp8jax.recipes import resolve
-from fp8jax.rewrite.heads import NARROW_REASON, OUTPUT_HEAD_REASON
+from fp8jax.rewrite.heads import LOSS_HEAD_REASON, NARROW_REASON, OUTPUT_HEAD_REASON
 
 # By default, embeddings and output heads are not quantized: their errors change the loss directly. Nor are routers,
 # which send whole tokens to other experts if they err.
@@ -92,11 +92,15 @@ class GroupedProduct:
 
 @dataclasses.dataclass(frozen=True)
 class LayerChoice:
-    """The parts of a recipe that the rules chose for a layer, and the reason; `linear` is None for no quantization."""
+    """The parts of a recipe that the rules chose for a layer, and the reason; `linear` is None for no quantization.
+
+    `is_unquantized_head` is whether it is an output head and the recipe has no part `head`.
+    """
 
     linear: Linear | None
     reason: str
     context: Context = _NO_CONTEXT
+    is_unquantized_head: bool = False
 
     @property
     def recipe(self) -> Recipe:
@@ -182,17 +186,18 @@ class RuleSet:
             default_reasons[i - self._num_user_rules] if i >= self._num_user_rules else f"rule {self.rules[i].path!r}"
         )
         head_reason = heads.get(path)
-        is_head = head_reason == OUTPUT_HEAD_REASON or (
-            i == self._num_user_rules and head_reason not in (None, NARROW_REASON)
+        is_head = i >= self._num_user_rules and (
+            head_reason in (OUTPUT_HEAD_REASON, LOSS_HEAD_REASON)
+            or (i == self._num_user_rules and head_reason not in (None, NARROW_REASON))
         )
-        if i >= self._num_user_rules and self.head is not None and is_head:
+        if is_head and self.head is not None:
             return LayerChoice(self.head, "the recipe's head")
-        if i >= self._num_user_rules and path in heads and self.rules[i].linear is not None:
-            return LayerChoice(None, heads[path])
         linear = self.rules[i].linear
+        if i >= self._num_user_rules and path in heads and linear is not None:
+            return LayerChoice(None, heads[path], is_unquantized_head=is_head)
         if linear is not None and not linear.is_quantized and not linear.skip_unprofitable:
             reason += ", which quantizes no product"
-        return LayerChoice(linear, reason, self.rules[i].context)
+        return LayerChoice(linear, reason, self.rules[i].context, is_head)
 
     def takes_by_default(self, *paths: str) -> bool:
         """Whether the recipe for all other layers quantizes a layer with these paths, or would if it is no head."""

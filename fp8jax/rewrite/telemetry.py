@@ -283,7 +283,8 @@ def find_faults(found: Telemetry) -> list[Fault]:
         found: statistics from `fp8jax.telemetry`, concrete.
 
     Returns:
-        A `Fault` for each such tensor, the most serious first. Lost values of "dy" and "m" do not count.
+        A `Fault` for each such tensor, the most serious first. NaN and Inf spread: those of operands are before those
+        of gradients, and the fewest first. Lost values of "dy" and "m" do not count.
 
     Raises:
         TypeError: `found` is not a dict, or is traced.
@@ -306,7 +307,14 @@ def find_faults(found: Telemetry) -> list[Fault]:
                 values = [(name, float(columns[name][index])) for name in names]
                 first = next((each for each in values if _is_out_of_bounds(*each, float(bits[index]))), None)
                 faults += [] if first is None else [Fault(layer, role, index, *first)]
-    return sorted(faults, key=lambda fault: (list(_BOUNDS).index(fault.statistic), -abs(fault.value)))
+    return sorted(faults, key=_severity)
+
+
+def _severity(fault: Fault) -> tuple[int, bool, float]:
+    """A key that sorts faults, the most serious first."""
+    if fault.statistic == "nonfinite":
+        return 0, fault.role not in ("x", "w"), fault.value
+    return list(_BOUNDS).index(fault.statistic), False, -abs(fault.value)
 
 
 def _is_out_of_bounds(name: str, value: float, bits: float) -> bool:

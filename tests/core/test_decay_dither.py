@@ -1,5 +1,7 @@
 """Rounding of averages that decay, of expanded groups, and of short groups, against float64."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -68,6 +70,23 @@ def test_an_infinite_member_takes_no_range_from_its_group(bad):
     x = np.asarray([[2, 1, -1e-3, 1e-4, -1e-6, 0, bad, 1e-7]], np.float32)
     found = np.asarray(encoding.limit_group_range(jnp.asarray(x), QuantSpec.parse("e4m3:group8+expand"), 1.0))
     np.testing.assert_array_equal(found, np.where(np.abs(x) < 2 / RANGE, 0, x))
+
+
+def test_small_members_are_raised_where_none_may_become_zero_and_zeros_stay():
+    x = np.asarray([[2, -1e-3, 0, 1e-6, -1e-7, 0, 0.5, 0]], np.float32)
+    spec = dataclasses.replace(QuantSpec.parse("e4m3:group8+expand"), flush_to_zero=False)
+    found = np.asarray(encoding.limit_group_range(jnp.asarray(x), spec, 1.0))
+    is_small = (x != 0) & (np.abs(x) < 2 / RANGE)
+    np.testing.assert_allclose(found, np.where(is_small, np.copysign(2 / RANGE, x), x), rtol=1e-6)
+
+
+def test_zeros_inf_and_nan_are_rounded_as_they_are():
+    y = np.asarray([0, np.inf, np.nan, 3.3], np.float32)
+    found = np.asarray(expansion.debias_for_rounding(jnp.asarray(y), jnp.float32(2), formats.E5M2))
+    np.testing.assert_array_equal(found[:3], y[:3])
+    # Codes around 3.3 are 3 and 3.5. They decode in proportion to their square roots.
+    place = (3.3**0.5 - 3**0.5) / (3.5**0.5 - 3**0.5)
+    np.testing.assert_allclose(found[3], 3 + 0.5 * place, rtol=1e-6)
 
 
 def test_exponents_of_decaying_averages_stay_within_their_fill():

@@ -162,6 +162,14 @@ def test_powers_that_are_rounded_up_are_the_smallest_without_saturation(name):
     np.testing.assert_array_equal(fp8jax.quantize(jnp.zeros((2, 64)), q.spec).microscale, 1)
 
 
+def test_a_group_far_below_its_tensor_has_scale_and_codes_of_zero():
+    x = np.zeros((2, 32), np.float32)
+    x[0, :16], x[:, 16:] = 1, 1e-7 * np.arange(-8, 8)
+    q = fp8jax.quantize(jnp.asarray(x), "e2m1:nv16")
+    assert (np.asarray(q.codes)[:, 8:] & 0x77 == 0).all()  # but for signs, two codes a byte
+    np.testing.assert_array_equal(q.dequantize(), np.where(x == 1, x, 0))
+
+
 @pytest.mark.parametrize("spec", ["e2m1:nv16", "e2m1:nvblock16"])
 def test_nvfp4_is_appendix_b_of_its_paper(spec):
     x = (normal(40, 72) * 10.0 ** np.random.default_rng(1).integers(-2, 2, (40, 1))).astype(np.float32)

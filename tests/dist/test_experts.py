@@ -104,6 +104,19 @@ def test_products_over_devices_are_those_of_rounded_rows(wire, case):
         np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-4)
 
 
+def test_gradients_of_results_travel_in_the_format_of_gradients():
+    """Those of "te_current" are e5m2, under one scale an expert, and its tokens are e4m3."""
+    combine = lambda y, sizes: TokenExchange.from_sizes(sizes[0], "expert", ROWS).combine(y[0], "te_current")[None]  # noqa: E731
+    y = jnp.zeros((4, 4 * ROWS, OUTPUTS))
+    _, back = jax.vjp(lambda y: mapped(combine)(y, UNEVEN), y)
+    (found,) = jax.jit(back)(DY)
+    sent = rounded(np.where(experts_of(UNEVEN)[..., None] < EXPERTS, DY, 0), "e4m3", UNEVEN, ml_dtypes.float8_e5m2)
+    for device in range(4):  # has the rows of two experts, those of the first device first
+        experts = experts_of(UNEVEN)
+        want = np.concatenate([sent[experts == expert] for expert in (2 * device, 2 * device + 1)])
+        np.testing.assert_allclose(found[device, : len(want)], want, rtol=1e-6)
+
+
 def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
     """`jax.lax.ragged_all_to_all` as its documentation defines it, of 2-D arrays; zeros if sizes disagree."""
     tables = operand, input_offsets, send_sizes, output_offsets

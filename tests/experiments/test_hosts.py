@@ -61,7 +61,11 @@ def start(count, argv, devices=1, stop=(0, 0, 0), cluster=False, bad="", **diffe
 
 def end(processes):
     """Exit codes, what was printed, and what was complained about."""
-    found = [process.communicate(timeout=600) for process in processes]
+    try:
+        found = [process.communicate(timeout=600) for process in processes]
+    finally:
+        for process in processes:  # which wait for each other if their programs differ
+            process.kill()
     return [process.returncode for process in processes], [x[0] for x in found], [x[1] for x in found]
 
 

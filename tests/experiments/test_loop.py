@@ -322,7 +322,7 @@ def test_a_skipped_step_leaves_the_state_and_the_next_one_is_taken(monkeypatch, 
     task = Task(None, sgd, fp8jax.recipes.bf16(), remat=False, seed=0, on_bad_step="skip", max_loss_jump=6.0)
     params, model_state, healthy = {"a": jnp.zeros(2)}, {"seen": jnp.float32(0)}, jnp.array(True)
     # One loss is missing to a limit: the loss of this step is not compared with itself.
-    monitor = init_monitor()._replace(loss_count=jnp.int32(LOSS_WINDOW // 2 - 1))
+    monitor = init_monitor()._replace(losses=jnp.full(LOSS_WINDOW, 2.0), loss_count=jnp.int32(LOSS_WINDOW // 2 - 1))
     state = TrainState(jnp.int32(4), params, model_state, sgd.init(params), jnp.zeros(2), healthy, monitor=monitor)
     after, metrics = task.step(state, None)
     is_good = np.isfinite(seen)
@@ -331,7 +331,7 @@ def test_a_skipped_step_leaves_the_state_and_the_next_one_is_taken(monkeypatch, 
     assert (int(metrics["bad_steps"]), int(metrics["consecutive_bad_steps"])) == (not is_good, not is_good)
     assert (int(after.step), float(after.params["a"][0])) == ((5, -3) if is_good else (4, 0))
     assert float(after.model_state["seen"]) == (0.5 if is_good else 0)
-    assert float(after.monitor.losses[LOSS_WINDOW // 2 - 1]) == is_good
+    assert float(after.monitor.losses[LOSS_WINDOW // 2 - 1]) == (1 if is_good else 2)
     assert np.isinf(metrics["loss_limit"])
 
 

@@ -63,6 +63,28 @@ def test_a_process_that_ends_is_not_waited_for(small):
     (process,) = small.start("done", program=["-c", "print('done')"])
     assert not soak.wait_for(lambda: False, [process])
     assert small.end(process) == (0, "done\n")
+    assert not small.is_compiling([process])
+    (process,) = small.start("compiles", program=["-c", "print('Compiling jit(step) with')"])
+    small.end(process)
+    assert small.is_compiling([process])
+
+
+def test_kills_come_at_each_moment_in_turn_also_over_runs(small, monkeypatch):
+    moments = []
+
+    def interrupt(_, run, moment, processes, stops):
+        moments.append((run[-1], moment, stops))
+        return True
+
+    monkeypatch.setattr(soak, "interrupt", interrupt)
+    monkeypatch.setattr(small, "start", lambda *_, **__: [len(moments)])
+    monkeypatch.setattr(small, "end", lambda before: (-9 if len(moments) > before else 0, ""))
+    monkeypatch.setattr(small, "check", lambda *_: "")
+    case = soak.kill_often(small, 6, soak.ONE)
+    assert (case.times, case.failure) == (6, "")
+    in_turn = ["start", "compilation", "steps", "checkpoint", "start", "compilation"]
+    assert [moment for _, moment, _ in moments] == in_turn
+    assert [(run, stops) for run, _, stops in moments] == [*[("0", False)] * 3, ("1", False), ("1", True), ("1", False)]
 
 
 @pytest.mark.slow

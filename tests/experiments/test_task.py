@@ -67,7 +67,7 @@ def test_masters_in_parts_begin_as_the_seeds_parameters():
 def test_scaled_masters_begin_as_the_seeds_parameters():
     """In fp16 with a scale, which has eleven bits. Parameters in bf16 have eight."""
     recipe = fp8jax.recipes.fp8_lm()
-    scaled = Task.build(TINY, fp8jax.optimizer(recipe, 1e-3), recipe, remat=False, seed=3).init()
+    scaled = Task(TINY, fp8jax.optimizer(recipe, 1e-3), recipe, remat=False, seed=3).init()
     whole = exact_task(TINY, seed=3).init()
     found = fp8jax.master_weights(scaled.opt_state, scaled.params)
     for x, y in zip(*map(jax.tree.leaves, (found, whole.params)), strict=True):
@@ -77,8 +77,8 @@ def test_scaled_masters_begin_as_the_seeds_parameters():
 def test_merged_adapters_keep_the_biases_of_the_base():
     lora = dataclasses.replace(Lora(), lora_rank=4, lora_targets=".*/(q|v)", base="bf16")
     llama, tx = dataclasses.replace(TINY, layers=1, bias="qkv"), optax.with_extra_args_support(optax.identity())
-    task = Task.build(llama, tx, fp8jax.recipes.bf16(), remat=False, seed=3, lora=lora)
-    params = Task.build(llama, tx, fp8jax.recipes.bf16(), remat=False, seed=3).init().params
+    task = Task(llama, tx, fp8jax.recipes.bf16(), remat=False, seed=3, lora=lora)
+    params = Task(llama, tx, fp8jax.recipes.bf16(), remat=False, seed=3).init().params
     for i, name in enumerate("qkv"):
         params["layers"]["attention"][name]["bias"] += i + 1
     merged = task.merged(task.init().params, task.base(params))["layers"]["attention"]
@@ -122,7 +122,8 @@ def test_a_sample_is_no_longer_than_a_sequence():
     config = Config(data=dataclasses.replace(Data(), seq_len=8), run=dataclasses.replace(Run(), sample_tokens=24))
     task = build(fp8jax.recipes.bf16())
     tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
-    text = cli._write_text(config, task, task.init(), {}, data.Tokens(TOKENS[0], TOKENS[0]), tokenizer)
+    session = SimpleNamespace(config=config, tokens=data.Tokens(TOKENS[0], TOKENS[0]), tokenizer=tokenizer)
+    text = cli._write_text(session, task, task.init(), {})
     ids = list(map(int, text.split()))
     assert len(ids) == 8
     assert ids[:4] == TOKENS[0, :4].tolist()

@@ -78,16 +78,19 @@ def test_nothing_is_applied_from_the_first_bad_step_on(task, step, bad):
 
 
 def test_divergence_ends_the_program_before_the_update(argv, out, capsys):
-    flags = ["--run", "diverged", "--lr", "1e30", "--recipe", "bf16", "--checkpoint-every", "1", "--clip", "1e30"]
-    assert cli.main([*argv, *flags]) == 1
+    """And leaves heat maps, which say where."""
+    flags = ["--run", "diverged", "--lr", "1e30", "--recipe", "coat_optimizer", "--checkpoint-every", "1"]
+    assert cli.main([*argv, *flags, "--clip", "1e30", "--telemetry", "1"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "not finite, so nothing of it was applied (newest checkpoint: step" in error
     assert "Try a lower --lr" in error
     failed = int(error.split("step ")[1].split(":")[0])
-    rows = report.read_metrics(out / "diverged" / "bf16" / "metrics.jsonl")
-    assert max(row["step"] for row in rows) == failed - 1
-    assert all(np.isfinite(row["loss"]) for row in rows if "loss" in row)
+    folder = out / "diverged" / "coat_optimizer"
+    losses = {row["step"]: row["loss"] for row in report.read_metrics(folder / "metrics.jsonl") if "loss" in row}
+    assert max(losses) == failed - 1
+    assert np.isfinite(list(losses.values())).all()
+    assert (folder / "telemetry_update.png").exists()
 
 
 def test_weight_decay_spares_norms_and_nothing_else(task):

@@ -7,12 +7,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import fp8jax
 from tests.modules.architectures import LENGTH, VOCAB, WIDTH, Experts, Lm1b, MiniGPT, NnxCnn, NnxExperts, ResNet
-from tests.programs import dots
+from tests.programs import dots, residuals
 from tests.rows import few
 
 TE = fp8jax.recipes.te_current()
@@ -310,6 +311,69 @@ def test_16_outputs_are_enough_and_a_model_of_narrow_products_alone_is_quantized
     assert {e.path for e in plan.quantized} == {"trunk", "value"}
     plan = fp8jax.transform(lambda p, x: jnp.sum((x @ p["value"]) ** 2), TE).explain(PAIR, x)
     assert {e.path for e in plan.quantized} == {"value"}
+
+
+class NnxLoss(nnx.Module):
+    """A head, tied or not, and a method that returns its loss."""
+
+    def __init__(self, tied: bool) -> None:
+        self.embed, self.up, self.tied = nnx.Embed(VOCAB, WIDTH, rngs=nnx.Rngs(0)), line(WIDTH, WIDTH), tied
+        self.out = None if tied else nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=nnx.Rngs(1))
+
+    def __call__(self, tokens):
+        x = nnx.silu(self.up(self.embed(tokens)))
+        return self.embed.attend(x) if self.tied else self.out(x)
+
+    def loss(self, tokens):
+        return optax.softmax_cross_entropy_with_integer_labels(self(tokens)[:, :-1], tokens[:, 1:]).mean()
+
+
+class LinenLoss(nn.Module):
+    """The same in Linen."""
+
+    tied: bool
+
+    def setup(self) -> None:
+        self.embed, self.up = nn.Embed(VOCAB, WIDTH), nn.Dense(WIDTH)
+        self.out = nn.Dense(VOCAB, use_bias=False)
+
+    __call__, loss = NnxLoss.__call__, NnxLoss.loss
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_loss_in_a_method_runs_with_the_head(kind, tied):
+    """No array of logits is saved."""
+    recipe = fp8jax.recipes.coat_fast(head=fp8jax.recipes.HEAD)
+    if kind == "nnx":
+        model = NnxLoss(tied)
+        quantized = fp8jax.nnx.quantize(model, recipe, methods=("__call__", "loss"))
+        graph, state = nnx.split(quantized)
+        run = lambda state: nnx.merge(graph, state).loss(TOKENS)  # noqa: E731
+        logits, want = model(TOKENS), model.loss(TOKENS)
+    else:
+        model = LinenLoss(tied)
+        state = model.init(KEY, TOKENS)
+        run = lambda state: fp8jax.linen.quantize(model, recipe).apply(state, TOKENS, method="loss")  # noqa: E731
+        logits, want = model.apply(state, TOKENS), model.apply(state, TOKENS, method="loss")
+    log_probs = jax.nn.log_softmax(np.asarray(logits, np.float64)[:, :-1])
+    np.testing.assert_allclose(want, -np.mean(np.take_along_axis(log_probs, TOKENS[:, 1:, None], -1)), rtol=1e-4)
+    np.testing.assert_allclose(run(state), want, rtol=3e-2)
+    assert eight(jax.grad(run), state) == len(dots(jax.grad(run), state)) == 6
+    assert not any(shape[:1] + shape[-1:] == (len(TOKENS), VOCAB) for _, shape in residuals(run, state))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_explain_says_that_a_head_stays_in_16_bits_and_how_to_choose_8(tied):
+    note = f"output head: {'embed' if tied else 'out'} stays in 16 bits; a recipe with head=fp8jax.recipes.HEAD"
+    found = {recipe: str(fp8jax.explain(NnxLoss(tied), recipe, TOKENS)) for recipe in ("coat_fast", "coat_optimizer")}
+    assert {recipe: note in " ".join(text.split()) for recipe, text in found.items()} == {
+        "coat_fast": True,
+        "coat_optimizer": False,
+    }
+    chosen = fp8jax.explain(NnxLoss(tied), fp8jax.recipes.coat_fast(head=fp8jax.recipes.HEAD), TOKENS)
+    assert "output head" not in str(chosen)
+    assert [e.choice.reason for e in chosen.quantized if e.path in ("embed", "out")] == ["the recipe's head"]
 
 
 def test_narrow_products_do_not_follow_the_recipes_head():

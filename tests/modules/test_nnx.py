@@ -53,7 +53,7 @@ def wide(found) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    few(QUANTIZED, "moss", "coat", "te_delayed", "deepseek", "int8_fallback"),
+    few(QUANTIZED, "moss", "coat", "te_delayed", "int8_fallback"),
 )
 @pytest.mark.usefixtures("inspected")
 def test_every_linear_of_a_training_step_takes_the_operands_of_the_recipe(name):

@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 import fp8jax
 from tests.distance import relative
 from tests.modules.architectures import Einsum as LinenEinsum
-from tests.rows import slow
+from tests.rows import covering, slow
 
 DELAYED = dataclasses.replace(fp8jax.recipes.te_delayed().linear, amax_history_length=3)
 BLOCKS = {
@@ -36,6 +36,7 @@ CASES = {
     "output": ("btnh,nhd->btd", Y, (0, 1, 2), 2),
     "any tokens": ("...nh,nhd->...d", Y, (0, 1, 2), 2),
 }
+CASES_AND_RECIPES = pytest.mark.parametrize(("case", "recipe"), covering(CASES, [DELAYED, FALLBACK]), indirect=["case"])
 ANY = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
 
 
@@ -60,7 +61,7 @@ def one_step(layer, x):
     return y, grads["kernel"][...], dx, states
 
 
-@RECIPES
+@CASES_AND_RECIPES
 def test_an_einsum_of_nnx_is_the_linear_layer_of_the_same_contraction(case, recipe):
     subscripts, x, axes, shape, inputs, outputs = case
     einsum = nnx.Einsum(subscripts, shape, rngs=nnx.Rngs(0))
@@ -76,7 +77,7 @@ def test_an_einsum_of_nnx_is_the_linear_layer_of_the_same_contraction(case, reci
     assert 0 < relative(got[0], jnp.einsum(subscripts, x, einsum.kernel[...])) < 0.1
 
 
-@RECIPES
+@CASES_AND_RECIPES
 def test_an_einsum_of_linen_is_the_dense_layer_of_the_same_contraction(case, recipe):
     subscripts, x, axes, shape, inputs, outputs = case
     plain = nn.DenseGeneral(outputs, axis=tuple(range(-len(inputs), 0)), use_bias=False)

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 import fp8jax
 from fp8jax.ops.autodiff.residuals import _gradient_facts
 from tests.programs import dots, residuals
+from tests.rows import few
 
 COAT, TE = fp8jax.recipes.coat(), fp8jax.recipes.te_current()
 BATCH, LENGTH, WIDTH, INNER = 2, 8, 32, 48
@@ -176,7 +177,7 @@ class ParallelLinen(linen.Module):
         return x + attended + linen.Dense(WIDTH, use_bias=False)(linen.silu(gate) * up)
 
 
-@pytest.mark.parametrize("recipe", ["coat", "te_current", "te_delayed", "moss", "deepseek"])
+@pytest.mark.parametrize("recipe", few(["coat", "te_current", "te_delayed", "moss", "deepseek"], "coat", "te_delayed"))
 @pytest.mark.usefixtures("inspected")
 def test_attention_and_mlp_side_by_side_share_their_input(recipe):
     graph, state = nnx.split(fp8jax.nnx.quantize(Parallel(nnx.Rngs(0)), recipe))

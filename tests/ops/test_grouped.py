@@ -100,6 +100,15 @@ def of_tokens(name):
     return run
 
 
+def test_places_of_rows_are_those_of_their_group_and_others_have_none():
+    """Groups 1 and 2 of sizes 1, 5 and 3 in 11 rows: row 0 is before them, and rows 9 and 10 are after them."""
+    groups = Groups.from_sizes(jnp.array([1, 5, 3]), 11, jnp.int32(1), 2)
+    places = PaddedTokens.from_groups(groups, 11, alignment=4)
+    assert places.places[1:9].tolist() == [0, 1, 2, 3, 4, 8, 9, 10]
+    assert places.is_in_group.tolist() == [False, *[True] * 8, False, False]
+    assert places.rows[:12].tolist() == [1, 2, 3, 4, 5, 11, 11, 11, 6, 7, 8, 11]
+
+
 @pytest.mark.parametrize("spec", ["e4m3:group128", "int8:block32", None])
 def test_tiles_of_several_blocks_end_with_their_group(spec):
     """Groups end inside of a tile of 256 places; the next group's scales are NaN."""

@@ -70,6 +70,16 @@ def test_weights_of_both_layouts(recipe, x_transposed):
         assert relative(got, want) < limit(recipe)
 
 
+def test_the_outputs_of_a_transposed_weight_are_placed_on_an_explicit_mesh_as_its_second_axis():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    run = dot("coat", dimension_numbers=Numbers((((1,), (2,)), ((), ())), [0], [0]))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W.swapaxes(1, 2), NamedSharding(mesh, P(None, "d")))
+        x = jax.device_put(X, NamedSharding(mesh, P()))
+        y = jax.eval_shape(lambda x, w: run(x, w, jnp.asarray(SIZES)), x, w)
+    assert y.sharding.spec == P(None, "d")
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_along_tokens(recipe):
     """That of a weight's gradient, as a user's own backward pass has it; and its gradients."""

@@ -12,23 +12,22 @@ import pytest
 
 import fp8jax
 from fp8jax.optim.compress_state import CountedState
-from tests.rows import few
+from tests.rows import covering, few
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 20)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"b1": 0.8, "b2": 0.95, "eps": 1e-6, "eps_root": 1e-9, "weight_decay": 0.1},
-        {"weight_decay": 0.1, "mask": {"w": True, "b": False, "s": True}},
-        {"weight_decay": 0.1, "mask": lambda p: jax.tree.map(lambda x: x.ndim > 1, p)},
-    ],
-    ids=["defaults", "all numbers", "mask", "mask function"],
-)
+SETTINGS = {
+    "defaults": {},
+    "all numbers": {"b1": 0.8, "b2": 0.95, "eps": 1e-6, "eps_root": 1e-9, "weight_decay": 0.1},
+    "mask": {"weight_decay": 0.1, "mask": {"w": True, "b": False, "s": True}},
+    "mask function": {"weight_decay": 0.1, "mask": lambda p: jax.tree.map(lambda x: x.ndim > 1, p)},
+}
+
+
+@pytest.mark.parametrize(("jit", "settings"), covering([False, True], SETTINGS))
 def test_fp32_moments_give_the_bits_of_optax_adamw(jit, settings):
+    settings = SETTINGS[settings]
     p = {"w": jax.random.normal(jax.random.key(0), (40, 300)), "b": jnp.ones(7), "s": jnp.float32(2)}
     compile = jax.jit if jit else lambda f: f
     ours, theirs = (

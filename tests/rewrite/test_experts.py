@@ -15,7 +15,7 @@ from tests.distance import relative
 from tests.programs import residuals
 from tests.rewrite import experts
 from tests.rewrite.experts import CHOSEN, EXPERTS, JOINED, TOKENS, TRANSPOSED, WIDTH, P, X, normal
-from tests.rows import few
+from tests.rows import covering, few
 
 WRITINGS = {
     "ragged_dot": (experts.sorted_tokens(lax.ragged_dot), P),
@@ -63,8 +63,7 @@ def assert_near(fn, written, params):
         assert relative(grads[name], wanted[name]) < 0.25, name
 
 
-@pytest.mark.parametrize("recipe", ["coat", "deepseek"])
-@pytest.mark.parametrize("name", WRITINGS)
+@pytest.mark.parametrize(("name", "recipe"), covering(WRITINGS, ["coat", "deepseek"]))
 def test_a_writing_is_in_8_bits(name, recipe):
     experts_of_block, params = WRITINGS[name]
     explained = fp8jax.transform(experts.block(experts_of_block), recipe).explain(params, X)
@@ -98,6 +97,22 @@ def test_an_expert_of_small_weights_has_scales_of_its_own(name):
         errors = [relative(a, b) for a, b in zip(grads[weight], want[weight], strict=True)]
         assert 0 < errors[1] < 2 * np.mean([errors[0], *errors[2:]]), weight
     assert relative(dx, wanted_dx) < 0.2
+
+
+@pytest.mark.usefixtures("inspected")
+@pytest.mark.parametrize(("recipe", "form"), [("jetfire", "td,edf->etf"), ("int8_fallback", "etd,edf->etf")])
+def test_gradients_of_equal_experts_are_rounded_by_noise_of_their_own(recipe, form):
+    """Shared tokens and tokens of each, without and with states. The second product is in 16 bits: it adds no noise."""
+    up, x = jnp.stack([normal(1, 64, 32)] * 2), normal(2, 64, 64)
+    down, x = jnp.ones((2, 32, 4)), jnp.stack([x, x]) if form.startswith("e") else x
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(jnp.einsum("etf,efd->etd", jnp.tanh(jnp.einsum(form, x, p["up"])), p["down"])))
+
+    fast = fp8jax.transform(loss, [fp8jax.Rule("down", None), recipe])
+    states = fast.init({"up": up, "down": down}, x)
+    dw = jax.jit(jax.grad(lambda up: fast({"up": up, "down": down}, x, states=states)))(up)
+    assert 0 < relative(dw[0], dw[1]) < 0.1
 
 
 def test_tokens_are_quantized_before_they_are_gathered_and_the_glu_between_products_in_one_pass():
@@ -208,8 +223,7 @@ def test_a_name_that_no_grouped_product_has_is_refused():
 STATEFUL = ["te_delayed", "int8_fallback", "moss"]
 
 
-@pytest.mark.parametrize("recipe", STATEFUL)
-@pytest.mark.parametrize("name", WRITINGS)
+@pytest.mark.parametrize(("name", "recipe"), covering(WRITINGS, STATEFUL))
 def test_a_writing_has_a_state_for_each_expert(name, recipe):
     """Slices of a parameter, in a loop or a switch, share one state."""
     experts_of_block, params = WRITINGS[name]

@@ -158,6 +158,15 @@ def test_nan_is_reported_and_not_mended():
     assert "# no rule mends block0/up x" in str(suggestion)
 
 
+def test_nan_next_to_its_cause_is_first():
+    found = {
+        "a": {"dy": {"nonfinite": np.float32(0.01)}, "x": {"nonfinite": np.float32(1)}},
+        "b": {"x": {"nonfinite": np.float32(0.02)}, "w": {"saturated": np.float32(1)}},
+    }
+    faults = [(fault.layer, fault.role) for fault in fp8jax.find_faults(found)]
+    assert faults == [("b", "x"), ("a", "x"), ("a", "dy"), ("b", "w")]
+
+
 def test_products_that_gain_nothing():
     # Such small products are slower in 8 bits on each GPU.
     with choice.target(capability=90):

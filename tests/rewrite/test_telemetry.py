@@ -13,6 +13,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
+from fp8jax.ops.autodiff import observations
 
 LAYERS, WIDTH, INNER, TOKENS = 3, 32, 64, 16
 
@@ -322,6 +323,13 @@ def test_a_while_loop_of_a_batch_is_observed_until_the_first_member_ends():
     expected = run(x, jnp.array([2, 2]))[1]
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert (found["layers/up"]["x"]["amax"] < run(x, jnp.array([3, 3]))[1]["layers/up"]["x"]["amax"]).all()
+
+
+def test_an_error_in_a_layer_leaves_its_name_to_nothing_else():
+    with pytest.raises(RuntimeError), observations.at_layer("a", ()):
+        raise RuntimeError
+    with observations.is_observing(True):
+        assert observations.current_place("b").layer == "b"
 
 
 def test_a_differentiated_call_is_refused():

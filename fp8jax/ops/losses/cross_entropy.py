@@ -244,22 +244,64 @@ def linear_cross_entropy(
         x = jnp.where(is_counted[..., None], x, 0)  # NaN times weight 0 would be NaN in dw
     if not labels.size:
         return jnp.zeros(labels.shape if reduction == "none" else (), jnp.float32)
-    vocabulary = w.shape[config.vocabulary_axis]
-    check_labels(labels, is_counted, vocabulary)
-    labels = to_int32_labels(labels, vocabulary)
-    x, w, bias = cast_varying_like((x, w, bias), x, w, bias, labels, is_counted)
-    # An empty operand: a second derivative through it fails.
-    guard = derivatives.second_order_guard(
-        derivatives.qualified_op_name(f"linear_cross_entropy of {x.shape} and {w.shape}"), x, w, bias
-    )
     if reduction == "none":
+        x, w, bias, labels, guard = _check_and_guard(config, x, w, bias, labels, is_counted)
         return _per_token(config, x, w, bias, key, labels, is_counted, guard)
     weights = is_counted.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(weights), 1.0) if reduction == "mean" else jnp.float32(1)
     if x.dtype == jnp.float16:
         # Gradients of a mean would underflow in fp16. Divide the sum, whose gradients are scaled in fp32.
-        return _sum(config, x, w, bias, key, labels, weights, guard) / total
-    return _sum(config, x, w, bias, key, labels, weights / total, guard)
+        return _weighted_sum_of_losses(config, x, w, bias, key, labels, weights) / total
+    return _weighted_sum_of_losses(config, x, w, bias, key, labels, weights / total)
+
+
+def weighted_cross_entropy(
+    x: Array,
+    w: Array,
+    labels: Array,
+    weights: Array,
+    *,
+    bias: Array | None,
+    label_smoothing: float,
+    z_loss: float,
+    vocabulary_axis: int,
+    recipe: Linear,
+) -> Array:
+    """Return the sum of weights, fp32 (...), times the losses of `linear_cross_entropy`, fp32 ().
+
+    `recipe` is a `Linear` for which `has_codes` is True. The other arguments are those of `linear_cross_entropy`.
+
+    Raises:
+        ValueError: the weights are differentiated.
+    """
+    config = _LossConfig(None, label_smoothing, z_loss, vocabulary_axis, None, recipe)
+    weights = derivatives.error_if_differentiated(
+        "the weights of tokens have no gradient where an 8-bit head runs with its softmax cross-entropy: put "
+        "jax.lax.stop_gradient around them, or leave the head in 16 bits",
+        weights,
+    )
+    return _weighted_sum_of_losses(config, x, w, bias, None, labels, weights)
+
+
+def _weighted_sum_of_losses(
+    config: _LossConfig, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array, weights: Array
+) -> Array:
+    x, w, bias, labels, guard = _check_and_guard(config, x, w, bias, labels, weights != 0)
+    return _sum(config, x, w, bias, key, labels, weights, guard)
+
+
+def _check_and_guard(
+    config: _LossConfig, x: Array, w: Array, bias: Array | None, labels: Array, is_counted: Array
+) -> tuple[Array, Array, Array | None, Array, Array]:
+    """Return the operands, labels as int32, and an empty operand through which a second derivative fails."""
+    vocabulary = w.shape[config.vocabulary_axis]
+    check_labels(labels, is_counted, vocabulary)
+    labels = to_int32_labels(labels, vocabulary)
+    x, w, bias = cast_varying_like((x, w, bias), x, w, bias, labels, is_counted)
+    guard = derivatives.second_order_guard(
+        derivatives.qualified_op_name(f"linear_cross_entropy of {x.shape} and {w.shape}"), x, w, bias
+    )
+    return x, w, bias, labels, guard
 
 
 class _Softmax(NamedTuple):
