@@ -35,7 +35,7 @@ def matmul_mx(
 ) -> jax.Array:
     """Return `(a * 2^(a_exponent - 127)) @ b.T`, with scales, bias and residual as in `matmul_mosaic.matmul`.
 
-    The left operand is microscaled: an fp32 level-1 scale per tensor (`scale`) or per row (`row_scale`), and a power of
+    The left operand is microscaled: an fp32 outer scale per tensor (`scale`) or per row (`row_scale`), and a power of
     two per 32 of K (MOSS, section 3.1). Partial sums over 32, times their power of two, are added to an fp32
     accumulator. Byte 0 stands for 0, because XLA flushes subnormals. Byte 255 (NaN) results in infinity or NaN.
 

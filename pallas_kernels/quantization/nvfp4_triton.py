@@ -102,6 +102,7 @@ def _transform(x: tl.tuple, is_full: tl.tensor, SIGNS: tl.constexpr) -> tuple[tl
 
 @triton.jit
 def _select(is_full: tl.tensor, transform: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """Return the normalized transform of groups of 16 rows, and the values of a shorter group."""
     return tl.where(is_full, transform * 0.25, x.to(tl.float32))
 
 

@@ -222,7 +222,7 @@ def reciprocal(scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def e8m0_exponent(key: tl.tensor, inverse: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
-    """Return E8M0 bytes, as int32, of groups of values times the inverse of their level-1 scale."""
+    """Return E8M0 bytes, as int32, of groups of values times the inverse of their outer scale."""
     amax = magnitude_from_key(key, CODING) * inverse
     amax = tl.where(amax < TINY, 0.0, amax)
     if CODING.uses_ocp_rule:
@@ -256,7 +256,7 @@ def apply_inverse_scale(
 def apply_inverse_power(x: tl.tensor, power: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
     """Return x times the inverse of its group's power of two, with subnormals flushed to zero; Inf stays.
 
-    It precedes the division by the level-1 scale: that quotient alone may be subnormal, and would be flushed.
+    It precedes the division by the outer scale: that quotient alone may be subnormal, and would be flushed.
     """
     return apply_inverse_scale(x, power, CODING, True)
 
