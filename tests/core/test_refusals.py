@@ -24,7 +24,7 @@ DELAYED = Linear("e4m3", "e4m3", "e5m2", scaling="delayed")
         (lambda: Comm("e4m3:group16+expand"), "without expansion, as 'e4m3'"),
         (lambda: Comm("e4m3+stochastic"), "'e4m3.stochastic' must round to nearest and have fp32 scales"),
         (lambda: dataclasses.replace(DELAYED, weight_amax_interval=0), "weight_amax_interval must be positive, not 0"),
-        (lambda: Linear(*["e4m3:block32"] * 3, scaling="threshold"), "is of int8 blocks, not of"),
+        (lambda: Linear(*["e4m3:block32"] * 3, scaling="threshold"), "is for int8 blocks, not for"),
         (lambda: dataclasses.replace(THRESHOLD, w="int8:block16"), "x and w in the same blocks .* w='int8:block16'"),
         (lambda: dataclasses.replace(THRESHOLD, x_residual=None, x_wgrad=None, dy_wgrad=None), "codes to save"),
         (lambda: dataclasses.replace(DELAYED, scaling="threshold"), "give x specs of granularity 'block'"),
