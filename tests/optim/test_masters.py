@@ -231,7 +231,7 @@ def test_what_is_refused():
             make(master="bf16")
         with pytest.raises(ValueError, match="all are in float32: give those of"):
             make(master="bf16+int8").init(params)
-        with pytest.raises(TypeError, match="dtype bfloat16, but master 'fp16\\+int8' has float16"):
+        with pytest.raises(TypeError, match="dtype bfloat16, but master 'fp16\\+int8' takes float16"):
             make(master="fp16+int8").init(half)
         state = jax.jit(make(master="bf16+int8").init)(half)
         with pytest.raises(ValueError, match="remainders in int8"):
