@@ -217,15 +217,22 @@ def without_out(arguments: Sequence[str]) -> list[str]:
 
 
 def parser(
-    name: str, doc: str | None, rounds: int, *, steps: int | None = None, burst: float | None = None
+    name: str,
+    doc: str | None,
+    *,
+    rounds: int | None = None,
+    steps: int | None = None,
+    burst: float | None = None,
+    file: str | None = None,
 ) -> argparse.ArgumentParser:
-    """The command line that all have: --rounds, --name, --out, and --steps or --burst, if they have a default."""
+    """The command line that all have: --name, of the results file, and --out; the others, if they have a default."""
     options = argparse.ArgumentParser(prog=name, description=(doc or "").partition("\n\n")[0])
-    options.add_argument("--rounds", type=int, default=rounds)
+    if rounds is not None:
+        options.add_argument("--rounds", type=int, default=rounds)
     if steps is not None:
         options.add_argument("--steps", type=int, default=steps, help="of a round, untimed and then as many timed")
     if burst is not None:
         options.add_argument("--burst", type=float, default=burst, help="seconds of a round of an implementation")
-    options.add_argument("--name", default=name, help="of the results file")
+    options.add_argument("--name", default=file or name, help="of the results file")
     options.add_argument("--out", type=Path, default=Path("results"))
     return options

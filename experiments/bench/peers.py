@@ -14,7 +14,6 @@ second moment makes an update of m / eps: errors above 1 are such explosions. bi
 for GPUs: it never rounds a second moment to 0.
 """
 
-import argparse
 import concurrent.futures
 import functools
 import importlib
@@ -22,7 +21,6 @@ import importlib.metadata
 import multiprocessing
 import os
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's optimizers need room beside JAX.
@@ -245,11 +243,9 @@ def available(device: str) -> dict[str, Callable[..., Any]]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="peers", description=__doc__)
+    parser = driver.parser("peers", __doc__)
     parser.add_argument("--processes", type=int, default=min(8, max(1, (os.cpu_count() or 1) // 2)),
                         help="streams at a time, each in a process of its own; nothing here is timed")  # fmt: skip
-    parser.add_argument("--name", default="peers", help="of the results file")
-    parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     peers = available(device)

@@ -8,7 +8,6 @@ ran. "at the peak" is what products would take at 1,979 and 989.5 TFLOP/s, and p
 bytes are counted, at 3.35 TB/s.
 """
 
-import argparse
 import collections
 import dataclasses
 import re
@@ -145,11 +144,9 @@ def of_model(user: models.UserModel, names: list[str]) -> list[timing.Row]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="profile", description=(__doc__ or "").partition("\n\n")[0])
+    parser = driver.parser("profile", __doc__, file="profile_models")
     parser.add_argument("--models", nargs="+", choices=models.MODELS, default=["llama1b"], help="(default: llama1b)")
     parser.add_argument("--only", nargs="+", metavar="RECIPE", help="beside bf16 (default: each model's own)")
-    parser.add_argument("--name", default="profile_models", help="of the results file")
-    parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     for arm in options.only or ():
         writings.recipe_of(arm)

@@ -41,8 +41,6 @@ VOCAB = 32_000
 SETTLING = 30
 DRY = LlamaConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=2, mlp_dim=128)
 ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast", "moss", "fast")
-# Dense bf16 products of an H100 or H200, NVIDIA's data sheet: what MFU is given against.
-PEAK_FLOPS = 989.5e12
 MESHES = {
     "one": "one GPU",
     "data": "data parallel over {}",
@@ -202,8 +200,8 @@ def measure(
         "The optimizer is `step` of `fp8jax.with_clipping`: one pass, none for the clipped gradients. Arms run in "
         "turns, in another order in each round, each from a state made anew, but for thresholds of blocks that fall "
         f"back, which {SETTLING} steps have settled; steps follow each other without waiting; medians. "
-        "MFU counts products and causal attention, forward and backward, against 989.5 TFLOP/s of dense bf16. What is "
-        "exchanged is of the compiled program, each loop over layers once.",
+        "MFU counts products and causal attention, forward and backward, against the dense bf16 peak of the GPU's data "
+        "sheet. What is exchanged is of the compiled program, each loop over layers once.",
         "torch's arms, where there are any, come first, in a process of their own; their memory is what torch's "
         "allocator counted.",
     ]
@@ -263,12 +261,13 @@ def common(
 ) -> list[timing.Row]:
     """Time, speed and memory of an arm that computes what `arm` does, against `again`, bf16 recomputed."""
     row = functools.partial(timing.row, case, name)
-    speed, base_speed = arm.tokens_per_step / median, again.tokens_per_step / base
+    rate, base_rate = arm.tokens_per_step / median, again.tokens_per_step / base
     same = arm.batch == again.batch  # Else only tokens/s compare.
     compared = (AGAIN, base / median) if same else (None, None)
     table = [driver.time_row(case, name, "step", median, *compared)]
-    table.append(row("tokens/s", speed, "", None if same else AGAIN, None if same else speed / base_speed))
-    table.append(row("MFU", arm.flops / median / (PEAK_FLOPS * arm.count), ""))
+    table.append(row("tokens/s", rate, "", None if same else AGAIN, None if same else rate / base_rate))
+    if (peak := speed.peak(jax.devices()[0].device_kind)) is not None:
+        table.append(row("MFU", arm.flops / median / (peak * arm.count), ""))
     for i, metric in enumerate(("temporaries", "memory")):
         table.append(row(metric, needs[i], "GB a GPU", AGAIN, base_needs[i] / needs[i]))
     return table

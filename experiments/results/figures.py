@@ -1,6 +1,8 @@
-"""Figures in words: templates that are filled from the rows of results files.
+"""Figures of results files in text: templates that are filled from their rows.
 
-A template is text with figures in braces, `{EXPRESSION:FORMAT}`. The expression is arithmetic on rows in brackets:
+`tables.toml` has the rows of RESULTS.md, `docs.toml` tables and sentences of README and docs/, `papers.toml` tables of
+papers' speeds. A template is text with figures in braces, `{EXPRESSION:FORMAT}`, where it is of several files
+`{BENCH EXPRESSION:FORMAT}`. The expression is arithmetic on rows in brackets:
 
     coat takes {[value coat > step > > 1b]:.0f} ms, {[value bf16 > step] / [value coat > step]:.2f} times as fast
 

@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.list and not options.results.is_dir():
         parser.error(f"--results {options.results}: there is no such folder")
     if options.list:
-        return told(options.results, commit)
+        return print_states(options.results, commit)
     with tempfile.TemporaryDirectory() as scratch:
         device, slots = "cpu", [""]
         if options.dry:
@@ -207,23 +207,23 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
     # Files that differ from a commit, or from an unknown one, may have changed since.
     is_known = commit != record.UNKNOWN and not commit.endswith("+")
 
-    def room() -> float:
+    def seconds_left() -> float:
         return float(options.budget - (time.monotonic() - start))
 
-    def found(job: Job) -> str:
+    def state_of(job: Job) -> str:
         card = record.card(f"{job.gpus} x {device}" if job.gpus > 1 else device)
         return state(options.results / card / f"{job.name}.json", commit)
 
-    def one(job: Job, taken: Sequence[int]) -> None:
+    def run_one(job: Job, taken: Sequence[int]) -> None:
         begin = time.monotonic()
-        where = {"CUDA_VISIBLE_DEVICES": ",".join(slots[i] for i in taken)} if slots[taken[0]] else {}
-        where |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / SHARED}"} if options.data else {}
-        log, limit = options.results / "logs" / f"{job.name}.log", min(room(), max(2 * job.seconds, 120))
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(slots[i] for i in taken)} if slots[taken[0]] else {}
+        environment |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / SHARED}"} if options.data else {}
+        log, limit = options.results / "logs" / f"{job.name}.log", min(seconds_left(), max(2 * job.seconds, 120))
         try:
-            problem = run(job, options.results, log, limit, where)
+            problem = run(job, options.results, log, limit, environment)
         finally:
             places.give_back(taken)
-        if problem is None and not (options.dry or options.data) and (there := found(job)) != "done":
+        if problem is None and not (options.dry or options.data) and (there := state_of(job)) != "done":
             problem = f"ran, and left a file that is {there}"
         print(f"{job.name}: {problem or 'done'}, {time.monotonic() - begin:.0f} s", flush=True)
         if problem:
@@ -232,15 +232,15 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
     running = []
     with concurrent.futures.ThreadPoolExecutor(len(slots)) as pool:
         for job in jobs:
-            if is_known and not (options.again or options.data) and found(job) == "done":
+            if is_known and not (options.again or options.data) and state_of(job) == "done":
                 print(f"{job.name}: of this commit and card already", flush=True)
                 continue
             taken = places.take(1 if options.dry else max(job.gpus, 1))
-            if room() < job.seconds:
-                left[job.name] = f"needs {job.seconds:.0f} s, {max(room(), 0):.0f} are left"
+            if seconds_left() < job.seconds:
+                left[job.name] = f"needs {job.seconds:.0f} s, {max(seconds_left(), 0):.0f} are left"
                 places.give_back(taken)
             else:
-                running.append(pool.submit(one, job, taken))
+                running.append(pool.submit(run_one, job, taken))
     for future in running:
         future.result()
     for name, why in left.items():
@@ -248,7 +248,7 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
     return 1 if left else 0
 
 
-def told(results: Path, commit: str) -> int:
+def print_states(results: Path, commit: str) -> int:
     """Prints what there is of every file, by card."""
     for kind, jobs in (*((KINDS[n], JOBS[n]) for n in sorted(JOBS, key=lambda n: n or 99)), ("other files", DERIVED)):
         print(f"{kind}:")

@@ -23,6 +23,16 @@ from fp8jax.ops.products.linear import key_from_data
 from fp8jax.ops.products.lora import apply_adapter
 
 LAYERS = "layers"
+# The paths of a Llama's projections and their names in the files of peft.
+PEFT_NAMES = {
+    "layers/attention/q": "model.layers.{}.self_attn.q_proj",
+    "layers/attention/k": "model.layers.{}.self_attn.k_proj",
+    "layers/attention/v": "model.layers.{}.self_attn.v_proj",
+    "layers/attention/out": "model.layers.{}.self_attn.o_proj",
+    "layers/mlp/gate": "model.layers.{}.mlp.gate_proj",
+    "layers/mlp/up": "model.layers.{}.mlp.up_proj",
+    "layers/mlp/down": "model.layers.{}.mlp.down_proj",
+}
 
 
 class BaseVariable(nnx.Variable):
@@ -150,6 +160,21 @@ def merged(model: Llama) -> dict[str, jax.Array]:
             whole = fp8jax.lora.merge_adapter(values, layer.adapter) if layer.adapts else values
             weights["/".join(map(str, path))] = whole
     return weights
+
+
+def by_path(params: Any, alpha: float) -> dict[str, fp8jax.lora.Adapter]:
+    """The adapters of a training state, by the path of their layer."""
+    found: dict[str, fp8jax.lora.Adapter] = {}
+
+    def walk(tree: Any, path: tuple[str, ...]) -> None:
+        if "lora_a" in tree:
+            found["/".join(path)] = fp8jax.lora.Adapter(tree["lora_a"], tree["lora_b"], alpha)
+            return
+        for name, inner in tree.items():
+            walk(inner, (*path, name))
+
+    walk(params, ())
+    return found
 
 
 def values_of(params: Any) -> Any:

@@ -31,18 +31,17 @@ from experiments.train import (
     introduction,
     lock,
     observed,
-    peft_files,
     report,
     start,
     wandb_log,
 )
-from experiments.train.adapters import joined, of_base
+from experiments.train.adapters import PEFT_NAMES, by_path, joined
 from experiments.train.checkpoint import Checkpoints, digest_of, quiet
 from experiments.train.config import Config, check_same, flag, flatten_fields, parse
 from experiments.train.form import in_chunks, remat_policy
 from experiments.train.introduction import count
 from experiments.train.loop import BadStep, Loop
-from experiments.train.optimizer import make_optimizer, with_head, with_master
+from experiments.train.optimizer import configure, make_optimizer
 from experiments.train.result import Result, read_result
 from experiments.train.speed import Trace, share_of_peak
 from experiments.train.task import Task, TrainState
@@ -151,12 +150,7 @@ def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[s
     Raises:
         UserError, BadStep, Stopped: as the names say; their messages are for the user.
     """
-    recipes = {name: _find(recipe, name) for name in config.recipe}
-    recipes = {
-        name: with_head(with_master(each, config.optim.master), config.optim.head) for name, each in recipes.items()
-    }
-    if config.lora.lora_rank:
-        recipes = {name: of_base(each, config.lora) for name, each in recipes.items()}
+    recipes = {name: configure(_find(recipe, name), config) for name in config.recipe}
     devices = start.devices(config, recipes.values())
     with contextlib.ExitStack() as stack:
         with hosts.agreement():
@@ -201,7 +195,7 @@ def _begin(
             tokenizer = folders.get_tokenizer(config, corpus)
     with hosts.agreement(), report.waiting(console, "encoding text"):
         if not hosts.first():
-            tokenizer = folders.load_tokenizer(config)
+            tokenizer = folders.load_tokenizer(config, config.folder)
         tokens = start.encode(config, corpus, tokenizer)
     stop.check()
     shared = config.mathematics() | {"text": tokens.fingerprint}
@@ -273,10 +267,8 @@ def _train_recipe(session: Session, name: str, recipe: fp8jax.Recipe) -> Result:
         batches = data.train_batches(session.tokens.train, sizes.seq_len, sizes.batch, config.seed)
         saved = checkpoints.resume(programs.state, identity, console.print)
         if saved is None:
-            state, meta = (
-                jax.jit(task.init, out_shardings=programs.state_places)(params),
-                dict[str, Any](step=0, log=()),
-            )
+            state = jax.jit(task.init, out_shardings=programs.state_places)(params)
+            meta: dict[str, Any] = {"step": 0, "log": ()}
         else:
             state, meta = saved
             batches.set_state(meta["loader"])
@@ -300,12 +292,25 @@ def _train_recipe(session: Session, name: str, recipe: fp8jax.Recipe) -> Result:
             stack.callback(_plot_telemetry, folder, details)  # of a run that stops, too
         with log, Trace(folder / "profile", config.run.profile) as trace:
             valid = data.valid_batches(session.tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
-            calls = with_base(programs.step, jax.jit(task.loss, out_shardings=programs.everywhere), base)
+            step, loss = with_base(programs.step, jax.jit(task.loss, out_shardings=programs.everywhere), base)
+            observed_step = programs.observed_step
+            if observed_step is not None:
+                observed_step, _ = with_base(observed_step, task.loss, base)
             loop = Loop(
-                *calls, batches, valid, optim, config.run, checkpoints, identity, log, session.stop, task.rows, trace
+                step=step,
+                loss=loss,
+                observed_step=observed_step,
+                batches=batches,
+                valid=valid,
+                optim=optim,
+                settings=config.run,
+                checkpoints=checkpoints,
+                config=identity,
+                log=log,
+                stop=session.stop,
+                rows=task.rows,
+                trace=trace,
             )
-            if programs.observed_step is not None:
-                loop.observed_step, _ = with_base(programs.observed_step, task.loss, base)
             state = loop.run(state)
     if task.lora is not None and hosts.first():
         _write_adapter(folder / "adapter", task, state, console)
@@ -435,11 +440,11 @@ def computed_by(told: Sequence[Any], kept: Sequence[str]) -> list[str]:
 def _write_adapter(folder: Path, task: Task, state: TrainState, console: Console) -> None:
     """The trained adapters in the files of peft, where these have names for them."""
     assert task.lora is not None
-    found = peft_files.of_params(state.params, task.lora.lora_alpha)
+    adapters = by_path(state.params, task.lora.lora_alpha)
     try:
-        peft_files.save(folder, found, dropout=task.lora.lora_dropout)
+        fp8jax.lora.save(folder, adapters, PEFT_NAMES, dropout=task.lora.lora_dropout)
         console.print(f"adapters: {folder}, as peft reads them")
-    except UserError as error:
+    except (ValueError, ModuleNotFoundError) as error:
         console.print(f"adapters are in the checkpoints alone: {error}")
 
 

@@ -56,13 +56,14 @@ def prepare(config: Config, console: Console) -> None:
 def get_tokenizer(config: Config, corpus: data.Corpus) -> Tokenizer:
     """Bytes, or the checkpoint's; or the encoding of the run, trained now where the run has nothing to resume."""
     if config.model.init or config.data.tokenizer == "bytes" or has_progress(config.folder):
-        return load_tokenizer(config)
+        return load_tokenizer(config, config.folder)
     tokenizer = BytePair.train(corpus.train, config.data.vocab)
     tokenizer.save(config.folder / "tokenizer.json")
     return tokenizer
 
 
-def load_tokenizer(config: Config) -> Tokenizer:
+def load_tokenizer(config: Config, folder: Path) -> Tokenizer:
+    """Bytes, or the checkpoint's, or the encoding that lies in the folder of a run."""
     if config.model.init:
         return start.tokenizer(config)
-    return Bytes() if config.data.tokenizer == "bytes" else BytePair.load(config.folder / "tokenizer.json")
+    return Bytes() if config.data.tokenizer == "bytes" else BytePair.load(folder / "tokenizer.json")

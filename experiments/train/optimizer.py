@@ -11,6 +11,7 @@ import optax
 import fp8jax
 from experiments.errors import UserError
 from experiments.train import parallel
+from experiments.train.adapters import of_base
 from experiments.train.config import Config
 from experiments.train.released import ReleasedOptimizer
 from experiments.train.sections import Optim
@@ -59,9 +60,16 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
     )
 
 
-def with_head(recipe: fp8jax.Recipe, head: str) -> fp8jax.Recipe:
-    """The recipe with the head of `--head`; as it is where that is empty."""
-    return dataclasses.replace(recipe, head=fp8jax.recipes.HEAD) if head else recipe
+def configure(recipe: fp8jax.Recipe, config: Config) -> fp8jax.Recipe:
+    """The recipe with the master weights and the head of a configuration; with adapters, `of_base` of it.
+
+    Raises:
+        UserError: as `with_master` and `of_base`.
+    """
+    recipe = with_master(recipe, config.optim.master)
+    if config.optim.head:
+        recipe = dataclasses.replace(recipe, head=fp8jax.recipes.HEAD)
+    return of_base(recipe, config.lora) if config.lora.lora_rank else recipe
 
 
 def with_master(recipe: fp8jax.Recipe, master: str) -> fp8jax.Recipe:

@@ -12,9 +12,9 @@ from experiments.models.llama import LlamaConfig
 _PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
+    "H100": 989.5e12,
+    "H200": 989.5e12,
+    "GH200": 989.5e12,
     "B200": 2250e12,
     "A100": 312e12,
     "L40S": 362e12,

@@ -10,13 +10,13 @@ import jax
 import fp8jax
 from experiments.errors import UserError
 from experiments.files import parse_json, read_text
-from experiments.text.tokenizer import BytePair, Bytes, Tokenizer
+from experiments.text.tokenizer import Tokenizer
 from experiments.train import config as configuration
 from experiments.train import start
-from experiments.train.adapters import of_base
 from experiments.train.checkpoint import Checkpoints, DamagedError
 from experiments.train.config import Config, check_same, flatten_fields, with_new_names
-from experiments.train.optimizer import make_optimizer, with_head, with_master
+from experiments.train.folders import load_tokenizer
+from experiments.train.optimizer import configure, make_optimizer
 from experiments.train.task import Task
 
 
@@ -72,11 +72,8 @@ def load(folder: Path, name: str) -> Trained:
         raise UserError(f"--recipe {name}: {folder} has checkpoints of {', '.join(here) or 'no recipe'}")
     config = read_config(folder)
     lora = config.lora if config.lora.lora_rank else None
-    recipe = with_master(recipe if lora is None else of_base(recipe, lora), config.optim.master)
-    recipe = with_head(recipe, config.optim.head)
-    bpe = config.data.tokenizer == "bpe"
-    own = start.tokenizer(config) if config.model.init else None
-    tokenizer = own or (BytePair.load(folder / "tokenizer.json") if bpe else Bytes())
+    recipe = configure(recipe, config)
+    tokenizer = load_tokenizer(config, folder)
     task = Task(
         start.shape(config, tokenizer.vocab),
         make_optimizer(config, recipe),

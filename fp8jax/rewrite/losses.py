@@ -202,7 +202,7 @@ class _Probe:
             is_label = is_in_order and batched_size == self.num_tokens and numbers.start_index_map == (last,)
         is_label = is_label and math.prod(params["slice_sizes"]) == 1
         if params["mode"] == GatherScatterMode.FILL_OR_DROP:
-            is_label = is_label and params["fill_value"] in (None, np.nan)
+            is_label = is_label and (params["fill_value"] is None or np.isnan(params["fill_value"]))
         else:
             self._out_of_range = "clip"
         if not is_label:

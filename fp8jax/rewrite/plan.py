@@ -270,7 +270,9 @@ def _skip_unsupported_products(
 
 
 def _is_matrix_product(p: WeightMatmul) -> bool:
-    """Whether it contracts the last axis of its data with one axis of a matrix."""
+    """Whether it contracts the last axis of its data with one axis of a matrix. The shapes are known and not empty."""
+    if not all(isinstance(n, int) and n > 0 for n in p.node.results[0].shape):
+        return False
     if p.node.kind != "dot_general" or p.node.operands[p.side].aval.ndim != 2:
         return False
     contract, batch = p.node.eqn.params["dimension_numbers"]

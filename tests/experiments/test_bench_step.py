@@ -325,7 +325,7 @@ def test_arms_have_logits_as_training_or_as_their_name_says(arm, vocab, chunked,
     """Of 2^6 tokens and 2^24 entries there would be 4 GiB in fp32."""
     monkeypatch.setenv("FP8JAX_DRY", "1")
     seen = []
-    monkeypatch.setattr(step.Task, "build", lambda *_, chunked, **__: seen.append(chunked) or 1 / 0)
+    monkeypatch.setattr(step, "Task", lambda *_, chunked, **__: seen.append(chunked) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         step.StepArm(arm, dataclasses.replace(step.DRY, vocab=vocab), 1, 64, "one")
     assert seen == [chunked]

@@ -10,12 +10,14 @@ import pytest
 import tokenizers
 from flax import nnx
 
+import fp8jax
 from experiments import evaluate
 from experiments.errors import UserError
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.text import chat
 from experiments.text.records import TextRecord
-from experiments.train import cli, config, peft_files, start
+from experiments.train import cli, config, start
+from experiments.train.adapters import PEFT_NAMES
 from experiments.train.optimizer import make_optimizer
 from tests.rows import slow
 
@@ -202,7 +204,7 @@ def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, ca
     again = json.loads((folder / "result.json").read_text())["result"]
     assert again["valid_loss"] == whole["valid_loss"]
     if lora:
-        assert len(peft_files.load(folder / "adapter")) == 7
+        assert len(fp8jax.lora.load(folder / "adapter", PEFT_NAMES)) == 7
     text = talks.with_name("text.txt")
     text.write_text("What is it? It is of course brief. " * 20)
     scored = ["--run", str(out / name), "--recipe", "te_current", "--data", str(text)]
@@ -254,7 +256,7 @@ def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, 
     assert cli.main(argv) == 2
     assert "the checkpoint holds codes, e4m3:token; give --base e4m3:token" in capsys.readouterr().err
     assert cli.main([*argv, "--base", "e4m3:token"]) == 0
-    assert len(peft_files.load(out / "eight" / "te_current" / "adapter")) == 7
+    assert len(fp8jax.lora.load(out / "eight" / "te_current" / "adapter", PEFT_NAMES)) == 7
 
 
 @pytest.mark.parametrize(

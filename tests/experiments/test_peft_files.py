@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from experiments.errors import UserError
-from experiments.train import peft_files
+from experiments.train.adapters import PEFT_NAMES, by_path
 from fp8jax.lora import Adapter, merge_adapter
 from fp8jax.ops.products.peft_files import CONFIG, WEIGHTS
 
@@ -24,6 +23,14 @@ safetensors = pytest.importorskip("safetensors.numpy")
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "peft"
 
 
+def save(folder, adapters, **settings):
+    fp8jax.lora.save(folder, adapters, PEFT_NAMES, **settings)
+
+
+def load(folder):
+    return fp8jax.lora.load(folder, PEFT_NAMES)
+
+
 def adapters(*paths, layers=3, rank=4):
     key = jax.random.key(0)
     return {
@@ -32,14 +39,14 @@ def adapters(*paths, layers=3, rank=4):
             jax.random.normal(jax.random.fold_in(key, 100 + i), (layers, rank, 8)),
             alpha=6.0,
         )
-        for i, path in enumerate(paths or peft_files.NAMES)
+        for i, path in enumerate(paths or PEFT_NAMES)
     }
 
 
 def test_what_is_written_is_read_again_bit_for_bit(tmp_path):
     before = adapters()
-    peft_files.save(tmp_path, before, base="owner/model", dropout=0.1)
-    after = peft_files.load(tmp_path)
+    save(tmp_path, before, base="owner/model", dropout=0.1)
+    after = load(tmp_path)
     assert set(after) == set(before)
     for path, adapter in before.items():
         assert after[path].alpha == adapter.alpha
@@ -52,7 +59,7 @@ def test_what_is_written_is_read_again_bit_for_bit(tmp_path):
 
 def test_tensors_have_peft_s_names_and_layout(tmp_path):
     (adapter,) = adapters("layers/mlp/down").values()
-    peft_files.save(tmp_path, {"layers/mlp/down": adapter})
+    save(tmp_path, {"layers/mlp/down": adapter})
     tensors = safetensors.load_file(tmp_path / "adapter_model.safetensors")
     name = "base_model.model.model.layers.2.mlp.down_proj.lora_{}.weight"
     assert len(tensors) == 6
@@ -61,7 +68,7 @@ def test_tensors_have_peft_s_names_and_layout(tmp_path):
 
 
 def test_an_adapter_of_peft_adds_what_it_adds_there():
-    found = peft_files.load(GOLDEN)
+    found = load(GOLDEN)
     assert sorted(found) == ["layers/attention/q", "layers/mlp/down"]
     added = np.load(GOLDEN / "merged.npz")
     for path, layer, name in (("layers/attention/q", 1, "q"), ("layers/mlp/down", 0, "down")):
@@ -94,13 +101,13 @@ def changed(folder, **fields):
     ],
 )
 def test_settings_that_change_the_numbers_are_refused(tmp_path, fields, message):
-    with pytest.raises(UserError, match=message):
-        peft_files.load(changed(tmp_path, **fields))
+    with pytest.raises(ValueError, match=message):
+        load(changed(tmp_path, **fields))
 
 
 def test_files_that_are_damaged_or_of_another_model_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"adapter_config.json cannot be read"):
-        peft_files.load(tmp_path)
+    with pytest.raises(ValueError, match=r"adapter_config.json cannot be read"):
+        load(tmp_path)
     folder = changed(tmp_path)
     path = folder / "adapter_model.safetensors"
     tensors = safetensors.load_file(path)
@@ -108,25 +115,25 @@ def test_files_that_are_damaged_or_of_another_model_are_named(tmp_path):
 
     def refused(message, **others):
         safetensors.save_file(others, path)
-        with pytest.raises(UserError, match=message):
-            peft_files.load(folder)
+        with pytest.raises(ValueError, match=message):
+            load(folder)
 
     refused(r"lacks lora_A of model\.layers\.1\.self_attn\.q_proj", **{k: x for k, x in tensors.items() if k != name})
     refused("several shapes", **tensors | {name: np.zeros((2, 3), np.float32)})
     refused("is the name of no adapter", **tensors | {"transformer.h.0.attn.c_attn.lora_A.weight": tensors[name]})
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(UserError, match=r"adapter_model.safetensors cannot be read"):
-        peft_files.load(folder)
-    with pytest.raises(UserError, match="no name for the adapter of head"):
-        peft_files.save(tmp_path, adapters("head"))
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors cannot be read"):
+        load(folder)
+    with pytest.raises(ValueError, match="no name for the adapter of head"):
+        save(tmp_path, adapters("head"))
     mixed = adapters("layers/mlp/up") | adapters("layers/mlp/gate", rank=2)
-    with pytest.raises(UserError, match="several ranks"):
-        peft_files.save(tmp_path, mixed)
+    with pytest.raises(ValueError, match="several ranks"):
+        save(tmp_path, mixed)
 
 
 def test_adapters_of_a_training_state_are_found_by_their_layers():
     one = adapters("layers/mlp/up")["layers/mlp/up"]
-    found = peft_files.of_params({"layers": {"mlp": {"up": {"lora_a": one.a, "lora_b": one.b}}}}, 3.0)
+    found = by_path({"layers": {"mlp": {"up": {"lora_a": one.a, "lora_b": one.b}}}}, 3.0)
     assert list(found) == ["layers/mlp/up"]
     assert found["layers/mlp/up"].scale == 3 / 4
 
@@ -148,21 +155,21 @@ NO_ALPHAS = [0, -8, float("nan"), float("inf"), 1e39, 1e-60, 10**400, True, "8",
 )
 def test_numbers_that_cannot_be_are_refused_with_the_file(tmp_path, name, value):
     folder = changed(tmp_path, **{name: value})
-    with pytest.raises(UserError, match=rf"adapter_config\.json.*{name} (is|=) "):
-        peft_files.load(folder)
+    with pytest.raises(ValueError, match=rf"adapter_config\.json.*{name} (is|=) "):
+        load(folder)
 
 
 @pytest.mark.parametrize("text", ["[]", "1", "null", "[" * 100_000, '{"r": ' + "9" * 5000 + "}", "", "\ud800"])
 def test_a_configuration_that_is_none_is_named(tmp_path, text):
     folder = changed(tmp_path)
     (folder / "adapter_config.json").write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(UserError, match=r"adapter_config\.json cannot be read"):
-        peft_files.load(folder)
+    with pytest.raises(ValueError, match=r"adapter_config\.json cannot be read"):
+        load(folder)
     deep = {"a": 1}
     for _ in range(300):
         deep = {"a": deep}
-    with pytest.raises(UserError, match=r"adapter_config\.json: tomorrow = "):
-        peft_files.load(changed(tmp_path, tomorrow=deep))
+    with pytest.raises(ValueError, match=r"adapter_config\.json: tomorrow = "):
+        load(changed(tmp_path, tomorrow=deep))
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
@@ -171,22 +178,22 @@ def test_a_pipe_or_a_folder_in_place_of_a_file_is_named(tmp_path, file):
         folder = changed(tmp_path / make.__name__)
         (folder / file).unlink()
         make(folder / file)
-        with pytest.raises(UserError, match=rf"{file} cannot be read \(.*it is no regular file"):
-            peft_files.load(folder)
+        with pytest.raises(ValueError, match=rf"{file} cannot be read \(.*it is no regular file"):
+            load(folder)
 
 
 def test_an_alpha_that_cannot_be_is_not_written(tmp_path):
     (adapter,) = adapters("layers/mlp/up").values()
     for alpha in (float("nan"), float("inf"), 0.0, -1.0):
-        with pytest.raises(UserError, match="alpha of an adapter must be positive and finite, got"):
-            peft_files.save(tmp_path, {"layers/mlp/up": dataclasses.replace(adapter, alpha=alpha)})
+        with pytest.raises(ValueError, match="alpha of an adapter must be positive and finite, got"):
+            save(tmp_path, {"layers/mlp/up": dataclasses.replace(adapter, alpha=alpha)})
 
 
 def test_a_bit_that_changes_in_the_files_is_found_or_changes_nothing(tmp_path):
     """A bit in each part: of the numbers of adapter_config.json, and of names, digests and values of the weights."""
     before = adapters("layers/mlp/up", "layers/attention/q", layers=2, rank=2)
-    peft_files.save(tmp_path / "whole", before)
-    assert set(peft_files.load(tmp_path / "whole")) == set(before)
+    save(tmp_path / "whole", before)
+    assert set(load(tmp_path / "whole")) == set(before)
     config, weights = ((tmp_path / "whole" / name).read_bytes() for name in (CONFIG, WEIGHTS))
     found = {}
     for name, raw, step in ((CONFIG, config, 1), (WEIGHTS, weights, 7)):
@@ -196,8 +203,8 @@ def test_a_bit_that_changes_in_the_files_is_found_or_changes_nothing(tmp_path):
             changed[at] ^= 1 << at % 7
             (folder / name).write_bytes(changed)
             try:
-                after = peft_files.load(folder)
-            except UserError as error:
+                after = load(folder)
+            except ValueError as error:
                 found[name].append(at)
                 assert CONFIG in str(error) or WEIGHTS in str(error)  # noqa: PT017
                 continue
@@ -210,19 +217,19 @@ def test_a_bit_that_changes_in_the_files_is_found_or_changes_nothing(tmp_path):
 
 def test_damage_names_the_tensor_and_an_intended_change_is_read(tmp_path):
     before = adapters("layers/mlp/up", layers=2)
-    peft_files.save(tmp_path, before)
+    save(tmp_path, before)
     raw = (tmp_path / WEIGHTS).read_bytes()
     (tmp_path / WEIGHTS).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    with pytest.raises(UserError, match=r"adapter_model\.safetensors is damaged: the values of base.*up_proj\.lora_"):
-        peft_files.load(tmp_path)
-    assert fp8jax.lora.load(tmp_path, peft_files.NAMES, verify=False)["layers/mlp/up"].alpha == 6.0
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is damaged: the values of base.*up_proj\.lora_"):
+        load(tmp_path)
+    assert fp8jax.lora.load(tmp_path, PEFT_NAMES, verify=False)["layers/mlp/up"].alpha == 6.0
     (tmp_path / WEIGHTS).write_bytes(raw)
     config = json.loads((tmp_path / CONFIG).read_text()) | {"lora_alpha": 12}
     (tmp_path / CONFIG).write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"adapter_config\.json has .*12.* was written with .*6\.0.*verify=False"):
-        peft_files.load(tmp_path)
-    assert fp8jax.lora.load(tmp_path, peft_files.NAMES, verify=False)["layers/mlp/up"].alpha == 12.0
+    with pytest.raises(ValueError, match=r"adapter_config\.json has .*12.* was written with .*6\.0.*verify=False"):
+        load(tmp_path)
+    assert fp8jax.lora.load(tmp_path, PEFT_NAMES, verify=False)["layers/mlp/up"].alpha == 12.0
     # Files of other programs have no digests.
     tensors = safetensors.load_file(tmp_path / WEIGHTS)
     safetensors.save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
-    assert peft_files.load(tmp_path)["layers/mlp/up"].alpha == 12.0
+    assert load(tmp_path)["layers/mlp/up"].alpha == 12.0

@@ -68,7 +68,7 @@ def test_operations_are_those_of_products_and_attention():
 
 
 def test_peaks_are_of_the_cards_that_are_named():
-    assert speed.peak("NVIDIA H100 80GB HBM3") == 989e12
+    assert speed.peak("NVIDIA H100 80GB HBM3") == 989.5e12
     assert speed.peak("NVIDIA H100 PCIe") == 756e12
     assert speed.peak("NVIDIA A100-SXM4-40GB") == 312e12
     assert speed.peak("cpu") is None

@@ -1,6 +1,7 @@
 """Output heads that run with their softmax cross-entropy, in the writings of users, against float64."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -222,6 +223,15 @@ def test_other_functions_of_logits_are_no_losses(name):
     )
     entry = next(e for e in plan.entries if e.path == "out")
     assert (entry.kind, entry.is_quantized) == ("dot_general", is_head)
+
+
+def test_a_batch_of_unknown_size_takes_the_product():
+    (batch,) = jax.export.symbolic_shape("batch")
+    x, labels = (jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype) for a in operands()[::2])
+    rule = fp8jax.Rule("out", fp8jax.recipes.HEAD)
+    run = fp8jax.transform(lambda p, x, y: losses(x @ p["out"], y).mean(), rule)
+    params = {"out": jax.ShapeDtypeStruct((CHANNELS, VOCABULARY), jnp.float32)}
+    assert jax.export.export(jax.jit(run))(params, x, labels).out_avals[0].shape == ()
 
 
 def test_differentiated_weights_of_tokens_raise():
