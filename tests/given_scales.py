@@ -47,7 +47,7 @@ def matrix(
     scale = np.resize(np.roll(np.float32(SCALES), -first), count)
     unit = spread(np.maximum(scale.astype(np.float64), TINY), shape, block)
     x = random.choice(values(fmt), shape) * unit
-    sign = np.where(random.random(shape) < 0.5, -1.0, 1.0) if fmt.signed else 1.0
+    sign = np.where(random.random(shape) < 0.5, -1.0, 1.0) if fmt.is_signed else 1.0
     x = np.where(random.random(shape) < 0.4, random.choice(HUGE, shape) * sign, x)
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     with np.errstate(over="ignore"):

@@ -158,7 +158,7 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
     for name, recipe in recipes().items():
         if names is None or name in names:
             block = fp8jax.nnx.quantize(plain, recipe)
-            programs[name] = arm(settled(block) if recipe.linear.states else block)
+            programs[name] = arm(settled(block) if recipe.linear.stateful_strategies else block)
         if f"{name}, {HELD}, {FUNCTIONS}" in (names or ()):
             make = jax.jit(functools.partial(fp8jax.quantize_weight, recipe=recipe))
             codes = {n: make(w) for n, w in _kernels(params).items()}
@@ -181,7 +181,11 @@ def main(argv: list[str]) -> None:
     parser = driver.parser("layer", __doc__, rounds=5, burst=0.05)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
     forms = "", f", {HELD}", f", {HELD}, {FUNCTIONS}"
-    names = [f"{name}{form}" for name, r in recipes().items() for form in (forms[:1] if r.linear.states else forms)]
+    names = [
+        f"{name}{form}"
+        for name, r in recipes().items()
+        for form in (forms[:1] if r.linear.stateful_strategies else forms)
+    ]
     listed = f"one of {', '.join(map(repr, recipes()))}; any with ', {HELD}', or ', {HELD}, {FUNCTIONS}'"
     parser.add_argument("--only", nargs="+", choices=names, metavar="RECIPE", default=list(ARMS), help=listed)
     options = parser.parse_args(argv)

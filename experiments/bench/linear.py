@@ -38,7 +38,7 @@ THRESHOLD = 4.35
 def layer(recipe: recipes.Linear) -> Any:
     """A function of (x, w); rounding is by a given key, and a threshold is one that a fifth of all blocks exceeds."""
     key = jax.random.key(0) if recipe.is_stochastic else None
-    if not recipe.states:
+    if not recipe.stateful_strategies:
         return functools.partial(fp8jax.linear, recipe=recipe, key=key)
     state = fp8jax.init_scaling(recipe)._replace(x=jnp.float32(THRESHOLD))
     return lambda x, w: fp8jax.scaled_linear(x, w, state, recipe=recipe, key=key)[0]

@@ -99,7 +99,7 @@ class StepArm(driver.Arm):
         )
         self.shapes = jax.eval_shape(self.task.init)
         self.placed = placed = mesh.state(self.mesh, self.shapes)
-        self.decides = any(part.is_threshold for part in recipe.linear.states.values())
+        self.decides = any(part.is_threshold for part in recipe.linear.stateful_strategies.values())
         self.settled: Any = None
         self.tokens = jax.device_put(
             jax.random.randint(jax.random.key(1), (batch * count, length + 1), 0, model.vocab, jnp.int32), rows

@@ -99,7 +99,7 @@ def of_base(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
             the reverse.
     """
     linear = recipe.linear if recipe.linear.w_scaling is None else dataclasses.replace(recipe.linear, w_scaling=None)
-    if any(part.collects_stats for part in linear.states.values()):
+    if any(part.collects_stats for part in linear.stateful_strategies.values()):
         raise UserError(
             f"--lora-rank: {recipe.name} has {linear.scaling} scaling, which keeps a state in each layer; take a "
             "recipe with current scaling, such as te_current, fast or int8_block"

@@ -171,7 +171,11 @@ def check(recipe: fp8jax.Recipe) -> None:
     if (reason := unsupported_ragged_reason(recipe.linear)) is not None:
         raise ValueError(f"{recipe.name}: {reason}; take mxfp8, nvfp4, coat or another recipe")
     names = sorted(
-        {recipe.linear.scaling_name(operand) for operand, s in recipe.linear.states.items() if s.collects_stats}
+        {
+            recipe.linear.scaling_name(operand)
+            for operand, s in recipe.linear.stateful_strategies.items()
+            if s.collects_stats
+        }
     )
     if names:
         raise ValueError(

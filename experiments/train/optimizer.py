@@ -38,8 +38,8 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
         mask=decay_mask,
     )
     if optim.release:
-        if recipe.linear.states or recipe.comm.gradients is not None:
-            what = "scalings with a state" if recipe.linear.states else "sums of gradients of its own"
+        if recipe.linear.stateful_strategies or recipe.comm.gradients is not None:
+            what = "scalings with a state" if recipe.linear.stateful_strategies else "sums of gradients of its own"
             raise UserError(
                 f"--release {optim.release}: recipe {recipe.name} has {what}; take coat, fast or te_current"
             )

@@ -248,7 +248,7 @@ class Task:
             noted, (losses, grads, seen) = accumulate(one, noted, self._parts(tokens_BxT))
             grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
         nnx.update(model, noted)
-        if any(part.collects_stats for part in self.recipe.linear.states.values()):
+        if any(part.collects_stats for part in self.recipe.linear.stateful_strategies.values()):
             fp8jax.nnx.advance_scaling(model, seen, axis_name=axes)
         return losses, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 

@@ -57,7 +57,7 @@ def wire_format(recipe: fp8jax.Recipe) -> Linear | str:
     rounded before that is decided.
     """
     part = recipe.linear
-    observes = any(strategy.collects_stats for strategy in part.states.values())
+    observes = any(strategy.collects_stats for strategy in part.stateful_strategies.values())
     return recipe.weights.compute if observes or not part.is_quantized else part
 
 

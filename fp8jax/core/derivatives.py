@@ -59,11 +59,11 @@ def qualified_op_name(operation: str) -> str:
 
 
 def differentiable_once(operation: str, values: Tree, inputs: Any = ()) -> Tree:
-    """Returns `values`, floats computed from `inputs` whose derivative by these must not be used.
+    """Returns `values`, computed from `inputs`, and forbids their derivative with respect to `inputs`.
 
-    A derivative that is never used is allowed, as under `jax.lax.stop_gradient`. ValueError is raised if a cotangent
-    reaches it, or in forward mode. The check adds nothing to a program that differentiates once. `jax.vmap` maps all
-    values if it maps one operand.
+    ValueError is raised if a cotangent reaches that derivative, or in forward mode. A derivative that is never used is
+    allowed, as under `jax.lax.stop_gradient`. The check adds nothing to a program that differentiates once. `jax.vmap`
+    maps all values if it maps one operand.
     """
     leaves, structure = jax.tree.flatten(values)
     float_inputs = [x for x in jax.tree.leaves(inputs) if jnp.issubdtype(x.dtype, jnp.floating)]

@@ -43,7 +43,7 @@ def encode(
     bad = None
     if fmt.inf is None:
         bad = ~jnp.isfinite(x)
-        if not fmt.signed:
+        if not fmt.is_signed:
             bad |= x <= -formats.TINY  # smaller ones count as zeros
     if scale is None:
         if bad is not None and not spec.expand and not spec.has_microscales:
@@ -192,8 +192,8 @@ def compute_microscales(amax: Array, spec: QuantSpec, fmt: formats.Format) -> Ar
         # OCP Microscaling Formats 1.0, section 6.3: the exponent of the largest element minus that of the format.
         exponent = formats.encode_e8m0(amax, "down").astype(jnp.int32) - int(np.log2(fmt.max))
         return jnp.where(amax > 0, jnp.maximum(exponent, 0), 127).astype(jnp.uint8)
-    # MOSS, equation 3, and arXiv 2506.08027, section 3: the group's own scale over the outer scale, if there is one,
-    # rounded up, so that no code saturates. Groups of zeros get the smallest power, so that another group has the
+    # MOSS, equation 3, and arXiv 2506.08027, section 3: the group's own scale, over the outer scale if there is one.
+    # It is rounded up, so that no code saturates. Groups of zeros get the smallest power: another group then has the
     # largest of the row.
     return formats.encode_e8m0(jnp.maximum(amax * np.float32(1 / fmt.max), formats.TINY), "up")
 

@@ -1,7 +1,7 @@
-"""Number formats as records. To add one, add a constant and list it in `ALL`, from which tests take it.
+"""Number formats as records. To add one, add a constant and list it in `ALL`, which tests iterate over.
 
-Sources: OCP 8-bit Floating Point Specification 1.0 (e4m3 without infinities, e5m2 with them), OCP Microscaling Formats
-1.0 (e2m1, e8m0), Dettmers et al., 8-bit Optimizers via Block-wise Quantization (the dynamic exponent code books).
+Sources: OCP 8-bit Floating Point Specification 1.0 (e4m3 without infinities, e5m2 with them). OCP Microscaling Formats
+1.0 (e2m1, e8m0). Dettmers et al., 8-bit Optimizers via Block-wise Quantization (the dynamic exponent code books).
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Format:
         smallest: smallest non-zero magnitude (a subnormal, if the format has them).
         smallest_normal: smallest magnitude with full relative precision; `smallest` for formats without that notion.
         mantissa_bits: explicitly stored bits of the significand; 0 for formats that are not floating point.
-        signed: whether there are negative values.
+        is_signed: whether there are negative values.
         inf: the decoded value of an infinity's code: Inf, or NaN for formats without Inf. None for formats with
             neither; the block's scale then becomes NaN.
         codebook: the values of all codes in increasing order, for formats defined by a table.
@@ -66,7 +66,7 @@ class Format:
     smallest: float
     smallest_normal: float
     mantissa_bits: int
-    signed: bool = True
+    is_signed: bool = True
     inf: float | None = None
     codebook: tuple[float, ...] | None = None
     packing: str | None = None
@@ -104,7 +104,7 @@ class Format:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether codes are of one of the two FP8 dtypes that GPUs and our kernels support."""
+        """Whether codes have one of the two FP8 dtypes that GPUs and our kernels support."""
         return self.dtype in (E4M3_DTYPE, E5M2_DTYPE)
 
     @property
@@ -154,7 +154,7 @@ class Format:
         y = derivatives.error_if_differentiated(derivatives.CAST_TO_CODES_ERROR, y)
         if key is not None:
             noise = jax.random.uniform(key, y.shape, jnp.float32)
-        finite = jnp.clip(y, -self.max if self.signed else 0.0, self.max)
+        finite = jnp.clip(y, -self.max if self.is_signed else 0.0, self.max)
         if self.name == "e8m0":
             return encode_e8m0(y, "nearest")
         if dither is not None:
@@ -347,7 +347,7 @@ def _integer(name: str, dtype: type, bits: int, packing: str | None = None) -> F
     return Format(name, np.dtype(dtype), bits, 2.0 ** (bits - 1) - 1, 1.0, 1.0, 0, packing=packing)
 
 
-def _dynamic_exponent(name: str, signed: bool) -> Format:
+def _dynamic_exponent(name: str, is_signed: bool) -> Format:
     """The 8-bit dynamic exponent code book: seven decades from 1e-6 to 1, each with twice the values of the one below.
 
     Each decade is divided into equal cells, and the values are their midpoints. Zero and one complete the 256 values.
@@ -355,13 +355,13 @@ def _dynamic_exponent(name: str, signed: bool) -> Format:
     """
     positive = []
     for decade in range(7):
-        cells = 2 ** (decade + (0 if signed else 1))
+        cells = 2 ** (decade + (0 if is_signed else 1))
         edges = np.linspace(0.1, 1.0, cells + 1)
         positive += list(10.0 ** (decade - 6) * (edges[1:] + edges[:-1]) / 2)
-    values = sorted([*positive, *([-v for v in positive] if signed else []), 0.0, 1.0])
+    values = sorted([*positive, *([-v for v in positive] if is_signed else []), 0.0, 1.0])
     book = tuple(float(np.float32(v)) for v in values)
     smallest = float(np.float32(min(positive)))
-    return Format(name, np.dtype(np.uint8), 8, 1.0, smallest, smallest, 0, signed, None, book)
+    return Format(name, np.dtype(np.uint8), 8, 1.0, smallest, smallest, 0, is_signed, None, book)
 
 
 E4M3 = _floating("e4m3", ml_dtypes.float8_e4m3fn)
@@ -369,9 +369,9 @@ E5M2 = _floating("e5m2", ml_dtypes.float8_e5m2)
 E2M1 = Format("e2m1", np.dtype(np.uint8), 4, 6.0, 0.5, 1.0, 1, packing="two_in_one")
 INT8 = _integer("int8", np.int8, 8)
 INT10 = _integer("int10", np.int16, 10, "four_in_five")
-E8M0 = Format("e8m0", np.dtype(np.uint8), 8, 2.0**127, 2.0**-127, 2.0**-127, 0, signed=False, inf=float("nan"))
-DE8 = _dynamic_exponent("de8", signed=True)
-UDE8 = _dynamic_exponent("ude8", signed=False)
+E8M0 = Format("e8m0", np.dtype(np.uint8), 8, 2.0**127, 2.0**-127, 2.0**-127, 0, is_signed=False, inf=float("nan"))
+DE8 = _dynamic_exponent("de8", is_signed=True)
+UDE8 = _dynamic_exponent("ude8", is_signed=False)
 FP16 = _floating("fp16", np.float16)
 BF16 = _floating("bf16", ml_dtypes.bfloat16)
 FP32 = _floating("fp32", np.float32)

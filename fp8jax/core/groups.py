@@ -123,12 +123,12 @@ class PaddedTokens:
         return take_rows(x, self.rows)
 
     def reduce_blocks(self, values: Array, size: int) -> Array:
-        """The maxima over blocks of `size` places of numbers >= 0 for each row, (rows, n) to (length / size, n)."""
+        """The maxima of non-negative values over blocks of `size` padded rows: (rows, n) to (length / size, n)."""
         padded = self.pad(values)
         return jnp.max(padded.reshape(self.length // size, size, padded.shape[1]), axis=1)
 
     def reduce_groups(self, values: Array) -> Array:
-        """The maxima over each group of numbers >= 0 for each aligned block, to (groups, n)."""
+        """The maxima of non-negative values over the aligned blocks of each group: (blocks, n) to (groups, n)."""
         maxima = jnp.zeros((self.num_groups + 1, values.shape[1]), values.dtype)
         return maxima.at[self.block_groups].max(values, indices_are_sorted=True)[:-1]
 

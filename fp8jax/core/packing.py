@@ -21,7 +21,7 @@ def pack(codes: Array, axis: int, bits: int = 10) -> Array:
     """Packs codes along an axis of any length.
 
     Args:
-        codes: int16 array, in [-512, 511], of which four become five bytes; of 4 bits uint8, of which two become one.
+        codes: int16 array in [-512, 511], packed four in five bytes. With 4 bits: uint8 array, packed two in one byte.
         axis: the packed axis.
         bits: 10 or 4.
 

@@ -31,7 +31,7 @@ class ShortBlocks:
 
     @classmethod
     def from_shape(cls, shape: Any, spec: QuantSpec) -> "ShortBlocks":
-        """The lengths for codes of this shape."""
+        """The lengths of the last blocks of codes of this shape; unknown for leaves without a shape."""
         axes = {"group": (spec.axis,), "block": (-2, -1)}.get(spec.granularity)
         if axes is None or not isinstance(shape, tuple) or not all(-len(shape) <= axis < len(shape) for axis in axes):
             return cls()
@@ -90,8 +90,8 @@ class QTensor:
     NaN, with two levels the microscale. The same holds for a negative value in an unsigned format.
 
     The path of the codes' leaf is `storage_key`, such as "codes:e4m3:group128+expand:v1". Libraries that save trees by
-    path (Orbax, Flax's serialization, a flat dict) then refuse to restore codes into a template with other storage, and
-    name both keys. To convert a state, restore it into a template of its own kind, dequantize, and quantize again.
+    path (Orbax, Flax's serialization, a flat dict) then raise an error that names both keys if the template has other
+    storage. To convert a state, restore it into a template of its own kind, dequantize, and quantize again.
 
     Maps over a state and a tree with one leaf per parameter must treat QTensors as leaves, as in
     `optax.tree.map_params` with a tree of shardings: pass `is_leaf=lambda x: isinstance(x, QTensor)`. `shardings`
@@ -260,7 +260,10 @@ def _dtypes(spec: QuantSpec) -> tuple[np.dtype | None, ...]:
 
 
 def _check_leaf_order(spec: QuantSpec, leaves: tuple[Any, ...]) -> None:
-    """Raises ValueError for the arrays of a QTensor in another order; other children of a tree pass."""
+    """Raises ValueError if `leaves` are the arrays of a QTensor of `spec` in another order.
+
+    Leaves of other dtypes pass: a mapped tree may hold shardings or Python objects in their places.
+    """
     want, got = _dtypes(spec), tuple(getattr(leaf, "dtype", None) for leaf in leaves)
     if got == want or sorted(map(str, got)) != sorted(map(str, want)):
         return
@@ -290,7 +293,7 @@ def quantize(x: Array, spec: QuantSpec | str, *, key: Array | None = None) -> QT
     Args:
         x: array of a floating dtype, any shape. fp32 subnormals count as zeros.
         spec: a `QuantSpec` or its string form.
-        key: PRNG key, required for stochastic rounding and refused otherwise.
+        key: PRNG key, required for stochastic rounding and an error otherwise.
 
     Returns:
         A `QTensor`, sharded as `x`.

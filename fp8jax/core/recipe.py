@@ -45,12 +45,12 @@ class Comm:
         if spec is None:
             if one_phase or self.auto_scale:
                 raise ValueError(
-                    f"comm.form {self.form!r} and auto_scale={self.auto_scale} are of 8-bit gradients, but "
+                    f"comm.form {self.form!r} and auto_scale={self.auto_scale} are for 8-bit gradients, but "
                     f"comm.gradients is {self.gradients!r}; give 'e4m3', or leave both out"
                 )
             return
         if not formats.get(spec.format).is_matmul_format:
-            raise ValueError(f"comm.gradients {self.gradients!r}: codes that travel are of 'e4m3', 'e5m2' or 'int8'")
+            raise ValueError(f"comm.gradients {self.gradients!r}: codes on the wire are 'e4m3', 'e5m2' or 'int8'")
         if spec.granularity not in ("tensor", "group") or spec.axis != -1 or spec.expand:
             raise ValueError(
                 f"comm.gradients {self.gradients!r}: scales are shared by a tensor or by groups of its last axis, "
@@ -219,7 +219,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         check_expand(self.expand)
-        if not formats.get(self.mu).signed:
+        if not formats.get(self.mu).is_signed:
             raise ValueError(f"mu {self.mu!r} has no signs, but first moments do; take 'de8' or 'e4m3'")
         if self.nu_rounding not in NU_ROUNDINGS:
             raise ValueError(f"unknown nu_rounding {self.nu_rounding!r}; it is one of {', '.join(NU_ROUNDINGS)}")
@@ -362,7 +362,7 @@ class Linear:
             if getattr(self, field) not in (*NAMES, *([None] if field == "w_scaling" else [])):
                 names = ", ".join(NAMES)
                 raise ValueError(f"unknown linear.{field} {getattr(self, field)!r}; it is one of {names}")
-        self._check_states()
+        self._check_stateful_strategies()
         if unknown := set(self.fast_accumulation) - set(self.products()):
             names = ", ".join(self.products())
             raise ValueError(f"linear.fast_accumulation names {sorted(unknown)}; products are {names}")
@@ -386,24 +386,26 @@ class Linear:
                     f"'e4m3:token', or give rotation=None"
                 )
 
-    def _check_states(self) -> None:
-        """Raises ValueError for operands that their scaling does not support."""
+    def _check_stateful_strategies(self) -> None:
+        """Raises ValueError for specs that the stateful scaling of their operand does not support."""
         operands_by_scaling: dict[str, list[str]] = {}
-        for operand in self.states:
+        for operand in self.stateful_strategies:
             operands_by_scaling.setdefault(self.scaling_name(operand), []).append(operand)
         for name, operands in operands_by_scaling.items():
             listed = " and ".join([", ".join(operands[:-1]), operands[-1]] if len(operands) > 1 else operands)
-            specs, kinds = [self.spec(operand) for operand in operands], self.states[operands[0]].granularities
-            if any(spec is not None and spec.granularity not in kinds for spec in specs):
-                per = " or ".join(map(repr, kinds))
-                raise ValueError(f"{name} scaling is per {kinds[0]}; give {listed} specs of granularity {per}")
+            specs, strategy = [self.spec(operand) for operand in operands], self.stateful_strategies[operands[0]]
+            if any(spec is not None and spec.granularity not in strategy.granularities for spec in specs):
+                per = " or ".join(map(repr, strategy.granularities))
+                raise ValueError(
+                    f"{name} scaling is per {strategy.granularities[0]}; give {listed} specs of granularity {per}"
+                )
             if None in specs:
                 raise ValueError(f"{name} scaling needs {listed} quantized")
-            if self.states[operands[0]].is_threshold and any(
-                spec is not None and spec.format != "int8" for spec in specs
-            ):
-                raise ValueError(f"{name} scaling is of int8 blocks, not of linear.{listed} {getattr(self, listed)!r}")
-            if self.states[operands[0]].is_threshold and (self.spec("w") != self.spec("x") or self.x_residual is None):
+            if strategy.is_threshold and any(spec is not None and spec.format != "int8" for spec in specs):
+                raise ValueError(
+                    f"{name} scaling is for int8 blocks, not for linear.{listed} {getattr(self, listed)!r}"
+                )
+            if strategy.is_threshold and (self.spec("w") != self.spec("x") or self.x_residual is None):
                 raise ValueError(
                     f"{name} scaling needs x and w in the same blocks and codes to save, not x={self.x!r}, "
                     f"w={self.w!r}, x_residual={self.x_residual!r}"
@@ -421,19 +423,19 @@ class Linear:
         """The scaling of "x", "w" or "dy"."""
         return self._strategies[operand]
 
-    def stateless_scaling(self, operand: str) -> Scaling:
-        """The scaling of an operand in calls without a state."""
+    def stateless_strategy(self, operand: str) -> Scaling:
+        """The scaling of an operand in calls without a state; `Current` if its own scaling is stateful."""
         strategy = self.strategy(operand)
         return Current() if isinstance(strategy, Stateful) else strategy
 
     @property
     def needs_weight_bounds(self) -> bool:
         """Whether the weight's scale comes from the optimizer: see `fp8jax.track_weight_amax`."""
-        return not all(part.collects_stats for part in self.states.values())
+        return not all(part.collects_stats for part in self.stateful_strategies.values())
 
     @functools.cached_property
-    def states(self) -> dict[str, Stateful]:
-        """The scalings with a state, by operand."""
+    def stateful_strategies(self) -> dict[str, Stateful]:
+        """The stateful scalings, by operand."""
         return {operand: part for operand, part in self._strategies.items() if isinstance(part, Stateful)}
 
     def _check_shares_token_scales(self, context: str | None) -> bool:
@@ -451,7 +453,7 @@ class Linear:
             and not (specs[1].is_folded and specs[1].outer_scale == "token")
         ):
             raise ValueError(
-                f"linear.x_wgrad cannot be the same as {context!r} beside dy {self.dy!r}: an fp32 scale for each token "
+                f"linear.x_wgrad cannot be the same as {context!r} with dy {self.dy!r}: an fp32 scale for each token "
                 f"shifts no exponents; give dy an outer scale of tokens, such as 'e4m3:mx32+token', or name a spec"
             )
         return True
@@ -505,7 +507,7 @@ class Linear:
         return specs
 
     def spec(self, field: str) -> QuantSpec | None:
-        """The spec of an operand, with "same" resolved; None for bf16."""
+        """The spec in a field, such as "x", "x_residual" or "w_dgrad", with "same" resolved; None for bf16."""
         return self._specs[field]
 
     def products(self) -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
@@ -606,7 +608,7 @@ class Recipe:
 
     def _with_residuals(self, role: str, stored: str, computed: str, size: float) -> tuple[str, str, str, float]:
         """A row of the plan; for an input with fallback, with the largest fraction of residual blocks."""
-        strategy = self.linear.states.get("x")
+        strategy = self.linear.stateful_strategies.get("x")
         if role != "forward x" or strategy is None or not strategy.is_threshold:
             return role, stored, computed, size
         lowest, highest = self.linear.fallback_fraction_range

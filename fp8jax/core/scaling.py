@@ -335,6 +335,7 @@ class Automatic(Stateful):
         return self.measure_amax(x)
 
     def scale(self, state: Array, x: Array, fmt: Format) -> Array:
+        """The scale for the bound in `state`; `x` is not read."""
         return to_scale(state, fmt)
 
     def measure_amax(self, x: Array) -> Array:

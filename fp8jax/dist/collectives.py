@@ -64,22 +64,24 @@ def collectives(program: str) -> list[Collective]:
 
 
 def _parse_collective(line: str) -> Iterator[Collective]:
+    """The collectives of a line of a program, one per dtype; none for a line without a collective."""
     match = _OPERATION.search(line)
     if match is None:
         return
-    result, kind, start, attributes = match.groups()
+    result, kind, start_suffix, attributes = match.groups()
     devices = _count_devices(attributes)
-    scale = {"all-gather": 1 / devices, "reduce-scatter": devices}.get(kind, 1.0)
-    nested = result.startswith("((")  # an asynchronous start: ((operands), results)
+    operand_ratio = {"all-gather": 1 / devices, "reduce-scatter": devices}.get(kind, 1.0)  # bytes per byte of result
+    # The result of an asynchronous start is (operand, result), or ((operands), results) if there are several.
+    nested = result.startswith("((")
     arrays = _ARRAY.findall(result[: result.index(")")] if nested else result)
-    if nested or (start and kind in ("all-gather", "collective-permute")):
-        arrays, scale = (arrays if nested else arrays[:1]), 1.0  # else (operand, result)
+    if nested or (start_suffix and kind in ("all-gather", "collective-permute")):
+        arrays, operand_ratio = (arrays if nested else arrays[:1]), 1.0
     arrays = [
         (dtype, int(bits or 8) // 8 * math.prod(int(d) for d in shape.split(",") if d)) for dtype, bits, shape in arrays
     ]
     for dtype in dict.fromkeys(name for name, _ in arrays):
         total = sum(size for name, size in arrays if name == dtype)
-        yield Collective(kind, dtype, round(total * scale), devices)
+        yield Collective(kind, dtype, round(total * operand_ratio), devices)
 
 
 def _count_devices(attributes: str) -> int:

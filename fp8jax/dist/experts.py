@@ -61,8 +61,8 @@ class TokenExchange:
     Attributes:
         group_sizes: int32 (local experts,), the number of received rows of each expert of this device. They are
             consecutive, ordered by expert and then by the device that sent them.
-        overflow: int32 scalar, the rows of all devices that exceed a capacity. Where it is not 0, `combine` returns NaN
-            on all devices.
+        overflow: int32 scalar, the rows of all devices that exceed a capacity. If it is not 0, `combine` returns NaN on
+            all devices.
         groups: this device's rows of each expert.
         sent, received: slices of rows.
         axes: the mesh axes.
@@ -194,7 +194,7 @@ class TokenExchange:
         return self._move(y, self.received, self.sent, self.num_rows)
 
     def _move(self, rows: Array, sent: _Slices, received: _Slices, length: int) -> Array:
-        """`length` rows, of which slices come from other devices; the others are 0."""
+        """`length` rows: slices from other devices, and zeros elsewhere."""
         out = cast_varying_over(jnp.zeros((length, rows.shape[1]), rows.dtype), varying_axes((rows, sent)))
 
         def ragged(rows: Array, out: Array, sent: _Slices, received: _Slices) -> Array:

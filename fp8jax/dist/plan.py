@@ -126,7 +126,7 @@ def plan(
     """
     recipe = resolve(recipe)
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"a plan is of a whole Recipe, not of {recipe!r}")
+        raise TypeError(f"plan takes a whole Recipe, not {recipe!r}")
     data, fsdp, tensor, expert = axes = [mesh.get(name, 1) for name in ("data", "fsdp", "tensor", "expert")]
     if min(axes) < 1:
         raise ValueError(
@@ -222,7 +222,7 @@ def _tensor_parallel_collectives(
 def _param_gathers(
     shapes: Sequence[tuple[int, ...]], depths: Sequence[int], recipe: Recipe, data: int, shards: int, partition: str
 ) -> list[Collective]:
-    """All-gathers over "data" of new parameters, of which each device has updated its part."""
+    """All-gathers over "data" of new parameters, after each device has updated its part."""
     if not partition:
         return []
     shapes_and_depths = list(zip(shapes, depths, strict=True))
@@ -298,7 +298,7 @@ def _weight_gathers(matrices: Sequence[tuple[tuple[int, ...], int]], recipe: Rec
     """All-gathers of parameters: twice for stacked layers (forward and backward), once for others."""
     comm, linear, weights = recipe.comm, recipe.linear, recipe.weights
     spec, has_explicit_comm = linear.spec("w"), comm.gradients is not None
-    collects_w_stats = "w" in linear.states and linear.states["w"].collects_stats
+    collects_w_stats = "w" in linear.stateful_strategies and linear.stateful_strategies["w"].collects_stats
     collectives = []
     for shape, depth in matrices:
         size, times, layer = math.prod(shape) // fsdp, 2 if depth else 1, shape[depth:]

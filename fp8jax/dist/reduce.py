@@ -215,7 +215,7 @@ class _Reduction:
                 stacklevel=3,
             )
         if factors is not None and comm.form != "one_phase":
-            raise ValueError(f"factors are of sums that may saturate, in form 'one_phase'; {comm.form!r} has none")
+            raise ValueError(f"factors are for sums that may saturate, in form 'one_phase'; {comm.form!r} has none")
         if comm.form == "one_phase" and choice.on_cuda() and choice.capability() < SUM_CAPABILITY:
             raise ValueError(
                 f"comm.form 'one_phase': NCCL sums FP8 from compute capability 9.0 on, and this GPU has "
@@ -329,7 +329,7 @@ class _Reduction:
 
     def _reduce_scatter(self, x: Array, spec: QuantSpec, scale: Array, dim: int) -> Array:
         """A device's shard of the mean: codes are sent to the shard's device, and summed there."""
-        return shared_scales.reduce_scatter_codes(x, spec, scale, dim, self.axes, 1 / self.replicas).astype(x.dtype)
+        return shared_scales.reduce_scatter_codes(x, spec, scale, self.axes, dim, 1 / self.replicas).astype(x.dtype)
 
     def _reduce_one_phase(
         self, x: Array, spec: QuantSpec, scale: Array, mu: Array | None, dim: int | None
@@ -344,7 +344,7 @@ class _Reduction:
         operand = codes if choice.on_cuda() else fmt.decode(codes)
         total = self._sum(operand, dim)
         if dim is not None:
-            scale = shared_scales.shard_scales(scale, dim, self.axes)
+            scale = shared_scales.shard_scales(scale, self.axes, dim)
         total = total if choice.on_cuda() else fmt.encode(total)
         values = fmt.decode(total)
         saturated_fraction = jnp.mean((jnp.abs(values) >= fmt.max) | jnp.isnan(values), dtype=jnp.float32)

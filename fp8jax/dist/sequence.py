@@ -57,7 +57,7 @@ def operand_wire_format(caller: str, wire_format: WireFormatLike, operand: str) 
         # scale of the tensor above those of groups, which shards do not have.
         if spec is None or spec.rounding == "stochastic" or spec.is_packed:
             return WireFormat(None)
-        return WireFormat(spec, strategy=resolved.stateless_scaling(operand))
+        return WireFormat(spec, strategy=resolved.stateless_strategy(operand))
     if isinstance(resolved, QuantSpec):
         _check_wire_spec(caller, resolved)
         return WireFormat(resolved)
@@ -262,7 +262,7 @@ def _gather_with_codes(
     codes = None
     if forward_format.spec is not None:
         shard = _quantize_shard(lax.stop_gradient(x), forward_format, names)
-        codes = forward_format.spec, _gather_codes(shard, x.shape, dim, names)
+        codes = forward_format.spec, _gather_codes(shard, x.shape, names, dim)
     static = _GatherConfig(names, dim, forward_format, backward_format, x.dtype, shape)
     whole: Array = _gather(static, x, codes and codes[1])
     return whole, codes
@@ -292,7 +292,7 @@ def _scatter_backward(static: Any, _: None, dy: Array) -> tuple[Array]:
     axes, dim, _, backward_format = static
     if backward_format.spec is None:
         return (lax.all_gather(backward_format.cast(dy), axes, axis=dim, tiled=True).astype(dy.dtype),)
-    q = from_bytes(_gather_codes(_quantize_shard(dy, backward_format, axes), dy.shape, dim, axes))
+    q = from_bytes(_gather_codes(_quantize_shard(dy, backward_format, axes), dy.shape, axes, dim))
     shape = tuple(n * lax.axis_size(axes) if i == dim else n for i, n in enumerate(dy.shape))
     return (q.dequantize(dy.dtype).reshape(shape),)
 
@@ -301,11 +301,11 @@ _scatter.defvjp(lambda static, x: (_scatter(static, x), None), _scatter_backward
 
 
 def _reduce_scatter(x: Array, wire_format: WireFormat, axes: tuple[str, ...], dim: int) -> Array:
-    """A device's shard of the sum over all devices."""
+    """A device's shard, along `dim`, of the sum over all devices; it is sent in the wire format."""
     if wire_format.spec is None:
         return lax.psum_scatter(wire_format.cast(x), axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
     (scale,) = shared_scales.shared_scales([x], [wire_format.spec], axes)
-    return shared_scales.reduce_scatter_codes(x, wire_format.spec, scale, dim, axes).astype(x.dtype)
+    return shared_scales.reduce_scatter_codes(x, wire_format.spec, scale, axes, dim).astype(x.dtype)
 
 
 def _quantize_shard(x: Array, wire_format: WireFormat, axes: tuple[str, ...]) -> QTensor:
@@ -328,7 +328,7 @@ def _quantize_shard(x: Array, wire_format: WireFormat, axes: tuple[str, ...]) ->
     return to_bytes(q)
 
 
-def _gather_codes(q: QTensor, shape: tuple[int, ...], dim: int, axes: tuple[str, ...]) -> QTensor:
+def _gather_codes(q: QTensor, shape: tuple[int, ...], axes: tuple[str, ...], dim: int) -> QTensor:
     """The codes of the whole, (all tokens, channels), from those of each device's shard of this shape."""
 
     def gather(x: Array) -> Array:

@@ -48,7 +48,7 @@ def encode(x: Array, spec: QuantSpec, scale: Array) -> Array:
 
 
 def reduce_scatter_codes(
-    x: Array, spec: QuantSpec, scale: Array, dim: int, axes: tuple[str, ...], factor: float = 1.0
+    x: Array, spec: QuantSpec, scale: Array, axes: tuple[str, ...], dim: int, factor: float = 1.0
 ) -> Array:
     """A device's shard, along a dimension, of the sum of all devices' arrays times a factor, fp32.
 
@@ -58,8 +58,8 @@ def reduce_scatter_codes(
         x: array of one shape on each device; the devices divide the dimension and its blocks.
         spec: `QuantSpec` of `x` on the wire.
         scale: scales of its blocks, the same on all devices.
-        dim: the dimension that is scattered.
         axes: the mesh axes.
+        dim: the dimension that is scattered.
         factor: a constant.
     """
     fmt, devices = formats.get(spec.format), lax.axis_size(axes)
@@ -68,11 +68,11 @@ def reduce_scatter_codes(
     operand = jnp.moveaxis(to_bytes(codes).reshape(shape), dim, 0)
     total = sum_codes(to_codes(lax.all_to_all(operand, axes, 0, 0, tiled=True), fmt), fmt)
     return total * (
-        blocks.broadcast_blocks(shard_scales(scale, dim, axes), total.shape, spec.block_shape(total.shape)) * factor
+        blocks.broadcast_blocks(shard_scales(scale, axes, dim), total.shape, spec.block_shape(total.shape)) * factor
     )
 
 
-def shard_scales(scale: Array, dim: int, axes: tuple[str, ...]) -> Array:
+def shard_scales(scale: Array, axes: tuple[str, ...], dim: int) -> Array:
     """The scales of a device's shard along a dimension."""
     if scale.shape[dim] == 1:
         return scale

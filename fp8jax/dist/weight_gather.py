@@ -63,7 +63,7 @@ def gather_quantized(
     """
     manual.check_manual_axes("gather_quantized", axes, (), _ADVICE)
     names, linear = manual.axis_names(axes), linear_part(recipe)
-    spec, strategy = one_pass_spec(linear), linear.stateless_scaling("w")
+    spec, strategy = one_pass_spec(linear), linear.stateless_strategy("w")
     if spec is None or collects_stats(linear, "w") or w.shape[0] % (spec.group_size or 1):
         return None
     w = lax.stop_gradient(w)
@@ -105,7 +105,7 @@ def fsdp_gather_weight(
     """
     manual.check_manual_axes("fsdp_gather_weight", axes, (), _ADVICE)
     return _gather_weight(
-        manual.axis_names(axes), resolve(gradients), dim, jnp.dtype(dtype or w.dtype), needs_values, w
+        manual.axis_names(axes), dim, resolve(gradients), jnp.dtype(dtype or w.dtype), needs_values, w
     )
 
 
@@ -117,17 +117,17 @@ def _gather(x: Array, axes: tuple[str, ...], dim: int = 0) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _gather_weight(axes: tuple[str, ...], comm: Comm, dim: int, dtype: Any, needs_values: bool, w: Array) -> Array:
+def _gather_weight(axes: tuple[str, ...], dim: int, comm: Comm, dtype: Any, needs_values: bool, w: Array) -> Array:
     if needs_values:
         return _gather(w.astype(dtype), axes, dim)
     return jnp.zeros([n * lax.axis_size(axes) if i == dim else n for i, n in enumerate(w.shape)], dtype)
 
 
-def _forward(axes: Any, comm: Any, dim: Any, dtype: Any, needs_values: Any, w: Array) -> tuple[Array, Array]:
-    return _gather_weight(axes, comm, dim, dtype, needs_values, w), jnp.zeros((0,), w.dtype)
+def _forward(axes: Any, dim: Any, comm: Any, dtype: Any, needs_values: Any, w: Array) -> tuple[Array, Array]:
+    return _gather_weight(axes, dim, comm, dtype, needs_values, w), jnp.zeros((0,), w.dtype)
 
 
-def _backward(axes: Any, comm: Comm, dim: int, dtype: Any, needs_values: bool, like: Array, dy: Array) -> tuple[Array]:
+def _backward(axes: Any, dim: int, comm: Comm, dtype: Any, needs_values: bool, like: Array, dy: Array) -> tuple[Array]:
     partition_spec = PartitionSpec(*[None] * dim, axes)
     return (reduce_scatter_gradients(dy, axes, comm, specs=partition_spec).astype(like.dtype),)
 

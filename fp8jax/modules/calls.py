@@ -85,7 +85,8 @@ class CallLeaf(NamedTuple):
     """The kind of one leaf of a call or of its results.
 
     Attributes:
-        kind: "parameter", "array" of the module, "argument" array, "setting", or "given": a result that is an input.
+        kind: "parameter", "array" of the module, "argument" array, "setting", or for a result that is an input
+            "passthrough".
         value: the path of a parameter or of an adapter's array, the value of a setting, or the number of the input.
         num_arrays: of the leaf.
     """
@@ -141,18 +142,18 @@ def partition_leaves(leaves: Sequence[CallLeaf], values: Sequence[Any]) -> tuple
 
 
 def merge_leaves(
-    leaves: Sequence[CallLeaf], arrays: Iterator[Any], params: Mapping[str, Any] = {}, given_leaves: Sequence[Any] = ()
+    leaves: Sequence[CallLeaf], arrays: Iterator[Any], params: Mapping[str, Any] = {}, input_leaves: Sequence[Any] = ()
 ) -> list[Any]:
     """The leaves of a call or of its results.
 
     Args:
         arrays: those of the leaves, in their order.
-        given_leaves: the inputs of the call, for results that are inputs.
+        input_leaves: the inputs of the call, for results that are inputs.
     """
 
     def resolve(leaf: CallLeaf) -> Any:
-        if leaf.kind in ("setting", "given"):
-            return leaf.value if leaf.kind == "setting" else given_leaves[leaf.value]
+        if leaf.kind in ("setting", "passthrough"):
+            return leaf.value if leaf.kind == "setting" else input_leaves[leaf.value]
         return params[leaf.value] if leaf.kind == "parameter" else next(arrays)
 
     return [resolve(leaf) for leaf in leaves]

@@ -45,8 +45,8 @@ _FindShape = Callable[[str, Any], tuple[int, ...]]
 def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: Any) -> Explanation:
     """What the rules make of a model: what is quantized, what is left as written and why, what is saved and gained.
 
-    With sample inputs, `.program` of the result has the products in the compiled program of a loss (the mean square of
-    the outputs) and its gradient, for the default device. No training state is changed.
+    With sample inputs, a loss (the mean square of the outputs) and its gradient are compiled for the default device.
+    `.program` of the result has their products. No training state is changed.
 
     Args:
         model: an NNX or Linen model, as `fp8jax.nnx.quantize` and `fp8jax.linen.quantize` take it.
@@ -60,7 +60,8 @@ def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: An
         An `Explanation`; print it.
 
     Raises:
-        TypeError: the model is of neither kind, a Linen model comes without sample inputs, or rules are missing.
+        TypeError: the model is neither an NNX nor a Linen model, a Linen model comes without sample inputs, or rules
+            are missing.
         ValueError: as `quantize`.
     """
     is_quantized = isinstance(type(model), nnx_modules.QuantizedMeta)

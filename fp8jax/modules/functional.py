@@ -119,13 +119,13 @@ class _Results(Results):
     def apply(self, call: "SplitCall") -> Any:
         """The results of a call, after its side effects on the module and the arguments."""
         new = iter(self.arrays)
-        leaves = merge_leaves(self.leaves, new, given_leaves=call.raw_values)
+        leaves = merge_leaves(self.leaves, new, input_leaves=call.raw_values)
         if self.has_graph_changes:
             with nnx.merge_context(_TAG, inner=False) as context:
                 y, *_ = context.unflatten(self.structure, leaves)
             return y
         changed_indices, changed = zip(*self.changed, strict=True) if self.changed else ((), ())
-        for i, value in zip(changed_indices, merge_leaves(changed, new, given_leaves=call.raw_values), strict=True):
+        for i, value in zip(changed_indices, merge_leaves(changed, new, input_leaves=call.raw_values), strict=True):
             call.variables[i].set_raw_value(value)
         return jax.tree.unflatten(self.structure, leaves)
 
@@ -214,7 +214,7 @@ def _split_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any
     shapes = tuple((path, x.shape) for path, x in params.items() if hasattr(x, "shape"))
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(raw))
     try:
-        # Inside a traced program each call is traced anew; outside of programs a call is traced once.
+        # Inside a traced program each call is traced again; outside of programs a call is traced once.
         fingerprint = None if is_traced or products.find_patched_matmul() else _settings_fingerprint(graph, leaves)
         make = _transform_method.__wrapped__ if fingerprint is None else _transform_method
         transformed_call = make(method, graph, leaves, shapes, fingerprint, _state_axes(module, variables))
@@ -346,7 +346,7 @@ def _collect_results(
     result_values = [_raw_value(v) for v in state.leaves]
     frozen_inputs = (frozen_indices.get(id(v)) for v in state.leaves)
     result_leaves = [
-        _result_leaf(x, input_indices) if i is None else CallLeaf("given", i)
+        _result_leaf(x, input_indices) if i is None else CallLeaf("passthrough", i)
         for i, x in zip(frozen_inputs, result_values, strict=True)
     ]
     pairs = list(zip(state.paths, result_leaves, strict=True))
@@ -365,7 +365,7 @@ def _raw_value(x: Any) -> Any:
 
 def _result_leaf(x: Any, input_indices: Mapping[int, int]) -> CallLeaf:
     if id(x) in input_indices:
-        return CallLeaf("given", input_indices[id(x)])
+        return CallLeaf("passthrough", input_indices[id(x)])
     arrays = jax.tree.leaves(x)
     return CallLeaf("array", num_arrays=len(arrays)) if all(map(is_array, arrays)) else CallLeaf("setting", x)
 

@@ -76,7 +76,7 @@ def quantize(module: Model, rules: Rules) -> Model:
         The copy, an instance of a subclass of the model's class.
 
     Raises:
-        TypeError: the model is no Linen module, or the rules are of another type.
+        TypeError: the model is no Linen module, or the rules have another type.
         ValueError: the model is bound or quantized already. From `init` or `apply`: a rule matches nothing or there is
             no matmul of data with a parameter. Or a matmul asks for a precision that no quantized matmul has.
     """

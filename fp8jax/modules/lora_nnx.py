@@ -71,7 +71,7 @@ def lora(
     selected = select_params(found_modules, settings.rules)
     if not selected:
         raise ValueError(
-            "no layer of the model follows a recipe, and adapters stand beside those that do; for products in 16 bits, "
+            "no layer of the model follows a recipe, and only such layers have adapters; for products in 16 bits, "
             "fp8jax.nnx.quantize(model, 'bf16')"
         )
     for path, (_, _, linear) in selected.items():

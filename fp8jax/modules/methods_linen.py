@@ -107,7 +107,7 @@ def transform_method(method: Callable, root: QuantizedRoot, notices: Notices) ->
         if not root.is_submodule:
             planned_call.warn(notices)
         for use, linear in planned_call.uses.items():
-            if linear.states:
+            if linear.stateful_strategies:
                 scope_index, param_path = lifted.param_locations[use.path]
                 weight, mutable = lifted.call.params.get(use.path), lifted.is_mutable[scope_index]
                 param_states[use.path] = _read_state(
@@ -257,7 +257,17 @@ def _get_function(
     values: Sequence[Any],
     scopes: Sequence[Any],
 ) -> _TracedFunction:
-    """The function of a call; cached unless it is traced or its modules cannot be compared."""
+    """The traced function of a call of `method`.
+
+    It is cached unless its values are traced, random keys were drawn before, or its modules cannot be compared.
+
+    Args:
+        fields: `_module_fingerprint` of the module; None if it cannot be compared.
+        structure: tree structure of (variable groups, keys, args, kwargs).
+        leaf_kinds: kinds of its leaves.
+        values: its leaves.
+        scopes: the scopes of the lifted modules.
+    """
     shapes = tuple((x.shape, x.dtype) for x in values if is_array(x) or is_frozen(x))
     context = tuple((scope.path, repr(scope.mutable), scope.flags) for scope in scopes)
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
@@ -387,7 +397,8 @@ def _merge_stats(collections: dict[str, Any], param_path: Path, linear: Linear, 
     """Merge the statistics of a call into those in the variables."""
     variables: Any = _get_variables(collections, SCALING, get_variables_path(param_path))
     for operand, value in stats.items():
-        variables[f"seen_{operand}"] = linear.states[operand].merge_stats(variables[f"seen_{operand}"], value)
+        strategy, name = linear.stateful_strategies[operand], f"seen_{operand}"
+        variables[name] = strategy.merge_stats(variables[name], value)
 
 
 def _add_variables(

@@ -43,10 +43,10 @@ def make_tabulate_property(original: Any, method: ModuleMethod | None, restore: 
         restore: removes a module's scaling states and codes.
     """
 
-    def set_id(module: Any, value: int) -> None:
+    def set_tabulate_id(module: Any, value: int) -> None:
         restore(module)
         body: dict[str, Any] = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-        body["_fp8jax_written"] = original
+        body["_fp8jax_original_class"] = original
         if method is not None:
             body["__call__"] = _with_recipe_names(method)
         meta: Any = type(original)
@@ -54,7 +54,7 @@ def make_tabulate_property(original: Any, method: ModuleMethod | None, restore: 
         object.__setattr__(module, "__class__", cls)
         setattr(module, TABULATE_ID, value)
 
-    return property(fset=set_id)
+    return property(fset=set_tabulate_id)
 
 
 def _with_recipe_names(method: ModuleMethod) -> Callable:
@@ -73,8 +73,8 @@ def _with_recipe_names(method: ModuleMethod) -> Callable:
                 names.setdefault(find_owner(modules, entry.path), []).append(_get_recipe_name(method.rules, entry))
         for path, recipe_names in names.items():
             cls: Any = type(modules[path])
-            if "_fp8jax_written" in vars(cls):
-                cls.__name__ = f"{cls._fp8jax_written.__name__} ({', '.join(dict.fromkeys(recipe_names))})"
+            if "_fp8jax_original_class" in vars(cls):
+                cls.__name__ = f"{cls._fp8jax_original_class.__name__} ({', '.join(dict.fromkeys(recipe_names))})"
         return y
 
     return call
@@ -140,7 +140,7 @@ class QuantizedMeta(type(nnx.Module)):  # type: ignore[misc]
 def _reduce(cls: Any) -> Any:
     if "_fp8jax_settings" not in vars(cls):
         return cls.__qualname__
-    return make_quantized_class, (cls._fp8jax_written, cls._fp8jax_settings)
+    return make_quantized_class, (cls._fp8jax_original_class, cls._fp8jax_settings)
 
 
 copyreg.pickle(QuantizedMeta, _reduce)
@@ -151,7 +151,7 @@ def make_quantized_class(original: Any, settings: QuantizedClassConfig) -> type:
     """The subclass of a module's class whose methods are transformed."""
     names = ("__module__", "__qualname__", "__doc__")
     body = {name: getattr(original, name) for name in names}
-    body |= {"_fp8jax_written": original, "_fp8jax_settings": settings}
+    body |= {"_fp8jax_original_class": original, "_fp8jax_settings": settings}
     body["_fp8jax_notices"] = Notices() if settings.is_model else None
     body |= {
         name: _quantized_method(original, name, settings)
@@ -213,7 +213,7 @@ def _restore_original_classes(module: nnx.Module) -> Callable[[], None]:
     changed = [m for _, m in nnx.iter_modules(module) if "_fp8jax_settings" in vars(type(m))]
     classes = [type(m) for m in changed]
     for m, cls in zip(changed, classes, strict=True):
-        object.__setattr__(m, "__class__", cls._fp8jax_written)  # type: ignore[attr-defined]
+        object.__setattr__(m, "__class__", cls._fp8jax_original_class)  # type: ignore[attr-defined]
 
     def restore() -> None:
         for m, cls in zip(changed, classes, strict=True):
@@ -239,8 +239,8 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
 
     Delayed scaling and `int8_fallback` add variables, which `fp8jax.nnx.value_and_grad` and `Optimizer` train. They are
     in `dot_general` or `einsum_op` of a Flax layer. In other classes they are in `fp8jax_NAME` for each parameter NAME
-    of two axes or more, with a state for each matrix in its last two axes, as of each expert. A product of the whole
-    parameter uses the first state. Matmuls with other batch axes run as written.
+    of two axes or more. Each matrix in its last two axes, such as that of an expert, has a state. A product of the
+    whole parameter uses the first state. Matmuls with other batch axes run as written.
 
     A recipe, unlike a rule, does not quantize embeddings, output heads and routers. They are found by name, or by a
     result that is returned (heads) or goes into softmax, top_k or argmax (routers).
@@ -257,7 +257,7 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
         The copy. `fp8jax.explain(copy, *sample)` lists each part of a call.
 
     Raises:
-        TypeError: the model is no NNX module, or the rules are of another type.
+        TypeError: the model is no NNX module, or the rules have another type.
         ValueError: a rule matches no layer, the model has none or is quantized already, or no module has one of
             `methods`. From a call: nothing can be quantized. Or a matmul asks for a precision that no quantized matmul
             has.
@@ -281,7 +281,7 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
         module = submodules[module_path]
         # Automatic scaling, which collects no statistics, has bounds for layers whose matrices are (inputs, outputs).
         has_matrices = isinstance(module, LAYERS[:2]) or _may_stack_matrices(module, name)
-        if observed_operands(linear) or (linear.states and has_matrices):
+        if observed_operands(linear) or (linear.stateful_strategies and has_matrices):
             _add_scaling(submodules, module_path, name, linear, record)
     selected_modules = {holder for holder, _, _ in products.values()} | set(
         _find_context_paths(submodules, ordered_rules)
@@ -410,7 +410,7 @@ def _add_scaling(
 def _original_class(module: Any) -> type:
     """The class of a module before `quantize`."""
     classes: Any = type(module).__mro__
-    return next((c._fp8jax_written for c in classes if "_fp8jax_written" in vars(c)), type(module))
+    return next((c._fp8jax_original_class for c in classes if "_fp8jax_original_class" in vars(c)), type(module))
 
 
 def get_settings(module: Any) -> QuantizedClassConfig | None:

@@ -156,7 +156,8 @@ class LayerScaling(ParameterStateModule):
     def layer_axes(self) -> tuple[int, ...]:
         for operand, name in stats_names(self.linear).items():
             shape: tuple[int, ...] = getattr(self, name).shape
-            return shape if operand == "dy" else shape[: len(shape) - len(self.linear.states[operand].stats_shape)]
+            stats_shape = () if operand == "dy" else self.linear.stateful_strategies[operand].stats_shape
+            return shape[: len(shape) - len(stats_shape)]
         return self.bound_variable().shape
 
     def load(self) -> ParameterState:
@@ -177,7 +178,7 @@ class LayerScaling(ParameterStateModule):
             training.record_observation(self.record)
         try:
             for operand, value in observed.items():
-                stats, scaling = getattr(self, f"seen_{operand}"), self.linear.states[operand]
+                stats, scaling = getattr(self, f"seen_{operand}"), self.linear.stateful_strategies[operand]
                 if stats.ndim == value.ndim:
                     stats[...] = scaling.merge_stats(stats[...], value)
                     continue
@@ -196,7 +197,7 @@ class LayerScaling(ParameterStateModule):
 
     def bound_variable(self) -> nnx.Variable:
         """The variable of the weight's state that comes from the optimizer."""
-        return getattr(self, self.linear.states["w"].variable_name("w"))
+        return getattr(self, self.linear.stateful_strategies["w"].variable_name("w"))
 
     def end_step(self, axis_name: AxisNames = None, apply_if: ArrayLike | None = None) -> None:
         """Advance the states by the stats of the step, unless `apply_if` is False, and empty these, in place."""
@@ -289,7 +290,7 @@ def set_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array], only_
     """Gives layers the bounds of an optimizer, in place; with `only_trained` other weights than its own keep theirs.
 
     Raises:
-        ValueError: the model has no layer with automatic weight scaling, or the optimizer is of another model.
+        ValueError: the model has no layer with automatic weight scaling, or the optimizer belongs to another model.
     """
     layers = _bounded_layers(model)
     for record in dict.fromkeys(layer.record for _, layer in layers):
@@ -372,7 +373,7 @@ def value_and_grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **op
     Args:
         f: a function whose arguments at `argnums` are models, arrays, or trees of these, such as a tuple of two models.
         argnums: an integer, an `nnx.DiffState`, or a sequence of them.
-        has_aux: whether `f` returns a pair, of which the second part is not differentiated.
+        has_aux: whether `f` returns a pair whose second part is not differentiated.
         options: other arguments of `flax.nnx.value_and_grad`. With `graph=False` or `graph_updates=False` gradients are
             of all arrays of a model, statistics included.
     """
@@ -414,7 +415,7 @@ def grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **options: Any
 
 
 def _takes_state_grads(options: Mapping[str, Any]) -> bool:
-    """Whether gradients are of parts of a model's state. In Flax's tree mode they are of all its arrays."""
+    """Whether gradients are with respect to parts of a model's state; in Flax's tree mode, to all its arrays."""
     modes = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}  # not in every version of Flax
     current = {name: getattr(nnx, setting).current_value() for name, setting in modes.items() if hasattr(nnx, setting)}
     return all(value if options.get(name) is None else options[name] for name, value in current.items())

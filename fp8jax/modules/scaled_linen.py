@@ -187,7 +187,7 @@ def _find_linear(layer: tuple[str, ...], variables: Mapping[str, Array], rules: 
     if rules is not None:
         linear = as_rule_set(rules).choose(path, aliases=["/".join(get_weight_path(layer))]).linear
         if linear is None or not set(state_names(linear).values()) <= set(variables):
-            raise ValueError(f"{name} has other variables of scaling than these rules make: give those of `quantize`")
+            raise ValueError(f"{name} has other scaling variables than these rules make: pass the rules of `quantize`")
         return linear
     if not set(OPERANDS) <= set(variables):
         raise ValueError(

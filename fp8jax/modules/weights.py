@@ -120,7 +120,7 @@ def _has_only_16_bit_products(model: Any) -> bool:
 
 
 def _prequantize(layer: Any, quantizer: Callable[[Array, Linear, Array | None], QuantizedWeight | None]) -> bool:
-    """Whether a layer now stores its weight quantized."""
+    """Stores a layer's weight quantized; False if its recipe or its kernel rules that out."""
     settings = get_settings(layer)
     linear = None if settings is None else settings.rules.choose(settings.prefix).linear
     if linear is None or linear.spec("w") is None or linear.spec("w_dgrad") is None:
@@ -140,7 +140,7 @@ def _prequantize(layer: Any, quantizer: Callable[[Array, Linear, Array | None], 
 
 
 def _prequantize_experts(module: Any, path: Sequence[Any], quantizer: Quantizer) -> bool:
-    """Whether a module of a user's class now stores weights of experts quantized."""
+    """Stores the weights of experts in a module of a user's class quantized; False if it has none."""
     settings, params = get_settings(module), get_params(module)
     if settings is None:
         return False

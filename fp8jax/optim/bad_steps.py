@@ -22,7 +22,7 @@ _MIN_SPREAD = 2.0**-8
 
 
 class StepMonitor(NamedTuple):
-    """What is known of the steps so far. All zeros before the first step.
+    """Losses and counts of the steps so far, all zeros before the first step.
 
     Attributes:
         losses: fp32 (LOSS_WINDOW,), the newest losses of good steps, in a ring.
@@ -49,7 +49,7 @@ def loss_limit(monitor: StepMonitor, max_loss_jump: ArrayLike) -> Array:
     The spread is the median absolute deviation, as a standard deviation, as in the Hampel identifier (Davies and
     Gather, The Identification of Multiple Outliers, 1993). OLMo 2 (arXiv 2501.00656) skips steps by mean and standard
     deviation of the same window, which a few outliers move. Infinite while fewer than half of the losses are there.
-    Infinite too while the spread is 0, as of losses that are mostly 0: then nothing says how far a loss may rise.
+    Infinite too while the spread is 0, as with losses that are mostly 0: they set no scale for a jump.
     """
     losses = jnp.where(jnp.arange(LOSS_WINDOW) < monitor.loss_count, monitor.losses, jnp.nan)
     median = jnp.nanmedian(losses)
@@ -141,7 +141,7 @@ def skip_bad_steps(
     inner_update = optax.with_extra_args_support(tx).update
 
     def init(params: optax.Params) -> SkipBadStepsState:
-        return moments.replicate_scalars(params, SkipBadStepsState(init_monitor(), tx.init(params)))
+        return moments.replicate_scalars(SkipBadStepsState(init_monitor(), tx.init(params)), params)
 
     def observe(grads: Any, monitor: StepMonitor, value: ArrayLike | None) -> tuple[Array, StepMonitor]:
         if value is None and max_loss_jump is not None:

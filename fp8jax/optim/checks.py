@@ -35,7 +35,7 @@ def check_number(name: str, argument: Any, low: float = -np.inf, high: float = n
 
 
 def check_adam_constant(name: str, argument: Any, high: float = np.inf) -> None:
-    """Refuses a constant of Adam that is not in [0, high), or is in 16 bits; raises as `check_number`.
+    """Raises TypeError or ValueError for a constant of Adam that is in 16 bits, no number, or not in [0, high).
 
     In bfloat16 0.999 is 1, and in float16 1e-8 is 0.
     """
@@ -55,7 +55,7 @@ def check_positive(name: str, argument: Any) -> None:
 
 
 def check_adamw(learning_rate: Any, b1: Any, b2: Any, eps: Any, eps_root: Any, weight_decay: Any) -> None:
-    """Refuses hyperparameters of AdamW that are out of range; raises as `check_adam_constant` and `check_number`."""
+    """Raises TypeError or ValueError for hyperparameters of AdamW that are no numbers or out of range."""
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
         check_adam_constant(name, value, high)
     check_learning_rate(learning_rate)
@@ -63,20 +63,20 @@ def check_adamw(learning_rate: Any, b1: Any, b2: Any, eps: Any, eps_root: Any, w
 
 
 def check_learning_rate(argument: Any) -> None:
-    """Refuses a learning rate that is neither a finite number nor a schedule; raises as `check_number`."""
+    """Raises TypeError or ValueError for a learning rate that is neither a finite number nor a schedule."""
     if not callable(argument):
         check_number("learning_rate", argument)
 
 
 def check_array(path: Any, param: Any) -> None:
-    """Refuses a parameter that is a Python number, without a dtype and a shape for its moments."""
+    """Raises TypeError for a parameter that is a Python number, without a dtype and a shape for its moments."""
     if not hasattr(param, "dtype"):
         kind = type(param).__name__
         raise TypeError(f"{_param_name(path)} is {param!r}, of type {kind}, and no array; make it one with jnp.asarray")
 
 
 def check_floating(path: Any, param: Any) -> None:
-    """Refuses a parameter without a floating dtype."""
+    """Raises TypeError for a parameter without a floating dtype."""
     check_array(path, param)
     if not jnp.issubdtype(param.dtype, jnp.floating):
         raise TypeError(
@@ -85,7 +85,7 @@ def check_floating(path: Any, param: Any) -> None:
 
 
 def check_state(opt_state: Any, expected: type) -> None:
-    """Refuses the state of another optimizer, which may have fields of the same names."""
+    """Raises TypeError for the state of another optimizer, which may have fields of the same names."""
     if not isinstance(opt_state, expected):
         raise TypeError(
             f"an optimizer takes the state of its own `init`, a {expected.__name__}, not a {type(opt_state).__name__}; "
@@ -94,7 +94,7 @@ def check_state(opt_state: Any, expected: type) -> None:
 
 
 def check_gradients(grads: Any, moment_tree: Any) -> None:
-    """Refuses gradients that are None, or have another shape than their moments."""
+    """Raises ValueError for gradients that are None, or differ in shape from their moments."""
     structure: Any
     paths, structure = jax.tree_util.tree_flatten_with_path(moment_tree, is_leaf=moments.is_quantized)
     for (path, moment), grad in zip(paths, structure.flatten_up_to(grads), strict=True):
@@ -112,7 +112,7 @@ def check_gradients(grads: Any, moment_tree: Any) -> None:
 def check_storage(
     name: str, path: Any, x: QTensor | Array, storage: QuantSpec | formats.Format, is_quantized: bool
 ) -> None:
-    """Refuses a moment that is not stored as the optimizer stores it.
+    """Raises ValueError for a moment that is not stored as the optimizer stores it.
 
     Args:
         storage: the optimizer's: quantized, or cast to a plain format.

@@ -49,7 +49,7 @@ def compress_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the moments of an optax transformation in 8 bits between its steps.
 
-    Each step decodes the moments, runs `tx` in fp32, and encodes them as `compressed_adamw` does: in groups along the
+    Each step decodes the moments, runs `tx` in fp32, and encodes them as `compressed_adamw` does. Groups run along the
     last axis, in place, with dynamic range expansion. Which moments are quantized depends on global shapes only.
 
     A moment is a leaf of the state in a copy of the tree of parameters, with the shape of its parameter. Counts,
@@ -61,8 +61,8 @@ def compress_state(
     other name must be in `moments`. A value that is not a first moment never decodes to zero unless it is zero.
 
     **Range.** With expansion in e4m3, a first moment below 1/6,000,000 of its group's largest is stored as 0. Others
-    below 1/80,000,000 are stored as that. So elements without gradients take little range from the others. In place of
-    `optax.adam` and `optax.adamw` take `compressed_adamw`, which finds dead elements by their updates.
+    below 1/80,000,000 are stored as that. Therefore elements without gradients take little range from others. In place
+    of `optax.adam` and `optax.adamw` take `compressed_adamw`, which finds dead elements by their updates.
 
     **Slow averages** do not stall, and are unbiased. First moments are rounded by noise that is even over the steps,
     with a phase for each element. Second moments, and bf16, are rounded by independent noise. Single elements scatter
@@ -146,7 +146,7 @@ def compress_state(
         stored_state = plan.encode_state(size)
         if _sum_counts(stored_state) is None:
             stored_state = CountedState(jnp.zeros((), jnp.int32), stored_state)
-        return storage.replicate_scalars(params, stored_state)
+        return storage.replicate_scalars(stored_state, params)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
@@ -246,7 +246,7 @@ class _MomentPlan(NamedTuple):
         )
 
     def check_storage(self, min_size: int) -> None:
-        """Refuses moments that are not stored by the plan."""
+        """Raises ValueError for moments that are not stored by the plan."""
         for path, x, storage_spec in zip(self.paths, self.leaves, self.storages, strict=True):
             if storage_spec is not None:
                 is_quantized = isinstance(storage_spec, QuantSpec) and storage.should_quantize(
@@ -310,7 +310,7 @@ def _make_plan(
             )
         plan.roles[-1] = "first" if last in storage.FIRST_MOMENTS else "other"
         plan.storages[-1] = stored = default_storage[last] if key is None else rules[key]
-        if last in storage.FIRST_MOMENTS and isinstance(stored, QuantSpec) and not formats.get(stored.format).signed:
+        if last in storage.FIRST_MOMENTS and isinstance(stored, QuantSpec) and not formats.get(stored.format).is_signed:
             raise ValueError(f"moments[{key!r}]: {stored.format!r} has no signs, but the first moment {name!r} does")
         names.add(name)
         used_rules.add(key)
@@ -324,7 +324,7 @@ def _make_plan(
 
 
 def _find_param_start(path: _Path, params_by_path: Mapping[_Path, Any]) -> int | None:
-    """Where the longest end of a leaf's path begins that is the path of a parameter."""
+    """The index in a leaf's path at which the path of a parameter begins, the longest if several fit."""
     return next((n for n in range(len(path) + 1) if path[n:] in params_by_path), None)
 
 
@@ -346,7 +346,7 @@ def _resolve_storage(
     )
     if not isinstance(spec, QuantSpec):
         raise ValueError(f"moments[{name!r}] must be the name of a format or a QuantSpec, not {format_or_spec!r}")
-    if name in storage.FIRST_MOMENTS and not formats.get(spec.format).signed:
+    if name in storage.FIRST_MOMENTS and not formats.get(spec.format).is_signed:
         raise ValueError(f"moments[{name!r}]: {spec.format!r} has no signs, but first moments do")
     if formats.get(spec.format).bits not in (8, 16) or spec.granularity == "mx" or spec.rounding != "nearest":
         raise ValueError(

@@ -76,8 +76,8 @@ def scale_by_compressed_adam(
 
     `optax.scale_by_adam` with other storage: each step decodes the moments, updates them in fp32, and encodes them.
     Moments are quantized in groups along the last axis, in place, with dynamic range expansion. Parameters have fp32
-    moments if they have fewer than `min_size` elements, or if scales would cost 10 % of the codes because the last axis
-    is short. This depends on their global shape only.
+    moments if they have fewer than `min_size` elements, or if their last axis is so short that scales would cost 10 %
+    of the codes. This depends on their global shape only.
 
     Args:
         b1, b2, eps, eps_root: as of `optax.scale_by_adam`.
@@ -155,8 +155,8 @@ def compressed_adamw(
     **Second moments.** With b2 = 0.999 a second moment changes by 0.1 % per step, and the codes of e4m3 are 3 to 12 %
     apart. Rounded to nearest it stalls. Stochastic rounding is unbiased at every step, and scatters around the fp32
     moment (results/second_moment.json). Its noise is a hash of the step's number, the parameter's path in the tree, and
-    the element's position in the global array, or inside `jax.shard_map` in the local one. So it needs no key, and
-    a restart continues with the same bits. A mesh changes some codes only if it cuts groups. The rounding is not part
+    the element's position in the global array, or inside `jax.shard_map` in the local one. It needs no key, and a
+    restart continues with the same bits. A mesh changes some codes only if it cuts groups. The rounding is not part
     of the state and may change between steps.
 
     **Dead elements.** The exponent of a group comes from its smallest magnitude. Elements that no longer matter (a dead
@@ -187,7 +187,7 @@ def compressed_adamw(
         nu: storage of the second moment, likewise.
         group_size: elements along the last axis that share a scale and an exponent.
         expand: dynamic range expansion; without it a group is scaled by its amax alone. "coat" uses the paper's
-            exponents (`QuantSpec.expand`), in plain JAX: impl "triton" refuses it, and "auto" falls back. In its
+            exponents (`QuantSpec.expand`), in plain JAX: impl "triton" raises, and "auto" falls back. In its
             groups, elements without gradients take range from the others, as in the paper.
         nu_rounding: how codes or bf16 of the second moment are rounded: "nearest"; "stochastic", which follows slow
             changes; or "auto", which is stochastic if b2 is at least 0.98, or an array, as in
@@ -195,12 +195,12 @@ def compressed_adamw(
         master: which weights the optimizer updates. None: the parameters. "bf16+stochastic": bf16 parameters, rounded
             stochastically without a key. "bf16+int8", "bf16+int16", "fp16+int8", "fp16+int16": parameters in 16 bits
             whose masters have 24 or 32 bits; the state holds the remainders (`fp8jax.master_weights`). fp32 parameters
-            beside them are their own masters.
+            are their own masters.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
             run. `fp8jax.ops.dispatch.choice.record_choices` records the choice for each parameter. In a jitted program
             on GPUs whose arrays lie on two automatic meshes, JAX cannot run kernels: take "xla".
-        nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" is refused.
+        nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" raises.
         mu_dtype: optax's argument, an error here. `mu` replaces it: "bf16" for `jnp.bfloat16`, "fp32" for float32.
 
     Returns:
@@ -235,7 +235,7 @@ def compressed_adamw(
     static_group_size = moments.to_static_integer("group_size", group_size)
     static_min_size = moments.to_static_integer("min_size", min_size)
     is_compressed = any([formats.get(name).needs_scale for name in (mu, nu)])
-    # `init` refuses a traced size.
+    # `init` raises for a traced size.
     storage = Optimizer(
         mu, nu, (static_group_size or 1) if is_compressed else None, expand if is_compressed else False, nu_rounding
     )
@@ -255,7 +255,7 @@ def compressed_adamw(
         jax.tree_util.tree_map_with_path(checks.check_floating, params)
         mus, nus = (jax.tree.map(lambda p: moments.zeros(p, spec, size), params) for spec in specs.values())  # noqa: B023
         state = _make_state(jnp.zeros([], jnp.int32), mus, nus, master_weights.init_remainders(params, master_format))
-        return moments.replicate_scalars(params, state)
+        return moments.replicate_scalars(state, params)
 
     def update_fn(
         grads: optax.Updates,

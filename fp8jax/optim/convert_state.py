@@ -40,8 +40,8 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
 
     Raises:
         TypeError: `tx` is not an optimizer.
-        ValueError: the states do not have as many Adams, or have moments of other parameters; or arrays of the old
-            state, such as the gradients that `optax.MultiSteps` has summed, have no place in the new one.
+        ValueError: the states differ in their number of Adam states or in the parameters of their moments; or arrays of
+            the old state, such as the gradients that `optax.MultiSteps` has summed, have no place in the new one.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax
@@ -87,9 +87,9 @@ def _convert_adams(old: Any, new: Any) -> Any:
     num_new_adams = sum(map(_is_adam, moments.iter_namedtuples(new, _is_adam)))
     if len(adams) != num_new_adams or not adams:
         raise ValueError(
-            f"the old state has {len(adams)} parts with {', '.join(_ADAM_FIELDS)}, as optax.adamw and those of fp8jax "
-            f"have one, and the new state has {num_new_adams}: only between as many, or to compress_state of the same, "
-            "is one made of the other"
+            f"the old state has {len(adams)} parts with {', '.join(_ADAM_FIELDS)} (optax.adamw has one), and the new "
+            f"state has {num_new_adams}: convert between states with the same number, or between a transformation and "
+            "its compress_state"
         )
     count, remaining_adams = adams[0].count, iter(adams)
 
@@ -139,7 +139,7 @@ def _convert_adam(old: Any, new: Any) -> Any:
             tree, values = getattr(new, name), getattr(old, name)
             old_structure, new_structure = _structure(values), _structure(tree)
             if old_structure != new_structure:
-                raise ValueError(f"{name} is of other parameters: {old_structure} before, and {new_structure} now")
+                raise ValueError(f"{name} belongs to other parameters: {old_structure} before, and {new_structure} now")
             store = _store_fp8lm if is_fp8lm else _store_like
             new_fields[name] = jax.tree.map(store, tree, values, is_leaf=moments.is_quantized)
     remainder_trees = [getattr(x, _REMAINDER_FIELD, None) for x in (old, new)]
@@ -157,7 +157,7 @@ def _structure(tree: Any) -> Any:
 
 
 def _store_like(like: Any, old: Any) -> Any:
-    """Stored values, stored as `like` is; arrays without a floating dtype stay."""
+    """The values of `old`, stored as `like` is; arrays without a floating dtype are returned unchanged."""
     if not isinstance(old, QTensor) and not (hasattr(old, "dtype") and jnp.issubdtype(old.dtype, jnp.floating)):
         return _convert_remainder(like, old)
     if old.shape != like.shape:
@@ -169,7 +169,7 @@ def _store_like(like: Any, old: Any) -> Any:
 
 
 def _convert_remainder(like: Any, old: Any) -> Any:
-    """The remainder of a master with the bits of `like`; other integers stay."""
+    """The remainder of a master weight in the width of `like`, int8 or int16; other arrays are returned unchanged."""
     dtypes = [getattr(x, "dtype", None) for x in (old, like)]
     if dtypes == [jnp.int8, jnp.int16]:
         return old.astype(jnp.int16) * 256

@@ -101,7 +101,7 @@ def fp8lm_adamw(
     **Working copies.** `init` makes the master weights from the parameters. The parameters of the caller are working
     copies in the dtype of the model; in bf16 they take two bytes more. `step` returns the masters rounded to that
     dtype, and `update` the difference from the given parameters. If a parameter is not the rounded value of its master
-    weight, the caller has changed it (loaded, projected or averaged it), and the step starts from the parameter.
+    weight, the caller has changed it (loaded, projected or averaged it). The step then starts from the parameter.
     `params_from_master(state)` makes working copies from the state.
 
     **Gradients.** They may be arrays or `QTensor`s, as from `fp8jax.dist.all_reduce_gradients(..., dequantize=False)`.
@@ -111,8 +111,8 @@ def fp8lm_adamw(
     **Rounding.** A second moment above zero never becomes zero. First moments decay to zero, because they are rounded
     by a dither that all elements share (`fp8jax.core.noise.decay_dither`). A step of fp16 is 0.05 to 0.1 % of a weight:
     rounding to nearest loses smaller changes, as in the paper, and stochastic rounding keeps them on average. With
-    `master`, the parameters are the master weights, as in `compressed_adamw`: "bf16+int8" and both moments take 6 bytes
-    per parameter, the paper's state with a bf16 copy 7.
+    `master`, the parameters are the master weights, as in `compressed_adamw`. "bf16+int8" and both moments then take 6
+    bytes per parameter; the paper's state with a bf16 copy takes 7.
 
     **Scales.** The scales of a step come from bounds: the amax stored by the last step, the amax of the gradient, and
     the learning rate. They are one to two binades above the amax itself. A step is thus one pass over its arrays, after
@@ -162,7 +162,7 @@ def fp8lm_adamw(
     master_format = master_weights.parse_master(master)
     if master_format is not None and master_rounding != "nearest":
         raise ValueError(
-            f"master_rounding is of master weights in fp16; master {master!r} says how its own are rounded"
+            f"master_rounding is for master weights in fp16; master {master!r} determines its own rounding"
         )
     if impl == "triton" and group_size is not None:
         raise ValueError(f"impl 'triton' is for one scale a layer; with group_size={group_size} take 'auto' or 'xla'")
@@ -204,7 +204,7 @@ def fp8lm_adamw(
         fields["largest"] = jax.tree.map(fp8lm.stack_amax, *fields.values(), is_leaf=moments.is_quantized)
         if master_format is not None:
             fields["remainder"] = master_weights.init_remainders(params, master_format)
-        return moments.replicate_scalars(params, state_class(count=jnp.zeros([], jnp.int32), **fields))
+        return moments.replicate_scalars(state_class(count=jnp.zeros([], jnp.int32), **fields), params)
 
     def update_fn(grads: Any, state: Any, params: Any, options: StepOptions) -> tuple[Any, Any]:
         if options.max_direction is not None:
@@ -257,7 +257,7 @@ def fp8lm_adamw(
 
 
 def is_fp8lm_state(node: Any) -> bool:
-    """Whether a node of a tree is the state of `fp8lm_adamw`, whose scales depend on the number of stacked axes."""
+    """Whether a node of a tree is the state of `fp8lm_adamw`."""
     return isinstance(node, (FP8LMState, FP8LMRemainderState))
 
 

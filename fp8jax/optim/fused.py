@@ -22,7 +22,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     grad_scale: scalar factor of the gradients, applied in fp32 in the same pass.
     apply_if: boolean scalar. If it is False, parameters and state stay as they are, without a copy.
     max_direction: scalar. Finite directions are clipped to this magnitude, before rate and weight decay. It is for
-        `fp8jax.with_weight_bounds`; `fp8lm_adamw` refuses it.
+        `fp8jax.with_weight_bounds`; `fp8lm_adamw` raises.
     tree_slice: which part of all parameters these are, for `fp8jax.fused_backward`.
 
     `update` holds the step, so that a copy made of `init` and `update`, by `_replace` or `jax.tree.map`, has it too.

@@ -28,7 +28,7 @@ _BITS = jnp.float8_e4m3fn
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "encoded_state", "count", "grad_scale", "squares", "uses", "max_norms"],
-    meta_fields=["dtypes", "name", "num_layers", "norm_only"],
+    meta_fields=["dtypes", "name", "num_layers", "is_norm_only"],
 )
 @dataclasses.dataclass(frozen=True)
 class FusedBlockState:
@@ -47,7 +47,7 @@ class FusedBlockState:
         dtypes: dtypes of the state's arrays, in their order.
         name: path of the parameters in the whole tree, on which the noise of stochastic rounding depends.
         num_layers: number of stacked layers; None without a stack.
-        norm_only: whether the backward pass only sums squares, and takes no step.
+        is_norm_only: whether the backward pass only sums squares, and takes no step.
     """
 
     params: Any
@@ -60,7 +60,7 @@ class FusedBlockState:
     dtypes: tuple[str, ...] = ()
     name: str = ""
     num_layers: int | None = None
-    norm_only: bool = False
+    is_norm_only: bool = False
 
     @property
     def state(self) -> Any:
@@ -110,7 +110,12 @@ class FusedBlockState:
         return dataclasses.replace(self, grad_scale=jnp.float32(1.0), max_norms=limits)
 
     def get_grad_scale(self, square_sum: Array, layer: ArrayLike | None = None) -> Array:
-        """The factor of gradients with this sum of squares in a step, fp32 scalar."""
+        """The factor of a block's gradients in this step, fp32 scalar.
+
+        Args:
+            square_sum: sum of squares of the gradients.
+            layer: index of a stacked layer.
+        """
         if self.max_norms is None:
             return self.grad_scale
         return clip_factor(self.max_norms if layer is None else self.max_norms[layer], jnp.sqrt(square_sum))
@@ -268,7 +273,7 @@ class FusedBackwardBlock:
         gradients, *inputs = backward(cotangent)
         params, encoded_state, count = block_state.params, block_state.encoded_state, block_state.count
         squares = sum_of_squares(gradients)
-        if not block_state.norm_only:
+        if not block_state.is_norm_only:
             factor = block_state.get_grad_scale(squares)
             params, encoded_state = self._step(
                 gradients, block_state, params, encoded_state, factor, TreeSlice(block_state.name)
@@ -320,7 +325,7 @@ class FusedBackwardBlock:
             layer_residuals = dataclasses.replace(residuals, arrays=_take_layer(residuals.arrays, i))
             gradients, dx, *shared_grads = layer_residuals.make_backward([*jax.tree.leaves(params), *shared_leaves])(dx)
             square_sum = sum_of_squares(gradients)
-            if not block_state.norm_only:
+            if not block_state.is_norm_only:
                 tree_slice, factor = TreeSlice(block_state.name, i), block_state.get_grad_scale(square_sum, i)
                 if keep_layer_axis:  # its scales depend on the number of stacked axes
                     gradients, params = jax.tree.map(lambda x: x[None], (gradients, params))
@@ -340,7 +345,7 @@ class FusedBackwardBlock:
         ((params, encoded_state), squares), dx, sums = lax.fori_loop(0, layers, backward_layer, initial_carry)
         sums_by_index = dict(zip(differentiable, sums, strict=True))
         shared_grads = [sums_by_index.get(i) for i in range(len(shared_leaves))]  # None is no gradient
-        count = block_state.count if block_state.norm_only else block_state.count + 1
+        count = block_state.count if block_state.is_norm_only else block_state.count + 1
         return (
             _updated_state(block_state, params, encoded_state, count, squares),
             dx,
@@ -526,7 +531,7 @@ def compute_grad_norm(
         `(*args) -> norm`, fp32 scalar. Under `jax.jit` it computes no new parameters.
     """
     step_fn = value_and_step(fn, argnums, has_aux)
-    to_norm_only = lambda x: dataclasses.replace(x, norm_only=True) if isinstance(x, FusedBlockState) else x  # noqa: E731
+    to_norm_only = lambda x: dataclasses.replace(x, is_norm_only=True) if isinstance(x, FusedBlockState) else x  # noqa: E731
     return lambda *args, **kwargs: grad_norm_from_states(
         step_fn(*jax.tree.map(to_norm_only, args, is_leaf=_is_block_state), **kwargs)[1]
     )

@@ -93,7 +93,7 @@ def init_remainders(params: Any, master: Master | None) -> Any:
             return None
         if param.dtype != high:
             where = jax.tree_util.keystr(path) or "the parameter"
-            raise TypeError(f"{where} has dtype {param.dtype}, but master {master.name!r} has {high} beside fp32")
+            raise TypeError(f"{where} has dtype {param.dtype}, but master {master.name!r} takes {high} and fp32")
         return None if remainder_dtype is None else jnp.zeros_like(param, dtype=remainder_dtype)
 
     remainder_tree = jax.tree_util.tree_map_with_path(zero_remainder, params)
@@ -102,7 +102,7 @@ def init_remainders(params: Any, master: Master | None) -> Any:
 
 
 def _check_any_high(params: Any, master: Master) -> None:
-    """Refuses parameters that are all in fp32."""
+    """Raises ValueError for parameters that are all in fp32."""
     leaves = jax.tree.leaves(params)
     if leaves and all(x.dtype == jnp.float32 for x in leaves):
         fix = (
@@ -165,7 +165,7 @@ def split_tree(tree: Any) -> tuple[Any, Any]:
 
 
 def with_master_weights(init: Callable, update: Callable, master: Master) -> tuple[Callable, Callable]:
-    """`init` and `update` of a transformation that updates fp32 masters, of which the caller has the high parts."""
+    """`init` and `update` of a transformation that updates fp32 masters, whose high parts are the parameters."""
 
     def init_masters(params: optax.Params) -> MasterState:
         return MasterState(jnp.zeros([], jnp.int32), init(params), init_remainders(params, master))

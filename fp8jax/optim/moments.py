@@ -86,7 +86,7 @@ def _ones_per_block(param: Any, shape: tuple[int, ...], dtype: Any) -> Array:
     return jnp.ones(shape, dtype, device=sharding)
 
 
-def replicate_scalars(params: optax.Params, state: optax.OptState) -> optax.OptState:
+def replicate_scalars(state: optax.OptState, params: optax.Params) -> optax.OptState:
     """The state, with counts and other scalars replicated over the mesh of the parameters.
 
     Otherwise the first step would place them there, and `jax.jit` would compile the second step again.

@@ -31,7 +31,7 @@ def max_adam_step(
     r"""The largest change of a weight in one step of Adam or AdamW, for any gradients: a limit for `track_weight_amax`.
 
     With m_t = (1 - b1) sum b1^i g_{t-i}, v_t = (1 - b2) sum b2^i g_{t-i}^2, and r = b1^2 / b2, the Cauchy-Schwarz
-    inequality gives m_t^2 <= v_t (1 - b1)^2 / (1 - b2) (1 - r^t) / (1 - r). So a step is at most lr times
+    inequality gives m_t^2 <= v_t (1 - b1)^2 / (1 - b2) (1 - r^t) / (1 - r). Therefore a step is at most lr times
 
         C_t = (1 - b1) / sqrt(1 - b2) sqrt((1 - r^t) / (1 - r)) sqrt(1 - b2^t) / (1 - b1^t).
 
@@ -98,8 +98,8 @@ class WeightBounds(NamedTuple):
 
     Attributes:
         count: steps taken, int32 scalar.
-        bounds: the tree of the parameters with an fp32 array for each of two or more axes: an upper bound of the amax,
-            one for each index of all axes but the last two. `optax.MaskedNode()` for the others.
+        bounds: the tree of the parameters. Each of two or more axes has an fp32 array: an upper bound of the amax for
+            each index of all axes but the last two. The others have `optax.MaskedNode()`.
     """
 
     count: Array  # type: ignore[assignment]  # optax calls it so; tuple.count is shadowed
@@ -250,7 +250,7 @@ def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: Ax
     def init(params: optax.Params) -> WeightBounds:
         params = flax_variables.unbox(params)
         bounds = jax.tree.map(lambda p: measure(p) if _is_tracked(p) else optax.MaskedNode(), params)
-        return moments.replicate_scalars(params, WeightBounds(jnp.zeros([], jnp.int32), bounds))
+        return moments.replicate_scalars(WeightBounds(jnp.zeros([], jnp.int32), bounds), params)
 
     def advance_state(
         state: WeightBounds,
@@ -281,7 +281,7 @@ def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: Ax
         margins: Mapping[tuple[str, ...], MasterRoundingMargin] = MappingProxyType({}),
         **extra_args: Any,
     ) -> tuple[optax.Updates, WeightBounds]:
-        """`margins` are of weights that are high parts of masters."""
+        """`margins`: those of weights that are high parts of masters."""
         del extra_args
         if params is None:
             raise ValueError("track_weight_amax needs the parameters: call update(grads, state, params)")
@@ -422,4 +422,5 @@ def _flatten_by_path(tree: Any) -> dict[tuple[str, ...], Array]:
 
 
 def _path_names(path: Any) -> tuple[str, ...]:
+    """The keys, attributes and indices of a tree path, as strings."""
     return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

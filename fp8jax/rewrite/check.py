@@ -174,7 +174,7 @@ def _errors(
     has_state = (
         isinstance(operation, ProductOperation) and operation.use is not None and operation.use.key in use_inputs
     )
-    if isinstance(operation, ProductOperation) and operation.recipe.linear.states and not has_state:
+    if isinstance(operation, ProductOperation) and operation.recipe.linear.stateful_strategies and not has_state:
         linear = dataclasses.replace(operation.recipe.linear, scaling="current", w_scaling=None)
         operation = dataclasses.replace(
             operation, recipe=dataclasses.replace(operation.recipe, linear=linear), use=None

@@ -512,7 +512,9 @@ def _replace_product(p: WeightMatmul, sole_readers: Mapping[Value, Node]) -> boo
         total.operands = [p.data, with_loss.weight, *with_loss.loss.operands]
         return False
     # Statistics of the input are those of its codes, which are saved then.
-    saved_data = _saved_input(p) if p.choice.context.residual is not None and "x" not in linear.states else None
+    saved_data = (
+        _saved_input(p) if p.choice.context.residual is not None and "x" not in linear.stateful_strategies else None
+    )
     w, layout = _stored_weight_of(p)
     contract, batch = p.node.eqn.params["dimension_numbers"]
     num_outputs, node = p.node.operands[p.side].aval.ndim - len(contract[p.side]), p.node
@@ -549,7 +551,7 @@ def _replace_product(p: WeightMatmul, sole_readers: Mapping[Value, Node]) -> boo
 def _loss_operation(p: WeightMatmul) -> LossOperation | None:
     """The operation of an output head and its loss; None if the program has no such loss, or the recipe none for it."""
     linear = p.choice.linear
-    if p.loss is None or p.loss.total is None or linear is None or linear.states or not has_codes(linear):
+    if p.loss is None or p.loss.total is None or linear is None or linear.stateful_strategies or not has_codes(linear):
         return None
     w, axis = p.node.operands[p.side], 1 - p.node.eqn.params["dimension_numbers"][0][p.side][0]
     while w.kind in ("transpose", *CASTS, *IDENTITY_PRIMITIVES) and w is not p.weight.stored and w.node is not None:

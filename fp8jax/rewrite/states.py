@@ -148,7 +148,9 @@ class ParameterState(NamedTuple):
         if missing := [operand for operand in observed_operands(linear) if operand not in stats]:
             raise ValueError(f"{scaling_names(linear)} scaling has no stats of {', '.join(missing)} in this step")
         if axis_name is not None:
-            stats = {o: linear.states[o].reduce_over_replicas(value, axis_name) for o, value in stats.items()}
+            stats = {
+                o: linear.stateful_strategies[o].reduce_over_replicas(value, axis_name) for o, value in stats.items()
+            }
         state = update_scaling(self.state, ScalingStats(**stats), linear)
         if keep_if_uncalled and (was_called := _was_called(linear, stats)) is not None:
             for operand in stats:
@@ -162,12 +164,12 @@ class ParameterState(NamedTuple):
 
 def observed_operands(linear: Linear) -> list[str]:
     """The operands that calls of a layer observe."""
-    return [operand for operand in linear.states if collects_stats(linear, operand)]
+    return [operand for operand in linear.stateful_strategies if collects_stats(linear, operand)]
 
 
 def state_names(linear: Linear) -> dict[str, str]:
     """The names of a layer's variables that hold states, by operand."""
-    return {operand: scaling.variable_name(operand) for operand, scaling in linear.states.items()}
+    return {operand: scaling.variable_name(operand) for operand, scaling in linear.stateful_strategies.items()}
 
 
 def stats_names(linear: Linear) -> dict[str, str]:
@@ -181,10 +183,11 @@ def _as_dict(stats: ScalingStats) -> Stats:
 
 def _was_called(linear: Linear, stats: Mapping[str, Array]) -> Array | None:
     """Whether a layer was called since its last step, (*layer_axes,); None if updates by empty stats change nothing."""
-    magnitudes = {o: value for o, value in stats.items() if not linear.states[o].is_threshold}
+    magnitudes = {o: value for o, value in stats.items() if not linear.stateful_strategies[o].is_threshold}
     forward = {o: value for o, value in magnitudes.items() if o != "dy"} or magnitudes
     called_by_operand = [
-        jnp.any(v != 0, tuple(range(v.ndim - len(linear.states[o].stats_shape), v.ndim))) for o, v in forward.items()
+        jnp.any(v != 0, tuple(range(v.ndim - len(linear.stateful_strategies[o].stats_shape), v.ndim)))
+        for o, v in forward.items()
     ]
     return functools.reduce(jnp.logical_or, called_by_operand) if called_by_operand else None
 
@@ -217,7 +220,7 @@ def init(uses: Mapping[WeightUse, Linear], weights: Mapping[str, Any]) -> States
         ValueError: products of one parameter cannot have one state.
     """
     states: States = {}
-    for path, group in _group_by_path(use for use in uses if uses[use].states):
+    for path, group in _group_by_path(use for use in uses if uses[use].stateful_strategies):
         linear, layer_axes = uses[group[0]], group[0].layer_axes
         if any(use.layer_axes != layer_axes or uses[use] != linear for use in group):
             raise ValueError(
@@ -234,7 +237,10 @@ def init(uses: Mapping[WeightUse, Linear], weights: Mapping[str, Any]) -> States
 def zero_stats(linear: Linear, axes: tuple[int, ...]) -> ScalingStats:
     """The stats of no call, fp32, (*axes, *stats_shape)."""
     return ScalingStats(
-        **{o: jnp.zeros((*axes, *linear.states[o].stats_shape), jnp.float32) for o in observed_operands(linear)}
+        **{
+            o: jnp.zeros((*axes, *linear.stateful_strategies[o].stats_shape), jnp.float32)
+            for o in observed_operands(linear)
+        }
     )
 
 
@@ -275,7 +281,7 @@ def _merge_stats(linear: Linear, use_stats: Sequence[Stats], shared_axes: Sequen
     for stats, is_shared in zip(use_stats, shared_axes, strict=True):
         axes = _indices(is_shared)
         for operand, stat in stats.items():
-            scaling = linear.states[operand]
+            scaling = linear.stateful_strategies[operand]
             # The gradient's statistic is a magnitude in any case.
             reduced = jnp.sum(stat, axes) if scaling.merge == "sum" and operand != "dy" else jnp.max(stat, axes)
             previous = merged.get(operand)
@@ -316,7 +322,7 @@ def use_inputs_from_parameter_states(
     use_inputs: dict[tuple[str, int], UseInputs] = {}
     for path, group in _group_by_path(uses):
         linear, stored = uses[group[0]], parameter_states.get(path)
-        if stored is None or (linear.states and stored.state is None):
+        if stored is None or (linear.stateful_strategies and stored.state is None):
             if observed_operands(linear):
                 raise ValueError(f"the model holds no state of {scaling_names(linear)} scaling for {path}")
             continue
@@ -434,7 +440,7 @@ def read_in_call(
 
 def scaling_names(linear: Linear) -> str:
     """The names of the scalings of a recipe that keep states."""
-    return " and ".join(sorted({linear.scaling_name(operand) for operand in linear.states}))
+    return " and ".join(sorted({linear.scaling_name(operand) for operand in linear.stateful_strategies}))
 
 
 def stats_as_cotangents(y: Array, slots: ScalingStats, stats: ScalingStats) -> Array:

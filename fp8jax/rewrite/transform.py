@@ -300,7 +300,7 @@ class Transformed:
 def _check_states(states: States | None, uses: dict[WeightUse, Linear]) -> None:
     """Raise ValueError if a matmul lacks the state that its scaling needs."""
     for use, linear in uses.items():
-        if not linear.states:
+        if not linear.stateful_strategies:
             continue
         tracked = None if states is None else states.get(use.path)
         if tracked is not None and use.number < len(tracked.slots):

@@ -80,6 +80,11 @@ def call(
     return outputs
 
 
+def join_dtypes(dtypes: Sequence[Any]) -> str:
+    """Return the names of dtypes, for messages: "float32 or bfloat16"."""
+    return " or ".join(str(jnp.dtype(dtype)) for dtype in dtypes)
+
+
 @triton.jit
 def _add(x_ptr: tl.tensor, n: tl.tensor, unused: tl.tensor, sum_ptr: tl.tensor, SIZE: tl.constexpr) -> None:
     offsets = tl.arange(0, SIZE)

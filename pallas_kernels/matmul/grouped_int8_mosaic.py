@@ -34,7 +34,7 @@ def grouped_int8_block_matmul(
     `matmul_mosaic.matmul`.
 
     Args:
-        a: (T, K) int8, of which each block of 128 rows is of one group; T is a multiple of 128.
+        a: (T, K) int8. Each block of 128 rows belongs to one group; T is a multiple of 128.
         b: (G, N, K) int8, K-major.
         a_scale: (T / 128, ceil(K / 128)) float32. b_scale: (G, ceil(N / 128), ceil(K / 128)) float32.
         block_groups: (T / 128,) integers, the group of each block of rows; G for blocks of no group.

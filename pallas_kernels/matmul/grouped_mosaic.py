@@ -75,7 +75,7 @@ def grouped_matmul(
 def row_schedule(
     a: jax.Array, b: jax.Array, n: int, group_sizes: jax.Array, tile: hopper.Tile, first_row: jax.Array | None = None
 ) -> hopper.Schedule:
-    """Return the tiles of a (T, K) by b (G, rows, K), of which N rows are used, for groups of these sizes."""
+    """Return the tiles of a (T, K) by the first N rows of b (G, rows, K), for groups of these sizes."""
     num_tokens, (_, b_rows, k) = a.shape[0], b.shape
     num_slices = hopper.ceil_div(k, hopper.K_STEP // a.dtype.itemsize)
     tiles_n = hopper.ceil_div(n, tile.block_cols)
@@ -110,8 +110,8 @@ def _row_tiles(
         (2,): first row of the first group, and the row after the last one of the last group.
     """
     num_groups = group_sizes.shape[0]
-    # Each group has at most one tile more than its share. The rounding of its first row does not add up: a group that
-    # gains rows by it takes them from the last tile of the previous one.
+    # Each group has at most one tile more than its share. Rounding down its first row adds no tile: the group takes
+    # those rows from the last tile of the previous group.
     maximum = num_tokens // block_rows + num_groups
     first_row = jnp.int32(0) if first_row is None else jnp.minimum(first_row.astype(jnp.int32), num_tokens)
     ends = first_row + jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0), dtype=jnp.int32)

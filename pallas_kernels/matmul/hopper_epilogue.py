@@ -65,7 +65,7 @@ def tiling_transforms(swizzle: int, itemsize: int) -> tuple[Any, ...]:
 
 
 class OutputRefs(NamedTuple):
-    """What the epilogue of a kernel reads and writes.
+    """References to the arrays that the epilogue of a kernel reads and writes.
 
     Attributes:
         outputs: references to the results in device memory.

@@ -115,12 +115,18 @@ class WarpgroupPipeline:
         unroll: int = 1,
         with_next: bool = False,
     ) -> Any:
-        """Return the carry of `carry = body(i, slots, carry)` over K, `unroll` slices at a time, then the rest.
+        """Return the last carry of `carry = body(i, slots, carry)` over the slices of K.
 
-        `slots` are the stages of slices i, i + 1 and so on. With `with_next`, the stage of the following slice is
-        appended, or None at the end. Stages are carried: derived from `i`, they would keep all stage addresses in
-        registers. A remainder of a traced number of slices runs one slice at a time.
+        `body` gets `unroll` slices, i, i + 1 and so on, and the stages (buffers) that hold them. Remaining slices are
+        passed together, or one at a time if their number is traced.
+
+        Args:
+            body: the function.
+            init: the first carry.
+            unroll: number of slices in an iteration.
+            with_next: append the stage of the following slice to `slots`, or None after the last slice.
         """
+        # Stages are carried: computed from `i`, they would keep the addresses of all stages in registers.
         count = self.k_steps - with_next
         num_iterations: Any = count
         remaining_slices: Any = 0
@@ -244,7 +250,7 @@ class TilePosition(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The tiles of a product of which not all are alike, such as those of a grouped product.
+    """The tiles of a product whose tiles differ, such as a grouped product.
 
     Attributes:
         out_shape: rows and columns of the output.

@@ -87,7 +87,9 @@ def make_compute(tile: hopper.Tile, accumulator_dtype: Any, fast: bool) -> Any:
     """Return the `compute` function: one accumulator over K with `fast`, otherwise sums over 512, promoted to fp32."""
     shape = (tile.rows, tile.cols)
 
-    def add_all(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
+    def accumulate_fast(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
+        """Add all products of K in the accumulator of the tensor cores."""
+
         def accumulate(acc: Any) -> None:
             def body(i: jax.Array, slots: list[Any], previous_slot: jax.Array) -> jax.Array:
                 (slot,) = slots
@@ -111,7 +113,7 @@ def make_compute(tile: hopper.Tile, accumulator_dtype: Any, fast: bool) -> Any:
     width = math.gcd(tile.cols, 64)  # in parts, sums need fewer registers
     column_starts = range(0, tile.cols, width)
 
-    def promote(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
+    def accumulate_promoted(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
         def body(i: jax.Array, slots: list[Any], total: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             def multiply_slices(partial: Any) -> tuple[jax.Array, ...]:
                 for step, slot in enumerate(slots):
@@ -130,7 +132,7 @@ def make_compute(tile: hopper.Tile, accumulator_dtype: Any, fast: bool) -> Any:
         total = pipeline.loop_over_k(body, tuple(zero for _ in column_starts), unroll=SLICES_PER_PROMOTION)
         finish([(0, first, x) for first, x in zip(column_starts, total, strict=True)])
 
-    return add_all if fast else promote
+    return accumulate_fast if fast else accumulate_promoted
 
 
 def best_tile(m: int, n: int, k: int, max_cols: int = 192, fast: bool = True) -> hopper.Tile:

@@ -35,7 +35,7 @@ def matmul_mx(
 ) -> jax.Array:
     """Return `(a * 2^(a_exponent - 127)) @ b.T`, with scales, bias and residual as in `matmul_mosaic.matmul`.
 
-    The left operand is microscaled: an fp32 level-1 scale per tensor (`scale`) or per row (`row_scale`), and a power of
+    The left operand is microscaled: an fp32 outer scale per tensor (`scale`) or per row (`row_scale`), and a power of
     two per 32 of K (MOSS, section 3.1). Partial sums over 32, times their power of two, are added to an fp32
     accumulator. Byte 0 stands for 0, because XLA flushes subnormals. Byte 255 (NaN) results in infinity or NaN.
 
@@ -69,17 +69,17 @@ def _exponent_words(exponent: jax.Array, k: int) -> jax.Array:
 
 
 def _make_compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> Any:
-    def start(pipeline: hopper.WarpgroupPipeline, slot: Any, group: Any) -> jax.Array:
+    def start_group_product(pipeline: hopper.WarpgroupPipeline, slot: Any, group: Any) -> jax.Array:
         if interpret is None:
             return start_product(pipeline.a(slot), pipeline.b(slot, transposed=False), [group])
         return _reference_product(pipeline.a(slot), pipeline.b(slot, transposed=False), group)
 
-    def finish_one(sums: jax.Array, in_flight: int) -> jax.Array:
+    def finish_group_product(sums: jax.Array, in_flight: int) -> jax.Array:
         return sums if interpret is not None else finish_product(sums, in_flight)
 
     def compute(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
         def promote(acc: jax.Array, in_flight: int, sums: jax.Array, word: jax.Array, group: int, *slice_: Any) -> Any:
-            finished = finish_one(sums, in_flight)
+            finished = finish_group_product(sums, in_flight)
             if group == GROUPS_PER_STEP - 1:
                 pipeline.release(*slice_)
             byte = lax.shift_right_logical(word, jnp.int32(8 * group)) & jnp.int32(255)
@@ -92,7 +92,7 @@ def _make_compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -
                 pipeline.wait(slot)
                 word = pipeline.load_scales(0, slot, pipeline.stage_row, tile.rows, hopper.ROW_LAYOUT)
                 for group in range(GROUPS_PER_STEP):
-                    sums = start(pipeline, slot, group)
+                    sums = start_group_product(pipeline, slot, group)
                     if group == 0:
                         pipeline.fence_scale_reads()
                     # Promote each partial product while the next one is in flight.

@@ -27,8 +27,8 @@ from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 @triton.jit
 def _compute_chunk(
     gate_ptr: tl.tensor, up_ptr: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor, up_codes: tl.tensor,
-    up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, first: tl.tensor, row: tl.tensor, m: tl.tensor,
-    left: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
+    up_scales: tl.tensor, activated_codes: tl.tensor, activated_scales: tl.tensor, first: tl.tensor, row: tl.tensor,
+    m: tl.tensor, left: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
     RESIDUAL_CODING: tl.constexpr, STORE_RESIDUALS: tl.constexpr, FINITE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return a part of the result, rounded to the operation's dtype; STORE_RESIDUALS also stores the residuals."""
@@ -42,11 +42,11 @@ def _compute_chunk(
         ops.store_group_quantized(
             gate, gate_codes, gate_scales, start, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, FINITE
         )
-        if OPERATION.activated:
+        if OPERATION.saves_activated:
             ops.store_group_quantized(
                 ops.round_to_dtype(y, OPERATION.dtype),
-                codes,
-                scales,
+                activated_codes,
+                activated_scales,
                 start,
                 offsets,
                 m,
@@ -58,7 +58,7 @@ def _compute_chunk(
                 RESIDUAL_CODING,
                 FINITE,
             )
-    if OPERATION.gated:
+    if OPERATION.is_gated:
         up = codec.to_fp32(scaling.load_raw(up_ptr + start, offsets, mask, MASKED))
         if STORE_RESIDUALS:
             ops.store_group_quantized(
@@ -71,18 +71,20 @@ def _compute_chunk(
 @triton.jit
 def _encode_residuals_by_row(
     gate_ptr: tl.tensor, up_ptr: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor, up_codes: tl.tensor,
-    up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, result_ptr: tl.tensor, scale_ptr: tl.tensor,
-    M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
-    RESIDUAL_CODING: tl.constexpr, OUT_CODING: tl.constexpr,
+    up_scales: tl.tensor, activated_codes: tl.tensor, activated_scales: tl.tensor, result_ptr: tl.tensor,
+    result_scale_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OPERATION: tl.constexpr, RESIDUAL_CODING: tl.constexpr, OUT_CODING: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Store the residuals of whole rows, and the codes of their result with a scale for each row."""
     top = tl.program_id(0) * BLOCK_M
     row, first = tl.arange(0, BLOCK_M), top.to(tl.int64) * N
     m = top + row
     # Assume finite values, and repeat with the general code if the amax is not finite.
     row_amax = tl.zeros((BLOCK_M,), tl.float32)
     for left in range(0, N, BLOCK_N):
-        y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row,
-                   m, left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, True, True)  # fmt: skip
+        y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, activated_codes,
+                   activated_scales, first, row, m, left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING,
+                   True, True)  # fmt: skip
         row_amax = ops.larger_or_nan(row_amax, tl.reduce(tl.abs(y), 1, ops.larger_or_nan))
     finite = tl.reduce(row_amax, 0, ops.larger_or_nan) < float("inf")
     if finite:
@@ -90,18 +92,20 @@ def _encode_residuals_by_row(
     else:
         amax_keys = tl.zeros((BLOCK_M,), tl.int32)
         for left in range(0, N, BLOCK_N):
-            y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first,
-                       row, m, left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, True, False)  # fmt: skip
+            y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, activated_codes,
+                       activated_scales, first, row, m, left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, True,
+                       False)  # fmt: skip
             n = left + tl.arange(0, BLOCK_N)
             amax_keys = tl.maximum(amax_keys, tl.max(ops.masked_magnitude_key(y, m, n, M, N, True, OUT_CODING), 1))
         row_amax = scaling.magnitude_from_key(amax_keys, OUT_CODING)
     scale = tl.where(row_amax > 0, tl.maximum(row_amax * OUT_CODING.inverse_max, scaling.TINY), 1.0)
-    tl.store(scale_ptr + m, scale, mask=m < M)
+    tl.store(result_scale_ptr + m, scale, mask=m < M)
     factor = scaling.reciprocal(scale)[:, None]
     for left in range(0, N, BLOCK_N):
         n = left + tl.arange(0, BLOCK_N)
-        y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row,
-                   m, left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, False, True)  # fmt: skip
+        y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, activated_codes,
+                   activated_scales, first, row, m, left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING,
+                   False, True)  # fmt: skip
         offsets = (row * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
         encoded = scaling.encode(y, scaling.apply_inverse_scale(y, factor, OUT_CODING), 0, OUT_CODING)
         scaling.store(result_ptr + first + left, offsets, encoded, scaling.tile_mask(m, n, M, N), True)
@@ -128,7 +132,7 @@ def encode_activation_residuals(
     """
     m, n = gate.shape
     launch = launch or QuantizeLaunch(1, 2048, 4)
-    is_saved = [mask and coding is not None for mask in (True, operation.gated, operation.activated)]
+    is_saved = [mask and coding is not None for mask in (True, operation.is_gated, operation.saves_activated)]
     shapes = [shape for here in is_saved for shape in storage.code_shapes((m, n), coding if here else None)]
     shapes += [jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((m, 1), jnp.float32)]
     outputs = quantize_triton.call(

@@ -25,9 +25,9 @@ from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 @triton.jit
 def _encode_residuals(
     gate_ptr: tl.tensor, up_ptr: tl.tensor, result_scale: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor,
-    up_codes: tl.tensor, up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, amax_ptr: tl.tensor,
-    result_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    OPERATION: tl.constexpr, RESIDUAL_CODING: tl.constexpr, OUT_CODING: tl.constexpr,
+    up_codes: tl.tensor, up_scales: tl.tensor, activated_codes: tl.tensor, activated_scales: tl.tensor,
+    amax_ptr: tl.tensor, result_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, RESIDUAL_CODING: tl.constexpr, OUT_CODING: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the residuals of a tile, its result or the codes of that, and its amax."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
@@ -40,22 +40,22 @@ def _encode_residuals(
     mask = scaling.tile_mask(m, n, M, N)
     gate = codec.to_fp32(scaling.load_raw(gate_ptr + first, offsets, mask, MASKED))
     up = gate
-    if OPERATION.gated:
+    if OPERATION.is_gated:
         up = codec.to_fp32(scaling.load_raw(up_ptr + first, offsets, mask, MASKED))
     # Assume finite values. If an input is not finite, the result is not either, and the tile is repeated below.
     ops.store_group_quantized(
         gate, gate_codes, gate_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, True
     )
-    if OPERATION.gated:
+    if OPERATION.is_gated:
         ops.store_group_quantized(
             up, up_codes, up_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, True
         )
     y, _ = ops.activation_and_slope(gate, OPERATION.activation)
-    if OPERATION.activated:
+    if OPERATION.saves_activated:
         ops.store_group_quantized(
             ops.round_to_dtype(y, OPERATION.dtype),
-            codes,
-            scales,
+            activated_codes,
+            activated_scales,
             first,
             offsets,
             m,
@@ -67,7 +67,7 @@ def _encode_residuals(
             RESIDUAL_CODING,
             True,
         )
-    if OPERATION.gated:
+    if OPERATION.is_gated:
         y = y * up
     if OUT_CODING.kind != "none":
         if OUT_CODING.kind != "array":
@@ -82,11 +82,11 @@ def _encode_residuals(
             gate, gate_codes, gate_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, False
         )
         y, _ = ops.activation_and_slope(gate, OPERATION.activation)
-        if OPERATION.activated:
+        if OPERATION.saves_activated:
             ops.store_group_quantized(
                 ops.round_to_dtype(y, OPERATION.dtype),
-                codes,
-                scales,
+                activated_codes,
+                activated_scales,
                 first,
                 offsets,
                 m,
@@ -98,7 +98,7 @@ def _encode_residuals(
                 RESIDUAL_CODING,
                 False,
             )
-        if OPERATION.gated:
+        if OPERATION.is_gated:
             up = codec.to_fp32(scaling.load_raw(up_ptr + first, offsets, mask, MASKED))
             ops.store_group_quantized(
                 up, up_codes, up_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, False
@@ -139,7 +139,8 @@ def encode_activation_residuals(
         # Eight elements per thread: sixteen need too many registers.
         launch = dataclasses.replace(launch, block_m=launch.block_m // 2) if coding.is_packed else launch
     tiles = -(-m // launch.block_m) * -(-n // launch.block_n)
-    is_saved, (result_coding, dtype) = (True, operation.gated, operation.activated), storage.result_coding(result)
+    is_saved = (True, operation.is_gated, operation.saves_activated)
+    result_coding, dtype = storage.result_coding(result)
     shapes = [shape for mask in is_saved for shape in storage.code_shapes((m, n), coding if mask else None)]
     shapes += [jax.ShapeDtypeStruct((tiles,), jnp.float32)]
     shapes += [jax.ShapeDtypeStruct((m, n) if result else (1, 1), dtype)]

@@ -41,7 +41,7 @@ def _cotangents(
     x = ops.load_cotangent_operands(p, first, offsets, m, left, n, M, N, MASKED, OPERATION)
     dgate, dup, _ = ops.compute_cotangents(x, OPERATION, 0)
     scaling.store(dgate_ptr + first, offsets, dgate.to(dgate_ptr.dtype.element_ty), mask, MASKED)
-    if OPERATION.gated:
+    if OPERATION.is_gated:
         scaling.store(dup_ptr + first, offsets, dup.to(dup_ptr.dtype.element_ty), mask, MASKED)
 
 
@@ -60,9 +60,9 @@ def cotangents(
     launch = launch or QuantizeLaunch(16, 128, 8)
     tiles = -(-m // launch.block_m) * -(-n // launch.block_n)
     dtype = quantize_triton.PLAIN_DTYPES[operation.dtype]
-    shapes = [jax.ShapeDtypeStruct((m, n) if mask else (1, 1), dtype) for mask in (True, operation.gated)]
+    shapes = [jax.ShapeDtypeStruct((m, n) if mask else (1, 1), dtype) for mask in (True, operation.is_gated)]
     outputs = quantize_triton.call(
         _cotangents, quantize_recomputed_triton.operand_arrays(operands)[:7], shapes, tiles, launch,
         compute_capability, shape=(m, n), OPERATION=operation,
     )  # fmt: skip
-    return list(outputs[: 1 + operation.gated])
+    return list(outputs[: 1 + operation.is_gated])

@@ -17,9 +17,7 @@ from pallas_kernels.quantization import storage_triton as storage
 # `activation_and_slope` has a branch for each.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "identity")
 IDENTITY = ACTIVATIONS.index("identity")
-_SILU, _GELU, _GELU_TANH, _IDENTITY = (
-    tl.constexpr(ACTIVATIONS.index(name)) for name in ("silu", "gelu", "gelu_tanh", "identity")
-)
+_SILU, _GELU, _GELU_TANH, _IDENTITY = map(tl.constexpr, range(len(ACTIVATIONS)))
 
 
 class Operation(NamedTuple):
@@ -27,17 +25,17 @@ class Operation(NamedTuple):
 
     Attributes:
         activation: index into ACTIVATIONS.
-        gated: whether the activated gate is multiplied by `up`.
+        is_gated: whether the activated gate is multiplied by `up`.
         reads_arrays: whether operands are arrays, not codes.
         group: codes of a row per scale.
         format: code format, as in `scaling_triton.Coding`; "int10" is packed.
         dtype: dtype to which values are rounded, an index into `quantize_triton.PLAIN_DTYPES`.
         centered, has_scale, has_bias: whether a norm has `mean`, `weight` and `bias`.
-        activated: whether the activated gate is also a residual.
+        saves_activated: whether the activated gate is also a residual.
     """
 
     activation: int = 0
-    gated: bool = True
+    is_gated: bool = True
     reads_arrays: bool = False
     group: int = 16
     format: str = "float8_e4m3fn"
@@ -45,7 +43,7 @@ class Operation(NamedTuple):
     centered: bool = False
     has_scale: bool = False
     has_bias: bool = False
-    activated: bool = False
+    saves_activated: bool = False
 
 
 @triton.jit
@@ -164,7 +162,7 @@ def compute_result(
         y = normalize(x, tl.load(p.rstd + m, mask=m < M, other=0.0), p.weight, p.bias, n, N, MASKED, OPERATION)
     else:
         y, _ = activation_and_slope(x, OPERATION.activation)
-        if OPERATION.gated:
+        if OPERATION.is_gated:
             if OPERATION.reads_arrays:
                 up = scaling.load(p.up + first, offsets, mask, MASKED)
             else:
@@ -182,9 +180,9 @@ def load_cotangent_operands(
     dy = scaling.load_raw(p.gradient + first, offsets, scaling.tile_mask(m, n, M, N), MASKED)
     gate = load_codes_and_scales(p.first, p.first_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION)
     up, activated = gate, gate
-    if OPERATION.gated:
+    if OPERATION.is_gated:
         up = load_codes_and_scales(p.up, p.up_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION)
-    if OPERATION.activated:
+    if OPERATION.saves_activated:
         activated = load_codes_and_scales(
             p.activated, p.activated_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION
         )
@@ -196,11 +194,11 @@ def compute_cotangents(x: tl.tensor, OPERATION: tl.constexpr, DTYPE: tl.constexp
     """Return the cotangents of gate and up (without up, of gate twice), rounded to DTYPE, and the recomputed result."""
     dy = x[0].to(tl.float32)
     activated, slope = activation_and_slope(decode_loaded(x[1], OPERATION), OPERATION.activation)
-    if OPERATION.gated:
+    if OPERATION.is_gated:
         up = decode_loaded(x[2], OPERATION)
         dgate = round_to_dtype(dy * up * slope, DTYPE)
         recomputed = activated * up
-        if OPERATION.activated:
+        if OPERATION.saves_activated:
             activated = decode_loaded(x[3], OPERATION)
         dup = round_to_dtype(dy * activated, DTYPE)
     else:

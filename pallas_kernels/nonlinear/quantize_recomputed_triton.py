@@ -33,9 +33,9 @@ FP8_CAPABILITY = quantize_triton.FP8_CAPABILITY
 class ResultKinds(NamedTuple):
     """Results of a kernel: a forward result, of a norm or not; or the cotangent of gate, of up alone, or of both."""
 
-    forward: bool
-    norm: bool
-    only_up: bool
+    is_forward: bool
+    is_norm: bool
+    is_up_only: bool
     is_pair: bool
 
 
@@ -118,7 +118,7 @@ def _store_all_codes(
         words2 = _store_codes(
             y2, factor2, words2, j, columns2, offsets, mask, N, MASKED, RESULT_CODING, False, True, FINITE
         )
-    if KINDS.only_up:
+    if KINDS.is_up_only:
         y0 = y1
     words0 = _store_codes(
         y0, factor0, words0, j, rows0, offsets, mask, N, MASKED, CODING, STORE_ROWS, STORE_COLUMNS, FINITE
@@ -155,10 +155,10 @@ def _quantize_results(
     factor2 = scaling.reciprocal(tl.load(scale2)) if RESULT_CODING.kind != "none" else 1.0
     if not BY_ROW:
         factor0, factor1 = scaling.reciprocal(tl.load(scale0)), scaling.reciprocal(tl.load(scale1))
-    if KINDS.forward:
+    if KINDS.is_forward:
         for j in tl.range(4):
             offsets, m = ((4 * i + j) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :], top + 4 * i + j
-            y0 = ops.compute_result(p, first, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
+            y0 = ops.compute_result(p, first, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.is_norm)
             mask = scaling.tile_mask(m, n, M, N)
             if BY_ROW:
                 factor0 = ops.row_inverse_scales(scale0, m, M, True)
@@ -177,7 +177,7 @@ def _quantize_results(
             if RESULT_CODING.kind != "none":
                 nonfinite_sum = tl.fma(y2, 0.0, nonfinite_sum)
             if SUMS:
-                total0 += y1 if KINDS.only_up else y0
+                total0 += y1 if KINDS.is_up_only else y0
                 total1 += y1
             if BY_ROW:
                 factor0 = ops.row_inverse_scales(scale0, top + 4 * i + j, M, True)
@@ -246,7 +246,7 @@ def _quantize_and_predict(
             r = 4 * i + j
             factor = ops.row_inverse_scales(scale, top + r, M, True)
             tl.store(amax0_ptr + row_offsets + r, ops.row_amax_or_nonfinite(y0, OPERATION.dtype), mask=top + r < M)
-            if OPERATION.gated:
+            if OPERATION.is_gated:
                 tl.store(amax1_ptr + row_offsets + r, ops.row_amax_or_nonfinite(y1, OPERATION.dtype), mask=top + r < M)
         words = _store_codes(y, factor, words, j, transposed_ptr, 0, 0, N, MASKED, CODING, False, True)
     strided_tiles.store_transposed(transposed_ptr, top, left, i, n, words, M, N, MASKED)
@@ -268,7 +268,7 @@ def _quantize_and_predict(
                 tl.store(
                     amax0_ptr + row_offsets + 4 * i + k, scaling.magnitude_from_key(tl.max(key0, 1), CODING), mask=m < M
                 )
-                if OPERATION.gated:
+                if OPERATION.is_gated:
                     tl.store(
                         amax1_ptr + row_offsets + 4 * i + k,
                         scaling.magnitude_from_key(tl.max(key1, 1), CODING),
@@ -279,7 +279,7 @@ def _quantize_and_predict(
         amax1 = scaling.magnitude_from_key(tl.max(tl.max(max_key1, 1), 0), CODING)
     if not BY_ROW:
         tl.store(amax0_ptr + program, amax0)
-        if OPERATION.gated:
+        if OPERATION.is_gated:
             tl.store(amax1_ptr + program, amax1)
 
 
@@ -363,7 +363,7 @@ def quantize_and_predict(
     """
     m, n = storage.matrix_shape(operands.first, operation)
     launch, by_row = launch or QuantizeLaunch(32, 128, 4), scale.ndim > 0
-    tiles_n, is_pair = -(-n // launch.block_n), operation.gated
+    tiles_n, is_pair = -(-n // launch.block_n), operation.is_gated
     tiles = -(-m // launch.block_m) * tiles_n
     shape = (tiles_n, m) if by_row else (tiles,)
     shapes = [jax.ShapeDtypeStruct((n, m), jnp.uint8)]

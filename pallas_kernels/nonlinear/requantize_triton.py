@@ -43,7 +43,7 @@ def _requantize_if(
             start = top.to(tl.int64) * N + left
             offsets = (tl.arange(0, BLOCK_M) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
             m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
-            y = ops.compute_result(p, start, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
+            y = ops.compute_result(p, start, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.is_norm)
             ops.store_quantized(
                 y, scale_ptr, codes_ptr + start, offsets, scaling.tile_mask(m, n, M, N), MASKED, CODING, False
             )

@@ -42,12 +42,12 @@ def _peaks(
     m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
     should_run = tl.load(compute_if_ptr) > 0 if CONDITIONAL else True
     if should_run:
-        if KINDS.forward:
-            y0 = ops.compute_result(p, start, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
+        if KINDS.is_forward:
+            y0 = ops.compute_result(p, start, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.is_norm)
         else:
             x = ops.load_cotangent_operands(p, start, offsets, m, left, n, M, N, MASKED, OPERATION)
             y0, y1, _ = ops.compute_cotangents(x, OPERATION, OPERATION.dtype)
-            if KINDS.only_up:
+            if KINDS.is_up_only:
                 y0 = y1
             if KINDS.is_pair:
                 tl.store(amax1_ptr + program, ops.tile_amax(y1, m, n, M, N, MASKED, CODING))

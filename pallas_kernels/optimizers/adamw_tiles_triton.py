@@ -81,7 +81,7 @@ def _store_moment(
     MASKED: tl.constexpr, STORAGE: tl.constexpr, FAST_PATH: tl.constexpr, PAIRED: tl.constexpr,
 ) -> None:  # fmt: skip
     stored = x
-    if STORAGE.scaled:
+    if STORAGE.has_scale:
         code = pointer.dtype.element_ty
         stored, scale, exponent = encode.encode(
             x,
@@ -99,7 +99,7 @@ def _store_moment(
             PAIRED,
         )
         codec.store(scale_ptr, group, scale, group_mask, MASKED)
-        if STORAGE.expanded:
+        if STORAGE.is_expanded:
             codec.store(exponent_ptr, group, exponent, group_mask, MASKED)
     elif STORAGE.dropped > 0:
         stored = codec.round_stochastically(x, noise, element, PAIRED)
@@ -160,10 +160,10 @@ def update_tile_general(
     mu = codec.load(mu_ptr + base, offsets, mask, MASKED)
     # The assembler delays loads until their values are used, but not past a barrier. Scales are used first.
     tl.debug_barrier()
-    nu_scale = codec.load(nu_scale_ptr, group, group_mask, MASKED) if NU.scaled else 1.0
-    nu_exponent = codec.load(nu_exponent_ptr, group, group_mask, MASKED) if NU.expanded else 1.0
-    mu_scale = codec.load(mu_scale_ptr, group, group_mask, MASKED) if MU.scaled else 1.0
-    mu_exponent = codec.load(mu_exponent_ptr, group, group_mask, MASKED) if MU.expanded else 1.0
+    nu_scale = codec.load(nu_scale_ptr, group, group_mask, MASKED) if NU.has_scale else 1.0
+    nu_exponent = codec.load(nu_exponent_ptr, group, group_mask, MASKED) if NU.is_expanded else 1.0
+    mu_scale = codec.load(mu_scale_ptr, group, group_mask, MASKED) if MU.has_scale else 1.0
+    mu_exponent = codec.load(mu_exponent_ptr, group, group_mask, MASKED) if MU.is_expanded else 1.0
 
     # The second moment comes first, here and below: this order needs the fewest registers.
     factor = tl.load(scalars_ptr + 21) if GATED else tl.full((), 1.0, tl.float32)
@@ -189,14 +189,14 @@ def update_tile_general(
     direction = codec.divide_negative_approx(inverse_root, tl.fma(inverse_root, negative_eps, -1.0)) * codec.from_bits(
         m_amax_bits
     )
-    if NU.expanded:
+    if NU.is_expanded:
         limit = direction * DEAD_ELEMENTS.silent
         smallest = tl.min(tl.min(tl.abs(change), axis=1), axis=1)
         if tl.max((smallest < limit).to(tl.int32), axis=0) > 0:
             is_silent = (tl.abs(change) < codec.broadcast_groups(limit)) & (tl.abs(g) < _TINY) & (v > 0)
             previous_v = v * tl.load(scalars_ptr + 20)
             v = tl.where(is_silent, _dead_v(v, previous_v, codec.broadcast_groups(v_amax), DEAD_ELEMENTS), v)
-    if MU.expanded:
+    if MU.is_expanded:
         m, m_code_magnitudes = encode.zero_dead_elements(m, change, direction * DEAD_ELEMENTS.idle)
     if CLIP:
         change = tl.where(

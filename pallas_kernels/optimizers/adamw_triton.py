@@ -254,11 +254,11 @@ def unsupported_reason(
         return f"group_size {group_size} is not a power of two from {MIN_GROUP} to {MAX_GROUP}"
     for name, dtype in (("gradient", grad), ("weight", weight)):
         if dtype not in PLAIN_DTYPES:
-            return f"the {name} has dtype {jnp.dtype(dtype)}, not {_either(PLAIN_DTYPES)}"
+            return f"the {name} has dtype {jnp.dtype(dtype)}, not {call_triton.join_dtypes(PLAIN_DTYPES)}"
     for name, dtypes in (("mu", mu), ("nu", nu)):
         allowed = CODE_DTYPES if len(dtypes) > 1 else PLAIN_DTYPES
         if dtypes[0] not in allowed:
-            return f"{name} is stored in {jnp.dtype(dtypes[0])}, not {_either(allowed)}"
+            return f"{name} is stored in {jnp.dtype(dtypes[0])}, not {call_triton.join_dtypes(allowed)}"
         if any(
             dtype != expected_dtype
             for dtype, expected_dtype in zip(dtypes[1:], (jnp.float32, jnp.bfloat16), strict=False)
@@ -324,14 +324,14 @@ def adamw(
         and weight is not None
         and (not in_place or weight.dtype != jnp.bfloat16 or remainder.dtype not in (jnp.int8, jnp.int16))
     ):
-        raise ValueError("a remainder, int8 or int16, is of a bf16 weight in place")
+        raise ValueError("a remainder, int8 or int16, needs a bf16 weight, in place")
     dtype = (grad if weight is None else weight).dtype if dtype is None or in_place else dtype
     dtypes = [tuple(x.dtype for x in moment) for moment in (mu, nu)]
     reason = unsupported_reason(grad.shape, grad.dtype, dtype, dtypes[0], dtypes[1], group_size)
     if reason is not None:
         raise ValueError(f"the fused AdamW kernel cannot run: {reason}")
     if seed is not None and (not in_place or dtype != jnp.bfloat16 or remainder is not None):
-        raise ValueError("stochastic rounding is of new bf16 weights, in place")
+        raise ValueError("stochastic rounding needs bf16 weights, in place")
     is_stochastic = nu_storage.noise is not None if nu_storage else nu_seed is not None and nu[0].dtype == jnp.bfloat16
     if (nu_seed is not None) != is_stochastic:
         raise ValueError("nu_seed is for a second moment in bf16, or in codes whose storage has `noise`")
@@ -346,7 +346,7 @@ def adamw(
     is_aligned = length % vector == 0
     # The table has no signs, and dithered first moments have no fast path.
     use_fast_path = (
-        not has_partial_groups and len(mu) == len(nu) == 3 and nu_storage is not None and not nu_storage.signed
+        not has_partial_groups and len(mu) == len(nu) == 3 and nu_storage is not None and not nu_storage.is_signed
     )
     use_fast_path = use_fast_path and mu_storage is not None and mu_storage.dither_format is None
     elements = launch.elements or (
@@ -419,7 +419,3 @@ def log2_code_magnitudes(dtype: Any) -> np.ndarray:
     codes = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float64)
     with np.errstate(divide="ignore"):
         return np.log2(np.abs(codes)).astype(np.float32)
-
-
-def _either(dtypes: tuple[Any, ...]) -> str:
-    return " or ".join(str(jnp.dtype(d)) for d in dtypes)

@@ -237,11 +237,11 @@ def unsupported_reason(shape: tuple[int, ...], grad: Any, weight: Any, mu: Any, 
     if stochastic and math.prod(shape) > MAX_ELEMENTS:
         return f"shape {shape} has more than {MAX_ELEMENTS} elements, by whose places noise goes"
     if grad not in (*PLAIN_DTYPES, *CODE_DTYPES):
-        return f"the gradient has dtype {jnp.dtype(grad)}, not {_either((*PLAIN_DTYPES, *CODE_DTYPES))}"
+        return f"the gradient has dtype {jnp.dtype(grad)}, not {call_triton.join_dtypes((*PLAIN_DTYPES, *CODE_DTYPES))}"
     if weight not in PLAIN_DTYPES:
-        return f"the weight has dtype {jnp.dtype(weight)}, not {_either(PLAIN_DTYPES)}"
+        return f"the weight has dtype {jnp.dtype(weight)}, not {call_triton.join_dtypes(PLAIN_DTYPES)}"
     if mu not in CODE_DTYPES:
-        return f"mu is stored in {jnp.dtype(mu)}, not {_either(CODE_DTYPES)}"
+        return f"mu is stored in {jnp.dtype(mu)}, not {call_triton.join_dtypes(CODE_DTYPES)}"
     return None
 
 
@@ -343,7 +343,3 @@ def _is_valid_master(weight: Array, remainder: Array | None, in_place: bool, sto
         return weight.dtype == jnp.float32  # type: ignore[no-any-return]
     exact = stochastic if remainder is None else not stochastic and remainder.dtype in (jnp.int8, jnp.int16)
     return in_place and exact and weight.dtype == jnp.bfloat16
-
-
-def _either(dtypes: tuple[Any, ...]) -> str:
-    return " or ".join(str(jnp.dtype(d)) for d in dtypes)

@@ -49,7 +49,7 @@ class Storage:
             exponent; None for codes with a scale alone.
         smallest: the code of non-zero values that would round to zero; None lets them. With range expansion no value
             rounds to zero.
-        signed: whether values may be negative.
+        is_signed: whether values may be negative.
         noise: stochastic rounding; None rounds to nearest.
         dither_format: mantissa bits and smallest normal number of the code format, for `add_dither`; None without
             dither.
@@ -58,31 +58,33 @@ class Storage:
     max: float
     expansion: tuple[float, float, float] | None = None
     smallest: float | None = None
-    signed: bool = True
+    is_signed: bool = True
     noise: Noise | None = None
     dither_format: tuple[int, float] | None = None
 
     @property
     def constants(self) -> "StorageConstants":
         ratio, lowest, highest = self.expansion or (2.0, 1.0, 1.0)
-        expanded, smallest = self.expansion is not None, self.smallest or 0.0
+        is_expanded, smallest = self.expansion is not None, self.smallest or 0.0
         numbers = (self.max, math.log2(self.max), math.log2(ratio), lowest, highest, smallest)
         if self.noise is None:
             mantissa, normal = self.dither_format or (0, 0.0)
-            return StorageConstants(True, expanded, self.signed, *numbers, smallest_normal=normal, mantissa=mantissa)
+            return StorageConstants(
+                True, is_expanded, self.is_signed, *numbers, smallest_normal=normal, mantissa=mantissa
+            )
         fewest, most = (math.log2(bound) for bound in self.noise.span_bounds)
         dropped = 23 - self.noise.mantissa_bits
         return StorageConstants(
-            True, expanded, self.signed, *numbers, dropped, self.noise.smallest_normal, fewest, most
+            True, is_expanded, self.is_signed, *numbers, dropped, self.noise.smallest_normal, fewest, most
         )
 
 
 class StorageConstants(NamedTuple):
     """A `Storage` in the form of a compile-time constant."""
 
-    scaled: bool
-    expanded: bool
-    signed: bool
+    has_scale: bool
+    is_expanded: bool
+    is_signed: bool
     max: float
     log2_max: float
     log2_ratio: float
@@ -286,11 +288,11 @@ def decode(
 ) -> tl.tensor:
     """Return decoded values times a scalar factor; for plain storage, floats times the factor."""
     values = codes.to(tl.float32)
-    if STORAGE.expanded:
+    if STORAGE.is_expanded:
         decoded = decode_from_log2(log2_abs_approx(values), scale, exponent, factor, STORAGE)
-        if STORAGE.signed:
+        if STORAGE.is_signed:
             decoded = from_bits(float_bits(decoded) | (float_bits(values) & _SIGN_BIT))
-    elif STORAGE.scaled:
+    elif STORAGE.has_scale:
         decoded = values * broadcast_groups(scale * factor)
     else:
         decoded = values * factor

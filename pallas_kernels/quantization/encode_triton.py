@@ -137,7 +137,7 @@ def add_noise(
     """Return values of codes from fp32 magnitudes in units of the codes, rounded without bias; Inf and NaN stay."""
     # Noise added to BOUND stays a NaN; added to the hardware's own NaN, 0x7FFFFFFF, it overflows.
     BOUND: tl.constexpr = 0x7FFFFFFF - ((1 << STORAGE.dropped) - 1)
-    if STORAGE.expanded:
+    if STORAGE.is_expanded:
         x = interpolate_codes(codec.from_bits(tl.minimum(codec.float_bits(y), BOUND)), k, one_bits, STORAGE)
     else:
         # Below the smallest normal number, codes have the same spacing as just above it.
@@ -149,7 +149,7 @@ def add_noise(
         half = tl.where((element & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
         x = x + half * (1 << (STORAGE.dropped - 16))
     rounded = codec.from_bits(x & -(1 << STORAGE.dropped))
-    if not STORAGE.expanded:
+    if not STORAGE.is_expanded:
         rounded = rounded - shift
     return rounded
 
@@ -190,7 +190,7 @@ def encode_fast(
             )
         )
     codes = y.to(CODE)
-    if STORAGE.signed:
+    if STORAGE.is_signed:
         codes = codec.with_signs(codes.to(tl.int8, bitcast=True), x.to(CODE).to(tl.int8, bitcast=True))
         codes = codes.to(CODE, bitcast=True)
     return codes, scale, (codec.float_bits(k) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -210,7 +210,7 @@ def encode(
     """
     largest = codec.from_bits(largest_bits)
     scale = tl.where(largest_bits > 0, tl.maximum(largest * (1 / STORAGE.max), _TINY), 1.0)
-    if STORAGE.expanded:
+    if STORAGE.is_expanded:
         top = tl.maximum(largest, _TINY * STORAGE.max)
         smallest = min_nonzero_bits_minus_one(code_magnitudes, FAST_PATH)
         spans = (codec.float_bits(top) - 1).to(tl.uint32, bitcast=True) > smallest
@@ -237,7 +237,7 @@ def encode(
         y = add_noise(y, k, noise, element, one_bits, PAIRED, STORAGE)
     # The conversion saturates Inf to the largest value. The lowest bit turns Inf into NaN, and does not change finite
     # codes.
-    if STORAGE.signed:
+    if STORAGE.is_signed:
         # Use ~x, because the lowest bit of Inf is 0. Signs are then flipped in the codes, four at a time.
         codes = codec.from_bits(codec.or_inverted_end_bits(codec.float_bits(y), codec.float_bits(x))).to(CODE)
         codes = codec.flip_signs(codes.to(tl.int8, bitcast=True)).to(CODE, bitcast=True)

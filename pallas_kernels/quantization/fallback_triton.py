@@ -192,7 +192,7 @@ def quantize(
     programs = -(-m // launch.block_m) * -(-n // launch.block_n)
     base, base_scale, residual, residual_scale, is_fallback, stochastic = quantize_triton.call(
         _fallback, [x, threshold.reshape(1).astype(jnp.float32), noise], shapes, programs, launch, compute_capability,
-        CODING=coding, HAS_STOCHASTIC=seed is not None, STOCHASTIC_CODING=coding._replace(stochastic=True),
+        CODING=coding, HAS_STOCHASTIC=seed is not None, STOCHASTIC_CODING=coding._replace(is_stochastic=True),
     )  # fmt: skip
     base, residual, stochastic = (jax.lax.bitcast_convert_type(c, jnp.int8) for c in (base, residual, stochastic))
     return FallbackCodes(

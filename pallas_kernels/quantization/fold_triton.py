@@ -87,7 +87,7 @@ def fold_codes(
     Args:
         codes: (M, N) float8_e4m3fn.
         exponents: (M, ceil(N / 32)) uint8, biased exponents (E8M0) of groups of 32 along N.
-        outer_scale: positive fp32 level-1 scales, (1, 1) or (M, 1). If such a scale times the largest power is
+        outer_scale: positive fp32 scales, (1, 1) or (M, 1). If such a scale times the largest power is
             subnormal in fp32, the row keeps the scale, and its powers are folded as they are.
 
     Returns:
@@ -100,8 +100,8 @@ def fold_codes(
     groups = -(-n // GROUP)
     for name, x, shapes_allowed, dtype in (
         ("codes", codes, [(m, n)], jnp.float8_e4m3fn),
-        ("powers", exponents, [(m, groups)], jnp.uint8),
-        ("level", outer_scale, [(1, 1), (m, 1)], jnp.float32),
+        ("exponents", exponents, [(m, groups)], jnp.uint8),
+        ("outer_scale", outer_scale, [(1, 1), (m, 1)], jnp.float32),
     ):
         if x.shape not in shapes_allowed or x.dtype != dtype or 0 in x.shape:
             raise ValueError(

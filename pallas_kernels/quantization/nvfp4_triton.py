@@ -1,8 +1,8 @@
 """nvfp4 codes and scales of a matrix and of its transposed copy, in one pass.
 
-In: (M, N) fp32, bf16 or fp16. Out: e2m1 codes, two in a byte, (M, N / 2) and (N, M / 2), and e4m3 scales of 16 or of
-16 x 16. The matrix may be transformed before the transposed copy, each 16 rows by a Hadamard matrix. Hardware: Ada or
-newer. Reference: `_reference` in fp8jax/ops/quantization/quantize.py.
+In: (M, N) fp32, bf16 or fp16. Out: e2m1 codes, two in a byte, (M, N / 2) and (N, M / 2). e4m3 scales of 16 elements or
+of 16 x 16. The matrix may be transformed before the transposed copy, each 16 rows by a Hadamard matrix. Hardware: Ada
+or newer. Reference: `_reference` in fp8jax/ops/quantization/quantize.py.
 
 A program reads a tile once, as 16 slices of every 16th row. A group of the transposed copy is then one element of each
 slice, and its codes become a 64-bit word without an exchange between threads.
@@ -33,11 +33,11 @@ class Coding(NamedTuple):
 
     Attributes:
         kind: "nv" for scales of 16 along a row, "nvblock" for scales of 16 x 16, "none" for no codes.
-        stochastic: whether rounding is stochastic and unbiased; otherwise to nearest even.
+        is_stochastic: whether rounding is stochastic and unbiased; otherwise to nearest even.
     """
 
     kind: Literal["nv", "nvblock", "none"] = "none"
-    stochastic: bool = False
+    is_stochastic: bool = False
 
 
 @triton.jit
@@ -102,6 +102,7 @@ def _transform(x: tl.tuple, is_full: tl.tensor, SIGNS: tl.constexpr) -> tuple[tl
 
 @triton.jit
 def _select(is_full: tl.tensor, transform: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """Return the normalized transform of groups of 16 rows, and the values of a shorter group."""
     return tl.where(is_full, transform * 0.25, x.to(tl.float32))
 
 
@@ -206,9 +207,9 @@ def _nvfp4(
                 scaling.store(row_scales_ptr, offsets, byte, scaling.tile_mask(m, h, M, GROUPS_N), MASKED)
                 factor = scaling.repeat_columns(group_factor, 16)
             noise = word1
-            if ROWS.stochastic:
+            if ROWS.is_stochastic:
                 noise = _noise(noise_ptr, word1, word2, top, left, k, R, BLOCK_N)
-            codes = _encode(x[k], inverse_outer, factor, noise, ROWS.stochastic)
+            codes = _encode(x[k], inverse_outer, factor, noise, ROWS.is_stochastic)
             pairs = tl.sum(tl.reshape(codes << shift, (R, BLOCK_N // 2, 2)), 2).to(tl.uint8)
             offsets = m.to(tl.int64)[:, None] * ((N + 1) // 2) + pair[None, :]
             scaling.store(row_codes_ptr, offsets, pairs, scaling.tile_mask(m, pair, M, (N + 1) // 2), MASKED)
@@ -230,9 +231,9 @@ def _nvfp4(
         word = tl.zeros((R, BLOCK_N), tl.uint64)
         for k in tl.static_range(16):
             noise = word2
-            if COLUMNS.stochastic:
+            if COLUMNS.is_stochastic:
                 noise = _noise(noise_ptr, word2, word1, top, left, k, R, BLOCK_N)
-            codes = _encode(x[k], inverse_outer, factor, noise, COLUMNS.stochastic)
+            codes = _encode(x[k], inverse_outer, factor, noise, COLUMNS.is_stochastic)
             word |= codes.to(tl.uint64) << (4 * k)
         word = tl.trans(word)
         if M % 16 == 0:
@@ -330,7 +331,7 @@ def quantize(
     if reason is not None:
         raise ValueError(f"the nvfp4 kernel cannot run: {reason}")
     codings = [Coding() if c is None else c for c in (rows, columns)]
-    if any(c.stochastic for c in codings) and seed is None:
+    if any(c.is_stochastic for c in codings) and seed is None:
         raise ValueError("stochastic rounding needs a seed")
     launch, (m, n) = launch or _LAUNCH, x.shape
     noise = jnp.zeros(4, jnp.uint32)

@@ -108,7 +108,7 @@ def _quantize_groups(
             offsets = ((row + j).to(tl.int64) * N)[:, None] + n[None, :]
             tl.store(row_codes_ptr + offsets, _codes(slices[j], row_factor, ROW_CODING), mask=mask)
         if COLUMN_CODING.kind != "none":
-            if COLUMN_CODING.kind == "copy" and COLUMN_CODING.by_row:
+            if COLUMN_CODING.kind == "copy" and COLUMN_CODING.has_row_scales:
                 row_factor = tl.load(row_scale_ptr + row + j, mask=row_in_block + j < row_count, other=0.0)[:, None]
                 codes = _multiply_codes(slices[j], row_factor, COLUMN_CODING)
             else:
@@ -122,7 +122,9 @@ def unsupported_reason(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding
     """Return why the kernel does not support this shape, dtype or coding, or None."""
     is_copy = jnp.dtype(dtype).itemsize == 1
     reason = quantize_triton.unsupported_reason(shape, jnp.bfloat16 if is_copy else dtype, codings)
-    if reason is None and any(c is not None and (c.kind not in ("tensor", "token") or c.stochastic) for c in codings):
+    if reason is None and any(
+        c is not None and (c.kind not in ("tensor", "token") or c.is_stochastic) for c in codings
+    ):
         return "it takes given scales, and rounds to nearest"
     return reason
 
@@ -176,7 +178,7 @@ def quantize_groups(
     ]
     constants = [scaling.NO_CODING if c is None else COPY if is_copy else c.constants for c in (rows, columns)]
     if row_factor is not None and columns is not None:
-        constants[1] = columns.constants._replace(kind="copy", by_row=True)
+        constants[1] = columns.constants._replace(kind="copy", has_row_scales=True)
     placeholder = (1, 1)
     shapes = [
         jax.ShapeDtypeStruct(placeholder if rows is None else (num_rows, n), jnp.uint8),

@@ -21,8 +21,8 @@ MAX_COLUMNS, ELEMENTS_PER_PROGRAM, GROUP = 32768, 4096, 32
 
 
 @triton.jit
-def _row_offsets(program: tl.tensor, LEFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, M: tl.constexpr,
-            N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+def _row_offsets(program: tl.tensor, LEFT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Return the offsets of BLOCK_N columns from LEFT on in a program's rows, and their mask."""
     n = LEFT + tl.arange(0, BLOCK_N)
     return (tl.arange(0, BLOCK_M) * N)[:, None] + n[None, :], scaling.tile_mask(
@@ -61,11 +61,11 @@ def _quantize_rows(
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N < BLOCK_N
     program = tl.program_id(0)
     first = program.to(tl.int64) * (BLOCK_M * N)
-    offsets, mask = _row_offsets(program, 0, BLOCK_N, BLOCK_M, M, N)
+    offsets, mask = _row_offsets(program, 0, M, N, BLOCK_M, BLOCK_N)
     x = scaling.load_raw(x_ptr + first, offsets, mask, MASKED)
     keys = tl.max(_group_keys(x, GROUP_SIZE, CODING), 1)
     if TAIL_N > 0:
-        tail_offsets, tail_mask = _row_offsets(program, BLOCK_N, TAIL_N, BLOCK_M, M, N)
+        tail_offsets, tail_mask = _row_offsets(program, BLOCK_N, M, N, BLOCK_M, TAIL_N)
         tail = scaling.load_raw(x_ptr + first, tail_offsets, tail_mask, True)
         keys = tl.maximum(keys, tl.max(_group_keys(tail, GROUP_SIZE, CODING), 1))
     m = program * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -88,7 +88,7 @@ def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: scaling.Codin
     """Return why the kernel does not support this shape, dtype or coding, or None."""
     if len(shape) == 2 and shape[1] > MAX_COLUMNS:
         return f"a row of {shape[1]} elements is longer than {MAX_COLUMNS}"
-    if coding.stochastic:
+    if coding.is_stochastic:
         return "it rounds to nearest"
     return quantize_triton.unsupported_reason(shape, dtype, (coding,))
 

@@ -139,14 +139,14 @@ def _quantize(
         tl.store(sums_ptr + (program // TILES_N).to(tl.int64) * N + n, tl.sum(total, 0), mask=n < N)
     random1 = tl.zeros((R, BLOCK_N), tl.uint32)
     random2 = random1
-    if ROW_CODING.stochastic or COLUMN_CODING.stochastic:
+    if ROW_CODING.is_stochastic or COLUMN_CODING.is_stochastic:
         word1, word2 = tl.load(noise_ptr), tl.load(noise_ptr + 1)
         # Noise depends on the position in the whole matrix, because `x` may be a part.
         noise_index = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
         noise_index += tl.load(noise_ptr + 3)
-        if ROW_CODING.stochastic:
+        if ROW_CODING.is_stochastic:
             random1 = scaling.hash_bits(noise_index, word1, word2)
-        if (COLUMN_CODING.kind != "none" and COLUMN_CODING.kind != "same") and COLUMN_CODING.stochastic:
+        if (COLUMN_CODING.kind != "none" and COLUMN_CODING.kind != "same") and COLUMN_CODING.is_stochastic:
             random2 = scaling.hash_bits(noise_index, word2, word1)
     amax_keys = tl.zeros((R, BLOCK_N), tl.int32)
     largest0, amax_keys = scaling.slice_amax_keys(x0, amax_keys, ROW_CODING, COLUMN_CODING)
@@ -172,7 +172,7 @@ def _quantize(
         scale = scaling.scale_from_amax(row_scale_ptr, ROW_CODING)
         tl.store(row_scales_ptr, scale, mask=program == 0)
         inverse_scale = scaling.reciprocal(scale)
-    elif ROW_CODING.kind != "none" and ROW_CODING.kind != "group" and not ROW_CODING.by_row:
+    elif ROW_CODING.kind != "none" and ROW_CODING.kind != "group" and not ROW_CODING.has_row_scales:
         inverse_scale = scaling.reciprocal(tl.load(row_scale_ptr))
 
     factor = 1.0
@@ -184,7 +184,7 @@ def _quantize(
                 scale = scaling.scale_from_amax(column_scale_ptr, COLUMN_CODING)
                 tl.store(column_scales_ptr, scale, mask=program == 0)
                 factor = scaling.reciprocal(scale)
-            elif COLUMN_CODING.by_row:
+            elif COLUMN_CODING.has_row_scales:
                 factor = scaling.reciprocal(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
             else:
                 factor = scaling.reciprocal(tl.load(column_scale_ptr))
@@ -192,7 +192,7 @@ def _quantize(
             GROUPS_M: tl.constexpr = (M + 4 * GROUP_QUARTER - 1) // (4 * GROUP_QUARTER)
             g = top // (4 * GROUP_QUARTER) + tl.arange(0, R // GROUP_QUARTER)
             group_offsets = n.to(tl.int64)[None, :] * GROUPS_M + g[:, None]
-            if COLUMN_CODING.scales_transposed:
+            if COLUMN_CODING.has_transposed_scales:
                 group_offsets = n[None, :] + g.to(tl.int64)[:, None] * N
             group_mask = scaling.tile_mask(g, n, GROUPS_M, N)
             largest = scaling.max_along_columns(amax_keys, GROUP_QUARTER)
@@ -251,7 +251,7 @@ def unsupported_reason(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding
         if coding.dtype not in scaling.FORMATS:
             return f"it makes codes in float8_e4m3fn, float8_e5m2 or int8, not {jnp.dtype(coding.dtype)}"
         if coding.kind == "mx" and coding.dtype == jnp.int8:
-            return "microscaling is of floating codes"
+            return "microscaling needs floating codes"
         if coding.kind in ("group", "block", "mx") and coding.size not in GROUP_SIZES:
             return f"a {coding.kind} of {coding.size} is none of {', '.join(map(str, GROUP_SIZES))}"
     return None
@@ -279,7 +279,7 @@ def quantize(
     row_scale: Array | None = None,
     column_scale: Array | None = None,
     amax: Array | None = None,
-    round_up_bf16: bool = False,
+    rounds_amax_up: bool = False,
     seed: Array | None = None,
     rng_offset: Array | None = None,
     sums: bool = False,
@@ -298,7 +298,7 @@ def quantize(
         column_scale: likewise of `columns`, (N, 1) per row of x.T.
         amax: largest finite magnitude of `x`, fp32 scalar. It determines the missing scales of kind "tensor", which are
             then returned.
-        round_up_bf16: whether it is rounded up to bf16.
+        rounds_amax_up: whether it is rounded up to bf16.
         seed: two uint32 random words, new in every call, for stochastic rounding.
         rng_offset: for a part of a larger matrix, two uint32 words: the columns of that matrix, and the position of the
             part. The position is a quarter of the first row (a multiple of 4) times these columns, plus the first
@@ -322,7 +322,7 @@ def quantize(
                 quantize, x, seed=seed, rng_offset=rng_offset, launch=launch, compute_capability=compute_capability
             )
             first, _, column_sums = quantize_x(
-                rows, None, row_scale=row_scale, amax=amax, round_up_bf16=round_up_bf16, sums=sums
+                rows, None, row_scale=row_scale, amax=amax, rounds_amax_up=rounds_amax_up, sums=sums
             )
             return first, quantize_x(None, columns)[1], column_sums
         rows, columns = columns, "same"
@@ -339,7 +339,7 @@ def quantize(
         raise ValueError(f"the quantize kernel cannot run: {reason}")
     if is_same and (rows is None or rows.kind not in ("tensor", "block")):
         raise ValueError(f"columns 'same' needs rows of kind 'tensor' or 'block', not {rows}")
-    if any(c is not None and c.stochastic for c in (rows, coding)) and seed is None:
+    if any(c is not None and c.is_stochastic for c in (rows, coding)) and seed is None:
         raise ValueError("stochastic rounding needs a seed")
     launch = launch or _best_launch(rows, coding, is_same, dtype)
     shapes = [*_output_shapes(rows, (m, n), writes_codes=writes_rows), *_output_shapes(coding, (n, m))]
@@ -349,7 +349,9 @@ def quantize(
     ]
     by_row = [s.shape[-2] > 1 for s in scales]
     constants = [
-        scaling.NO_CODING if c is None else c.constants._replace(by_row=b, scales_transposed=_scales_transposed(c))
+        scaling.NO_CODING
+        if c is None
+        else c.constants._replace(has_row_scales=b, has_transposed_scales=_has_transposed_scales(c))
         for c, b in zip((rows, coding), by_row, strict=True)
     ]
     has_computed_scale = [
@@ -359,7 +361,7 @@ def quantize(
     for i in (i for i, mask in enumerate(has_computed_scale) if mask):
         assert amax is not None
         scales[i] = amax.reshape(*stack, 1)
-        constants[i] = constants[i]._replace(has_amax=True, round_up_bf16=round_up_bf16)
+        constants[i] = constants[i]._replace(has_amax=True, rounds_amax_up=rounds_amax_up)
     if is_same:
         constants[1] = constants[1]._replace(kind="same")
     constants[0] = constants[0]._replace(writes_codes=writes_rows)
@@ -406,14 +408,14 @@ def _best_launch(rows: Coding | None, columns: Coding | None, is_same: bool, dty
         return QuantizeLaunch(num_warps=4)
     if "group" in kinds and columns is not None:
         return QuantizeLaunch(num_warps=warps)
-    if any(c is not None and c.stochastic for c in (rows, columns)) or (columns is not None and not is_same):
+    if any(c is not None and c.is_stochastic for c in (rows, columns)) or (columns is not None and not is_same):
         return QuantizeLaunch(128, max(64, rows.size if rows else 0), warps)
     if is_same and dtype == jnp.float32:
         return QuantizeLaunch(64, num_warps=8)  # fp32 weights
     return QuantizeLaunch(num_warps=16 if is_same else 8)
 
 
-def _scales_transposed(coding: Coding) -> bool:
+def _has_transposed_scales(coding: Coding) -> bool:
     """Return whether scales are stored transposed, as group products read them: no kernel transposes them later."""
     return coding.kind == "group" and coding.size == 128
 
@@ -427,7 +429,7 @@ def _output_shapes(coding: Coding | None, shape: tuple[int, int], writes_codes: 
     scales = count if coding.kind in ("group", "block") else placeholder
     return [
         jax.ShapeDtypeStruct(shape if writes_codes else placeholder, jnp.uint8),
-        jax.ShapeDtypeStruct(scales[::-1] if _scales_transposed(coding) else scales, coding.scale_dtype),
+        jax.ShapeDtypeStruct(scales[::-1] if _has_transposed_scales(coding) else scales, coding.scale_dtype),
         jax.ShapeDtypeStruct(count if coding.kind == "mx" else placeholder, jnp.uint8),
     ]
 
@@ -437,7 +439,7 @@ def _to_quantized(coding: Coding | None, outputs: Any, has_computed_scale: bool)
         return None
     codes = jax.lax.bitcast_convert_type(outputs[0], coding.dtype)
     scale = outputs[1] if has_computed_scale or coding.kind in ("group", "block") else None
-    if scale is not None and _scales_transposed(coding):
+    if scale is not None and _has_transposed_scales(coding):
         scale = jnp.swapaxes(scale, -1, -2)
     return Quantized(codes, scale, outputs[2] if coding.kind == "mx" else None)
 

@@ -37,17 +37,17 @@ class Coding:
         dtype: float8_e4m3fn, float8_e5m2, or int8 from -127 to 127. With int8, NaN or Inf turns its scale into NaN. For
             residuals also int16: ten bits from -511 to 511, packed four in five bytes.
         size: 16, 32, 64 or 128; 0 for "tensor" and "token".
-        ocp: for "mx", powers of two by OCP Microscaling Formats 1.0 (section 6.3), not rounded up.
+        uses_ocp_rule: for "mx", powers of two by OCP Microscaling Formats 1.0 (section 6.3), not rounded up.
         scale_dtype: float32 or bfloat16, of computed scales.
-        stochastic: whether rounding is stochastic and unbiased; otherwise to nearest even.
+        is_stochastic: whether rounding is stochastic and unbiased; otherwise to nearest even.
     """
 
     kind: Literal["tensor", "token", "group", "block", "mx"]
     dtype: Any = jnp.float8_e4m3fn
     size: int = 0
-    ocp: bool = False
+    uses_ocp_rule: bool = False
     scale_dtype: Any = jnp.float32
-    stochastic: bool = False
+    is_stochastic: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -60,8 +60,16 @@ class Coding:
     @property
     def constants(self) -> "CodingConstants":
         largest_code = _MAX_INTEGER.get(self.format) or float(jnp.finfo(self.dtype).max)
-        return CodingConstants(self.kind, self.size, float(np.float32(1 / largest_code)), int(np.log2(largest_code)),
-                      self.format, self.ocp, self.stochastic, integer=self.format in _MAX_INTEGER)  # fmt: skip
+        return CodingConstants(
+            self.kind,
+            self.size,
+            inverse_max=float(np.float32(1 / largest_code)),
+            log2_max=int(np.log2(largest_code)),
+            format=self.format,
+            uses_ocp_rule=self.uses_ocp_rule,
+            is_stochastic=self.is_stochastic,
+            is_integer=self.format in _MAX_INTEGER,
+        )
 
 
 class CodingConstants(NamedTuple):
@@ -75,18 +83,18 @@ class CodingConstants(NamedTuple):
     inverse_max: float
     log2_max: int
     format: str
-    ocp: bool
-    stochastic: bool
-    by_row: bool = False
+    uses_ocp_rule: bool
+    is_stochastic: bool
+    has_row_scales: bool = False  # whether each row has a scale, which the caller passes
     writes_codes: bool = True
-    scales_transposed: bool = False  # whether scales are stored transposed
-    integer: bool = False
-    has_amax: bool = False  # whether the tensor's amax is given in place of the scale
-    round_up_bf16: bool = False  # whether that amax is rounded up to bf16
+    has_transposed_scales: bool = False  # whether scales are stored transposed
+    is_integer: bool = False
+    has_amax: bool = False  # whether the caller passes the tensor's amax instead of the scale
+    rounds_amax_up: bool = False  # whether that amax is rounded up to bf16
 
 
 NO_CODING = CodingConstants("none", 0, 0.0, 0, "float8_e4m3fn", False, False)
-INTEGER_CODING = NO_CODING._replace(format="int8", integer=True)
+INTEGER_CODING = NO_CODING._replace(format="int8", is_integer=True)
 # A result without codes, in the dtype of its destination.
 ARRAY_CODING = NO_CODING._replace(kind="array")
 
@@ -115,9 +123,9 @@ def load(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, MASKED: tl.con
 def magnitude_key(x: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
     """Return ordered integer keys of magnitudes: finite values above Inf and NaN; for integer codings, below them."""
     if x.dtype == tl.bfloat16:
-        magnitude = magnitude_key_bf16x2(x, 0 if CODING.integer else _TINY_BITS | (_TINY_BITS >> 16))
+        magnitude = magnitude_key_bf16x2(x, 0 if CODING.is_integer else _TINY_BITS | (_TINY_BITS >> 16))
     else:
-        magnitude = (float_bits(x.to(tl.float32)) & _MAGNITUDE_MASK) + (0 if CODING.integer else _TINY_BITS)
+        magnitude = (float_bits(x.to(tl.float32)) & _MAGNITUDE_MASK) + (0 if CODING.is_integer else _TINY_BITS)
     return magnitude
 
 
@@ -177,7 +185,7 @@ def repeat_rows(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 def magnitude_from_key(key: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
     """Return the magnitude of a `magnitude_key`; 0 if no value was finite and non-zero."""
     magnitude = key
-    if CODING.integer:
+    if CODING.is_integer:
         magnitude = tl.where(magnitude >= _INF_BITS, _INF_BITS + 1, magnitude)
     else:
         magnitude = tl.maximum(magnitude, _TINY_BITS) - _TINY_BITS
@@ -188,7 +196,7 @@ def magnitude_from_key(key: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
 def scale_from_key(key: tl.tensor, CODING: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     amax = magnitude_from_key(key, CODING)
     scale = tl.where(amax > 0, tl.maximum(amax * CODING.inverse_max, TINY), 1.0)
-    if CODING.integer and dtype == tl.bfloat16:
+    if CODING.is_integer and dtype == tl.bfloat16:
         # Round up: with a scale that was rounded down, the largest code would saturate.
         scale = from_bits((float_bits(scale) + 0xFFFF) & -0x10000)
     return tl.where(amax == amax, scale, amax).to(dtype)
@@ -198,7 +206,7 @@ def scale_from_key(key: tl.tensor, CODING: tl.constexpr, dtype: tl.constexpr) ->
 def scale_from_amax(amax_ptr: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
     """Return the fp32 scale of a tensor from its largest finite magnitude."""
     amax_bits = float_bits(tl.load(amax_ptr))
-    if CODING.round_up_bf16:
+    if CODING.rounds_amax_up:
         amax_bits = (amax_bits + 0xFFFF) & -0x10000
     amax = from_bits(amax_bits)
     return tl.where(amax > 0, tl.maximum(amax * CODING.inverse_max, TINY), 1.0)
@@ -214,10 +222,10 @@ def reciprocal(scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def e8m0_exponent(key: tl.tensor, inverse: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
-    """Return E8M0 bytes, as int32, of groups of values times the inverse of their level-1 scale."""
+    """Return E8M0 bytes, as int32, of groups of values times the inverse of their outer scale."""
     amax = magnitude_from_key(key, CODING) * inverse
     amax = tl.where(amax < TINY, 0.0, amax)
-    if CODING.ocp:
+    if CODING.uses_ocp_rule:
         byte = tl.where(amax > 0, tl.maximum((float_bits(amax) >> 23) - CODING.log2_max, 0), 127)
     else:
         byte = tl.minimum(tl.maximum((float_bits(amax * CODING.inverse_max) + 0x7FFFFF) >> 23, 1), 254)
@@ -248,7 +256,7 @@ def apply_inverse_scale(
 def apply_inverse_power(x: tl.tensor, power: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
     """Return x times the inverse of its group's power of two, with subnormals flushed to zero; Inf stays.
 
-    It precedes the division by the level-1 scale: that quotient alone may be subnormal, and would be flushed.
+    It precedes the division by the outer scale: that quotient alone may be subnormal, and would be flushed.
     """
     return apply_inverse_scale(x, power, CODING, True)
 
@@ -284,7 +292,7 @@ def encode(
     """
     if CODING.format == "int8":
         value = tl.minimum(tl.maximum(y, -127.0), 127.0)
-        if CODING.stochastic:
+        if CODING.is_stochastic:
             fraction = from_bits(((noise >> 9) | 0x3F800000).to(tl.int32, bitcast=True)) - 1.0
             # Round the sum down: it has more bits than fp32, and rounding to nearest would be biased.
             value = tl.floor(
@@ -295,7 +303,7 @@ def encode(
         codes = tl.where(y == y, float_bits(value + _ROUND_TO_INTEGER), 0).to(tl.uint8)
     else:
         value = y
-        if CODING.stochastic:
+        if CODING.is_stochastic:
             DROPPED_BITS: tl.constexpr = 21 if CODING.format == "float8_e5m2" else 20
             MIN_NORMAL: tl.constexpr = 2.0**-14 if CODING.format == "float8_e5m2" else 2.0**-6
             shift = tl.where(tl.abs(y) < MIN_NORMAL, MIN_NORMAL, 0.0)
@@ -343,14 +351,14 @@ def scale_rows(
         g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)
         GROUPS: tl.constexpr = (N + SIZE - 1) // SIZE
         offsets = m.to(tl.int64)[:, None] * GROUPS + g[None, :]
-        if CODING.scales_transposed:
+        if CODING.has_transposed_scales:
             offsets = m[:, None] + g.to(tl.int64)[None, :] * M
         mask = tile_mask(m, g, M, GROUPS)
     if CODING.kind == "group":
         scale = scale_from_key(keys, CODING, scales_ptr.dtype.element_ty)
         store(scales_ptr, offsets, scale, mask, MASKED)
         factor = repeat_columns(reciprocal(scale), SIZE)
-    elif CODING.by_row:
+    elif CODING.has_row_scales:
         factor = reciprocal(tl.load(scale_ptr + m, mask=m < M, other=1.0))[:, None]
     else:
         factor = inverse_scale

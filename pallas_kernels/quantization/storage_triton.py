@@ -121,7 +121,7 @@ def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: Coding | None
     reason = quantize_triton.unsupported_reason(shape, dtype, () if is_packed else (coding,))
     if reason is not None or coding is None:
         return reason
-    if coding.kind != "group" or coding.dtype == jnp.int8 or coding.stochastic:
+    if coding.kind != "group" or coding.dtype == jnp.int8 or coding.is_stochastic:
         return f"what is kept is in groups of FP8 codes, or of ten bits, rounded to nearest, not {coding}"
     n, size = shape[1], coding.size
     if is_packed:

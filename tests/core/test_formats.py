@@ -176,7 +176,7 @@ def test_dynamic_exponent_books_are_those_of_8_bit_adam(fmt):
     assert len(set(book)) == 256
     assert (np.diff(book) > 0).all()
     assert {0.0, 1.0} <= set(book)
-    if fmt.signed:
+    if fmt.is_signed:
         np.testing.assert_allclose(
             book[[0, 1, 254, 126, 128, 129]], [-0.99296875, -0.97890625, 0.99296875, -5.5e-7, 5.5e-7, 3.25e-6]
         )
@@ -191,10 +191,10 @@ def test_code_books_encode_to_the_nearest_value(fmt):
     every = np.asarray(fmt.encode(jnp.asarray(book, jnp.float32)))
     np.testing.assert_array_equal(every, np.arange(256))
     rng = np.random.default_rng(0)
-    sign = rng.choice([-1, 1], 20_000) if fmt.signed else 1
+    sign = rng.choice([-1, 1], 20_000) if fmt.is_signed else 1
     x = (sign * 10.0 ** rng.uniform(-8, 0.3, 20_000)).astype(np.float32)
     got = np.asarray(fmt.decode(fmt.encode(jnp.asarray(x))), np.float64)
-    best = np.abs(book[None] - np.clip(x, -1 if fmt.signed else 0, 1)[:, None]).min(1)
+    best = np.abs(book[None] - np.clip(x, -1 if fmt.is_signed else 0, 1)[:, None]).min(1)
     np.testing.assert_allclose(np.abs(got - np.clip(x, -1, 1)), best, rtol=1e-5, atol=1e-10)
     drawn = np.asarray(fmt.decode(fmt.encode(jnp.full(40_000, 0.3331), jax.random.key(0))))
     low, high = np.unique(drawn)

@@ -112,8 +112,8 @@ def test_what_a_format_cannot_be_is_refused():
     assert fp8jax.quantize(jnp.ones((4, 8)), "int10").codes.shape == (4, 10)
     for make, message in (
         (lambda: fp8jax.compressed_adamw(1e-3, mu="int4"), "'int4' codes have 4 bits; give moments 8 or 16"),
-        (lambda: fp8jax.recipes.Comm("int4"), "codes that travel are of 'e4m3', 'e5m2' or 'int8'"),
-        (lambda: fp8jax.recipes.Comm("e4m3ieee"), "codes that travel are of 'e4m3', 'e5m2' or 'int8'"),
+        (lambda: fp8jax.recipes.Comm("int4"), "codes on the wire are 'e4m3', 'e5m2' or 'int8'"),
+        (lambda: fp8jax.recipes.Comm("e4m3ieee"), "codes on the wire are 'e4m3', 'e5m2' or 'int8'"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

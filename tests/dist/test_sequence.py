@@ -24,7 +24,9 @@ from tests.rows import covering, few, slow
 CUT, WHOLE, COLUMNS = P(None, "tensor"), P(), P(None, None, "tensor")
 SPECS = ["e4m3", "int8", "e5m2:token", "e4m3:group32", "int8:block8", "e4m3:mx32", "e4m3:mx32+token", "e4m3:mx32+ocp"]
 STATELESS = [
-    n for n in fp8jax.recipes.NAMES if not any(p.collects_stats for p in fp8jax.recipes.get(n).linear.states.values())
+    n
+    for n in fp8jax.recipes.NAMES
+    if not any(p.collects_stats for p in fp8jax.recipes.get(n).linear.stateful_strategies.values())
 ]
 QUANTIZED = [name for name in STATELESS if fp8jax.recipes.get(name).linear.is_quantized]
 # Half a step of e4m3, uniform within it.
@@ -106,8 +108,8 @@ def test_products_round_what_was_gathered_to_the_same_codes_again(name):
         spec = part.spec(side)
         if spec is None or spec.rounding == "stochastic":
             continue
-        once = operands.make_codes(x, spec, part.stateless_scaling(side))
-        again = operands.make_codes(from_bytes(once).dequantize(jnp.bfloat16), spec, part.stateless_scaling(side))
+        once = operands.make_codes(x, spec, part.stateless_strategy(side))
+        again = operands.make_codes(from_bytes(once).dequantize(jnp.bfloat16), spec, part.stateless_strategy(side))
         if once.microscale is None:
             np.testing.assert_array_equal(np.asarray(once.codes), np.asarray(again.codes))
         else:  # a power of two above a group's largest value is another one where bf16 rounds that up

@@ -193,6 +193,6 @@ def test_an_evaluation_is_the_same_on_a_mesh_and_reads_the_state(name):
     tokens = mesh.place(TOKENS, many.rows)
     limit = ORDER if RECIPES[name][0].weights.compute == "fp32" else 2.0**-9
     np.testing.assert_allclose(run(params, model_state, tokens), want, rtol=limit)
-    if RECIPES[name][0].linear.states:
+    if RECIPES[name][0].linear.stateful_strategies:
         other = jax.tree.map(lambda x: x / 64, model_state)
         assert abs(run(params, other, tokens) / want - 1) > 2 * limit

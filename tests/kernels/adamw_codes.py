@@ -59,7 +59,7 @@ def check_every_code(name: str) -> None:
     fmt, want = formats.get(name), magnitudes(name)
     codes = np.tile(np.arange(256, dtype=np.uint8), (len(SCALES), 1)).view(fmt.dtype)
     storage = adamw_triton.Storage(
-        fmt.max, (fmt.expansion_range, expansion.MIN_EXPONENT, expansion.MAX_EXPONENT), signed=False
+        fmt.max, (fmt.expansion_range, expansion.MIN_EXPONENT, expansion.MAX_EXPONENT), is_signed=False
     )
     (got,) = call_triton.call(
         jnp.asarray(codes),

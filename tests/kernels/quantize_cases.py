@@ -402,7 +402,7 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
 
     x, spec = special(shape, dtype, 6e4), QuantSpec("int10", "group", 128, scale_format="bf16")
     coding, want, m = fused_outputs.to_coding(spec), quantize(x, spec), shape[0]
-    operation = Operation(gated=False, activation=IDENTITY, dtype=0, format="int10", group=128)
+    operation = Operation(is_gated=False, activation=IDENTITY, dtype=0, format="int10", group=128)
     ones = jnp.ones(shape, jnp.float32)
     kept = {
         "norm": norm_triton.forward(Operation(format="int10"), x, None, None, 1e-5, coding)[:2],
@@ -418,7 +418,7 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
     }
     # Of up, the cotangent under a gradient of ones is the activated gate, here the gate itself.
     pair = Operands(want.codes, want.scale, want.codes, want.scale, gradient=ones)
-    _, dup = cotangents_triton.cotangents(operation._replace(gated=True), pair)
+    _, dup = cotangents_triton.cotangents(operation._replace(is_gated=True), pair)
     wrong["cotangents"] = _differ(np.asarray(dup), np.asarray(want.dequantize()))
     # Of a gradient of zeros but one of ones in a row alone, the sum over rows is that row's values times its root.
     finite = jnp.where(jnp.isnan(want.scale), jnp.ones((), want.scale.dtype), want.scale)
@@ -506,7 +506,7 @@ def wrong_where_computed(name: str) -> list[int]:
 
     fmt, found = formats.get(name), []
     x = np.resize(np.float32([3e38, 0, 1e30, np.inf, 200, -1e38, np.nan, 0.0]), (32, 64))
-    operation = quantize_recomputed_triton.Operation(gated=False, reads_arrays=True, dtype=0)
+    operation = quantize_recomputed_triton.Operation(is_gated=False, reads_arrays=True, dtype=0)
     result = fused_outputs.FusedOutputs(
         operation, (quantize_recomputed_triton.RESULT,), quantize_recomputed_triton.Operands(jnp.asarray(x))
     )

@@ -89,7 +89,7 @@ def _linear(part: Any) -> Callable[..., Any]:
 
     specs = [part.spec(role) for role in ("x", "w", "x_residual", "dy", "dy_wgrad")]
     stochastic = any(spec is not None and spec.rounding == "stochastic" for spec in specs)
-    observes = any(strategy.collects_stats for strategy in part.states.values())
+    observes = any(strategy.collects_stats for strategy in part.stateful_strategies.values())
     scaling = dataclasses.replace(part, scaling="current") if observes else part
 
     def program(x: Any, w: Any, dy: Any) -> Any:

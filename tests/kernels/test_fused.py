@@ -56,7 +56,8 @@ def test_an_activation_without_a_branch_in_the_kernels_does_not_compile():
     from pallas_kernels.nonlinear.sampled_amax_triton import compute_amaxes
 
     def lower(activation):
-        operation, x = Operation(activation, gated=False, reads_arrays=True), jax.ShapeDtypeStruct((32, 64), "bfloat16")
+        operation = Operation(activation, is_gated=False, reads_arrays=True)
+        x = jax.ShapeDtypeStruct((32, 64), "bfloat16")
         program = jax.jit(lambda x: compute_amaxes(operation, (RESULT,), Operands(x), compute_capability=90))
         program.trace(x).lower(lowering_platforms=("cuda",))
 
@@ -235,7 +236,7 @@ def count_wrong_in_ten_bits() -> dict[str, list[int]]:
 
     prepare()
     kept, x = Coding("group", jnp.int16, 32, scale_dtype=jnp.bfloat16), odd_values()
-    silu = Operation(dtype=0, activated=True, format="int10", group=32)
+    silu = Operation(dtype=0, saves_activated=True, format="int10", group=32)
     norm = Operation(dtype=0, has_scale=True, format="int10", group=32)
     ones, inverse, differ = jnp.ones(80), jnp.full(20, 0.7), {}
     for name, rows in (("ten bits, odd", x), ("ten bits, finite", x.at[:3].set(x[-3:]))):
@@ -417,7 +418,7 @@ def registers(every: int) -> None:
             narrow, inverse, inverse, weight),
         "itself, columns": (
             lambda x, s: quantize_recomputed_triton.quantize(
-                exact._replace(activation=IDENTITY, gated=False), (RESULT,), Operands(x), (s,), e4m3, rows=False,
+                exact._replace(activation=IDENTITY, is_gated=False), (RESULT,), Operands(x), (s,), e4m3, rows=False,
                 columns=True, **options),
             narrow, inverse),
         "rms norm, backward, exact": (

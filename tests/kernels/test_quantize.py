@@ -98,12 +98,12 @@ def registers(every: int) -> None:
         "tensor": lambda x: both(x, coding("tensor"), row_scale=one),
         "tensor, e5m2": lambda x: both(x, coding("tensor", e5m2), row_scale=one),
         "tensor, sums": lambda x: both(x, coding("tensor", e5m2), row_scale=one, sums=True),
-        "tensor, of its amax": lambda x: both(x, coding("tensor", e5m2), amax=one, round_up_bf16=True),
+        "tensor, of its amax": lambda x: both(x, coding("tensor", e5m2), amax=one, rounds_amax_up=True),
         "tensor, three matrices": lambda x: both(
             (x[:, :4096], x[:, 4096:6912], x[:, 6912:]), coding("tensor", e5m2), amax=one
         ),
         "weights, of their amax": lambda x: both(x.astype(jnp.float32), coding("tensor"), None, amax=one),
-        "stochastic": lambda x: both(x, coding("tensor", e5m2, stochastic=True), row_scale=one, seed=words),
+        "stochastic": lambda x: both(x, coding("tensor", e5m2, is_stochastic=True), row_scale=one, seed=words),
         "tokens both ways": lambda x: both(x, coding("token"), coding("token"), row_scale=one, column_scale=wide),
         "groups both ways": lambda x: both(x, group, group),
         "blocks": lambda x: both(x, coding("block", size=128)),

@@ -37,8 +37,11 @@ def registers(arch: str, every: int) -> None:
     options, itself = {"compute_capability": int(arch[3:5])}, (None, bf16)
     kept = Coding("group", jnp.int16, 128, scale_dtype=bf16)
     norm = Operation(has_scale=True, format="int10", group=128)
-    layer, gelu = norm._replace(centered=True, has_bias=True), norm._replace(has_scale=False, gated=False, activation=2)
-    silu = norm._replace(has_scale=False, activated=True)
+    layer, gelu = (
+        norm._replace(centered=True, has_bias=True),
+        norm._replace(has_scale=False, is_gated=False, activation=2),
+    )
+    silu = norm._replace(has_scale=False, saves_activated=True)
 
     def array(n, dtype=bf16):
         return jax.ShapeDtypeStruct((ROWS, n), dtype)
@@ -62,7 +65,7 @@ def registers(arch: str, every: int) -> None:
 
     rows, wide, codes = jax.ShapeDtypeStruct((ROWS,), jnp.float32), array(5632), stored(5632)
     weight = {n: jax.ShapeDtypeStruct((n,), bf16) for n in (2048, 4096, 8192)}
-    lean = silu._replace(activated=False)
+    lean = silu._replace(saves_activated=False)
     programs = {
         "rms norm of 2048": (forward(norm), array(2048), weight[2048]),
         "layer norm of 4096": (forward(layer, True), array(4096), weight[4096]),
@@ -115,7 +118,7 @@ def accesses():
     from pallas_kernels.quantization.scaling_triton import Coding
 
     ten_bits = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
-    silu, options = Operation(format="int10", group=128, activated=True), {"compute_capability": 90}
+    silu, options = Operation(format="int10", group=128, saves_activated=True), {"compute_capability": 90}
     counts = {}
     for n in (1632, 1648):
         wide = jax.ShapeDtypeStruct((ROWS, n), jnp.bfloat16)
@@ -220,7 +223,7 @@ def test_an_activation_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(g
     from pallas_kernels.quantization.scaling_triton import Coding
 
     kept = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
-    operation = Operation(ACTIVATIONS.index(activation), gated, activated=gated, format="int10", group=128)
+    operation = Operation(ACTIVATIONS.index(activation), gated, saves_activated=gated, format="int10", group=128)
     gate, up, dy = (values(i, ROWS, channels) for i in range(3))
     keep = jax.jit(
         lambda g, u: fused_kernels.encode_activation_residuals(operation, g, u, kept, result=(None, g.dtype))

@@ -52,8 +52,8 @@ def test_leaves_are_parted_and_joined_again_in_their_order():
     assert params == {"b/w": "wb", "a/w": "wa"}
     assert rest == ["state", "x", "y", "more"]
     assert merge_leaves(LEAVES, iter(rest), params) == values
-    left = (CallLeaf("given", 1), CallLeaf("array"), CallLeaf("setting", 7), CallLeaf("given", 0))
-    assert merge_leaves(left, iter(["new"]), given_leaves=["first", "second"]) == ["second", "new", 7, "first"]
+    left = (CallLeaf("passthrough", 1), CallLeaf("array"), CallLeaf("setting", 7), CallLeaf("passthrough", 0))
+    assert merge_leaves(left, iter(["new"]), input_leaves=["first", "second"]) == ["second", "new", 7, "first"]
 
 
 def test_a_call_says_which_of_its_inputs_are_arguments_and_how_many_outputs_results():

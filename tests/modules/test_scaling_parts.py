@@ -112,7 +112,7 @@ def test_replicas_merge_as_the_quantity_demands(recipe):
 
 
 def test_what_a_strategy_does_not_serve_has_scales_of_its_own(recipe):
-    assert list(recipe.states) == ["x"]
+    assert list(recipe.stateful_strategies) == ["x"]
     assert recipe.strategy("w") == recipe.strategy("dy") == scaling.Current()
     mixed = dataclasses.replace(recipe, scaling="two_stage", w_scaling="delayed", amax_history_length=2)
     assert (mixed.strategy("x"), mixed.strategy("w")) == (scaling.TwoStage(), scaling.Delayed(2, 2))

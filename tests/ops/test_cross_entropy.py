@@ -331,7 +331,7 @@ def test_recipes_multiply_in_8_bits(recipe):
 
 def test_heads_of_codes_have_one_fp8_scale_an_operand():
     parts = {name: fp8jax.recipes.get(name).linear for name in fp8jax.recipes.NAMES}
-    coded = {name for name, part in parts.items() if not part.states and head.has_codes(part)}
+    coded = {name for name, part in parts.items() if not part.stateful_strategies and head.has_codes(part)}
     assert coded == {"coat", "coat_activations", "coat_fast", "te_current", "fp8_lm", "fp8_lm_two_phase"}
     assert head.has_codes(fp8jax.recipes.HEAD)
     assert not head.has_codes(dataclasses.replace(fp8jax.recipes.HEAD, dy="e5m2+stochastic", dy_wgrad="same"))

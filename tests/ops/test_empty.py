@@ -17,7 +17,7 @@ SIZES = {"no tokens": (0, 32, 16), "no inputs": (4, 0, 16), "no outputs": (4, 32
 def outputs(recipe, x, w, many, weights, scale):
     """What the operations make of operands, of which some are empty; only what is zero then."""
     how = {"recipe": recipe, "key": KEY}
-    if recipe.linear.states:
+    if recipe.linear.stateful_strategies:
         yield fp8jax.scaled_linear(x, w, fp8jax.init_scaling(recipe, w), jnp.zeros([]), **how)[0]
         return
     yield fp8jax.linear(x, w, **how)

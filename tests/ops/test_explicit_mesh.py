@@ -20,7 +20,7 @@ from tests.distance import relative
 from tests.rows import covering, few
 
 NAMES = fp8jax.recipes.NAMES
-STATELESS = [name for name in NAMES if not fp8jax.recipes.get(name).linear.states]
+STATELESS = [name for name in NAMES if not fp8jax.recipes.get(name).linear.stateful_strategies]
 KEY = jax.random.key(3)
 PLAIN = fp8jax.recipes.bf16()
 TOKENS = ("data", "fsdp")
@@ -46,7 +46,7 @@ SPECS = {"scale": P(), "gate": P("fsdp", "tensor"), "up": P("fsdp", "tensor"), "
 
 
 def perceptron(params, x, recipe, mesh_is_explicit):
-    if recipe.linear.states:
+    if recipe.linear.stateful_strategies:
 
         def linear(x, w, slot, **how):
             key = key_from_data(x) if recipe.linear.is_stochastic else None
@@ -81,7 +81,7 @@ def test_a_mesh_changes_no_code_and_no_sharding(name):
     recipe = fp8jax.recipes.get(name)
     params = {key: normal(*shape, scale=0.3) for key, shape in PARAMS.items()}
     specs = dict(SPECS)
-    if recipe.linear.states:
+    if recipe.linear.stateful_strategies:
         params["slots"], specs["slots"] = jnp.zeros((3,)), P()
     x, target = normal(4, 16, 32), normal(4, 16, 32, seed=1)
 

@@ -18,7 +18,9 @@ KEY, EXACT = jax.random.key(2), "e4m3:mx32+token+exact"
 LINEAR = {name: fp8jax.recipes.get(name).linear for name in NAMES}
 # Under a scaling that observes operands these are the same codes; blocks that fall back have no spec of their own.
 STATELESS = [
-    n for n, part in LINEAR.items() if part.is_quantized and not any(p.collects_stats for p in part.states.values())
+    n
+    for n, part in LINEAR.items()
+    if part.is_quantized and not any(p.collects_stats for p in part.stateful_strategies.values())
 ]
 
 

@@ -15,7 +15,7 @@ from tests.programs import dots, residuals
 from tests.rows import few, slow
 
 LINEAR = {name: fp8jax.recipes.get(name).linear for name in fp8jax.recipes.NAMES}
-QUANTIZED = [name for name, part in LINEAR.items() if part.is_quantized and not part.states]
+QUANTIZED = [name for name, part in LINEAR.items() if part.is_quantized and not part.stateful_strategies]
 TOKENS, INPUTS, OUTPUTS = 70, 256, 192
 KEY = jax.random.key(5)
 

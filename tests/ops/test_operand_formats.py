@@ -92,7 +92,7 @@ def want(part, x, w, dy, largest):
 
 def found(part, x, w, dy, largest, held):
     x, w, dy = map(jnp.asarray, (x, w, dy))
-    if not part.states:
+    if not part.stateful_strategies:
         quantized = fp8jax.quantize_weight(w, recipe=part) if held else None
         y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=part, quantized=quantized), x, w)
         return y, *back(dy)

@@ -266,7 +266,7 @@ def stand_ins(monkeypatch):
         row_scale,
         column_scale,
         amax,
-        round_up_bf16,
+        rounds_amax_up,
         seed,
         rng_offset,
         sums,
@@ -274,7 +274,7 @@ def stand_ins(monkeypatch):
     ):
         total = jnp.sum(x.astype(jnp.float32), 0) if sums else None
         assert amax is None or amax.shape == ()
-        settle = scaling.find_scaling("two_stage" if round_up_bf16 else "current").reduce_amax
+        settle = scaling.find_scaling("two_stage" if rounds_amax_up else "current").reduce_amax
 
         def one(y, coding, scale):
             if coding is None:

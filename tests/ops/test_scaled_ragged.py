@@ -145,7 +145,7 @@ def test_an_expert_of_small_values_has_the_error_of_others(name, what):
     small *= 1e-5
     for m in (x, dy):
         m[len(of) :] = np.array([1e7, 1e30, np.nan, np.inf], np.float32)[np.arange(TOKENS - len(of)) % 4, None]
-    if recipe.states:
+    if recipe.stateful_strategies:
         y, dx, dw, _ = make_step(recipe, sizes)(x, w, dy, init(recipe))
     else:
         run = lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe=recipe)  # noqa: E731

@@ -135,7 +135,7 @@ def test_evaluation_reads_the_state_and_changes_nothing():
 def test_a_linear_with_a_state_adds_its_bias_and_reads_weights_that_are_held(name):
     recipe = fp8jax.recipes.get(name)
     state, bias, key = fp8jax.init_scaling(recipe, W), jnp.arange(16.0), jax.random.key(3)
-    slot = jnp.zeros([]) if "dy" in recipe.linear.states else None
+    slot = jnp.zeros([]) if "dy" in recipe.linear.stateful_strategies else None
     key = key if recipe.linear.is_stochastic else None
 
     def run(w, **how):

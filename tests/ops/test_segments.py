@@ -30,7 +30,9 @@ RECIPES = {
     "saved as it is": Linear("e4m3", "e4m3", "e5m2", x_residual=None, x_wgrad="e4m3"),
 }
 RECIPES = {
-    name: linear for name, linear in RECIPES.items() if not any(s.collects_stats for s in linear.states.values())
+    name: linear
+    for name, linear in RECIPES.items()
+    if not any(s.collects_stats for s in linear.stateful_strategies.values())
 }
 RUN = few(RECIPES, "bf16", "coat", "deepseek", "int8_block")
 

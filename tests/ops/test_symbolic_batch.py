@@ -17,7 +17,7 @@ BATCHES = (3, 150)
 def step(name):
     """Loss and gradients of a norm and a linear layer."""
     recipe = fp8jax.recipes.get(name)
-    states = recipe.linear.states
+    states = recipe.linear.stateful_strategies
     state = fp8jax.init_scaling(recipe, W) if any(part.collects_stats for part in states.values()) else None
     slot = jnp.zeros((), jnp.float32) if "dy" in states else None
 

@@ -97,7 +97,7 @@ def test_slow_first_moments_bring_weights_as_far_as_exact_ones_after_their_last_
         assert 0.9 < np.sum(ours * exact) / np.sum(exact**2) < 1.1
 
 
-FORMATS = [fmt for fmt in formats.ALL if fmt.needs_scale and fmt.signed and fmt.bits >= 8 and fmt.name != "e8m0"]
+FORMATS = [fmt for fmt in formats.ALL if fmt.needs_scale and fmt.is_signed and fmt.bits >= 8 and fmt.name != "e8m0"]
 
 
 @pytest.mark.parametrize(

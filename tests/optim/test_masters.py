@@ -231,7 +231,7 @@ def test_what_is_refused():
             make(master="bf16")
         with pytest.raises(ValueError, match="all are in float32: give those of"):
             make(master="bf16+int8").init(params)
-        with pytest.raises(TypeError, match="dtype bfloat16, but master 'fp16\\+int8' has float16"):
+        with pytest.raises(TypeError, match="dtype bfloat16, but master 'fp16\\+int8' takes float16"):
             make(master="fp16+int8").init(half)
         state = jax.jit(make(master="bf16+int8").init)(half)
         with pytest.raises(ValueError, match="remainders in int8"):
@@ -250,7 +250,9 @@ def test_what_is_refused():
             tx.step(gradients(0), (state := jax.jit(tx.init)(half)), half, key=jax.random.key(0))
         with pytest.raises(TypeError, match="a {}(Adam)?State, not a {}(Adam)?State".format(*kinds)):
             MADE[name]().update(gradients(0), state, half)
-    with pytest.raises(ValueError, match="master_rounding is of master weights in fp16; master 'bf16\\+int8' says"):
+    with pytest.raises(
+        ValueError, match="master_rounding is for master weights in fp16; master 'bf16\\+int8' determines"
+    ):
         MADE["fp8lm_adamw"](master="bf16+int8", master_rounding="stochastic")
     with pytest.raises(TypeError, match="a FP8LMRemainderState has no master weights"):
         fp8jax.params_from_master(state)

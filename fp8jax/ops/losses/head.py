@@ -327,11 +327,11 @@ def quantize_head(x: Array, w: Array, axis: int, linear_recipe: Linear, max_cota
     spec, x_spec = linear_recipe.spec("w"), linear_recipe.spec("x")
     assert spec is not None
     assert x_spec is not None
-    rows, columns = quantize(w, spec, "same", strategy=linear_recipe.stateless_scaling("w"))
+    rows, columns = quantize(w, spec, "same", strategy=linear_recipe.stateless_strategy("w"))
     assert rows is not None
     assert columns is not None
     forward, dgrad = (columns, rows) if axis else (rows, columns)
-    find_scale = functools.partial(linear_recipe.stateless_scaling("x").scale, fmt=formats.get(x_spec.format))
+    find_scale = functools.partial(linear_recipe.stateless_strategy("x").scale, fmt=formats.get(x_spec.format))
     (scale,) = blocks.on_logical_array(lambda x: (find_scale((), x),), x, out_shapes=[()])
     dy = linear_recipe.spec("dy")
     assert dy is not None

@@ -327,7 +327,7 @@ def _kernel_operation(
 ) -> Any:
     return fused_outputs.describe_operation(
         like, spec, like.dtype, forward=forward, fp8=fp8,
-        activation=name, gated=up is not None, activated=saves_activated,
+        activation=name, is_gated=up is not None, saves_activated=saves_activated,
     )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def grouped_glu(
         tokens, coding, fmt = _padded(groups, gate_up), fused_outputs.to_coding(spec), formats.get(x_spec.format)
         exact = operation._replace(reads_arrays=True)
         (amax, _) = fused_outputs.run(lambda backend, x: backend.glu_row_statistics(exact, x, None, None), values)
-        scale, row_scale, factor = _scales(amax, saved_weights, tokens, linear.stateless_scaling("x"), fmt)
+        scale, row_scale, factor = _scales(amax, saved_weights, tokens, linear.stateless_strategy("x"), fmt)
         saved_codes, row_codes = fused_outputs.run(
             lambda backend, x, factor: backend.encode_glu(exact, x, factor, coding, fmt.dtype), values, factor
         )
@@ -138,7 +138,7 @@ class GroupedGluBackward:
         amax, dots = fused_outputs.run(
             lambda backend, *arrays: backend.glu_row_statistics(operation, *arrays), codes, scales, dy
         )
-        scale, row_scale, factor = _scales(amax, saved.weights, tokens, self.linear.stateless_scaling("dy"), fmt)
+        scale, row_scale, factor = _scales(amax, saved.weights, tokens, self.linear.stateless_strategy("dy"), fmt)
         result_factor = _factor(saved.weights, tokens.take_groups(saved.scale))
         rows, columns, result_columns = fused_outputs.run(
             lambda backend, *arrays: backend.quantize_glu_cotangents(operation, *arrays, fmt.dtype, x_fmt.dtype),
@@ -188,7 +188,11 @@ def _kernel_operation(name: str, gate_up: Array, spec: QuantSpec | None, recipe:
     shares_codes = all(use == SAME for use in (linear.x_residual, linear.x_wgrad, linear.dy_wgrad))
     recomputes = context.spec is None or context.recompute_activations
     group = 16 if spec is None else spec.group_size or 16
-    if not (is_per_tensor and shares_codes and recomputes) or linear.states or explicit_mesh(gate_up) is not None:
+    if (
+        not (is_per_tensor and shares_codes and recomputes)
+        or linear.stateful_strategies
+        or explicit_mesh(gate_up) is not None
+    ):
         return None
     if gate_up.shape[1] % (2 * math.lcm(group, 16)):
         return None

@@ -144,8 +144,8 @@ def step_leaves(adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
 def _step_leaf(adam: Adam, leaf: Leaf, scalars: tuple[Array | None, ...]) -> StepResult:
     from pallas_kernels.optimizers import adamw_triton
 
-    mu_storage = _kernel_storage(leaf.mu, signed=True, is_dithered=needs_dither(leaf.mu, adam.b1))
-    nu_storage = _kernel_storage(leaf.nu, signed=False, is_stochastic=leaf.salt is not None)
+    mu_storage = _kernel_storage(leaf.mu, is_signed=True, is_dithered=needs_dither(leaf.mu, adam.b1))
+    nu_storage = _kernel_storage(leaf.nu, is_signed=False, is_stochastic=leaf.salt is not None)
     has_decay = leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0)
     needs_weight = leaf.in_place or has_decay
     size = leaf.group_size
@@ -289,7 +289,7 @@ def dead_element_params() -> Any:
     return adamw_triton.DeadElementParams(DEAD_M_RATIO, DEAD_V_RATIO, DEAD_V_HIGH, DEAD_V_MID, DEAD_V_LOW)
 
 
-def _kernel_storage(moment: Moment, signed: bool, is_stochastic: bool = False, is_dithered: bool = False) -> Any:
+def _kernel_storage(moment: Moment, is_signed: bool, is_stochastic: bool = False, is_dithered: bool = False) -> Any:
     from pallas_kernels.optimizers import adamw_triton
 
     if not isinstance(moment, QTensor):
@@ -298,7 +298,7 @@ def _kernel_storage(moment: Moment, signed: bool, is_stochastic: bool = False, i
     ratio = fmt.normal_range**expansion.TARGET_FILL if is_stochastic else fmt.expansion_range
     expanded = (ratio, expansion.MIN_EXPONENT, expansion.MAX_EXPONENT) if spec.expand else None
     smallest = None if spec.flush_to_zero else fmt.smallest
-    storage = adamw_triton.Storage(fmt.max, expanded, smallest, signed)
+    storage = adamw_triton.Storage(fmt.max, expanded, smallest, is_signed)
     if is_dithered:
         return dataclasses.replace(storage, dither_format=(fmt.mantissa_bits, fmt.smallest_normal))
     if not is_stochastic:

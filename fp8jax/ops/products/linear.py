@@ -343,7 +343,7 @@ def is_default_precision(precision: Any) -> bool:
 def require_stateless(recipe: Recipe | Linear | str) -> Linear:
     """The `Linear` of a recipe; raises ValueError if its scaling needs a state."""
     linear_recipe = linear_part(recipe)
-    for operand, strategy in linear_recipe.states.items():
+    for operand, strategy in linear_recipe.stateful_strategies.items():
         if strategy.collects_stats:
             kind = linear_recipe.scaling_name(operand)
             raise ValueError(
@@ -505,14 +505,14 @@ def update_scaling(state: ScalingState, stats: ScalingStats, recipe: Recipe | Li
 
 def collects_stats(linear_recipe: Linear, operand: str) -> bool:
     """Whether calls of a linear layer return statistics of this operand."""
-    strategy = linear_recipe.states.get(operand)
+    strategy = linear_recipe.stateful_strategies.get(operand)
     return strategy is not None and strategy.collects_stats
 
 
 def _scale(name: str, value: Array, state: ScalingState, linear_recipe: Linear) -> Array:
     spec = linear_recipe.spec(name)
     assert spec is not None
-    return linear_recipe.states[name].scale(operand_state(state, name), value, formats.get(spec.format))
+    return linear_recipe.stateful_strategies[name].scale(operand_state(state, name), value, formats.get(spec.format))
 
 
 def operand_state(state: ScalingState, operand: str) -> Array:
@@ -524,8 +524,8 @@ def operand_state(state: ScalingState, operand: str) -> Array:
 
 def stateful_strategies(recipe: Recipe | Linear | str) -> dict[str, Stateful]:
     linear_recipe = linear_part(recipe)
-    if not linear_recipe.states:
+    if not linear_recipe.stateful_strategies:
         raise ValueError(
             f"the recipe's linear.scaling is {linear_recipe.scaling!r}, which keeps no state, not 'delayed'"
         )
-    return linear_recipe.states
+    return linear_recipe.stateful_strategies

@@ -98,7 +98,7 @@ def input_side(recipe: Linear) -> Side:
     return Side(
         *specs,
         transposed=False,
-        strategy=recipe.stateless_scaling("x"),
+        strategy=recipe.stateless_strategy("x"),
         shares_token_scales=recipe.shares_token_scales,
         rotation=recipe.rotation,
     )
@@ -106,7 +106,9 @@ def input_side(recipe: Linear) -> Side:
 
 def weight_side(recipe: Linear) -> Side:
     """The side of the weight w (inputs, outputs), which the forward product reads transposed."""
-    return Side(recipe.spec("w"), recipe.spec("w_dgrad"), None, transposed=True, strategy=recipe.stateless_scaling("w"))
+    return Side(
+        recipe.spec("w"), recipe.spec("w_dgrad"), None, transposed=True, strategy=recipe.stateless_strategy("w")
+    )
 
 
 @functools.partial(

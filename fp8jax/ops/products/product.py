@@ -82,7 +82,7 @@ def encode_cotangent(
         with_sums: whether to compute the gradient of a bias.
     """
     fused_output = facts.fused_output
-    row_spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")
+    row_spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_strategy("dy")
     operands: tuple[Operand, Operand]
     if row_spec is None or column_spec is None or row_spec.is_folded or column_spec.is_folded:
         dy = concatenate_packed(dy)

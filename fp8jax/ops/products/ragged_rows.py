@@ -352,7 +352,7 @@ def _gradient_operands(
     recipe: Linear, dy: Array, facts: ArrayFacts, tokens: PaddedTokens, key: Array | None, scale: Array | None
 ) -> tuple[Operand, Callable[[], TokenColumns]]:
     """Return the output's gradient as dgrad reads it, and a function that returns it as wgrad reads it."""
-    spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")
+    spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_strategy("dy")
     shares_codes = recipe.dy_wgrad == SAME and recipe.rotation is None
     if shares_codes and spec is not None and scale is None:
         codes = None

@@ -32,7 +32,7 @@ class GroupScaling(NamedTuple):
     def from_state(
         cls, x: Array, w: Array, groups: Groups, recipe: Linear, state: ScalingState, amax_slot: Array | None
     ) -> "GroupScaling":
-        strategies, scales, thresholds, observed = recipe.states, Scales(), None, ScalingStats()
+        strategies, scales, thresholds, observed = recipe.stateful_strategies, Scales(), None, ScalingStats()
         x, w = lax.stop_gradient((x, w))
         for name, strategy in strategies.items():
             group_states = operand_state(state, name)

@@ -59,7 +59,12 @@ def _token_product_fwd(
     tokens = padded_tokens(recipe, groups, a.shape[0])
     a_columns, b_columns = (
         quantize_columns(
-            x, recipe.spec(f"{operand}_wgrad"), recipe.stateless_scaling(operand), tokens, key, rotation=recipe.rotation
+            x,
+            recipe.spec(f"{operand}_wgrad"),
+            recipe.stateless_strategy(operand),
+            tokens,
+            key,
+            rotation=recipe.rotation,
         )
         for x, operand, key in zip((a, b), ("x", "dy"), keys, strict=True)
     )
@@ -75,7 +80,7 @@ def _token_product_bwd(config: RaggedConfig, saved: tuple[Any, ...], ct: Array) 
 
     def rows(x: Array, operand: str, key: Array | None) -> Operand:
         spec = recipe.spec(operand)
-        return x if spec is None else quantize_rows(x, spec, recipe.stateless_scaling(operand), tokens, key)
+        return x if spec is None else quantize_rows(x, spec, recipe.stateless_strategy(operand), tokens, key)
 
     da = multiply_groups(
         "dgrad",

@@ -197,7 +197,7 @@ class FrozenSource:
             w = dataclasses.replace(w, scale=jnp.ones((1, 1), jnp.float32), spec=plain)
         if w.spec.granularity not in TRANSPOSABLE or w.spec.expand:
             return dy, w.dequantize(jnp.float32 if dy.dtype == jnp.float32 else jnp.bfloat16).T, dy
-        rows = encode(dy, recipe.spec("dy"), recipe.stateless_scaling("dy"), key=key)
+        rows = encode(dy, recipe.spec("dy"), recipe.stateless_strategy("dy"), key=key)
         return rows, w if self.transposed else transpose(w), dy
 
 
@@ -403,7 +403,7 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
         raise ValueError(
             f"the recipe computes with w={linear_recipe.w!r}, w_dgrad={linear_recipe.w_dgrad!r}: not quantized in both"
         )
-    strategy = linear_recipe.stateless_scaling("w")
+    strategy = linear_recipe.stateless_strategy("w")
     if one_pass_spec(linear_recipe) is not None:
         rows, transposed = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=strategy)
         assert rows is not None

@@ -114,7 +114,7 @@ def requantize_if(
         return requantize_triton.requantize_if(operation, kinds, *arrays, compute_capability=capability())
 
     # A norm needs whole rows.
-    tile = _ROWS if result_kinds(kinds).norm else _TILE
+    tile = _ROWS if result_kinds(kinds).is_norm else _TILE
     channels = tile.split()[1]
     operand_dims = quantize_recomputed_triton.Operands(
         tile, up=tile, rstd="m", mean="m", weight=channels, bias=channels  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def quantize_and_predict(operation: Any, operands: Any, scale: Array, dtype: Any
 
     amax_dims = "m" if scale.ndim else ""
     ins = _operands(operation), _scale_dims(scale)
-    outs = _transposed_tile(operation), [amax_dims] * (1 + operation.gated)
+    outs = _transposed_tile(operation), [amax_dims] * (1 + operation.is_gated)
     return run_partitioned("quantize_and_predict", (operation, str(dtype)), run, (operands, scale), ins, outs)
 
 
@@ -189,7 +189,7 @@ def cotangents(operation: Any, operands: Any) -> Any:
     def run(sharding: DimSharding, operands: Any) -> Any:
         return cotangents_triton.cotangents(operation, operands, compute_capability=capability())
 
-    outs = [_tile(operation)] * (1 + operation.gated)
+    outs = [_tile(operation)] * (1 + operation.is_gated)
     return run_partitioned("cotangents", operation, run, (operands,), (_operands(operation),), outs)
 
 

@@ -138,7 +138,7 @@ def find_consumer(recipe: Recipe | Context | str) -> Linear | None:
     spec = resolved.linear.spec("x") if isinstance(resolved, Recipe) and resolved.linear.x_residual == SAME else None
     if not isinstance(resolved, Recipe) or spec is None:
         return None
-    uses_bound = resolved.context.amax == "bound" and "x" not in resolved.linear.states and supports(spec)
+    uses_bound = resolved.context.amax == "bound" and "x" not in resolved.linear.stateful_strategies and supports(spec)
     return resolved.linear if uses_bound or _needs_only_rows(spec) else None
 
 
@@ -180,7 +180,7 @@ def emits_codes(recipe: Recipe | Context | str) -> bool:
         spec is None
         or resolved.linear.x_residual != SAME
         or resolved.linear.x_wgrad != SAME
-        or "x" in resolved.linear.states
+        or "x" in resolved.linear.stateful_strategies
     ):
         return False
     return supports(spec) or _needs_only_rows(spec)
@@ -225,7 +225,7 @@ def identity_output(x: Array) -> FusedOutput | None:
         return None
     from pallas_kernels.nonlinear import quantize_recomputed_triton
 
-    description = describe_operation(x, None, x.dtype, activation="identity", gated=False)
+    description = describe_operation(x, None, x.dtype, activation="identity", is_gated=False)
     if description is None:
         return None
     return FusedOutputs(

@@ -81,10 +81,10 @@ def results(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array
             x = x - operands.mean[:, None]
         return [apply_normalization(x, operands.rstd[:, None], operands.weight, operands.bias).astype(dtype)]
     function = _activation(operation)
-    up = read(operands.up, operands.up_scale) if operation.gated else None
+    up = read(operands.up, operands.up_scale) if operation.is_gated else None
     if kinds == (quantize_recomputed_triton.RESULT,):
         return [(function(x) if up is None else function(x) * up).astype(dtype)]
-    activated = read(operands.activated, operands.activated_scale) if operation.activated else None
+    activated = read(operands.activated, operands.activated_scale) if operation.saves_activated else None
     cotangents = activation_cotangents(function, x, up, activated, operands.gradient)
     return [
         cotangents[(quantize_recomputed_triton.GATE, quantize_recomputed_triton.UP).index(kind)].astype(dtype)
@@ -140,7 +140,7 @@ def quantize_and_predict(operation: Any, operands: Any, scale: Array, dtype: Any
     from pallas_kernels.nonlinear import quantize_recomputed_triton
 
     result = (quantize_recomputed_triton.RESULT,)
-    cotangents = (quantize_recomputed_triton.GATE, quantize_recomputed_triton.UP)[: 1 + operation.gated]
+    cotangents = (quantize_recomputed_triton.GATE, quantize_recomputed_triton.UP)[: 1 + operation.is_gated]
     ((_, codes),) = quantize(operation, result, operands, (scale,), dtype, rows=False, columns=True)
     if scale.ndim > 0:
         maxima = [compute_row_amax(x) for x in results(operation, cotangents, operands)]
@@ -153,7 +153,7 @@ def cotangents(operation: Any, operands: Any) -> list[Array]:
     from pallas_kernels.nonlinear import quantize_recomputed_triton
 
     return results(
-        operation, (quantize_recomputed_triton.GATE, quantize_recomputed_triton.UP)[: 1 + operation.gated], operands
+        operation, (quantize_recomputed_triton.GATE, quantize_recomputed_triton.UP)[: 1 + operation.is_gated], operands
     )
 
 
@@ -169,7 +169,7 @@ def encode_activation_residuals(
 ) -> tuple[list[Any], Array | None, Any]:
     activated = _activation(operation)(gate)
     y = activated if up is None else activated * up
-    residual_arrays = (gate, up, activated if operation.activated else None)
+    residual_arrays = (gate, up, activated if operation.saves_activated else None)
     residuals = [None if x is None or coding is None else _quantize_residual(x, coding) for x in residual_arrays]
     return residuals, None if is_scaled_by_row(result) else scaling.compute_amax(y), _encode_result(y, result)
 

@@ -62,7 +62,7 @@ def should_split_output(recipe: Linear, split_sizes: Sequence[int]) -> bool:
     """
     specs = [recipe.spec(operand) for operand in ("w", "dy", "dy_wgrad")]
     section_shapes: Any = tuple(jax.ShapeDtypeStruct((1, n), jnp.bfloat16) for n in split_sizes)
-    return None not in specs and not recipe.states and can_quantize_unpacked(section_shapes, specs)
+    return None not in specs and not recipe.stateful_strategies and can_quantize_unpacked(section_shapes, specs)
 
 
 def split_weight(
@@ -492,7 +492,7 @@ def _quantize_shard(
         row_scale=scales[0],
         column_scale=scales[1],
         amax=amax if any(is_scale_in_kernel) else None,
-        round_up_bf16=config.strategy.amax_rounding == "up",
+        rounds_amax_up=config.strategy.amax_rounding == "up",
         seed=seed,
         rng_offset=None if seed is None else sharding.rng_offset(global_shape, shape),
         sums=config.sums,
