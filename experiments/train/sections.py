@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -41,11 +41,13 @@ BelowOne = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1
 
 
 def check_ranges(section: Any) -> None:
-    """Raises UserError for the first option of a section that is out of its `Range`; None is in each."""
+    """Raises UserError for the first option of a section that is out of its `Range`. An optional one may be None."""
     for name, hint in get_type_hints(type(section), include_extras=True).items():
         value = getattr(section, name)
+        if value is None and type(None) in get_args(get_args(hint)[0] if get_origin(hint) is Annotated else hint):
+            continue
         for part in getattr(hint, "__metadata__", ()):
-            if isinstance(part, Range) and value is not None and not part.holds(value):
+            if isinstance(part, Range) and (value is None or not part.holds(value)):
                 raise UserError(f"{flag(name)} must be {part.text}, got {value}")
 
 

@@ -37,7 +37,7 @@ def test_schedules_go_through_their_points(name, rates):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--schedule", "wsd", "--decay", "0"], "--decay is a share"),
+        (["--schedule", "wsd", "--decay", "0"], "--decay must be a share of --steps"),
         (["--schedule", "wsd", "--decay", "0.95", "--steps", "100", "--warmup", "20"], "wsd falls from step 5 on"),
         (["--head", "fp8", "--logits", "whole"], "--head fp8 takes logits a chunk of tokens at a time: leave out"),
         (["--wandb", "mine"], "--wandb mine needs the package wandb"),

@@ -355,7 +355,7 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
     spec = QuantSpec("e4m3", "group", 16)
     norm = fused_outputs._describe(x, spec, jnp.float32, True, {"centered": True, "has_scale": True, "has_bias": True})
     gated = fused_outputs._describe(
-        x, spec, jnp.float32, False, {"activation": "silu", "gated": True, "activated": False}
+        x, spec, jnp.float32, False, {"activation": "silu", "is_gated": True, "saves_activated": False}
     )
     coding = fused_outputs.to_coding(spec)
     from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, NORM, RESULT, UP, Operands
