@@ -228,10 +228,13 @@ class RuleSet:
         if not paths:
             raise ValueError(f"the model has no linear layer that fp8jax knows how to quantize{hint}")
         aliases_of = {path: aliases.get(path, ()) for path in paths}
-        skipped = {path for path in paths if self.choose(path, heads, aliases_of[path]).reason == heads.get(path)}
+        choices = {path: self.choose(path, heads, aliases_of[path]) for path in paths}
+        skipped = {path for path, choice in choices.items() if choice.reason == heads.get(path)}
         names = {name for path, others in aliases_of.items() for name in (path, *others)}
         single = {i for i, rule in enumerate(self.rules) if rule.path in names | {*map(re.escape, names)}}
         used = set[int]()
+        if self.head is not None and any(choice.linear is self.head for choice in choices.values()):
+            used.add(len(self.rules) - 1)
         for path in paths:
             for match in () if path in skipped else self._matches(path, *aliases_of[path]):
                 used.add(match)

@@ -249,3 +249,20 @@ def test_recipes_that_the_loss_has_no_codes_for_take_the_product(name):
     function = fp8jax.transform(lambda p, x, y: losses(x @ p["out"], y).mean(), fp8jax.Rule("out", name))
     (entry,) = function.explain({"out": w}, x, labels).quantized
     assert entry.kind == "dot_general"
+
+
+@pytest.mark.parametrize("name", ["head", "table"])
+def test_a_model_may_have_nothing_but_a_head(name):
+    """The recipe's part for heads is in use, under a head's name or another."""
+    x, w, labels = operands()
+
+    def loss(params, x, labels):
+        return losses(x @ params[name], labels).mean()
+
+    params, labels = {name: w}, zeroed(labels)
+    value, dw = jax.value_and_grad(fp8jax.transform(loss, RECIPE))(params, x, labels)
+    want, exact_dw = jax.value_and_grad(loss)(params, x, labels)
+    assert float(value) == pytest.approx(float(want), rel=0.02)
+    assert np.linalg.norm(dw[name] - exact_dw[name]) < 0.1 * np.linalg.norm(exact_dw[name])
+    with pytest.raises(ValueError, match="no layer is left"):
+        fp8jax.transform(loss, "coat_fast")(params, x, labels)
