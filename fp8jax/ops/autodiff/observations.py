@@ -9,6 +9,7 @@ weight are then merged exactly. `summarize` computes ratios from the merged ones
 """
 
 import contextlib
+import dataclasses
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -148,31 +149,29 @@ def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> Observati
     """
     is_coded = isinstance(codes, (QTensor, FallbackTensor))
     x, codes = lax.stop_gradient((x, codes if is_coded else None))
-    mask = True if row_mask is None else row_mask
-    amax = jnp.max(jnp.abs(x), initial=0, where=jnp.isfinite(x) & mask).astype(jnp.float32)
+    is_counted = jnp.isfinite(x) if row_mask is None else jnp.isfinite(x) & row_mask
+    magnitude = jnp.where(is_counted, jnp.abs(x), 0).astype(jnp.float32)
+    # Squares of values relative to the amax do not overflow.
+    unit = lax.reduce(magnitude, np.float32(formats.TINY), lax.max, tuple(range(x.ndim)))
     # Without a barrier, XLA would save decoded arrays of the forward pass for the backward pass, and masks for the
     # second reduction.
-    x, codes, amax = lax.optimization_barrier((x, codes, amax))
+    x, codes, unit = lax.optimization_barrier((x, codes, unit))
     x = x.astype(jnp.float32)
-    finite = jnp.isfinite(x)
-    x = jnp.where(finite & mask, x, 0)
+    is_finite = jnp.isfinite(x)
+    magnitude = jnp.where(is_finite if row_mask is None else is_finite & row_mask, jnp.abs(x), 0)
     size = jnp.float32(x.size) if row_mask is None else x.shape[-1] * jnp.sum(row_mask, dtype=jnp.float32)
-    found, added = {"size": size, "amax": amax}, {"nonfinite": ~finite}
+    found, added, largest = {"size": size}, {"nonfinite": ~is_finite}, {"amax": magnitude}
     if not is_coded:
-        return Observation.from_scalars(found | _reduce_in_one_pass(added, {}, row_mask))
+        return Observation.from_scalars(found | _reduce_in_one_pass(added, largest, row_mask))
     codes = from_bytes(codes) if isinstance(codes, QTensor) else codes
     decoded = codes.dequantize()
-    # Squares of values relative to the amax do not overflow. Where it is clipped, they do not either.
-    unit = jnp.clip(amax, 1e-37, 1e37)
-    magnitude = jnp.abs(x)
-    nonzero = magnitude >= formats.TINY
+    difference, nonzero = x - decoded, magnitude >= formats.TINY
     added |= {
-        "log_signal": jnp.square(x / unit),
-        "log_noise": jnp.square(jnp.where(finite & jnp.isfinite(decoded), x - decoded, 0) / unit),
+        "log_signal": jnp.square(magnitude / unit),
+        "log_noise": jnp.square(jnp.where(jnp.isfinite(difference), difference, 0) / unit),
         "nonzero": nonzero,
         "lost": nonzero & (decoded == 0),
     }
-    largest: dict[str, Array] = {}
     base: QTensor = codes.base if isinstance(codes, FallbackTensor) else codes
     if not base.spec.is_packed:
         limit, tolerance = _largest_values(base), _half_ulp_of_largest(formats.get(base.spec.format))
@@ -221,7 +220,8 @@ def _reduce_in_one_pass(
 def _largest_values(codes: QTensor) -> Array:
     """The largest magnitude that each element's scale can represent."""
     fmt = formats.get(codes.spec.format)
-    return codes.with_codes(jnp.full_like(codes.codes, fmt.encode(jnp.float32(fmt.max)))).dequantize()
+    codes = codes.with_codes(jnp.full_like(codes.codes, fmt.encode(jnp.float32(fmt.max))))
+    return dataclasses.replace(codes, expansion=None).dequantize()  # any power of the largest value is itself
 
 
 def _half_ulp_of_largest(fmt: formats.Format) -> float:
