@@ -117,8 +117,8 @@ def _apply_step(tx: Any, grads: Any, state: Any, params: Any, step_arguments: di
         return tx.step(grads, state, params, **step_arguments)
     if fused_only := [name for name in _STEP_ARGUMENTS if name in step_arguments]:
         raise TypeError(
-            f"{', '.join(fused_only)} is for a transformation with `step`, and optax.chain keeps none: take "
-            "fp8jax.optimizer(...), compressed_adamw or fp8lm_adamw, to clip in fp8jax.with_clipping(1.0, tx)"
+            f"{', '.join(fused_only)} requires a transformation with `step`, which optax.chain removes. Use "
+            "fp8jax.optimizer(...), compressed_adamw or fp8lm_adamw; to clip, use fp8jax.with_clipping(1.0, tx)"
         )
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **step_arguments)
     return optax.apply_updates(params, updates), state
@@ -250,8 +250,8 @@ class TrainState(train_state.TrainState):
             scaling = end_linen_step(scaling, statistics, state, self.rules, apply_if=apply_if)
         elif statistics is not None:
             raise ValueError(
-                "statistics advance a scaling, and this state has none: give TrainState.create its collection, "
-                "scaling=variables['fp8jax_scaling']"
+                "the statistics update a scaling state, but this TrainState has none. Pass "
+                "scaling=variables['fp8jax_scaling'] to TrainState.create"
             )
         step = self.step + (1 if is_applied is None else is_applied)
         return self.replace(step=step, params=params, opt_state=state, scaling=scaling, **field_updates)

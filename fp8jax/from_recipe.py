@@ -70,7 +70,7 @@ def optimizer(
         recipe = recipes.get(recipe)
     if not isinstance(recipe, Recipe):
         hint = f"call it: {getattr(recipe, '__name__', 'recipe')}()" if callable(recipe) else "as recipes.coat()"
-        raise TypeError(f"optimizer takes a recipe or its name, not {recipe!r}; {hint}")
+        raise TypeError(f"optimizer expects a recipe or the name of a preset, got {recipe!r}; {hint}")
     if min_size is None:
         is_cost_selected = recipe.linear.skip_unprofitable and not recipe.has_per_tensor_moments
         min_size = _MIN_PROFITABLE_SIZE if is_cost_selected else MIN_SIZE
@@ -101,7 +101,7 @@ def _with_weight_bounds(
 ) -> FusedTransformation:
     """The optimizer `tx` of a recipe with automatic weight scaling, with tracking of weight bounds."""
     advice = (
-        "give track_weight_bounds=False, and fp8jax.track_weight_amax() last in an optax.chain, which measures updates"
+        "set track_weight_bounds=False, and chain fp8jax.track_weight_amax() last with optax.chain; it measures updates"
     )
     for feature, is_present in (
         ("moments with one scale a tensor", recipe.has_per_tensor_moments),
@@ -109,7 +109,7 @@ def _with_weight_bounds(
     ):
         if is_present:
             raise ValueError(
-                f"{recipe.name} has automatic weight scaling and {feature}, which no step follows; {advice}"
+                f"{recipe.name} has automatic weight scaling and {feature}, which no optimizer step can track; {advice}"
             )
     try:
         limit = max_adam_step(learning_rate, b1, b2, decay)

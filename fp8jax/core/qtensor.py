@@ -209,8 +209,9 @@ class QTensor:
             f"blocks of {self.spec} do not fit codes of shape {self.codes.shape}"
             + "".join(f"; {name} has shape {shape}, not {expected[name]}" for name, shape in wrong.items())
             + ("" if wrong else f"; last blocks had lengths {self._short_blocks().lengths}, not {short.lengths}")
-            + ". The arrays of QTensors were joined, cut or stacked one by one: do it to what dequantize() returns, at "
-            "multiples of the block, or along axes that blocks do not cut; decode each part of a stack by jax.vmap"
+            + ". The arrays of a QTensor were concatenated, sliced or stacked one by one. Apply the operation to the "
+            "result of dequantize(), slice at multiples of the block, or use an axis without blocks. Decode a stack "
+            "with jax.vmap"
         )
 
     def validate(self) -> None:
@@ -270,8 +271,8 @@ def _check_leaf_order(spec: QuantSpec, leaves: tuple[Any, ...]) -> None:
     names = ("codes", *METADATA_FIELDS)
     listed = ", ".join(f"{name} {dtype}" for name, dtype in zip(names, want, strict=True) if dtype is not None)
     raise ValueError(
-        f"leaves of dtypes {', '.join(str(dtype) for dtype in got if dtype is not None)} are not in the order of those "
-        f"of a QTensor of {spec}, which are {listed}; restore into a template, such as jax.eval_shape(tx.init, params)"
+        f"leaves of dtypes {', '.join(str(dtype) for dtype in got if dtype is not None)} do not have the order of a "
+        f"QTensor with spec {spec}: {listed}. Restore into a template, such as jax.eval_shape(tx.init, params)"
     )
 
 
@@ -380,7 +381,7 @@ def quantize_with_scale(
         need = "needs a key" if spec.rounding == "stochastic" else "takes no key"
         raise ValueError(f"rounding {spec.rounding!r} {need}")
     if scale is not None and (spec.expand or spec.has_microscales):
-        raise ValueError(f"{spec} takes its scales from the tensor; given scales need another granularity")
+        raise ValueError(f"{spec} computes its scales from the tensor. To pass scales, use another granularity")
     return _quantize(x, spec, scale=scale, key=key, seed=seed, previous=previous, dither=dither)
 
 

@@ -26,15 +26,15 @@ _RULES_TYPES = (str, Recipe, Linear, Rule, list, tuple, RuleSet)
 _REASONS: tuple[tuple[tuple[type, ...], str], ...] = (
     (
         (nnx.Embed, nn.Embed),
-        "the lookup of an embedding, and its use as a head (attend), are left alone",
+        "an embedding lookup, and its use as an output head (attend), are not quantized",
     ),
     (
         (nnx.MultiHeadAttention, nn.MultiHeadDotProductAttention),
-        "the products of attention itself, QK and AV, are left alone; its projections are layers of their own",
+        "the attention products QK and AV are not quantized; the projections are separate layers",
     ),
     (
         (nnx.Conv, nnx.ConvTranspose, nn.Conv, nn.ConvTranspose, nn.ConvLocal),
-        "convolutions are left alone",
+        "convolutions are not quantized",
     ),
 )
 _RECOMPUTE_NOTE = "layers that read the result of a norm or an activation save nothing of it if it is recomputed"
@@ -105,7 +105,7 @@ def _explain_nnx(model: Any, sample: Any, keywords: Any) -> Explanation:
 
 def _explain_linen(model: nn.Module, rules: RuleSet, sample: Any, keywords: Any) -> Explanation:
     if not sample and not keywords:
-        raise TypeError("a Linen model has layers only while it runs: give explain sample inputs too")
+        raise TypeError("a Linen model creates its layers when it runs; pass sample inputs to explain, too")
     quantized: Any = linen_modules.quantize(model, rules)
     arrays, rebuild = _split_arrays((sample, keywords))
 
@@ -154,15 +154,19 @@ def _explain_rules(model: nnx.Module, rules: RuleSet) -> Explanation:
     for path in norms if rules.has_contexts else ():
         choice = rules.choose(path)
         rows.append(PlanEntry(path, type(modules[path]).__name__, (), choice, choice.reason, ""))
-    no_product_reason = "whether a product reads it is known in a call"
+    no_product_reason = "whether a product reads it is known only in a call"
     rows += _layers_without_product(modules, rules, _nnx_shape, no_product_reason, {row.path for row in rows})
     is_recomputed = any(row.context is not None and row.context.recompute_activations for row in rows)
     notes = [_RECOMPUTE_NOTE] if is_recomputed else []
     unknown = {
         "activations and attention between layers": rules.has_contexts,
-        "output heads and routers that their names do not tell": rules.has_default,
+        "output heads and routers whose names are not recognized": rules.has_default,
     }
-    notes += [f"{what} are known in a call: give explain sample inputs" for what, is_open in unknown.items() if is_open]
+    notes += [
+        f"{what} are known only in a call; pass sample inputs to explain"
+        for what, is_open in unknown.items()
+        if is_open
+    ]
     return Explanation(tuple(rows), notes=tuple(notes))
 
 

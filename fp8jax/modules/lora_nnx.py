@@ -61,22 +61,22 @@ def lora(
     settings = get_settings(model)
     if settings is None:
         raise ValueError(
-            "the model is not quantized: give fp8jax.nnx.lora what fp8jax.nnx.quantize returns; for products in 16 "
-            "bits, fp8jax.nnx.quantize(model, 'bf16')"
+            "the model is not quantized; call fp8jax.nnx.quantize first. For products in 16 bits, use "
+            "fp8jax.nnx.quantize(model, 'bf16')"
         )
     adapted_model = nnx.clone(model)
     found_modules = get_modules(adapted_model)
     if any(isinstance(v, FrozenParam) for m in found_modules.values() for v in get_params(m).values()):
-        raise ValueError("the model has adapters already; merge them with fp8jax.nnx.merge_lora")
+        raise ValueError("the model already has adapters; merge them with fp8jax.nnx.merge_lora")
     selected = select_params(found_modules, settings.rules)
     if not selected:
         raise ValueError(
-            "no layer of the model follows a recipe, and only such layers have adapters; for products in 16 bits, "
-            "fp8jax.nnx.quantize(model, 'bf16')"
+            "no layer of the model has a recipe, and only layers with a recipe can have adapters. For products in 16 "
+            "bits, use fp8jax.nnx.quantize(model, 'bf16')"
         )
     for path, (_, _, linear) in selected.items():
         if observed_operands(linear):
-            raise ValueError(f"{path} has {linear.scaling} scaling, which keeps a state: take a recipe without")
+            raise ValueError(f"{path} has {linear.scaling} scaling, which keeps a state; use a recipe without a state")
     layer_names = {path: get_layer_names(selected, path) for path in selected}
     matching_paths = {
         path
@@ -144,7 +144,7 @@ def adapters(model: nnx.Module) -> dict[str, Adapter]:
         for name, adapter in collect_adapters(vars(module)).items()
     }
     if not adapters_by_path:
-        raise ValueError("the model has no adapters; fp8jax.nnx.lora adds them")
+        raise ValueError("the model has no adapters; add them with fp8jax.nnx.lora")
     return adapters_by_path
 
 

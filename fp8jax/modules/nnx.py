@@ -270,10 +270,10 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     quantized_paths = [path for path, m in submodules.items() if isinstance(type(m), QuantizedMeta)]
     if quantized_paths:
         what = min(quantized_paths, key=len) or "the model"  # submodules come first
-        raise ValueError(f"{what} is quantized already; give the rules to the model it was made from")
+        raise ValueError(f"{what} is already quantized; pass the rules with the original model")
     for name in methods:
         if not any(callable(getattr(m, name, None)) for m in submodules.values()):
-            raise ValueError(f"no module of the model has the method {name!r} that methods= names")
+            raise ValueError(f"no module of the model has a method {name!r}; correct methods=")
     quantized = nnx.clone(model)
     submodules = get_modules(quantized)
     products, record = select_params(submodules, ordered_rules), training.TrainingRecord()
@@ -308,8 +308,8 @@ def _check_kernel_variables(submodules: dict[str, Any]) -> None:
     for path, module in submodules.items():
         if isinstance(module, LAYERS) and not isinstance(module.kernel, nnx.Variable):
             raise ValueError(
-                f"the kernel of {path or 'the model'} is a {type(module.kernel).__name__}, not an nnx.Variable: another"
-                " library has changed the model. Quantize the model as it was written"
+                f"the kernel of {path or 'the model'} is a {type(module.kernel).__name__}, not an nnx.Variable: "
+                "another library has changed the model. Quantize the unchanged model"
             )
 
 
@@ -433,7 +433,7 @@ def unquantize(model: Model) -> Model:
     if not any(get_settings(m) for m in get_modules(model).values()):
         raise ValueError("the model is not quantized")
     if any(isinstance(v, FrozenParam) for m in get_modules(model).values() for v in get_params(m).values()):
-        raise ValueError("the model has adapters: take fp8jax.nnx.unquantize(fp8jax.nnx.merge_lora(model))")
+        raise ValueError("the model has adapters; use fp8jax.nnx.unquantize(fp8jax.nnx.merge_lora(model))")
     unquantized = nnx.clone(model)
     for module in get_modules(unquantized).values():
         _remove_state_modules(module)
@@ -460,7 +460,7 @@ def suggest(
         ValueError: as `fp8jax.suggest`; or the model is quantized already.
     """
     if any(get_settings(m) for m in get_modules(model).values()):
-        raise ValueError("the model is quantized already: give suggest fp8jax.nnx.unquantize(model)")
+        raise ValueError("the model is already quantized; pass fp8jax.nnx.unquantize(model) to suggest")
     parts: Any = nnx.split(model, nnx.Param, ...)
     graph, params, others = parts
     call = lambda params, others, *args: loss_fn(nnx.merge(graph, params, others), *args)  # noqa: E731

@@ -31,9 +31,9 @@ from fp8jax.rewrite.states import (
 # The state of a parameter's products in a layer of a user's own class has this prefix and the parameter's name.
 STATE_PREFIX = "fp8jax_"
 _CLOSED_OVER_MESSAGE = (
-    "{layer} has {names} scaling, whose state a call changes, and the model is from outside of a transformed function, "
-    "such as the one that is differentiated: pass the model to this function as an argument, or call model.eval() "
-    "first if its scales are to stay as they are"
+    "{layer} has {names} scaling, and each call updates its state, but a transformed function, such as the one that "
+    "is differentiated, closes over the model. Pass the model to this function as an argument, or call model.eval() "
+    "first to keep the scales unchanged"
 )
 
 
@@ -241,7 +241,7 @@ def advance_scaling(
     """
     layers = [module for _, module in get_scalings(model) if observed_operands(module.linear)]
     if not layers:
-        raise ValueError("the model has no layer with delayed scaling, or another that observes its operands")
+        raise ValueError("the model has no layer with delayed scaling or another scaling that observes its operands")
     for record in dict.fromkeys(layer.record for layer in layers):
         training.record_advance(training.ADVANCE, record)
         stats = [layer.load().stats for layer in layers if layer.record is record]

@@ -145,7 +145,7 @@ def skip_bad_steps(
 
     def observe(grads: Any, monitor: StepMonitor, value: ArrayLike | None) -> tuple[Array, StepMonitor]:
         if value is None and max_loss_jump is not None:
-            raise ValueError(f"max_loss_jump={max_loss_jump} needs the loss of each step: give value=loss")
+            raise ValueError(f"max_loss_jump={max_loss_jump} needs the loss of each step; pass value=loss to update")
         is_finite = jnp.bool_(True)
         for g in jax.tree.leaves(grads, is_leaf=is_quantized):
             is_finite &= jnp.all(jnp.isfinite(load(g) if is_quantized(g) else g))
@@ -201,7 +201,7 @@ def get_bad_steps(opt_state: optax.OptState) -> BadSteps:
         ValueError: the optimizer has no `skip_bad_steps`, or several.
     """
     if (monitor := find_monitor(opt_state)) is None:
-        raise ValueError("the optimizer skips no steps: wrap it in fp8jax.skip_bad_steps(tx)")
+        raise ValueError("the optimizer does not skip steps; wrap it in fp8jax.skip_bad_steps(tx)")
     return BadSteps(monitor.total, monitor.consecutive)
 
 
@@ -213,7 +213,7 @@ def find_monitor(opt_state: optax.OptState) -> StepMonitor | None:
     """
     monitors = moments.find_nodes(opt_state, StepMonitor)
     if len(monitors) > 1:
-        raise ValueError("several skip_bad_steps are in this optimizer: put it outermost, once")
+        raise ValueError("the optimizer contains several skip_bad_steps; use one, as the outermost transformation")
     return flax_variables.unbox(monitors[0]) if monitors else None
 
 

@@ -71,7 +71,7 @@ def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTran
         >>> params, state = tx.step(params, tx.init(params), params)
     """
     if not isinstance(tx, FusedTransformation):
-        raise TypeError(f"with_clipping takes a transformation with `step`, not {tx!r}; put others behind optax.chain")
+        raise TypeError(f"with_clipping expects a transformation with `step`, got {tx!r}. Clip others with optax.chain")
     checks.check_positive("max_norm", max_norm)
     chain = optax.chain(clip_by_global_norm(max_norm), tx)
 

@@ -114,7 +114,7 @@ def compress_state(
         Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025.
     """
     if not isinstance(tx, optax.GradientTransformation):
-        raise TypeError(f"compress_state wraps an optax transformation, not {tx!r}")
+        raise TypeError(f"compress_state expects an optax transformation, got {tx!r}")
     static_group_size, static_min_size = (
         storage.to_static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
     )
@@ -140,7 +140,8 @@ def compress_state(
         inner_state = inner.init(_to_float32(params))
         if any(map(storage.is_quantized, jax.tree.leaves(inner_state, is_leaf=storage.is_quantized))):
             raise TypeError(
-                "moments of this transformation are in 8 bits already: take it as it is, or wrap one of optax's own"
+                "the moments of this transformation already have 8 bits. Use it unchanged, or wrap a transformation "
+                "of optax"
             )
         plan = _make_plan(inner_state, params, rules, default_storage)
         stored_state = plan.encode_state(size)
@@ -170,8 +171,9 @@ def compress_state(
         count = optax.safe_increment(outer_state.count) if is_counted else _sum_counts(new_state)
         if count is None:
             raise ValueError(
-                "the state counts no steps, and compress_state rounds by their number: make it by init, or of one that "
-                "an older version has made fp8jax.optim.compress_state.CountedState(jnp.zeros((), jnp.int32), state)"
+                "the state has no step count, which compress_state needs for rounding. Create the state with init, or "
+                "convert the state of an older version with fp8jax.optim.compress_state.CountedState(jnp.zeros((), "
+                "jnp.int32), state)"
             )
         dither, step_seed, phases = noise.decay_dither(count), noise.step_seed(count), noise.step_seed(0)
         rows = []
@@ -305,20 +307,22 @@ def _make_plan(
         last = name.rpartition(".")[2]
         if key is None and last not in default_storage:
             raise ValueError(
-                f"compress_state does not know what {name!r} of the state is; say how to store it, such as "
+                f"compress_state does not know the field {name!r} of the state; pass its storage, such as "
                 f"moments={{'{last or '*'}': 'fp32'}}"
             )
         plan.roles[-1] = "first" if last in storage.FIRST_MOMENTS else "other"
         plan.storages[-1] = stored = default_storage[last] if key is None else rules[key]
         if last in storage.FIRST_MOMENTS and isinstance(stored, QuantSpec) and not formats.get(stored.format).is_signed:
-            raise ValueError(f"moments[{key!r}]: {stored.format!r} has no signs, but the first moment {name!r} does")
+            raise ValueError(
+                f"moments[{key!r}]: {stored.format!r} is unsigned, but the first moment {name!r} is signed"
+            )
         names.add(name)
         used_rules.add(key)
     # Trees without leaves come from optax's tree.map_params and optax.partition.
     if params_by_path and (unused := [key for key in rules if key not in used_rules]):
         raise ValueError(
-            f"moments: {', '.join(map(repr, unused))} fits no moment, or none that an earlier key does not; "
-            f"there are {', '.join(map(repr, sorted(names))) or 'none'}"
+            f"moments: {', '.join(map(repr, unused))} matches no moment, or only those of an earlier key; the moments "
+            f"are {', '.join(map(repr, sorted(names))) or 'none'}"
         )
     return plan
 
@@ -347,10 +351,11 @@ def _resolve_storage(
     if not isinstance(spec, QuantSpec):
         raise ValueError(f"moments[{name!r}] must be the name of a format or a QuantSpec, not {format_or_spec!r}")
     if name in storage.FIRST_MOMENTS and not formats.get(spec.format).is_signed:
-        raise ValueError(f"moments[{name!r}]: {spec.format!r} has no signs, but first moments do")
+        raise ValueError(f"moments[{name!r}]: {spec.format!r} is unsigned, but first moments are signed")
     if formats.get(spec.format).bits not in (8, 16) or spec.granularity == "mx" or spec.rounding != "nearest":
         raise ValueError(
-            f"moments[{name!r}]: {spec} is no storage of moments: give 8 or 16 bits, unlike mx, to nearest"
+            f"moments[{name!r}]: {spec} cannot store moments; use 8 or 16 bits, rounding to nearest, and a "
+            "granularity other than mx"
         )
     return spec
 

@@ -242,13 +242,13 @@ def compressed_adamw(
     specs = {"mu": storage.spec("mu") or formats.get(mu), "nu": storage.spec("nu") or formats.get(nu)}
     if mu_dtype is not None:
         raise TypeError(
-            f"mu_dtype={mu_dtype} is an argument of optax's, which mu replaces: write mu='bf16' or mu='fp32', or for 8 "
+            f"mu_dtype={mu_dtype} is an argument of optax, which mu replaces. Pass mu='bf16' or mu='fp32', or for 8 "
             "bits mu='e4m3' (the default) or mu='e5m2'"
         )
     if impl == "triton" and nesterov:
-        raise ValueError("impl 'triton' has no nesterov: take impl='auto' or 'xla'")
+        raise ValueError("impl 'triton' does not support nesterov=True; use impl='auto' or 'xla'")
     if impl == "triton" and not is_compressed:
-        raise ValueError(f"impl 'triton' is the kernel for 8-bit moments, but mu is {mu!r} and nu is {nu!r}")
+        raise ValueError(f"impl 'triton' supports only 8-bit moments, but mu is {mu!r} and nu is {nu!r}")
 
     def init_fn(params: optax.Params) -> CompressedAdamState | MasterAdamState:
         _, size = moments.require_static(static_group_size, static_min_size)
@@ -266,16 +266,19 @@ def compressed_adamw(
         if params is None:
             raise ValueError("compressed_adamw needs the parameters: call update(grads, state, params)")
         if options.key is not None and master_format is not None:
-            raise ValueError(f"master {master!r} takes no key: its rounding is a hash of the step, or exact")
+            raise ValueError(
+                f"master {master!r} does not use a key: its rounding is exact or derived from a hash of the step; "
+                "omit key"
+            )
         if options.in_place and options.max_direction is not None and master_format and master_format.is_stochastic:
             raise ValueError(
-                f"master {master!r} rounds weights up as well as down, beyond what fp8jax.with_weight_bounds follows; "
-                "take bf16+int8, or chain fp8jax.track_weight_amax() without a limit, which measures updates"
+                f"master {master!r} can round weights away from zero, which fp8jax.with_weight_bounds does not track. "
+                "Use master='bf16+int8', or chain fp8jax.track_weight_amax() without a limit, which measures updates"
             )
         if options.max_direction is not None and nesterov:
             raise ValueError(
-                "fp8jax.with_weight_bounds follows directions without nesterov, which are shorter: chain "
-                "fp8jax.track_weight_amax() without a limit behind this optimizer, which measures updates"
+                "fp8jax.with_weight_bounds does not support nesterov=True, whose updates can be larger. Chain "
+                "fp8jax.track_weight_amax() without a limit after this optimizer; it measures updates"
             )
         checks.check_state(state, MasterAdamState if master_format and master_format.remainder else CompressedAdamState)
         checks.check_gradients(grads, state.mu)

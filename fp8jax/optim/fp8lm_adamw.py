@@ -156,16 +156,19 @@ def fp8lm_adamw(
     checks.check_adamw(learning_rate, b1, b2, eps, eps_root, weight_decay)
     check_impl(impl)
     if mu not in ("e4m3", "e5m2"):
-        raise ValueError(f"mu {mu!r} is not 'e4m3' or 'e5m2'; fp8jax.compressed_adamw stores others")
+        raise ValueError(f"mu {mu!r} is not 'e4m3' or 'e5m2'; use fp8jax.compressed_adamw for other formats")
     if master_rounding not in ROUNDINGS:
-        raise ValueError(f"unknown master_rounding {master_rounding!r}; it is one of {', '.join(ROUNDINGS)}")
+        raise ValueError(f"unknown master_rounding {master_rounding!r}; use one of {', '.join(ROUNDINGS)}")
     master_format = master_weights.parse_master(master)
     if master_format is not None and master_rounding != "nearest":
         raise ValueError(
-            f"master_rounding is for master weights in fp16; master {master!r} determines its own rounding"
+            f"master_rounding requires master weights in fp16; omit it, because master {master!r} determines its own "
+            "rounding"
         )
     if impl == "triton" and group_size is not None:
-        raise ValueError(f"impl 'triton' is for one scale a layer; with group_size={group_size} take 'auto' or 'xla'")
+        raise ValueError(
+            f"impl 'triton' supports only one scale per layer; with group_size={group_size} use impl='auto' or 'xla'"
+        )
     state_class: Any = FP8LMState if master_format is None else FP8LMRemainderState
     quantized_fields = ("mu", "nu") if master_format else ("master", "mu", "nu")
     static_min_size = moments.to_static_integer("min_size", min_size)
@@ -209,13 +212,13 @@ def fp8lm_adamw(
     def update_fn(grads: Any, state: Any, params: Any, options: StepOptions) -> tuple[Any, Any]:
         if options.max_direction is not None:
             raise ValueError(
-                "fp8lm_adamw cuts no directions, so that fp8jax.with_weight_bounds cannot follow it: chain "
-                "fp8jax.track_weight_amax() behind it, which measures updates"
+                "fp8lm_adamw does not bound its updates, so fp8jax.with_weight_bounds cannot track it. Chain "
+                "fp8jax.track_weight_amax() after it; it measures updates"
             )
         if options.key is not None:
             raise ValueError(
-                "fp8lm_adamw takes no key: its rounding is a hash of the step; give master_rounding='stochastic', or "
-                "master='bf16+stochastic'"
+                "fp8lm_adamw does not use a key: its rounding is derived from a hash of the step. Set "
+                "master_rounding='stochastic', or master='bf16+stochastic'"
             )
         checks.check_state(state, state_class)
         if params is None:
@@ -268,7 +271,5 @@ def params_from_master(state: FP8LMState, dtype: DTypeLike = jnp.bfloat16) -> op
         TypeError: the state has none, because with `master` the parameters are the master weights.
     """
     if not isinstance(state, FP8LMState):
-        raise TypeError(
-            f"a {type(state).__name__} has no master weights: fp8jax.master_weights(state, params) gives them"
-        )
+        raise TypeError(f"a {type(state).__name__} has no master weights; use fp8jax.master_weights(state, params)")
     return jax.tree.map(lambda x: load(x).astype(dtype), state.master, is_leaf=moments.is_quantized)

@@ -35,7 +35,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         if step is None and not isinstance(update, _Update):
             raise TypeError(
                 f"FusedTransformation: {update!r} is not the update of a fused transformation, so there is no step; "
-                "give all three, FusedTransformation(init, update, step)"
+                "pass all three, FusedTransformation(init, update, step)"
             )
         return super().__new__(cls, init, update if step is None else _Update(update, step))
 

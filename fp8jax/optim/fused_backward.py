@@ -97,7 +97,8 @@ class FusedBlockState:
         """
         if (norm is None) == (previous_norm is None):
             raise TypeError(
-                "with_clipping takes norm=, of the next step's gradients, or previous_norm=, of those of the last step"
+                "with_clipping needs either norm=, the gradient norm of the next step, or previous_norm=, that of the "
+                "last step"
             )
         checks.check_positive("max_norm", max_norm)
         if norm is not None:
@@ -213,7 +214,9 @@ class FusedBackwardBlock:
         Raises: as of `init`.
         """
         if any(map(flax_variables.is_box, jax.tree.leaves((params, state), is_leaf=flax_variables.is_box))):
-            raise TypeError("fused_backward takes arrays, not variables or boxes of Flax: take nnx.state's pure values")
+            raise TypeError(
+                "fused_backward expects arrays, not Flax variables or boxes; pass the pure values of nnx.state"
+            )
         layers = _count_layers(params) if has_layer_axis else None
         count, factor, uses = (jnp.asarray(x, jnp.float32) for x in (state.count, 1.0, 1.0))
         squares = jnp.broadcast_to(jnp.asarray(squares, jnp.float32), () if layers is None else (layers,))
@@ -233,7 +236,7 @@ class FusedBackwardBlock:
         """
         if block_state.num_layers is not None:
             raise ValueError(
-                f"{block_state.name or 'the parameters'} stack {block_state.num_layers} layers: call "
+                f"{block_state.name or 'the parameters'} has {block_state.num_layers} stacked layers; call "
                 "scan(block_state, x, ...)"
             )
         return self._call_block(block_state, inputs)
@@ -255,11 +258,11 @@ class FusedBackwardBlock:
         """
         if block_state.num_layers is None:
             raise ValueError(
-                f"{block_state.name or 'the parameters'} are not stacked: take init(..., has_layer_axis=True)"
+                f"{block_state.name or 'the parameters'} are not stacked; use init(..., has_layer_axis=True)"
             )
         result = jax.eval_shape(self._block, _take_layer(block_state.params, 0), x, *shared)
         if jax.tree.map(_shape_and_dtype, result) != jax.tree.map(_shape_and_dtype, jax.eval_shape(lambda: x)):
-            raise TypeError(f"a block under scan must return what is like x, {x}, not {result}")
+            raise TypeError(f"a block under scan must return an array like x, {x}, got {result}")
         return self._scan_layers(block_state, x, shared)
 
     def _forward(self, block_state: FusedBlockState, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -378,7 +381,9 @@ def _count_layers(params: Any) -> int:
     """The number of stacked layers."""
     lengths = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(params)}
     if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(f"stacked parameters have the layers along their first axes, not of lengths {lengths}")
+        raise ValueError(
+            f"stacked parameters need the same number of layers along their first axes, got lengths {lengths}"
+        )
     return int(lengths.pop())
 
 
@@ -453,10 +458,9 @@ def fused_backward(
     """
     if not isinstance(tx, FusedTransformation) or "tree_slice" not in inspect.signature(tx.step).parameters:
         raise TypeError(
-            "fused_backward takes compressed_adamw(...), fp8lm_adamw(...) or fp8jax.optimizer(...) without clip, and "
-            "with track_weight_bounds=False where the recipe scales weights automatically: their step knows parts of "
-            f"all parameters, not that of {type(tx).__name__}, which may be of fp8jax.with_clipping or "
-            "with_weight_bounds"
+            "fused_backward expects compressed_adamw(...), fp8lm_adamw(...) or fp8jax.optimizer(...) without clip; "
+            "with automatic weight scaling, set track_weight_bounds=False. Only these have a step for a part of the "
+            f"parameters, not {type(tx).__name__}, which may come from fp8jax.with_clipping or with_weight_bounds"
         )
     return FusedBackwardBlock(block, tx, key)
 
@@ -486,7 +490,8 @@ def value_and_step(
         constant_args = [x for i, x in enumerate(args) if i not in diff_argnums] + list(kwargs.values())
         if constant_states := _find_block_states(constant_args):
             raise ValueError(
-                f"{_describe_params(constant_states[0])} are held, so their argument must be among argnums={argnums}"
+                f"{_describe_params(constant_states[0])} are in a FusedBlockState, so their argument must be in "
+                f"argnums={argnums}"
             )
         used_numbers: set[int] = set()
 
@@ -506,8 +511,8 @@ def value_and_step(
         unused_states = [block_state for i, block_state in enumerate(old_states) if i not in used_numbers]
         if unused_states:
             raise ValueError(
-                f"{_describe_params(unused_states[0])} are held, but the function does not use them: give their block "
-                "to it"
+                f"{_describe_params(unused_states[0])} are in a FusedBlockState that the function does not use; pass "
+                "it to the function"
             )
         is_valid = functools.reduce(
             jnp.logical_and, [block_state.uses == 1 for block_state in new_states], jnp.bool_(True)

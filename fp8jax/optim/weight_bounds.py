@@ -51,12 +51,12 @@ def max_adam_step(
         checks.check_number(name, value, 0, high)
     if isinstance(b1, jax.core.Tracer) or isinstance(b2, jax.core.Tracer):
         raise ValueError(
-            "the limit of Adam needs b1 and b2 that stay as they are, not traced ones: name both in static_args of "
+            "the limit of Adam needs constant b1 and b2, but they are traced; add both to static_args of "
             "optax.inject_hyperparams"
         )
     if b1 > 0 and b1 * b1 >= b2:
         raise ValueError(
-            f"with b1={b1} and b2={b2} one step of Adam can be of any size, for b1^2 >= b2: leave out the limit, and "
+            f"with b1={b1} and b2={b2} one step of Adam is not bounded, because b1^2 >= b2; omit the limit, so that "
             "track_weight_amax measures updates"
         )
     return MaxAdamStep(learning_rate, b1, b2, weight_decay)
@@ -182,11 +182,13 @@ def with_weight_bounds(
     """
     if not isinstance(tx, FusedTransformation):
         raise TypeError(
-            f"with_weight_bounds takes a transformation with `step`, not {tx!r}; put track_weight_amax last in a chain"
+            f"with_weight_bounds expects a transformation with `step`, got {tx!r}; for others, use track_weight_amax "
+            "as the last of a chain"
         )
     if not isinstance(limit, MaxAdamStep):
         raise TypeError(
-            f"with_weight_bounds takes a limit of fp8jax.max_adam_step, not {limit!r}; track_weight_amax takes any"
+            f"with_weight_bounds expects a limit from fp8jax.max_adam_step, got {limit!r}; use track_weight_amax for "
+            "other limits"
         )
     init, update, advance_bounds = _make_tracker(interval, limit, axis_name)
 
@@ -221,7 +223,7 @@ def with_weight_bounds(
     ) -> tuple[optax.Params, tuple[optax.OptState, WeightBounds]]:
         if key is not None:
             raise ValueError(
-                "with_weight_bounds bounds weights that are rounded to nearest: leave out key, or hold them in fp32"
+                "with_weight_bounds requires weights that are rounded to nearest; omit key, or use fp32 parameters"
             )
         new_params, inner = tx.step(
             grads, state[0], params,
@@ -333,7 +335,7 @@ def get_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], A
         ValueError: there is no `track_weight_amax` in the optimizer, or two that track the same parameter.
     """
     if not (bounds := find_weight_amax_bounds(opt_state)):
-        raise ValueError("the optimizer follows no weights: put fp8jax.track_weight_amax() last in its chain")
+        raise ValueError("the optimizer does not track weights; add fp8jax.track_weight_amax() at the end of its chain")
     return bounds
 
 
@@ -344,7 +346,7 @@ def find_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], 
         new_bounds = _flatten_by_path(state.bounds)
         if shared_paths := set(bounds) & set(new_bounds):
             raise ValueError(
-                f"two trackers follow {'/'.join(shared_paths.pop())}: put track_weight_amax into the chain once"
+                f"two trackers have the parameter {'/'.join(shared_paths.pop())}; use track_weight_amax once"
             )
         bounds |= new_bounds
     return bounds if trackers else None
@@ -369,7 +371,7 @@ def reset_weight_amax_bounds(
 
     def measure(name: tuple[str, ...], _: Array) -> Array:
         if name not in weights:
-            raise ValueError(f"{'/'.join(name)} is followed by track_weight_amax and missing in the parameters")
+            raise ValueError(f"{'/'.join(name)} is tracked by track_weight_amax but missing from the parameters")
         maximum = _with_rounding_margin(Automatic().measure_amax(weights[name]), margins.get(name))
         return maximum if axis_name is None else lax.pmax(maximum, axis_name)
 

@@ -157,7 +157,7 @@ def plan(
         grouped.check_names(graph, rules.grouped_products)
     if call_info.requires_product and not matmuls and not unread_paths and not unsupported_paths:
         raise ValueError(
-            f"the function has no product of data with a parameter that a recipe could take{_skipped_note(entries)}"
+            f"the function has no product of data with a parameter that a recipe can quantize{_skipped_note(entries)}"
         )
     if call_info.checks_rules:
         aliases = unread_paths | {p.path: p.aliases for p in matmuls}
@@ -267,7 +267,7 @@ def _skip_unsupported_products(
         ):
             reason = f"has batch axes or groups, for each of which {names} scaling would need a state"
         elif linear.needs_weight_bounds and not _has_bounds_of_parameter(p):
-            reason = "computes its matrix from the parameter, and automatic scaling follows the parameter alone"
+            reason = "computes its matrix from the parameter, but automatic scaling tracks only the parameter itself"
         if reason:
             p.is_unsupported, p.choice = True, LayerChoice(None, reason)
 
@@ -393,10 +393,10 @@ def _number_uses(products: list[WeightMatmul], levels: Mapping[Node, tuple[LoopL
             has_shared_state = _has_batch_axes(p) and p.node in levels and not linear.needs_weight_bounds
             if observed_operands(linear) and not has_shared_state:
                 raise ValueError(
-                    f"{path_list((p.path, *p.concatenated))} are concatenated or stacked into "
-                    f"one matrix, at {p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each "
-                    "parameter. Put them together outside of the function, or take a recipe with current scaling, "
-                    "as te_current"
+                    f"{path_list((p.path, *p.concatenated))} are concatenated or stacked into one matrix, at "
+                    f"{p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each parameter. "
+                    "Concatenate them outside of the function, or use a recipe with current scaling, such as "
+                    "te_current"
                 )
             if not observed_operands(linear):
                 continue

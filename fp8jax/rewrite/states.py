@@ -224,9 +224,9 @@ def init(uses: Mapping[WeightUse, Linear], weights: Mapping[str, Any]) -> States
         linear, layer_axes = uses[group[0]], group[0].layer_axes
         if any(use.layer_axes != layer_axes or uses[use] != linear for use in group):
             raise ValueError(
-                f"products with the parameter {path} have {scaling_names(linear)} scaling, stand in loops of different "
-                "lengths over it or have different recipes, and it has one state: leave one out by a rule, or use two "
-                "parameters"
+                f"products with the parameter {path} have {scaling_names(linear)} scaling, but they are in loops of "
+                "different lengths or have different recipes, and the parameter has one state. Exclude one product "
+                "with a rule, or use two parameters"
             )
         slots = tuple(zero_stats(linear, use.slot_axes) for use in group)
         state = initial_state(linear, weights[path], layer_axes)
@@ -324,15 +324,15 @@ def use_inputs_from_parameter_states(
         linear, stored = uses[group[0]], parameter_states.get(path)
         if stored is None or (linear.stateful_strategies and stored.state is None):
             if observed_operands(linear):
-                raise ValueError(f"the model holds no state of {scaling_names(linear)} scaling for {path}")
+                raise ValueError(f"the model has no state for {scaling_names(linear)} scaling of {path}")
             continue
         layer_axes = group[0].layer_axes
         if layer_axes == stored.layer_axes[: len(layer_axes)]:
             stored = _without_matrix_axes(stored, len(layer_axes))
         if any(use.layer_axes != stored.layer_axes for use in group):
             raise ValueError(
-                f"products with {path} run in loops over {group[0].layer_axes} of it, and there are codes or states "
-                f"for {stored.layer_axes}: run it in nnx.scan over its first axes, or leave it out by a rule"
+                f"products with {path} run in loops over {group[0].layer_axes} of it, but there are codes or states "
+                f"for {stored.layer_axes}. Use nnx.scan over its first axes, or exclude it with a rule"
             )
         gradient_slots: Sequence[Any] = [None] * len(group)
         if stored.stats.dy is not None:
@@ -581,12 +581,12 @@ def bound_per_layer(bound: Array | None, path: str, layer_axes: tuple[int, ...])
     """
     if bound is None:
         raise ValueError(
-            f"the optimizer follows no parameter {path}: its state is another model's, or that of a part of this one; "
-            "give the state of the optimizer that trains it, or end the step of that part"
+            f"the optimizer does not track the parameter {path}: its state belongs to another model, or to a part of "
+            "this one. Pass the state of the optimizer that trains it, or end the step of that part"
         )
     if bound.shape[: len(layer_axes)] != layer_axes:
         raise ValueError(
-            f"automatic scaling takes kernels stacked along their first axes, {layer_axes}: the bounds of {path} are "
-            f"{bound.shape}"
+            f"automatic scaling expects kernels stacked along their first {layer_axes} axes, but the bounds of {path} "
+            f"are {bound.shape}"
         )
     return jnp.max(bound, axis=tuple(range(len(layer_axes), bound.ndim)))

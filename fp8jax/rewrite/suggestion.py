@@ -85,7 +85,10 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
         TypeError: `fn` is transformed already.
     """
     if isinstance(fn, Transformed):
-        raise TypeError("suggest takes the function before fp8jax.transform, which it transforms by each of its rules")
+        raise TypeError(
+            "the function is already transformed; pass the original function to suggest, which transforms it with "
+            "each rule"
+        )
     given = _as_sequence(rules)
     measure = functools.partial(_measure, fn, params, args)
     before, measured = measure(given)

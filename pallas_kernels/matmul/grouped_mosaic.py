@@ -164,7 +164,7 @@ def grouped_matmul_dw(
     """
     hopper.check_operands(a, b, out_dtype, _supported_dtypes(a), is_k_major=is_k_major)
     if not is_k_major and a.dtype != jnp.bfloat16:
-        raise TypeError(f"a has dtype {a.dtype}; is_k_major=False takes bfloat16: transpose 8-bit operands")
+        raise TypeError(f"a has dtype {a.dtype}; is_k_major=False requires bfloat16; transpose 8-bit operands")
     m, n = (x.shape[0 if is_k_major else 1] for x in (a, b))
     fast = fast or a.dtype not in hopper.FP8_DTYPES
     num_groups = starts.size

@@ -80,7 +80,7 @@ def matmul(
 def check_int8_k(k: int) -> None:
     """Raise ValueError unless int32 holds sums of K products of int8."""
     if k > MAX_INT8_K:
-        raise ValueError(f"K is {k}: int32 holds sums of {MAX_INT8_K} products of int8; multiply parts of K")
+        raise ValueError(f"K is {k}: int32 holds sums of {MAX_INT8_K} products of int8; split K")
 
 
 def make_compute(tile: hopper.Tile, accumulator_dtype: Any, fast: bool) -> Any:

@@ -53,7 +53,7 @@ def matmul_mx(
     hopper.check_array("a_exponent", a_exponent, (m, hopper.ceil_div(k, GROUP_SIZE)), (jnp.uint8,))
     tile = tile or hopper.Tile(64, 128, num_stages=5, cluster=hopper.choose_cluster(m, 128))
     if tile.rows != 64:
-        raise ValueError(f"{tile} has {tile.rows} rows; microscaled products take 64")
+        raise ValueError(f"{tile} has {tile.rows} rows; microscaled products need 64")
     stream = hopper.Stream.from_slices(_exponent_words(a_exponent, k), tile.block_rows, lambda position: position.row)
     return hopper.pipelined_matmul(
         _make_compute(tile, unroll, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,

@@ -103,7 +103,7 @@ def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch)
             (tmp_path / "damaged-3").rename(folder / "3")
     assert told == []
     monkeypatch.setattr(checkpoint.hosts, "several", lambda: True)
-    with pytest.raises(UserError, match="FP8JAX_CHECKPOINT_KEY signs checkpoints of one process"):
+    with pytest.raises(UserError, match="FP8JAX_CHECKPOINT_KEY can sign only checkpoints of one process"):
         Checkpoints(folder, 2)
 
 
@@ -261,7 +261,7 @@ def test_resuming_steps_back_from_damage_alone(tmp_path):
         assert checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, pytest.fail) is None
     save(folder, 1, 2)
     with Checkpoints(folder, 4) as checkpoints:
-        with pytest.raises(UserError, match=r"checkpoints/2 was made with .*: lr was 0\.1, now 0\.3"):
+        with pytest.raises(UserError, match=r"checkpoints/2 was trained with .*: lr was 0\.1, now 0\.3"):
             checkpoints.resume(jax.eval_shape(make), {"lr": 0.3}, pytest.fail)
         with pytest.raises(UserError, match="has an unknown leaf empty"):
             checkpoints.resume({"params": {"new": jnp.zeros(3)}}, {"lr": 0.1}, pytest.fail)

@@ -139,10 +139,10 @@ def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--mesh model=2", "--mesh unknown axis 'model'; an axis is data, fsdp, tensor or expert"),
+        ("--mesh model=2", "--mesh unknown axis 'model'; use data, fsdp, tensor or expert"),
         ("--mesh data=2,data=4", "--mesh names data twice"),
-        ("--mesh data=0", "--mesh data='0' is no number of devices"),
-        ("--mesh data", "--mesh data='' is no number of devices"),
+        ("--mesh data=0", "--mesh data='0' is not a number of devices"),
+        ("--mesh data", "--mesh data='' is not a number of devices"),
         ("--mesh data=4,fsdp=4", "data=4,fsdp=4 needs 16 devices, and there are 8; .* product is 8"),
         ("--mesh data=3", "--mesh data=3: 3 devices do not divide the 4 of --batch; give --batch 6"),
         ("--mesh data=4,tensor=4", "data=4,fsdp=1,tensor=4 needs 16 devices"),
@@ -165,17 +165,17 @@ def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
             "--mesh tensor=2 --mlp-dim 192 --recipe te_current --lora-rank 4 --base e4m3:block128",
             "--mesh 2 devices along tensor have 96 of 192 MLP channels each, which ends within a group of 128",
         ),
-        ("--mesh tensor=2 --release previous", "with tensor=2 each device has its part of .* give fsdp=2 in place"),
-        ("--mesh data=2,fsdp=2 --recipe fp8_lm", "give --mesh one axis"),
+        ("--mesh tensor=2 --release previous", "with tensor=2 gradients are summed .* give fsdp=2 in place"),
+        ("--mesh data=2,fsdp=2 --recipe fp8_lm", "Use --mesh with one axis"),
         (
             "--mesh data=1 --partition slices",
-            "--partition slices: devices along data share .* give --mesh data=2 or more",
+            "--partition slices: the optimizer state is sharded .* use --mesh data=2 or more",
         ),
         (
             "--mesh data=4 --partition tensors",
             "--partition tensors: 4 devices along data do not divide 2 layers; take slices",
         ),
-        ("--mesh data=2 --partition slices --release twice", "--partition slices is of a step of its own"),
+        ("--mesh data=2 --partition slices --release twice", "--partition slices is not supported with --release"),
         ("--mesh data=4 --microbatches 2", "the 2 sequences of a microbatch .* give --batch 8"),
     ],
 )
@@ -194,7 +194,7 @@ def test_without_one_a_batch_is_spread_over_as_many_devices_as_divide_it(batch, 
 
 def test_several_processes_use_all_of_their_devices_and_rows_that_do_not_divide_are_everywhere():
     two = [SimpleNamespace(process_index=i // 2) for i in range(4)]
-    with pytest.raises(ValueError, match=r"data=2 takes 2 of the 4 devices .* give sizes whose product is 4"):
+    with pytest.raises(ValueError, match=r"data=2 takes 2 of the 4 devices .* Use sizes with product 4"):
         mesh.choose("data=2", 8, 1, two)
     with pytest.raises(ValueError, match="empty, with 3 sequences of a microbatch, takes 3 of the 4 devices"):
         mesh.choose("", 6, 2, two)
@@ -205,7 +205,7 @@ def test_several_processes_use_all_of_their_devices_and_rows_that_do_not_divide_
     assert set(mesh.make(2, 1, kind=AxisType.Explicit).axis_types) == {AxisType.Explicit}
     mesh.check_partition("slices", {"data": 3}, 4)
     mesh.check_partition("", {"data": 1}, 4)
-    with pytest.raises(ValueError, match=r"^tensors: devices along data share"):
+    with pytest.raises(ValueError, match=r"^tensors: the optimizer state is sharded"):
         mesh.check_partition("tensors", {"data": 1}, 4)
     rows = mesh.batches(mesh.make(2, 1, tensor=2))
     found = [mesh.place(np.arange(n), rows) for n in (4, 2, 3)]

@@ -107,7 +107,7 @@ def test_a_line_names_one_card_alone(planted):
     for card, wrong in (("h100", False), ("cpu", False), ("h200", True)):
         files = planted | {"more": {card: planted["step"]["h100"]}}
         if wrong:
-            with pytest.raises(ValueError, match="figures of the cards H100, H200, not of one"):
+            with pytest.raises(ValueError, match="figures of the cards H100, H200, not of a single one"):
                 figures.with_figures(line, files)
         else:
             assert "fast on one H100, and takes 158 ms" in figures.with_figures(line, files)

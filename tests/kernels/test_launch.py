@@ -207,7 +207,7 @@ def test_the_environment_says_who_launches(told, monkeypatch):
         text = lowered(turned, BYTES)
         assert [target in text, text.count("custom_call")] == [True, 1], value
     monkeypatch.setenv(launch_triton.VARIABLE, "cuda")
-    with pytest.raises(ValueError, match="FP8JAX_KERNEL_CALLS='cuda': give 'xla' or 'triton', or leave it unset"):
+    with pytest.raises(ValueError, match="FP8JAX_KERNEL_CALLS='cuda'; use 'xla' or 'triton', or leave it unset"):
         lowered(turned, BYTES)
     assert not told.text
     monkeypatch.delenv(launch_triton.VARIABLE)

@@ -59,7 +59,7 @@ def test_a_model_not_written_here_trains():
         assert (np.asarray(leaf) == 0).all() if name.startswith("seen") else (np.asarray(leaf) > 0).all(), path
     # Evaluation reads the histories, and needs them.
     assert model.apply(variables, TOKENS[:, :-1]).shape == (2, LENGTH - 1, VOCAB)
-    with pytest.raises(ValueError, match="give `apply` the collections 'fp8jax_scaling' and 'fp8jax_statistics'"):
+    with pytest.raises(ValueError, match="pass the collections 'fp8jax_scaling' and 'fp8jax_statistics'"):
         model.apply({"params": variables["params"]}, TOKENS[:, :-1])
 
 

@@ -226,7 +226,7 @@ def test_a_frozen_stack_has_the_result_of_its_values_and_no_gradient():
 
 def test_bad_input():
     sizes, state = jnp.asarray(SIZES), init(DELAYED)
-    with pytest.raises(ValueError, match=r"give scaled_ragged_dot amax_slot=jnp.zeros\(groups\)"):
+    with pytest.raises(ValueError, match=r"pass amax_slot=jnp.zeros\(groups\) to scaled_ragged_dot"):
         fp8jax.scaled_ragged_dot(X, W, sizes, state, recipe=DELAYED)
     along = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     with pytest.raises(ValueError, match="has no weight, and no scaling state"):

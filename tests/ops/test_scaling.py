@@ -118,7 +118,7 @@ def test_replicas_merge_by_maximum():
     specs = {"mesh": mesh, "in_specs": (P(), P(), P("data"), P("data")), "out_specs": P()}
     _, observed = jax.jit(jax.shard_map(local, **specs, check_vma=False))(W, state, X, T)
     np.testing.assert_allclose(observed, step(W, state)[1], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"\['data'\] and the amax_slot of its scaling does not.*check_vma=False"):
+    with pytest.raises(ValueError, match=r"\['data'\], but the amax_slot of its scaling does not.*check_vma=False"):
         jax.jit(jax.shard_map(local, **specs))(W, state, X, T)
 
 

@@ -183,7 +183,7 @@ def test_uses_are_merged_as_their_scaling_asks():
     each = jax.tree.map(lambda slot: jnp.stack([slot + 1, slot + 5]), tracked)  # what two devices have seen
     new = jax.vmap(lambda seen: states.advance(tracked, seen, "devices"), axis_name="devices")(each)
     np.testing.assert_array_equal(new["w"].state.x[:, 0], [5, 5])
-    with pytest.raises(ValueError, match="the model holds no state of delayed scaling for w"):
+    with pytest.raises(ValueError, match="the model has no state for delayed scaling of w"):
         states.use_inputs_from_parameter_states({"w": held._replace(state=None)}, dict.fromkeys(uses, linears[0]))
     with pytest.raises(ValueError, match="have different recipes"):
         states.init({states.WeightUse("w", i, ()): linear for i, linear in enumerate(linears)}, {"w": P["up"]})
@@ -201,7 +201,7 @@ def test_bounds_of_weights_come_from_the_optimizer():
     np.testing.assert_array_equal(fast(STACKED, X), fast(STACKED, X, states=states))
     # A bound that is given stays beside one that is measured.
     np.testing.assert_array_equal(fast(STACKED, X, states={**states, "up": new["up"]}), fast(STACKED, X, states=new))
-    with pytest.raises(ValueError, match="the optimizer follows no parameter down"):
+    with pytest.raises(ValueError, match="the optimizer does not track the parameter down"):
         fast.update_weight_amax_bounds(states, {("up",): bounds["up",]})
 
 
@@ -228,7 +228,7 @@ def test_bounds_of_a_parameter_are_none_of_a_matrix_computed_from_it(fn, w):
     linear = dataclasses.replace(DELAYED.linear, w_scaling="automatic")
     explanation = fp8jax.transform(computed, dataclasses.replace(DELAYED, linear=linear)).explain({"w": w}, x)
     assert [entry.reason for entry in explanation.skipped] == [
-        "computes its matrix from the parameter, and automatic scaling follows the parameter alone"
+        "computes its matrix from the parameter, but automatic scaling tracks only the parameter itself"
     ]
 
 
@@ -246,7 +246,7 @@ def test_bad_states():
     with pytest.raises(ValueError, match="of down keeps a state, of which the given states have none"):
         fast(P, X, states={"up": states["up"]})
     fn = lambda p, x: scanned(p, x) + mlp(jax.tree.map(lambda w: w[0], p), x)  # noqa: E731
-    with pytest.raises(ValueError, match="it has one state: leave one out"):
+    with pytest.raises(ValueError, match=r"the parameter has one state\. Exclude one"):
         fp8jax.transform(fn, DELAYED).init(STACKED, X)
 
 

@@ -66,9 +66,11 @@ def save_quantized(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") 
     if isinstance(spec, str) and parsed_spec.scale_format == "fp32":
         parsed_spec = dataclasses.replace(parsed_spec, scale_format="bf16")
     if parsed_spec.rounding != "nearest":
-        raise ValueError(f"save_quantized takes no key and rounds to nearest, not {spec!r}; leave out '+stochastic'")
+        raise ValueError(f"save_quantized rounds to nearest and takes no key, got spec {spec!r}; omit '+stochastic'")
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"save_quantized takes (..., channels) of a floating dtype, not {x.dtype}{list(x.shape)}")
+        raise ValueError(
+            f"save_quantized expects (..., channels) with a floating-point dtype, got {x.dtype}{list(x.shape)}"
+        )
     codes = with_checkpoint_name(quantize_residual(x, parsed_spec), name)
     values = _straight_through(x, from_bytes(codes).dequantize(x.dtype))
     return derivatives.check_differentiable_dtypes("save_quantized", values, x)
@@ -113,7 +115,7 @@ def with_products(policy: Policy | None) -> Policy | None:
     if policy is None or isinstance(policy, WithProducts):
         return policy
     if not callable(policy):
-        raise TypeError(f"with_products takes a policy such as jax.checkpoint_policies.dots_saveable, not {policy!r}")
+        raise TypeError(f"with_products expects a policy such as jax.checkpoint_policies.dots_saveable, got {policy!r}")
     return WithProducts(policy)
 
 

@@ -78,7 +78,9 @@ def activation(x: Array, *, recipe: Recipe | Context | str, activation: str) -> 
 def check_glu_inputs(gate: Array, up: Array) -> None:
     """Raise ValueError if gate and up differ in shape or dtype."""
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
-        raise ValueError(f"glu takes arrays alike, not {gate.dtype}{gate.shape} and {up.dtype}{up.shape}")
+        raise ValueError(
+            f"glu expects arrays of the same dtype and shape, got {gate.dtype}{gate.shape} and {up.dtype}{up.shape}"
+        )
 
 
 # Bounds of cotangents assume two things of an activation f: |f'(x)| <= MAX_SLOPE, and |f(x)| <= |x|. No code checks
@@ -394,5 +396,5 @@ def _save_and_quantize_result(
 
 def _function(name: str) -> Callable[[Array], Array]:
     if name not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {name!r}; it is one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"unknown activation {name!r}; use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

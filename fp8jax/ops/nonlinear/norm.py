@@ -184,7 +184,7 @@ def normalize(
     for name, parameter in (("scale", scale), ("bias", bias)):
         if x.ndim < 1 or (parameter is not None and parameter.shape != x.shape[-1:]):
             shape = None if parameter is None else parameter.shape
-            raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
+            raise ValueError(f"a norm expects x (..., channels) and {name} (channels,), got {x.shape} and {shape}")
     dtype, context = jnp.dtype(x.dtype if dtype is None else dtype), context_part(recipe)
     operation = None
     if context.spec is not None or fused_outputs.emits_codes(recipe):

@@ -476,8 +476,8 @@ def check_slot_varies(slot: Array | None, dy: Any) -> None:
     """Raise ValueError if the slot of an amax does not vary over the mesh axes of `dy`."""
     if slot is not None and (axes := varying_axes(dy) - varying_axes(slot)):
         raise ValueError(
-            f"the layer's arrays vary over the mesh axes {sorted(axes)} and the amax_slot of its scaling does not: JAX "
-            f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
+            f"the layer's arrays vary over the mesh axes {sorted(axes)}, but the amax_slot of its scaling does not. "
+            "JAX would sum its cotangent, an amax, over these axes. Pass check_vma=False to jax.shard_map"
         )
 
 

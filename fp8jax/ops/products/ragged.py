@@ -121,7 +121,7 @@ def scaled_ragged_dot(
     linear_recipe = linear_part(recipe)
     if "dy" in stateful_strategies(recipe) and amax_slot is None:
         raise ValueError(
-            f"{linear_recipe.scaling} scaling observes gradients: give scaled_ragged_dot amax_slot=jnp.zeros(groups)"
+            f"{linear_recipe.scaling} scaling observes gradients; pass amax_slot=jnp.zeros(groups) to scaled_ragged_dot"
         )
     static = linear_recipe, dimension_numbers, preferred_element_type
     arrays = x, w, group_sizes, group_offset, key, lax.stop_gradient(state), amax_slot
@@ -140,15 +140,15 @@ def _multiply(
     step_weight = step_weight if quantized is None else StepWeight.from_codes(quantized)
     group_offset, _, state, _ = arrays
     if form.contracts_tokens and state is not None:
-        raise ValueError("a product along tokens has no weight, and no scaling state: take fp8jax.ragged_dot")
+        raise ValueError("a product that contracts tokens has no weight and no scaling state; use fp8jax.ragged_dot")
     if (reason := unsupported_ragged_reason(recipe)) is not None:
-        raise ValueError(f"ragged_dot cannot follow the recipe: {reason}; take one without, such as 'mxfp8'")
+        raise ValueError(f"ragged_dot does not support the recipe: {reason}; use another, such as 'mxfp8'")
     if isinstance(w, FrozenWeight) and form.transposed:
         w, form = w.T, form._replace(transposed=False)
     x, w = form.arrange(x, w)
     form.check(x, w, group_sizes, group_offset)
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"ragged_dot takes group_sizes of integers, not {group_sizes.dtype}")
+        raise TypeError(f"ragged_dot expects integer group_sizes, got {group_sizes.dtype}")
     facts, mesh, sharing_keys = input_facts, explicit_mesh(x, w), (group_sizes, group_offset)
 
     def multiply(x: Array, w: Any, group_sizes: Array, step_weight: StepWeight, *arrays: Any) -> Any:
@@ -189,7 +189,7 @@ def unsupported_ragged_reason(recipe: Linear) -> str | None:
     specs = {field: spec for field in fields if (spec := recipe.spec(field)) is not None}
     for field, spec in specs.items():
         if spec.granularity == "nvblock":
-            return f"{field} is {spec}, and grouped matmuls have such squares of scales for weights alone"
+            return f"{field} is {spec}, but grouped matmuls support square blocks of scales for weights only"
         if recipe.rotation is not None and field.endswith("_wgrad") and spec.granularity == "tensor":
             return f"rotation={recipe.rotation} before {field}={spec} is not built for grouped matmuls"
     return None
@@ -222,9 +222,9 @@ class _Form(NamedTuple):
         if is_plain and group == () and x.ndim == w.ndim == 2 and ragged == contract[0]:
             return cls(contracts_tokens=True, x_transposed=contract[0] == (1,), w_transposed=contract[1] == (1,))
         raise ValueError(
-            f"ragged_dot takes (tokens, inputs), (groups, inputs, outputs) or (groups, outputs, inputs), or contracts "
-            f"the tokens of (tokens, m) with those of (tokens, n), not {numbers} of {x.shape} and {w.shape}. Map batch "
-            f"dimensions by jax.vmap"
+            "ragged_dot expects (tokens, inputs) and (groups, inputs, outputs) or (groups, outputs, inputs), or "
+            f"contracts the tokens of (tokens, m) and (tokens, n), got {numbers} of {x.shape} and {w.shape}. Use "
+            "jax.vmap for batch dimensions"
         )
 
     def arrange(self, x: Array, w: Any) -> tuple[Array, Any]:
@@ -236,16 +236,16 @@ class _Form(NamedTuple):
         sizes, shapes = group_sizes.shape, f"{x.shape}, {w.shape} and {group_sizes.shape}"
         if self.contracts_tokens:
             if x.ndim != 2 or w.ndim != 2 or x.shape[0] != w.shape[0] or len(sizes) != 1:
-                raise ValueError(f"ragged_dot contracts (tokens, m) and (tokens, n) in groups (groups,), not {shapes}")
+                raise ValueError(f"ragged_dot contracts (tokens, m) and (tokens, n) in groups (groups,), got {shapes}")
             if group_offset is not None:
-                raise ValueError("ragged_dot along tokens takes no group_offset: give the sizes of the groups alone")
+                raise ValueError("ragged_dot along tokens does not support group_offset; pass only the group sizes")
             return
         layout = "(groups, outputs, inputs)" if self.transposed else "(groups, inputs, outputs)"
         is_matching = x.ndim == 2 and w.ndim == 3 and x.shape[1] == w.shape[2 if self.transposed else 1]
         if not is_matching or len(sizes) != 1 or (sizes != w.shape[:1] and group_offset is None) or sizes < w.shape[:1]:
-            raise ValueError(f"ragged_dot takes (tokens, inputs), {layout} and (groups,), not {shapes}")
+            raise ValueError(f"ragged_dot expects (tokens, inputs), {layout} and (groups,), got {shapes}")
         if group_offset is not None and jnp.size(group_offset) != 1:
-            raise ValueError(f"group_offset is one integer, not an array of shape {jnp.shape(group_offset)}")
+            raise ValueError(f"group_offset must be a scalar integer, got an array of shape {jnp.shape(group_offset)}")
 
     def out_spec(self, x_spec: tuple[Any, ...], w_spec: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the sharding of the result on Explicit axes. An axis shards one dimension."""

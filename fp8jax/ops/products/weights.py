@@ -72,7 +72,7 @@ class FrozenWeight:
         """
         spec = self.codes.spec
         if spec.granularity not in TRANSPOSABLE or spec.expand:
-            raise ValueError(f"codes of {spec} do not serve the transposed matrix; freeze as e4m3 or e4m3:block128")
+            raise ValueError(f"codes of {spec} cannot be used transposed; freeze as 'e4m3' or 'e4m3:block128'")
         return dataclasses.replace(self, inputs=self.outputs, outputs=self.inputs, transposed=not self.transposed)
 
     @property
@@ -93,8 +93,8 @@ class FrozenWeight:
 
     def __jax_array__(self, *_: Any) -> Any:
         raise TypeError(
-            f"a frozen weight {self.shape} is no array: multiply it by fp8jax.linear, call the model through "
-            "fp8jax.transform, fp8jax.nnx.quantize or fp8jax.linen.quantize, or take its values with dequantize()"
+            f"a frozen weight {self.shape} is not an array. Multiply it with fp8jax.linear, call the model through "
+            "fp8jax.transform, fp8jax.nnx.quantize or fp8jax.linen.quantize, or call dequantize() for its values"
         )
 
     __getitem__ = __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __jax_array__
@@ -115,10 +115,10 @@ def freeze(w: Array, spec: QuantSpec | str = "e4m3", axes: tuple[int, int] = (1,
     spec, (ins, outs) = QuantSpec.parse(spec), axes
     if min(axes) < 1 or w.ndim < sum(axes):
         raise ValueError(
-            f"freeze takes weights (..., inputs, outputs), with axes={axes}, not an array of shape {w.shape}"
+            f"freeze expects weights (..., inputs, outputs) with axes={axes}, got an array of shape {w.shape}"
         )
     if formats.get(spec.format).bits != 8 or spec.rounding != "nearest" or spec.layer_axes or spec.axis != -1:
-        raise ValueError(f"a frozen weight has 8-bit codes rounded to nearest along its last axis, not {spec}")
+        raise ValueError(f"a frozen weight needs an 8-bit spec along its last axis that rounds to nearest, got {spec}")
 
     def encode_matrix(w: Array) -> QTensor:
         transposed = quantize(lax.stop_gradient(w), None, spec)[1]
@@ -142,8 +142,9 @@ def check_same_kind(recipe: Linear, weight_spec: QuantSpec) -> None:
             and formats.get(operand_spec.format).is_float != formats.get(weight_spec.format).is_float
         ):
             raise ValueError(
-                f"linear.{name}={operand_spec} and a frozen weight of {weight_spec} are floating and integer codes: "
-                f"freeze the weight in a format of the recipe's kind, or take recipe 'bf16', which decodes it"
+                f"linear.{name}={operand_spec} and a frozen weight of {weight_spec} mix floating-point and integer "
+                "codes. Freeze the weight in a format of the recipe's kind, or use the recipe 'bf16', which "
+                "dequantizes it"
             )
 
 
@@ -354,7 +355,7 @@ def weight_source(
     forward_codes, dgrad_codes = step_weight.forward_codes, step_weight.dgrad_codes
     if isinstance(w, FrozenWeight):
         if dgrad_codes is not None:
-            raise ValueError("a frozen weight is quantized already: leave out quantized=")
+            raise ValueError("a frozen weight is already quantized; omit quantized=")
         check_same_kind(recipe, w.codes.spec)
         return FrozenSource(w.codes, w.transposed)
     if forward_codes is None or dgrad_codes is None:
@@ -367,7 +368,9 @@ def weight_source(
     shape, *specs = dgrad_codes.shape, forward_codes.spec, dgrad_codes.spec
     if shape != w.shape or specs != [recipe.spec("w"), recipe.spec("w_dgrad")]:
         expected = f"{w.shape} of specs {recipe.w} and {recipe.w_dgrad}"
-        raise ValueError(f"a weight {expected} was given quantized as {shape}, {specs[0]} and {specs[1]}")
+        raise ValueError(
+            f"a weight of shape {expected} was passed with a quantized weight of {shape}, {specs[0]} and {specs[1]}"
+        )
     # Given codes need nothing that they could be made from.
     return dataclasses.replace(step_weight, values=None, to_weight=None)
 
@@ -401,7 +404,7 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     forward, dgrad = linear_recipe.spec("w"), linear_recipe.spec("w_dgrad")
     if forward is None or dgrad is None:
         raise ValueError(
-            f"the recipe computes with w={linear_recipe.w!r}, w_dgrad={linear_recipe.w_dgrad!r}: not quantized in both"
+            f"the recipe computes with w={linear_recipe.w!r}, w_dgrad={linear_recipe.w_dgrad!r}; both must be quantized"
         )
     strategy = linear_recipe.stateless_strategy("w")
     if one_pass_spec(linear_recipe) is not None:
