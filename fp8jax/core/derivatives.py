@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 Tree = TypeVar("Tree")
 
 # `checkpoint_name` of a guard. If a policy of `jax.checkpoint` does not save it, its inputs appear to be read again.
-GUARD_NAME = "fp8jax_token"
+GUARD_NAME = "fp8jax_guard"
 
 CAST_TO_CODES_ERROR = (
     "a gradient through 8-bit codes would be 0: the cast to codes was differentiated, or an 8-bit operation was "
@@ -116,7 +116,7 @@ def _leading_operands(*operands: Any, count: int, **_: Any) -> list[Any]:
 
 
 # Returns its first `count` operands; differentiating any operand is an error.
-_error_if_differentiated_p = Primitive("fp8jax_refused")
+_error_if_differentiated_p = Primitive("fp8jax_error_if_differentiated")
 _error_if_differentiated_p.multiple_results = True
 _error_if_differentiated_p.def_abstract_eval(_leading_operands)
 _error_if_differentiated_p.def_impl(_leading_operands)
@@ -129,9 +129,12 @@ batching.primitive_batchers[_error_if_differentiated_p] = lambda operands, dims,
 )
 ad.primitive_jvps[_error_if_differentiated_p] = _raise_value_error
 
-# `fp8jax_once` returns its first operands. `fp8jax_lost` stands for its tangent: a linear map, known only to be
-# non-zero.
-_differentiable_once_p, _forbidden_tangent_p = Primitive("fp8jax_once"), Primitive("fp8jax_lost")
+# `fp8jax_differentiable_once` returns its first operands. `fp8jax_forbidden_tangent` stands for its tangent: a linear
+# map, known only to be non-zero.
+_differentiable_once_p, _forbidden_tangent_p = (
+    Primitive("fp8jax_differentiable_once"),
+    Primitive("fp8jax_forbidden_tangent"),
+)
 for _primitive in (_differentiable_once_p, _forbidden_tangent_p):
     _primitive.multiple_results = True
     _primitive.def_abstract_eval(_leading_operands)

@@ -269,14 +269,14 @@ def raise_if_differentiated(value: Array, weight: Any, message: str, *, unless_d
     arrays = _differentiable_arrays(weight)
     if not arrays:
         return value
-    return _REQUIRE.bind(value, *arrays, message=message, unless_differentiated=unless_differentiated)
+    return _ERROR_IF_TRAINED.bind(value, *arrays, message=message, unless_differentiated=unless_differentiated)
 
 
 def _require_jvp(primals: Any, tangents: Any, *, message: str, unless_differentiated: bool) -> tuple[Array, Any]:
     is_differentiated, *is_trained = (type(tangent) is not ad.Zero for tangent in tangents)
     if any(is_trained) and not (unless_differentiated and is_differentiated) and not _is_inspecting:
         raise ValueError(message)
-    return _REQUIRE.bind(*primals, message=message, unless_differentiated=unless_differentiated), tangents[0]
+    return _ERROR_IF_TRAINED.bind(*primals, message=message, unless_differentiated=unless_differentiated), tangents[0]
 
 
 def _identity_primitive(name: str, jvp: Any, lowering: Any) -> Primitive:
@@ -291,4 +291,6 @@ def _identity_primitive(name: str, jvp: Any, lowering: Any) -> Primitive:
 
 
 _READ = _identity_primitive("fp8jax_read_state", _read_jvp, _lower_read)
-_REQUIRE = _identity_primitive("fp8jax_require", _require_jvp, lambda context, value, *_, **__: [value])
+_ERROR_IF_TRAINED = _identity_primitive(
+    "fp8jax_error_if_trained", _require_jvp, lambda context, value, *_, **__: [value]
+)

@@ -26,7 +26,7 @@ DELAYED = Linear("e4m3", "e4m3", "e5m2", scaling="delayed")
         (lambda: dataclasses.replace(DELAYED, weight_amax_interval=0), "weight_amax_interval must be positive, not 0"),
         (lambda: Linear(*["e4m3:block32"] * 3, scaling="threshold"), "requires int8 blocks, got"),
         (lambda: dataclasses.replace(THRESHOLD, w="int8:block16"), "the same blocks for x and w .* w='int8:block16'"),
-        (lambda: dataclasses.replace(THRESHOLD, x_residual=None, x_wgrad=None, dy_wgrad=None), "a quantized x_residual"),
+        (lambda: dataclasses.replace(THRESHOLD, x_residual=None, x_wgrad=None, dy_wgrad=None), "a quantized x_res"),
         (lambda: dataclasses.replace(DELAYED, scaling="threshold"), "use granularity 'block' for x"),
         (lambda: Recipe("mine", optimizer=Optimizer("e4m3", "e4m3", None, expand=False)), "set optimizer.group_size"),
         (lambda: Recipe("mine", weights=Weights("fp16")), "master 'fp16' requires Optimizer.*, not Optimizer"),

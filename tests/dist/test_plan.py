@@ -360,5 +360,5 @@ def test_memory_is_that_of_the_moment_that_holds_most():
     with pytest.raises(TypeError, match="expects a Recipe"):
         fp8jax.dist.plan(params, BLOCKS, {})
     for axis in ("data", "fsdp", "tensor"):
-        with pytest.raises(ValueError, match=f"at least one device along each axis, not .*{axis}=0"):
+        with pytest.raises(ValueError, match=f"every mesh axis needs at least one device, got .*{axis}=0"):
             fp8jax.dist.plan(params, recipe, {axis: 0})

@@ -28,8 +28,8 @@ def test_a_report_on_an_nnx_model():
     model = MiniGPT(rngs=nnx.Rngs(0))
     before = nnx.to_pure_dict(nnx.state(model))
     report = fp8jax.explain(model, TE)
-    heads = "output heads and routers whose names are not recognized are known only in a call; pass sample inputs to explain"
-    assert report.notes == (heads,)
+    heads = "output heads and routers whose names are not recognized are known only in a call; pass sample inputs"
+    assert report.notes == (f"{heads} to explain",)
     assert fp8jax.explain(model, fp8jax.Rule(".*", TE)).notes == ()
     narrow = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 1, rngs=nnx.Rngs(1)))
     (last,) = fp8jax.explain(narrow, TE).skipped_layers

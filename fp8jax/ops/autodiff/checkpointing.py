@@ -30,7 +30,7 @@ from fp8jax.core.qtensor import from_bytes
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.autodiff.residuals import quantize_residual
 
-PRODUCT, PRODUCT_AUX = "fp8jax_product", "fp8jax_beside_product"
+PRODUCT, PRODUCT_AUX = "fp8jax_product", "fp8jax_product_aux"
 NORM, ACTIVATION, INPUT = CHECKPOINT_NAMES = ("fp8jax_norm", "fp8jax_activation", "fp8jax_input")
 Tree = TypeVar("Tree")
 

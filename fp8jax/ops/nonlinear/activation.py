@@ -240,7 +240,7 @@ def _amaxes_if_loose(
     with jax.named_scope("sample"):
         sample = backend.compute_amaxes(operation, kinds, operands, every=scaling.SAMPLE_EVERY)
     is_loose = [(amax == 0) | scaling.is_loose(bound, amax, fmt) for bound, amax in zip(bounds, sample, strict=True)]
-    with jax.named_scope("mend"):
+    with jax.named_scope("requantize"):
         return tuple(
             backend.compute_amaxes(operation, kinds, operands, compute_if=functools.reduce(jnp.logical_or, is_loose))
         )
@@ -378,7 +378,7 @@ def _save_and_quantize_result(
             (sample,) = backend.compute_amaxes(exact_operation, kinds, operands, every=scaling.SAMPLE_EVERY)
         parts, amax, codes = save(result=(_scale_from_sample(out_spec, sample), formats.get(out_spec.format).dtype))
         scale = _scale_from_sample(out_spec, sample, amax)
-        with jax.named_scope("mend"):
+        with jax.named_scope("requantize"):
             codes = backend.requantize_if(
                 exact_operation, kinds, operands, codes, scale, amax > scaling.amax_from_sample(sample)
             )

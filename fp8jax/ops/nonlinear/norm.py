@@ -354,7 +354,7 @@ def _save_and_quantize_result(
         rstd, mean = residual_arrays[2:]
         operands = quantize_recomputed_triton.Operands(x, rstd=rstd, mean=mean, weight=scale, bias=bias)
         out_scale, exact_operation = result_bound.scale_from_amax(amax), operation._replace(reads_arrays=True)
-        with jax.named_scope("mend"):
+        with jax.named_scope("requantize"):
             codes = backend.requantize_if(
                 exact_operation,
                 (quantize_recomputed_triton.NORM,),
