@@ -41,7 +41,7 @@ def end_nnx_step(
     Histories and thresholds advance by the observations of the step (`advance_scaling`). Weights of automatic scaling
     get the bounds of an optimizer that tracks them (`update_weight_amax_bounds`). Without such bounds each call
     measures them, or `fp8jax.nnx.reset_weight_amax_bounds` does so once. After a step that `fp8jax.skip_bad_steps`
-    skipped, all states stay as they are.
+    skipped, all states stay unchanged.
 
     `fp8jax.nnx.Optimizer` calls this function in its `update`. Layers that were not called since the last step keep
     their state, and models of recipes without a state do not change.

@@ -91,7 +91,7 @@ class QTensor:
 
     The path of the codes' leaf is `storage_key`, such as "codes:e4m3:group128+expand:v1". Libraries that save trees by
     path (Orbax, Flax's serialization, a flat dict) then raise an error that names both keys if the template has other
-    storage. To convert a state, restore it into a template of its own kind, dequantize, and quantize again.
+    storage. To convert a state, restore it into a template of the same kind, dequantize, and quantize again.
 
     Maps over a state and a tree with one leaf per parameter must treat QTensors as leaves, as in
     `optax.tree.map_params` with a tree of shardings: pass `is_leaf=lambda x: isinstance(x, QTensor)`. `shardings`
@@ -136,7 +136,7 @@ class QTensor:
     def _short_blocks(self) -> ShortBlocks:
         if self.short_blocks is not None:
             return self.short_blocks
-        # Inside jax.shard_map a shard may have blocks of its own.
+        # Inside jax.shard_map a shard may have its own blocks.
         manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
         return ShortBlocks() if manual else ShortBlocks.from_shape(getattr(self.codes, "shape", None), self.spec)
 

@@ -288,7 +288,7 @@ class Linear:
         x_wgrad: input in wgrad, (inputs, tokens).
         dy_wgrad: gradient of the output in wgrad, (outputs, tokens).
         x_residual: saved input, (tokens, inputs): "same" for the forward operand's codes, None for the input itself, or
-            a spec of its own.
+            another spec.
         scaling: source of per-tensor scales: any of `fp8jax.core.scaling.NAMES`. "current": the tensor's amax.
             "two_stage": its amax through bf16 maxima of groups (COAT's group scaling). "delayed": the amax of the last
             `amax_history_length` steps, stored in the state of `fp8jax.scaled_linear`.

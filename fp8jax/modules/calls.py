@@ -15,7 +15,7 @@ from fp8jax.rewrite.planned import PlannedCall
 from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.transform import Transformed
 
-# Embedding tables, scales and the like are no matrices of matmuls.
+# Embedding tables, scales and the like are not matrices of matmuls.
 _NON_MATRIX_NAMES = re.compile(r"(.*/)?(\w*(embed|pos_|position|token|scale|bias|gamma|beta|mask)\w*|pos)")
 _ALTERNATIVES_TEXT = (
     "use fp8jax.transform(fn, rules) for any function of parameters, or call fp8jax.linear(x, w, recipe=...), "

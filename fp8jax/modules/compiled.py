@@ -34,8 +34,8 @@ class Product:
         operands: dtypes of the two operands, by JAX's names or XLA's.
         occurrences: how often it stands in the program.
         executions: how often it runs; loops of unknown length count once.
-        requested_formats: in compiled programs the formats that fp8jax asked for, such as "e4m3 x e5m2"; "" if it is no
-            product of fp8jax.
+        requested_formats: in compiled programs the formats that fp8jax asked for, such as "e4m3 x e5m2"; "" if it is
+            not a product of fp8jax.
         kernel: name of a Mosaic or Triton kernel, or "".
     """
 

@@ -127,7 +127,7 @@ def _explain_linen(model: nn.Module, rules: RuleSet, sample: Any, keywords: Any)
 
     def inspect() -> Program:
         with training.suppress_training_checks(), _silenced_notices(quantized):
-            # The quantized model may have variables of its own, such as those of delayed scaling.
+            # The quantized model may have its own variables, such as those of delayed scaling.
             state = dict(init_shapes(quantized))
             return inspect_program(jax.grad(loss), state.pop("params"), state, arrays)
 

@@ -62,7 +62,7 @@ def quantize(module: Model, rules: Rules) -> Model:
 
     A recipe, unlike a rule, does not quantize embeddings, heads and routers. They are found by name, or by a result
     that is returned or goes into softmax, top_k, argmax or sort. A result with the shape of a floating-point argument
-    is no head, nor is any matmul if only heads would be left.
+    is not a head, nor is any matmul if only heads would be left.
 
     `fp8jax.explain(model, rules, *sample)` lists every matmul. A call raises if its rules match nothing.
 

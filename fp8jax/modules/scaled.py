@@ -49,7 +49,7 @@ class GradientStatistic(nnx.Variable):
 
 
 class QuantizedWeightVariable(nnx.Variable):
-    """Codes or scales of a weight; they follow from parameters, and are no state of their own."""
+    """Codes or scales of a weight; they follow from parameters and are not separate state."""
 
 
 class WeightVariables(nnx.Module):
@@ -66,14 +66,13 @@ class WeightVariables(nnx.Module):
 class ParameterStateModule(nnx.Module):
     """The codes and the scaling state of one parameter's products, as an NNX model stores them.
 
-    It replaces the product function of a layer of Flax, and is called as this function; or it is an attribute of its
-    own.
+    It replaces the product function of a layer of Flax, and is called as this function; or it is a separate attribute.
 
     Attributes:
         linear: the recipe of the products.
         weight: the path of the parameter in its layer.
         original: the layer's value in this place; None also for JAX's own function.
-        jax_function: JAX's function that it replaces; None in an attribute of its own.
+        jax_function: JAX's function that it replaces; None in a separate attribute.
         prequantized: the weight quantized for all microbatches of a step by `fp8jax.nnx.quantize_weights`, or None.
     """
 
@@ -231,7 +230,7 @@ def advance_scaling(
         grads: gradients of a step, with or without statistics, or None.
         axis_name: mesh axes of replicas inside `jax.shard_map`. Their observations are merged: largest magnitudes by
             maximum, counts by sum.
-        apply_if: bool scalar; if it is False, as after a step that was skipped, states stay as they are. None is True.
+        apply_if: bool scalar; if it is False, as after a step that was skipped, states stay unchanged. None is True.
 
     Returns:
         The gradients without the statistics.

@@ -1,4 +1,4 @@
-"""Scalings with a state in Linen models: states and statistics of gradients in collections of their own."""
+"""Scalings with a state in Linen models: states and statistics of gradients in their own collections."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -93,7 +93,7 @@ def advance_scaling(
         statistics: cotangents of the collection "fp8jax_statistics".
         rules: those of `fp8jax.linen.quantize`; delayed scaling needs none.
         axis_name: mesh axes of replicas inside `jax.shard_map`, whose observations are merged.
-        apply_if: bool scalar; if it is False, as after a step that was skipped, states stay as they are. None is True.
+        apply_if: bool scalar; if it is False, as after a step that was skipped, states stay unchanged. None is True.
 
     Returns:
         The collection "fp8jax_scaling" for the next step. In evaluation do not make the collection mutable.

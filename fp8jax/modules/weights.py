@@ -105,7 +105,7 @@ def quantize_weights(
         raise ValueError("the model has no layer with a quantized weight; call fp8jax.nnx.quantize first")
     if not keeps_dtype:
         for layer in prequantized_layers:
-            # Without a dtype of its own a layer computes in the dtype that inputs and parameters promote to.
+            # Without its own dtype a layer computes in the dtype that inputs and parameters promote to.
             layer.dtype = layer.dtype or layer.kernel[...].dtype
         for kernel in {id(layer.kernel): layer.kernel for layer in prequantized_layers}.values():
             kernel.set_value(kernel[...].astype(gradient_dtype))

@@ -44,7 +44,7 @@ def init_monitor() -> StepMonitor:
 
 
 def loss_limit(monitor: StepMonitor, max_loss_jump: ArrayLike) -> Array:
-    """The largest loss that is no jump: the median of the window plus `max_loss_jump` times its spread, fp32 scalar.
+    """The largest loss that is not a jump: the median of the window plus `max_loss_jump` times its spread, fp32 scalar.
 
     The spread is the median absolute deviation, as a standard deviation, as in the Hampel identifier (Davies and
     Gather, The Identification of Multiple Outliers, 1993). OLMo 2 (arXiv 2501.00656) skips steps by mean and standard
@@ -125,7 +125,7 @@ def skip_bad_steps(
 
     Args:
         tx: any optax transformation. One with a `step`, such as `compressed_adamw`, gives one with a `step`.
-        max_loss_jump: spreads above the median of the last 128 good losses up to which a loss is no jump, such as 6;
+        max_loss_jump: spreads above the median of the last 128 good losses up to which a loss is not a jump, such as 6;
             None looks for no jump. See `fp8jax.optim.bad_steps.loss_limit`.
         axis_name: mesh axes inside `jax.shard_map`. A step is bad if it is so on any device; losses are averaged.
 

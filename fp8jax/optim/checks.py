@@ -56,7 +56,7 @@ def check_positive(name: str, argument: Any) -> None:
 
 
 def check_adamw(learning_rate: Any, b1: Any, b2: Any, eps: Any, eps_root: Any, weight_decay: Any) -> None:
-    """Raises TypeError or ValueError for hyperparameters of AdamW that are no numbers or out of range."""
+    """Raises TypeError or ValueError for hyperparameters of AdamW that are not numbers or out of range."""
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
         check_adam_constant(name, value, high)
     check_learning_rate(learning_rate)

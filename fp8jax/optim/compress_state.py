@@ -53,7 +53,7 @@ def compress_state(
     last axis, in place, with dynamic range expansion. Which moments are quantized depends on global shapes only.
 
     A moment is a leaf of the state in a copy of the tree of parameters, with the shape of its parameter. Counts,
-    hyperparameters, and Adafactor's rows and columns are not moments, and stay as they are. The name of a moment is the
+    hyperparameters, and Adafactor's rows and columns are not moments, and stay unchanged. The name of a moment is the
     path of its tree in the state, such as "0.mu", or "inner_states.muon.inner_state.0.mu".
 
     By default, optax's names of moments (`FIRST_MOMENTS`, `SECOND_MOMENTS`) are stored in e4m3. Sums and maxima
@@ -61,7 +61,7 @@ def compress_state(
     other name must be in `moments`. A value that is not a first moment never decodes to zero unless it is zero.
 
     **Range.** With expansion in e4m3, a first moment below 1/6,000,000 of its group's largest is stored as 0. Others
-    below 1/80,000,000 are stored as that. Therefore elements without gradients take little range from others. In place
+    below 1/80,000,000 are stored as that. Therefore elements without gradients take little range from others. Instead
     of `optax.adam` and `optax.adamw` take `compressed_adamw`, which finds dead elements by their updates.
 
     **Slow averages** do not stall, and are unbiased. First moments are rounded by noise that is even over the steps,

@@ -184,7 +184,7 @@ def compressed_adamw(
         mask: tree of booleans with the structure of the parameters, or a function of the parameters that gives one:
             which parameters decay. None decays all.
         mu: storage of the first moment: an 8-bit float format ("e4m3", "e5m2"), or "bf16" or "fp32", which are cast.
-        nu: storage of the second moment, likewise.
+        nu: storage of the second moment, as for `mu`.
         group_size: elements along the last axis that share a scale and an exponent.
         expand: dynamic range expansion; without it a group is scaled by its amax alone. "coat" uses the paper's
             exponents (`QuantSpec.expand`), in plain JAX: impl "triton" raises, and "auto" falls back. In its

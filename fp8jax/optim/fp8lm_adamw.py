@@ -27,7 +27,7 @@ NO_LAYER_AXES = np.int32(0)
 
 
 class FP8LMState(NamedTuple):
-    """State of `fp8lm_adamw` with master weights of its own.
+    """State of `fp8lm_adamw` with its own master weights.
 
     Attributes:
         count: steps taken, int32 scalar.
@@ -96,7 +96,7 @@ def fp8lm_adamw(
     **Range.** One scale limits the range: e4m3 reaches 2e-6 of a tensor's largest first moment, and fp16 the square of
     that for the second. Beyond that range, updates are wrong by up to 80 %. This happens if gradients span more, or
     after an outlier of 10,000 times their size. It also happens if all gradients fall a hundredfold at b2 = 0.999.
-    `group_size=128` gives each 128 elements scales of their own, for 0.2 bytes per parameter.
+    `group_size=128` gives each 128 elements their own scales, for 0.2 bytes per parameter.
 
     **Working copies.** `init` makes the master weights from the parameters. The parameters of the caller are working
     copies in the dtype of the model; in bf16 they take two bytes more. `step` returns the masters rounded to that

@@ -187,7 +187,7 @@ class ProductOperation:
         key: Array | None,
         use_inputs: UseInputs,
     ) -> Array:
-        """The product with the matrix of each expert, which has scales of its own. The codes of `x` are made once."""
+        """The product with the matrix of each expert, which has its own scales. The codes of `x` are made once."""
         data_axes, weight_axes = self._contracting_axes()
         numbers = (data_axes, tuple(axis - 1 for axis in weight_axes)), ((), ())
         bias = self._bias(interpreter)
@@ -396,7 +396,7 @@ def find_gathered_rows(value: Value) -> GatheredRows | None:
 
 @dataclasses.dataclass(eq=False)
 class RaggedOperation:
-    """A product of groups of tokens, each with a matrix of its own.
+    """A product of groups of tokens, each with its own matrix.
 
     Attributes:
         linear: the recipe.

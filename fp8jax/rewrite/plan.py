@@ -644,7 +644,7 @@ def _replace_producer(
 def _grouped_products_around(gate: Value, up: Value | None, readers: list[WeightMatmul]) -> tuple[Value, Value] | None:
     """The result of a grouped product whose halves are gate and up, and the sizes of its groups.
 
-    None if there is none, or if a reader of the activation is no grouped product of the same groups.
+    None if there is none, or if a reader of the activation is not a grouped product of the same groups.
     """
     source, half = _half(gate)
     if source is None or up is None or half != 0 or _half(up) != (source, 1):

@@ -31,7 +31,7 @@ class Rule:
         recipe: a `Recipe`, its part `Linear`, or a preset's name; None does not quantize these layers.
 
     Raises:
-        ValueError: `path` is no regular expression, or no preset has this name.
+        ValueError: `path` is not a regular expression, or no preset has this name.
         TypeError: the recipe is of another type.
     """
 
@@ -73,7 +73,7 @@ class GroupedProduct:
         transposed: whether square matrices are (outputs, inputs). The shapes of other matrices show their order.
 
     Raises:
-        ValueError: `function` is no regular expression. From a call: no function has this name and these arrays.
+        ValueError: `function` is not a regular expression. From a call: no function has this name and these arrays.
     """
 
     function: str
@@ -200,7 +200,7 @@ class RuleSet:
         return LayerChoice(linear, reason, self.rules[i].context, is_head)
 
     def takes_by_default(self, *paths: str) -> bool:
-        """Whether the recipe for all other layers quantizes a layer with these paths, or would if it is no head."""
+        """Whether the recipe for all other layers quantizes a layer with these paths, or would if it is not a head."""
         is_default = self.has_default and self._first_match(*paths) == len(self.rules) - 1
         linear = self.rules[-1].linear
         return is_default and linear is not None and linear.is_quantized

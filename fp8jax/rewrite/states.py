@@ -136,7 +136,7 @@ class ParameterState(NamedTuple):
 
         Args:
             axis_name: mesh axes of replicas whose stats are merged, or None.
-            apply_if: bool scalar; if it is False, the state stays as it is. None is True.
+            apply_if: bool scalar; if it is False, the state stays unchanged. None is True.
             keep_if_uncalled: a layer that was not called since its last step keeps its state. A step may then be ended
                 twice.
 

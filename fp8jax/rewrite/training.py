@@ -51,7 +51,7 @@ class TrainingRecord:
         return "TrainingRecord()"
 
     def count_gradient(self, call: str, trace: Any) -> bool:
-        """Count a gradient outside of programs. True for the first one that is no microbatch of one step."""
+        """Count a gradient outside of programs. True for the first one that is not a microbatch of one step."""
         last = self.last_traces.get(call)
         if last is not None and last() is trace:
             return False

@@ -74,7 +74,7 @@ def _intercept(original: Callable[..., Any], replacement: Callable[..., Any]) ->
 
 
 def install() -> None:
-    """Patch jax-triton for `capture_launch`. Calls without it stay as they are."""
+    """Patch jax-triton for `capture_launch`. Calls without it stay unchanged."""
     jaxlib_module = triton_lib.triton_kernel_call_lib
     replacements: dict[str, Any] = {
         "create_array_parameter": lambda *_: KernelParameter(_ARRAY_KIND),

@@ -2,7 +2,7 @@
 
 In: a (M, K) and b (N, K), FP8 or int8, K-major. Out: (M, N) bf16 or fp32. Hardware: Hopper. The references are those of
 the products `matmul_*_mosaic.py`, which differ only in their `compute` function, and of `grouped_*_mosaic.py`, whose
-tiles have matrices of their own.
+tiles have their own matrices.
 
 One thread block per multiprocessor walks over output tiles. One warp streams 128-byte slices of both operands into a
 ring of shared-memory stages by TMA; two compute warpgroups multiply them and write the tile. The ring continues across

@@ -40,7 +40,7 @@ def matmul_mx(
     accumulator. Byte 0 stands for 0, because XLA flushes subnormals. Byte 255 (NaN) results in infinity or NaN.
 
     Args:
-        a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), likewise, K-major.
+        a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), also K-major.
         a_exponent: (M, ceil(K / 32)) uint8, biased exponents (E8M0).
         tile, unroll: tuning; tiles of 64 rows.
 

@@ -110,7 +110,7 @@ def with_products(policy: Policy | None) -> Policy | None:
         policy: any policy of `jax.checkpoint`; None, which saves nothing, stays None.
 
     Raises:
-        TypeError: it is no function.
+        TypeError: it is not a function.
     """
     if policy is None or isinstance(policy, WithProducts):
         return policy

@@ -56,8 +56,8 @@ def grouped_matmul(
     Args:
         x: (T, K), the rows of each group consecutive; an array, or a QTensor with scales per row or group of a row, or
             a `FallbackTensor` of such.
-        w: (G, N, K); an array, or a QTensor of a matrix mapped by `jax.vmap`, with scales of its own for each matrix;
-            or `DeferredMatrices`.
+        w: (G, N, K); an array, or a QTensor of a matrix mapped by `jax.vmap`, with its own scales for each matrix; or
+            `DeferredMatrices`.
         transposed: whether w is (G, K, N), an array. No transposed copy is made.
         scales_are_shared: whether rows of a group, in blocks of 128 from its first row, have the same scales.
         fast: whether to use fast accumulation, if the GPU has it.

@@ -214,7 +214,7 @@ def _normalize_and_save(
     centered: bool,
     returns_input: bool,
 ) -> tuple[Array, Array | None, ArrayFacts]:
-    """`normalize` with a backward pass of its own, by the kernels of `operation`, or by XLA without one."""
+    """`normalize` with a custom backward pass, by the kernels of `operation`, or by XLA without one."""
     context, consumer = context_part(recipe), fused_outputs.find_consumer(recipe)
     value, weight, shift = lax.stop_gradient((x, scale, bias))
     out_spec, result_bound = None if consumer is None else consumer.spec("x"), None

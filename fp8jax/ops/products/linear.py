@@ -97,7 +97,7 @@ def dot_general(
     Args:
         lhs: input, any rank; its free axes are tokens.
         rhs: weight, any rank; its free axes are outputs.
-        dimension_numbers: as in `jax.lax.dot_general`. Each batch element has scales of its own.
+        dimension_numbers: as in `jax.lax.dot_general`. Each batch element has its own scales.
         precision: None, or JAX's default in another spelling.
         preferred_element_type: dtype of the result; None takes that of `lhs`.
         recipe, key, out_sharding: as of `linear`.
@@ -313,7 +313,7 @@ def key_from_data(x: Array) -> Array:
     """A PRNG key derived from the first channels of an array, for stochastic rounding where no key can be passed.
 
     The noise depends on the data alone. It needs no state, repeats exactly, and differs between steps and layers.
-    Inside `jax.shard_map` each device has a key of its own, so that rounding errors average out over replicas.
+    Inside `jax.shard_map` each device has its own key, so that rounding errors average out over replicas.
     """
 
     def hash_bits(x: Array) -> tuple[Array]:

@@ -342,7 +342,7 @@ def _forward(config: ProductConfig, operands: Operands) -> tuple[Any, Residuals]
 def _matmuls(
     config: ProductConfig, x: Array, bias: Array | None, x_operand: ForwardOperand, w_operand: ForwardOperand
 ) -> list[Array]:
-    """The result, or the arrays into which it is split, each by a matmul of its own."""
+    """The result, or the arrays into which it is split, each by its own matmul."""
     matrix_spec = merge_spec(config.out_spec, (x.ndim - 1, 1))
     fast = "forward" in config.recipe.fast_accumulation
     ys = []

@@ -120,7 +120,7 @@ def input_source(
         q = with_checkpoint_name(q, INPUT)
         return q if recompute_rule is None else dataclasses.replace(q, scale=with_checkpoint_name(q.scale, PRODUCT_AUX))
 
-    # Products with states of their own share the codes made under the scales of the first one.
+    # Products with their own states share the codes made under the scales of the first one.
     use = "groups of rows", residual_spec, side.strategy if scale is None else recipe.strategy("x"), x.shape
     codes: QTensor = input_facts.get_or_compute(use, make_residual, *sharing_keys, None if subkey is None else key)
     if recompute_rule is None or residual_spec.rounding == "stochastic":  # the codes depend on the key

@@ -38,7 +38,7 @@ class FrozenWeight:
 
     Attributes:
         codes: of the transposed matrix, (..., outputs, inputs), as bytes. Leading axes stack weights, such as those of
-            a scanned model, each with scales of its own.
+            a scanned model, each with its own scales.
         dtype: static; of the parameter that it replaces.
         inputs, outputs: static; the sizes of the parameter's axes, if it has several axes of inputs or outputs.
         transposed: static; whether it replaces the transposed matrix. Its codes are then (..., inputs, outputs).
@@ -101,7 +101,7 @@ class FrozenWeight:
 
 
 def freeze(w: Array, spec: QuantSpec | str = "e4m3", axes: tuple[int, int] = (1, 1)) -> FrozenWeight:
-    """A weight as 8-bit codes, rounded to nearest under scales of its own.
+    """A weight as 8-bit codes, rounded to nearest under its own scales.
 
     Args:
         w: (..., inputs, outputs), floating; leading axes stack weights.
@@ -110,7 +110,7 @@ def freeze(w: Array, spec: QuantSpec | str = "e4m3", axes: tuple[int, int] = (1,
         axes: how many of the last axes are inputs and outputs, such as (1, 2) for (channels, heads, width).
 
     Raises:
-        ValueError: the weight is no matrix, or the spec does not have 8 bits or rounds stochastically.
+        ValueError: the weight is not a matrix, or the spec does not have 8 bits or rounds stochastically.
     """
     spec, (ins, outs) = QuantSpec.parse(spec), axes
     if min(axes) < 1 or w.ndim < sum(axes):
@@ -385,8 +385,8 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
         y = fp8jax.linear(x, w, recipe=recipe, quantized=quantized)
 
     Args:
-        w: (inputs, outputs), any floating dtype. Leading axes stack weights, such as those of experts, each with scales
-            of its own. Gradients flow to the `w` that `linear` is given, not to this one.
+        w: (inputs, outputs), any floating dtype. Leading axes stack weights, such as those of experts, each with its
+            own scales. Gradients flow to the `w` that `linear` is given, not to this one.
         recipe: a `Recipe`, its part `Linear`, or a preset's name; it quantizes the weight in both products.
         scale: fp32 scalar (with leading axes: of their shape), for granularity "tensor" and the format of the forward
             product; None takes it from `w`.
