@@ -36,11 +36,11 @@ def optimizer(
     layer_axes: Any = NO_LAYER_AXES,
     track_weight_bounds: bool = True,
 ) -> FusedTransformation:
-    """AdamW with moments stored as `recipe.optimizer` defines: `compressed_adamw` with its settings.
+    """AdamW with the moment storage of `recipe.optimizer`: `compressed_adamw` with these settings.
 
-    Moments in fp32, as in `bf16`, give the bits of `optax.adamw`. One scale per tensor, as in `fp8_lm`, gives
-    `fp8lm_adamw`. Automatic weight scaling, as in `moss`, adds `fp8jax.with_weight_bounds`, which tracks upper bounds
-    of the weights.
+    With fp32 moments, as in `bf16`, results are bitwise equal to `optax.adamw`. With one scale per tensor, as in
+    `fp8_lm`, the optimizer is `fp8lm_adamw`. Automatic weight scaling, as in `moss`, adds `fp8jax.with_weight_bounds`,
+    which tracks upper bounds of the weights.
 
     Args:
         recipe: a recipe, or the name of one of `fp8jax.recipes`.
@@ -58,8 +58,8 @@ def optimizer(
         As `compressed_adamw`, or with `clip` as `fp8jax.with_clipping`.
 
     Raises:
-        ValueError: no recipe has this name, `clip` is not positive, or as for `compressed_adamw`; or a recipe with
-            automatic weight scaling has moments, masters or decays whose steps cannot be bounded.
+        ValueError: no recipe has this name, `clip` is not positive, or as for `compressed_adamw`; or a recipe has
+            automatic weight scaling with moments, masters or decays for which updates cannot be bounded.
         TypeError: `recipe` is neither.
 
     Examples:

@@ -70,7 +70,7 @@ def moss() -> Recipe:
     No microscaled product runs. If level 1 is a row (k1 in section 3.1), the largest power of two of a row is 1. The
     others are folded into its codes, so operands are e4m3 with one fp32 scale per row, bit for bit. They run as fast as
     other FP8 products and save no exponents; `moss_mx` multiplies two-level codes. Scales of rows need no pass over the
-    tensor and do not span tokens. The paper does not specify gradients; ours have the same scaling
+    tensor and do not span tokens. The paper does not specify gradients; ours have the same kind of scales
     (results/pages/moss_snr.md).
 
     Automatic scaling needs an optimizer that bounds the weights: `fp8jax.optimizer` of this recipe, or

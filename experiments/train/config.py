@@ -120,7 +120,7 @@ class Config:
             if number is not None or count is not None:
                 raise UserError(
                     f"--process-id {number} and --process-count {count} require --coordinator HOST:PORT; "
-                    f"{'omit them with auto' if where else 'set it, or omit them'}"
+                    f"{'omit them: auto detects them' if where else 'set it, or omit them'}"
                 )
             return
         host, _, port = where.rpartition(":")

@@ -36,7 +36,9 @@ def hold(folder: Path) -> Iterator[None]:
             f"{folder} is being trained by {_read_owner(owner)}. Wait for it, stop it, or use another --run"
         ) from None
     except OSError as error:
-        raise DiskError(f"{folder.parent} cannot be written ({error.strerror or error}); make itX") from None
+        raise DiskError(
+            f"{folder.parent} cannot be written ({error.strerror or error}); make it writable, or use another --out"
+        ) from None
     try:
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         write_json(owner, me)

@@ -123,8 +123,8 @@ def check_tokens(recipe: fp8jax.Recipe, devices: int, tokens: int) -> None:
     if tokens % (devices * unit):
         blocks = f", in blocks of {unit} with recipe {recipe.name}" if unit > 1 else ""
         raise ValueError(
-            f"{devices} devices along tensor do not divide the {tokens} tokens of a replica{blocks}; use sequences "
-            f"with a number of tokens that is a multiple of {devices * unit}"
+            f"{devices} devices along tensor do not divide the {tokens} tokens of a replica{blocks}; use a multiple "
+            f"of {devices * unit} tokens"
         )
 
 

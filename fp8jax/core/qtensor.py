@@ -79,19 +79,19 @@ class QTensor:
     - `scale` and `expansion` have the rank of `codes` and one entry per block (`spec.block_shape`), `microscale` one
       per group (`spec.micro_shape`), counted from the start of each dimension of the global shape;
     - scales are positive and of dtype `spec.scale_format`; a block of zeros has scale 1;
-    - `expansion` is None unless `spec.expand`; else bf16 in [1/16, 16];
+    - `expansion` is None unless `spec.expand`; otherwise bf16 in [1/16, 16];
     - `microscale` is None unless there are two levels of scales; else bytes of `spec.microscale_format`, E8M0 for "mx"
       and e4m3 for "nv" and "nvblock". uint8, unlike an E8M0 dtype, has a zero and survives `zeros_like`;
     - no two leaves share a buffer;
     - the last block along an axis is as short as when the codes were computed (`short_blocks`).
 
-    Non-finite inputs stay visible and do not enter the statistics of their block. NaN becomes the format's NaN, Inf its
-    Inf, or NaN if it has none. If a format has neither (integers, code books, e2m1), the scale of the block becomes
+    Non-finite inputs stay visible and do not affect the statistics of their block. NaN becomes the format's NaN, Inf
+    its Inf, or NaN if it has none. If a format has neither (integers, code books, e2m1), the scale of the block becomes
     NaN, with two levels the microscale. The same holds for a negative value in an unsigned format.
 
-    The path of the codes' leaf is `storage_key`, such as "codes:e4m3:group128+expand:v1". Libraries that save trees by
-    path (Orbax, Flax's serialization, a flat dict) then raise an error that names both keys if the template has other
-    storage. To convert a state, restore it into a template of the same kind, dequantize, and quantize again.
+    The path of the leaf with the codes is `storage_key`, such as "codes:e4m3:group128+expand:v1". Libraries that save
+    trees by path (Orbax, Flax's serialization, a flat dict) then raise an error that names both keys if the template
+    has other storage. To convert a state, restore it into a template of the same kind, dequantize, and quantize again.
 
     Maps over a state and a tree with one leaf per parameter must treat QTensors as leaves, as in
     `optax.tree.map_params` with a tree of shardings: pass `is_leaf=lambda x: isinstance(x, QTensor)`. `shardings`
@@ -141,13 +141,13 @@ class QTensor:
         return ShortBlocks() if manual else ShortBlocks.from_shape(getattr(self.codes, "shape", None), self.spec)
 
     def with_codes(self, codes: Any) -> "QTensor":
-        """A copy with other codes of the same blocks, such as their bytes."""
+        """A copy with other codes for the same blocks, such as their bytes."""
         _, static = self.tree_flatten()
         return self.tree_unflatten(static, (codes, *(getattr(self, name) for name in METADATA_FIELDS)))
 
     @property
     def storage_key(self) -> str:
-        """A string of all that decoding depends on: format, blocks, expansion, packed length and storage version.
+        """A string with everything that affects decoding: format, blocks, expansion, packed length and storage version.
 
         It does not include rounding mode, exponent rule or `flush_to_zero`: they do not affect decoding.
         """
@@ -191,10 +191,10 @@ class QTensor:
         return jax.tree.map(sharding_of, self)
 
     def check_blocks(self) -> None:
-        """Checks that blocks are where they were when the codes were computed; also of an abstract QTensor.
+        """Checks that the blocks have not moved since the codes were computed; works for an abstract QTensor, too.
 
         Raises:
-            ValueError: the arrays were joined, cut or stacked one by one along an axis that is divided into blocks.
+            ValueError: the arrays were concatenated, sliced or stacked one by one along an axis with blocks.
         """
         short, expected = ShortBlocks.from_shape(self.codes.shape, self.spec), self.spec.leaf_shapes(self.shape)
         shapes = {name: getattr(self, name).shape for name in expected if getattr(self, name) is not None}

@@ -543,7 +543,7 @@ RECOMPUTED = "computed again"
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A way to train, as independent parts; combine them with `dataclasses.replace`.
+    """The formats of a training run, in independent parts that can be combined with `dataclasses.replace`.
 
     Attributes:
         name: name in logs and tables.
@@ -554,10 +554,10 @@ class Recipe:
         comm: format of gradients between devices.
         head: operands of the products of output heads; by default they stay in 16 bits. A head with
             `fp8jax.linear_cross_entropy` as its loss then follows `linear`.
-        unquantized_blocks: numbers of blocks at the start and at the end of a model whose products stay in 16 bits. A
-            layer's block is the first number in its path, as 3 in "layers/3/mlp/up". A `jax.lax.scan` over a
-            whole stack of layers, as in a scanned model, is split at its first and last blocks. Layers of other loops,
-            and those without a number, have no block. Rules that name a layer come first.
+        unquantized_blocks: numbers of blocks, at the start and at the end of a model, with products in 16 bits. A
+            layer's block is the first number in its path, as 3 in "layers/3/mlp/up". A `jax.lax.scan` over a whole
+            stack of layers, as in a scanned model, is split at its first and last blocks. Layers of other loops, and
+            those without a number, have no block. Rules that name a layer come first.
     """
 
     name: str

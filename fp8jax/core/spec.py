@@ -40,8 +40,8 @@ def check_expand(expand: bool | str) -> None:
 class QuantSpec:
     """How a tensor is quantized. Hashable and static under `jax.jit`.
 
-    The string form, accepted wherever a spec is, is `format[:granularity[size]][+option...]`. Options are `expand`,
-    `coat`, `stochastic`, `exact`, for the outer scale of "mx" `token` and `ocp`, and with `ocp` also `roundup`.
+    A spec also has a string form, `format[:granularity[size]][+option...]`. The options are `expand`, `coat`,
+    `stochastic` and `exact`; for the outer scale of "mx" also `token` and `ocp`; and with `ocp` also `roundup`.
     Examples: `"e4m3"`, `"int8:token"`, `"e4m3:group128+expand"`, `"e4m3:mx32+ocp+roundup"` (mxfp8), `"e2m1:nv16"`
     (nvfp4). `str(spec)` returns it. It does not cover all fields of the constructor.
 
@@ -148,7 +148,7 @@ class QuantSpec:
 
     @classmethod
     def parse(cls, text: "str | QuantSpec") -> "QuantSpec":
-        """The spec that a string names; a spec is returned as it is.
+        """Parses the string form; returns a spec unchanged.
 
         Raises:
             ValueError: the string is not of the form in the class docstring.
@@ -178,7 +178,7 @@ class QuantSpec:
         return self.nbytes(side) / math.prod(side) if size else formats.get(self.format).bytes_per_element
 
     def nbytes(self, shape: Sequence[int]) -> float:
-        """Bytes of codes and metadata of an array of this shape."""
+        """Bytes of codes and metadata for an array of this shape."""
         sizes = {
             "codes": 1 if self.is_packed else formats.get(self.format).dtype.itemsize,
             "scale": formats.get(self.scale_format).bytes_per_element,
@@ -230,7 +230,7 @@ class QuantSpec:
         return formats.get(self.format).packing is not None
 
     def leaf_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the arrays of a `QTensor` of this shape, by name, without those that it does not have."""
+        """Shapes of the arrays of a `QTensor` with this shape, by name."""
         block_shape = self.block_shape(shape)
         micro_shape = self.micro_shape(shape) if self.has_microscales else None
         shapes = {"codes": self.stored_shape(shape), "scale": blocks.counts(shape, block_shape)}
@@ -241,7 +241,7 @@ class QuantSpec:
         return shapes
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the codes of an array of this shape; it differs only for packed formats."""
+        """Shape of the codes for an array of this shape; it differs only for packed formats."""
         if not self.is_packed:
             return tuple(shape)
         axis, bits = self._axis(shape), formats.get(self.format).bits

@@ -43,14 +43,14 @@ _FindShape = Callable[[str, Any], tuple[int, ...]]
 
 
 def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: Any) -> Explanation:
-    """What the rules make of a model: what is quantized, what is left as written and why, what is saved and gained.
+    """Explains the effect of rules on a model: what is quantized, what is not and why, what is saved and gained.
 
     With sample inputs, a loss (the mean square of the outputs) and its gradient are compiled for the default device.
-    `.program` of the result has their products. No training state is changed.
+    `.program` of the result lists their products. No training state is changed.
 
     Args:
-        model: an NNX or Linen model, as `fp8jax.nnx.quantize` and `fp8jax.linen.quantize` take it.
-        rules: as they take them. Leave them out for a quantized NNX model.
+        model: an NNX or Linen model, as for `fp8jax.nnx.quantize` and `fp8jax.linen.quantize`.
+        rules: as for these functions. Omit them for a quantized NNX model.
         sample: arguments of a call of the model, arrays or `jax.ShapeDtypeStruct`. A Linen model needs them, because
             its layers exist only while it runs. An NNX model needs them for the activations between its layers, and
             for output heads and routers.
@@ -60,8 +60,8 @@ def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: An
         An `Explanation`; print it.
 
     Raises:
-        TypeError: the model is neither an NNX nor a Linen model, a Linen model comes without sample inputs, or rules
-            are missing.
+        TypeError: the model is neither an NNX nor a Linen model, a Linen model is passed without sample inputs, or
+            rules are missing.
         ValueError: as `quantize`.
     """
     is_quantized = isinstance(type(model), nnx_modules.QuantizedMeta)

@@ -224,40 +224,40 @@ def _restore_original_classes(module: nnx.Module) -> Callable[[], None]:
 
 
 def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__",)) -> Model:
-    """A copy of a model whose matmuls with parameters use a recipe.
+    """Returns a copy of a model that computes its matmuls with parameters by a recipe.
 
-    Parameters keep their names, shapes and values: checkpoints fit both ways. Calls of the copy are transformed like by
-    `fp8jax.transform`. This covers layers of Flax and your own, in `nnx.jit`, `nnx.scan`, `nnx.remat`, loops and stacks
-    of `nnx.vmap`. With a `Context`, norms and activations before such matmuls are replaced too. A call changes
-    variables, modules and random keys as before. Build the `nnx.Optimizer` from the copy. The copy is an instance of
-    the model's class and can be pickled; `unquantize` returns the original.
+    Parameters keep their names, shapes and values, so checkpoints of one load into the other. Calls of the copy are
+    transformed as by `fp8jax.transform`. This covers layers of Flax and your own layers, in `nnx.jit`, `nnx.scan`,
+    `nnx.remat`, loops and stacks of `nnx.vmap`. With a `Context`, norms and activations before such matmuls are
+    replaced too. A call changes variables, modules and random keys as before. Build the `nnx.Optimizer` from the copy.
+    The copy is an instance of the model's class and can be pickled; `unquantize` returns the original.
 
-    Submodules are transformed too when called from outside, as `model.layers[0](x)`. A method that is not in `methods`,
-    or a call that branches on values of arrays, runs as written, with transformed submodules. A call outside of a
-    compiled function is jitted, once per structure of its arguments, like under `nnx.jit`. Python numbers among them
-    are static.
+    Submodules are transformed too if they are called from outside, as in `model.layers[0](x)`. A method that is not in
+    `methods`, or a call that branches on values of arrays, runs as written, with transformed submodules. A call outside
+    of a compiled function is jitted, once per structure of its arguments, like under `nnx.jit`. Python numbers among
+    them are static.
 
     Delayed scaling and `int8_fallback` add variables, which `fp8jax.nnx.value_and_grad` and `Optimizer` train. They are
     in `dot_general` or `einsum_op` of a Flax layer. In other classes they are in `fp8jax_NAME` for each parameter NAME
     of two axes or more. Each matrix in its last two axes, such as that of an expert, has a state. A product of the
     whole parameter uses the first state. Matmuls with other batch axes run as written.
 
-    A recipe, unlike a rule, does not quantize embeddings, output heads and routers. They are found by name, or by a
-    result that is returned (heads) or goes into softmax, top_k or argmax (routers).
+    A recipe, unlike a rule, does not quantize embeddings, output heads and routers. These are found by name, or by
+        their result: it is returned (heads), or goes into softmax, top_k or argmax (routers).
 
     Args:
         model: any NNX module; it is not changed.
         rules: a `Recipe` or a preset's name, for all layers but embeddings, output heads and routers. Or a sequence of
-            `fp8jax.Rule` on paths such as `"layers/attention/q"`, which such a recipe may follow; the first match wins.
-            If a module has several matrices, a rule may name one, as `"mlp/w1"`. A recipe that quantizes no matmul,
-            such as "bf16", changes nothing.
+            `fp8jax.Rule` on paths such as `"layers/attention/q"`, with an optional recipe at its end; the first match
+            is used. If a module has several matrices, a rule may name one, as `"mlp/w1"`. A recipe that quantizes no
+            matmul, such as "bf16", changes nothing.
         methods: the names of methods that are transformed, of the model and its submodules.
 
     Returns:
         The copy. `fp8jax.explain(copy, *sample)` lists each part of a call.
 
     Raises:
-        TypeError: the model is no NNX module, or the rules have another type.
+        TypeError: the model is not an NNX module, or the rules have another type.
         ValueError: a rule matches no layer, the model has none or is quantized already, or no module has one of
             `methods`. From a call: nothing can be quantized. Or a matmul asks for a precision that no quantized matmul
             has.
@@ -419,7 +419,7 @@ def get_settings(module: Any) -> QuantizedClassConfig | None:
 
 
 def unquantize(model: Model) -> Model:
-    """The original model with the parameters of a quantized one.
+    """Returns the original model with the parameters of a quantized one.
 
     Args:
         model: a model that `quantize` returned; it is not changed.

@@ -42,7 +42,7 @@ class ScalingVariable(nnx.Variable):
 
 
 class GradientStatistic(nnx.Variable):
-    """A slot whose cotangent is the largest magnitude of a gradient; never an argument of an optimizer.
+    """A slot variable with the amax of a gradient as its cotangent; never an argument of an optimizer.
 
     Its value is the largest cotangent since the last step, if `fp8jax.nnx.value_and_grad` or `grad` took the gradients.
     """
@@ -212,16 +212,17 @@ def get_scalings(model: Any) -> list[tuple[tuple[Any, ...], LayerScaling]]:
 def advance_scaling(
     model: nnx.Module, grads: Any = None, *, axis_name: AxisNames = None, apply_if: ArrayLike | None = None
 ) -> Any:
-    """Ends a step of a model whose scaling observes its operands, such as delayed scaling, in place.
+    """Ends a step, in place, of a model with a scaling that observes its operands, such as delayed scaling.
 
         loss, grads = fp8jax.nnx.value_and_grad(loss_fn)(model, batch)
         fp8jax.nnx.advance_scaling(model)
         optimizer.update(model, grads)
 
-    Under gradient accumulation call it once a step: `fp8jax.nnx.value_and_grad` merges the statistics of microbatches.
-    If you take gradients by `nnx.grad` with respect to `nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)`, merge the
-    statistics by maximum, and give them in `grads`. Under data parallelism in `jax.shard_map` give `axis_name`. A layer
-    that was not called since its last step keeps its states.
+    With gradient accumulation, call it once per step: `fp8jax.nnx.value_and_grad` merges the statistics of
+        microbatches.
+    If you call `nnx.grad` with respect to `nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)`, merge the statistics by
+    maximum, and pass them in `grads`. For data parallelism in `jax.shard_map`, pass `axis_name`. A layer that was not
+    called since its last step keeps its states.
 
     A program that trains a model and never calls this function causes a warning.
 
@@ -236,7 +237,7 @@ def advance_scaling(
         The gradients without the statistics.
 
     Raises:
-        ValueError: the model has no such scaling.
+        ValueError: no scaling of the model observes its operands.
     """
     layers = [module for _, module in get_scalings(model) if observed_operands(module.linear)]
     if not layers:
@@ -264,9 +265,9 @@ def merge_gradient_stats(model: Any, grads: Any) -> Any:
 
 
 def update_weight_amax_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]) -> None:
-    """Gives the layers of a model with automatic weight scaling their bounds, in place: call it after each update.
+    """Updates the bounds of layers with automatic weight scaling, in place. Call it after each update.
 
-    `fp8jax.nnx.Optimizer` does so by itself. For Flax's:
+    `fp8jax.nnx.Optimizer` does this automatically. With the optimizer of Flax:
 
         optimizer = nnx.Optimizer(model, optax.chain(optax.adamw(lr), fp8jax.track_weight_amax()), wrt=nnx.Param)
         optimizer.update(model, grads)
@@ -277,10 +278,10 @@ def update_weight_amax_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...]
 
     Args:
         model: a model that `fp8jax.nnx.quantize` gave a recipe with automatic weight scaling.
-        bounds: what `fp8jax.get_weight_amax_bounds` reads from the state of an optimizer of the model's parameters.
+        bounds: the result of `fp8jax.get_weight_amax_bounds` for the state of the optimizer of the model's parameters.
 
     Raises:
-        ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
+        ValueError: the model has no layer with automatic weight scaling, or the optimizer does not track a weight.
     """
     set_bounds(model, bounds, only_trained=False)
 
@@ -306,7 +307,7 @@ def set_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array], only_
 def reset_weight_amax_bounds(model: nnx.Module) -> None:
     """Measures the weights of a model with automatic weight scaling, in place.
 
-    Call it after loading parameters into a model that has bounds, which would clip them. A model without bounds then
+    Call it after loading parameters into a model with bounds: old bounds would clip them. A model without bounds then
     needs no measurement in each call. If training continues, call `fp8jax.reset_weight_amax_bounds` for the
     optimizer, too.
 
@@ -367,12 +368,12 @@ def value_and_grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **op
 
     Arguments, values and gradients are those of Flax's function, with any recipe or none. Delayed scaling also needs
     the amax of each layer's output gradient. It is merged by maximum into the `fp8jax.nnx.GradientStatistic` variables
-    of the model, in place, as batch statistics are. The gradients contain parameters alone.
+    of the model, in place, as batch statistics are. The gradients contain only parameters.
 
     Args:
-        f: a function whose arguments at `argnums` are models, arrays, or trees of these, such as a tuple of two models.
+        f: a function. Its arguments at `argnums` are models, arrays, or trees of these, such as a tuple of two models.
         argnums: an integer, an `nnx.DiffState`, or a sequence of them.
-        has_aux: whether `f` returns a pair whose second part is not differentiated.
+        has_aux: whether `f` returns a pair with an auxiliary result that is not differentiated.
         options: other arguments of `flax.nnx.value_and_grad`. With `graph=False` or `graph_updates=False` gradients are
             of all arrays of a model, statistics included.
     """

@@ -50,7 +50,7 @@ def compress_state(
     """Stores the moments of an optax transformation in 8 bits between its steps.
 
     Each step decodes the moments, runs `tx` in fp32, and encodes them as `compressed_adamw` does. Groups run along the
-    last axis, in place, with dynamic range expansion. Which moments are quantized depends on global shapes only.
+    last axis, in place, with dynamic range expansion. The choice of quantized moments depends on global shapes only.
 
     A moment is a leaf of the state in a copy of the tree of parameters, with the shape of its parameter. Counts,
     hyperparameters, and Adafactor's rows and columns are not moments, and stay unchanged. The name of a moment is the
@@ -58,48 +58,49 @@ def compress_state(
 
     By default, optax's names of moments (`FIRST_MOMENTS`, `SECOND_MOMENTS`) are stored in e4m3. Sums and maxima
     (`MONOTONE_ACCUMULATORS`, of Adagrad, AMSGrad and Adadelta) stay in fp32, because rounding would stop them. Any
-    other name must be in `moments`. A value that is not a first moment never decodes to zero unless it is zero.
+    other name must be in `moments`. A nonzero value decodes to zero only if it is a first moment.
 
-    **Range.** With expansion in e4m3, a first moment below 1/6,000,000 of its group's largest is stored as 0. Others
-    below 1/80,000,000 are stored as that. Therefore elements without gradients take little range from others. Instead
-    of `optax.adam` and `optax.adamw` take `compressed_adamw`, which finds dead elements by their updates.
+    **Range.** With expansion in e4m3, a first moment below 1/6,000,000 of its group's largest is stored as 0. Other
+    moments have a lower limit of 1/80,000,000. Elements without gradients therefore reduce the range of the others only
+    a little. Use `compressed_adamw` instead of `optax.adam` and `optax.adamw`: it finds dead elements by their updates.
 
-    **Slow averages** do not stall, and are unbiased. First moments are rounded by noise that is even over the steps,
-    with a phase for each element. Second moments, and bf16, are rounded by independent noise. Single elements scatter
-    around fp32, more if the average is slow and the gradients are noisy (figures: docs/howto/optimizer.md). If
-    that matters, take {"ema": "bf16"}. With `nu_rounding="nearest"`, second moments with b2 above 0.98 follow too
-    slowly.
+    **Slow averages** do not stall and are unbiased. First moments are rounded with noise that is evenly distributed
+    over the steps, with a phase for each element. Second moments, and bf16, are rounded with independent noise. Single
+    elements scatter around the fp32 values, more if the average is slow and the gradients are noisy (figures:
+    docs/howto/optimizer.md). If that matters, use {"ema": "bf16"}. With `nu_rounding="nearest"`, second moments with b2
+    above 0.98 follow too slowly.
 
-    **Long decays.** A second moment without a gradient is rounded at each step, and is off by a third after 100 steps.
-    That matters if a first moment outlives it, as in `optax.contrib.simplified_ademamix`: take {"n": "fp32"} there.
+    **Long decays.** A second moment without a gradient is rounded at each step. After 100 steps its error is a third.
+        This matters if a first moment decays more slowly, as in `optax.contrib.simplified_ademamix`: use {"n": "fp32"}
+        there.
 
     If the state has second moments, finite gradients are clipped to 2^62 (4.6e18), because their squares would
     overflow. NaN and Inf stay.
 
-    `init` makes the state of `tx` first. If that does not fit in memory, use `jax.jit(tx.init)`.
+    `init` first creates the state of `tx`. If that does not fit in memory, use `jax.jit(tx.init)`.
 
     Args:
         tx: the transformation, such as `optax.lion(1e-4)`.
         moments: storage by name, such as `{"mu": "e5m2", "nu": "ude8"}`: an 8-bit format, or "bf16" or "fp32", which
-            are cast, or a `QuantSpec`. A key is the end of a path and may hold the wildcards of `fnmatch` ("nu",
-            "*muon*.mu", "*"). The first key that fits is used.
+            are cast, or a `QuantSpec`. A key is the end of a path and may contain the wildcards of `fnmatch` ("nu",
+            "*muon*.mu", "*"). The first key that matches is used.
         group_size: elements that share a scale and an exponent.
         expand: dynamic range expansion; without it a group is scaled by its amax alone. "coat" uses the paper's
             exponents (`QuantSpec.expand`).
-        min_size: smallest parameter, in elements, whose moments are quantized.
-        nu_rounding: how codes and bf16 of all but first moments are rounded: "stochastic", by noise of the step, which
-            follows slow averages; or "nearest".
+        min_size: smallest size of a parameter, in elements, with quantized moments.
+        nu_rounding: how codes and bf16 of all but first moments are rounded: "stochastic", with noise that depends on
+            the step, which follows slow averages; or "nearest".
         master: which weights `tx` updates, as of `compressed_adamw`.
 
     Returns:
         A transformation with the state of `tx`, where each quantized moment is a `QTensor`. The state is in a
         `CountedState` if `tx` counts no steps, and with a `master` it is the `inner` of a `MasterState`. Updates have
-        the dtype of the parameters if `update` is given them, else of the gradients; with `master` as of
+        the dtype of the parameters if they are passed to `update`, else that of the gradients; with `master` as of
         `compressed_adamw`.
 
     Raises:
-        ValueError: an argument is out of range or unknown; or at `init`, a key fits no moment, or a leaf shaped like
-            its parameter has a name that neither optax's list nor `moments` holds.
+        ValueError: an argument is out of range or unknown; or at `init`, a key matches no moment, or a leaf shaped like
+            its parameter has a name that is neither in optax's list nor in `moments`.
         TypeError: `tx` is not a transformation; or at `init`, its moments are quantized already.
 
     Examples:

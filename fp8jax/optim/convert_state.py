@@ -18,17 +18,17 @@ _REMAINDER_FIELD = "remainder"
 
 
 def convert_state(state: optax.OptState, tx: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
-    """The state of an optimizer as the state of another one, which continues from it.
+    """Converts the state of an optimizer to the state of another one.
 
     It converts between `optax.adamw`, `compressed_adamw` and `fp8lm_adamw`, each with any settings. Moments are decoded
     and stored as `tx` stores them, rounded to nearest. The count of steps continues, also that of a schedule. Wrappers
-    (`optax.chain`, `inject_hyperparams`, `masked`, `MultiSteps`) may differ; what both have is kept. It also converts
-    between any transformation and the same one in `compress_state`.
+    (`optax.chain`, `inject_hyperparams`, `masked`, `MultiSteps`) may differ; the state that both have is kept. It also
+    converts between any transformation and the same one in `compress_state`.
 
-    Master weights need a second call. `fp8lm_adamw` makes its own from `params`; from it, take
-    `params_from_master(state, jnp.float32)`. For a `master` with remainders, take `params` from
-    `fp8jax.split_master_weights`, and put in the remainders with `optax.tree.set(state, remainder=remainder)`; from it,
-    take `fp8jax.master_weights(state, params)`.
+    Master weights need a second call. To `fp8lm_adamw`, pass fp32 `params`, from which it creates its masters. From
+    `fp8lm_adamw`, use `params_from_master(state, jnp.float32)`. To a `master` with remainders, pass the `params` of
+    `fp8jax.split_master_weights`, and set the remainders with `optax.tree.set(state, remainder=remainder)`. From such a
+    master, use `fp8jax.master_weights(state, params)`.
 
     Args:
         state: of the old optimizer.
@@ -41,7 +41,8 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
     Raises:
         TypeError: `tx` is not an optimizer.
         ValueError: the states differ in their number of Adam states or in the parameters of their moments; or arrays of
-            the old state, such as the gradients that `optax.MultiSteps` has summed, have no place in the new one.
+            the old state, such as the gradients that `optax.MultiSteps` has accumulated, have no counterpart in the new
+            one.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax

@@ -90,33 +90,33 @@ def fp8lm_adamw(
     e4m3, scaled  gradient                 1
     ============= ======================== =====
 
-    Each tensor, or each stacked layer, has one scale. Scales are powers of two, so that a change of scale does not
-    round values again. Arithmetic is in fp32.
+    Each tensor, or each stacked layer, has one scale. Scales are powers of two, so a change of scale does not round
+    values again. Arithmetic is in fp32.
 
     **Range.** One scale limits the range: e4m3 reaches 2e-6 of a tensor's largest first moment, and fp16 the square of
     that for the second. Beyond that range, updates are wrong by up to 80 %. This happens if gradients span more, or
     after an outlier of 10,000 times their size. It also happens if all gradients fall a hundredfold at b2 = 0.999.
-    `group_size=128` gives each 128 elements their own scales, for 0.2 bytes per parameter.
+    With `group_size=128`, each 128 elements have their own scales, which need 0.2 bytes per parameter.
 
-    **Working copies.** `init` makes the master weights from the parameters. The parameters of the caller are working
-    copies in the dtype of the model; in bf16 they take two bytes more. `step` returns the masters rounded to that
-    dtype, and `update` the difference from the given parameters. If a parameter is not the rounded value of its master
-    weight, the caller has changed it (loaded, projected or averaged it). The step then starts from the parameter.
-    `params_from_master(state)` makes working copies from the state.
+    **Working copies.** `init` creates the master weights from the parameters. The caller's parameters are working
+    copies in the dtype of the model; in bf16 they need two more bytes. `step` returns the masters rounded to that
+    dtype. `update` returns the difference from the given parameters. If a parameter is not the rounded value of its
+    master weight, the caller has changed it (loaded, projected or averaged it). The step then starts from the
+    parameter. `params_from_master(state)` computes working copies from the state.
 
     **Gradients.** They may be arrays or `QTensor`s, as from `fp8jax.dist.all_reduce_gradients(..., dequantize=False)`.
     Clip `QTensor`s with `fp8jax.with_clipping` or `fp8jax.clip_by_global_norm`, not with optax. A finite gradient
     beyond 1.8e19 has an infinite second moment, as in optax.
 
     **Rounding.** A second moment above zero never becomes zero. First moments decay to zero, because they are rounded
-    by a dither that all elements share (`fp8jax.core.noise.decay_dither`). A step of fp16 is 0.05 to 0.1 % of a weight:
-    rounding to nearest loses smaller changes, as in the paper, and stochastic rounding keeps them on average. With
-    `master`, the parameters are the master weights, as in `compressed_adamw`. "bf16+int8" and both moments then take 6
-    bytes per parameter; the paper's state with a bf16 copy takes 7.
+    by a dither that all elements share (`fp8jax.core.noise.decay_dither`). The spacing of fp16 is 0.05 to 0.1 % of a
+    weight. Rounding to nearest loses smaller changes, as in the paper; stochastic rounding keeps them on average. With
+    `master`, the parameters are the master weights, as in `compressed_adamw`. "bf16+int8" and both moments then need 6
+    bytes per parameter; the paper's state with a bf16 copy needs 7.
 
     **Scales.** The scales of a step come from bounds: the amax stored by the last step, the amax of the gradient, and
-    the learning rate. They are one to two binades above the amax itself. A step is thus one pass over its arrays, after
-    one over the gradient. A copy that was changed beyond the bound is taken one step later.
+    the learning rate. They are one to two binades above the amax itself. A step therefore needs one pass over its
+    arrays, after one over the gradient. If the caller changes a copy beyond the bound, the step uses it one step later.
 
     Args:
         learning_rate, b1, b2, eps, eps_root, weight_decay, mask, impl: as of `compressed_adamw`.
@@ -130,8 +130,8 @@ def fp8lm_adamw(
             tree that is a prefix of the parameters, or a function of the parameters that returns one. Groups never span
             layers.
         group_size: elements along the last axis that share a scale, such as 128; None for one scale per layer, as in
-            the paper. A parameter whose scales would take 10 % of its codes keeps its state in fp32.
-        min_size: parameters with fewer elements keep their state in fp32.
+            the paper. If scales would need 10 % of the codes, the state stays in fp32.
+        min_size: the state of parameters with fewer elements stays in fp32.
 
     Returns:
         A transformation with `step(grads, state, params) -> (params, state)`, which replaces the parameters. Its state

@@ -32,13 +32,14 @@ _BITS = jnp.float8_e4m3fn
 )
 @dataclasses.dataclass(frozen=True)
 class FusedBlockState:
-    """Parameters with their optimizer state, as a block of `fused_backward` takes them.
+    """Parameters and their optimizer state, the argument of a block of `fused_backward`.
 
-    All leaves are arrays of floating dtypes, because `value_and_step` gets the new ones as cotangents of the old.
+    All leaves are arrays of floating dtypes, because `value_and_step` returns the new ones as cotangents of the old
+    ones.
 
     Attributes:
         params: tree of parameters. For `FusedBackwardBlock.scan`, layers are stacked along the first axes.
-        encoded_state: the optimizer's state without its count, integers as bits of e4m3: see `state`.
+        encoded_state: the optimizer's state without its count. Integers are stored as e4m3 bits; see `state`.
         count: steps taken, fp32 scalar, exact up to 2^24.
         grad_scale: factor of the gradients in the next step, fp32 scalar: see `with_clipping`.
         squares: sum of squares of the last step's gradients before clipping, fp32; of shape (layers,) if stacked.
@@ -47,7 +48,7 @@ class FusedBlockState:
         dtypes: dtypes of the state's arrays, in their order.
         name: path of the parameters in the whole tree, on which the noise of stochastic rounding depends.
         num_layers: number of stacked layers; None without a stack.
-        is_norm_only: whether the backward pass only sums squares, and takes no step.
+        is_norm_only: whether the backward pass only sums squares and updates nothing.
     """
 
     params: Any
@@ -64,7 +65,7 @@ class FusedBlockState:
 
     @property
     def state(self) -> Any:
-        """The state as the optimizer's own, for checkpoints and for steps outside of the backward pass."""
+        """The state in the optimizer's own form, for checkpoints and for steps outside of the backward pass."""
         return from_float_leaves(self.encoded_state, self.dtypes, self.count)
 
     @property
@@ -80,11 +81,11 @@ class FusedBlockState:
     def with_clipping(
         self, max_norm: ArrayLike, norm: ArrayLike | None = None, *, previous_norm: ArrayLike | None = None
     ) -> "FusedBlockState":
-        """The same for the next step, whose gradients are clipped by the global norm.
+        """Returns the state for a next step that clips gradients by the global norm.
 
         Clipping by `norm` is exact. With `previous_norm`, the limit of each block or stacked layer is its share of
-        `max_norm`: its own norm over that of all gradients, both of the last step. A block without gradients in the
-        last step, as before the first one, may use all of `max_norm`.
+        `max_norm`. The share is the block's norm divided by the global norm, both of the last step. A block without
+        gradients in the last step, as before the first one, may use all of `max_norm`.
 
         Args:
             max_norm: largest global norm, positive.
@@ -417,14 +418,15 @@ def fused_backward(
 ) -> FusedBackwardBlock:
     """A block of a model whose parameters are updated inside the backward pass.
 
-    The optimizer's step of a block runs as soon as the block's gradients appear. The gradients of one block are in
-    memory, and never those of all. Results equal those of one `tx.step` over all parameters, also the noise of
-    stochastic rounding, except for the last bits of fp32.
+    The optimizer step of a block runs as soon as its gradients are computed. Only the gradients of one block are in
+    memory at a time. Results equal those of one `tx.step` over all parameters, including the noise of stochastic
+    rounding, except for the last bits of fp32.
 
     Operations on all gradients at once are not possible. Steps with NaN cannot be skipped. Gradients of microbatches
-    cannot be summed: `value_and_step` takes a step for each. For clipping by the global norm, use
-    `FusedBlockState.with_clipping`. It takes the norm of the last step (`grad_norm_from_states`), or that of
-    `compute_grad_norm`, which costs another backward pass.
+        cannot be accumulated: `value_and_step` updates the parameters once per microbatch. For clipping by the global
+        norm, use
+    `FusedBlockState.with_clipping`. It uses the norm of the last step (`grad_norm_from_states`), or that of
+    `compute_grad_norm`, which needs another backward pass.
 
     Args:
         block: `block(params, x, *others) -> result`, a differentiable function. It may have products of a recipe or a
@@ -439,8 +441,7 @@ def fused_backward(
         layers.
 
     Raises:
-        TypeError: `tx` cannot take a step of a part of all parameters, such as `fp8jax.with_clipping` or
-            `with_weight_bounds`.
+        TypeError: `tx`, such as `fp8jax.with_clipping` or `with_weight_bounds`, cannot update a part of the parameters.
 
     Examples:
         >>> import fp8jax, jax, jax.numpy as jnp
@@ -468,11 +469,11 @@ def fused_backward(
 def value_and_step(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """`jax.value_and_grad`, which returns each `FusedBlockState` of the arguments with new parameters and moments.
+    """Like `jax.value_and_grad`, but returns each `FusedBlockState` with updated parameters and moments.
 
     Args:
-        fn: a function with a scalar result, or with `has_aux` a pair of it and anything.
-        argnums: the arguments to differentiate; all that hold a `FusedBlockState` must be among them.
+        fn: a function that returns a scalar, or with `has_aux` a pair of a scalar and any other result.
+        argnums: the arguments to differentiate; they must include all that contain a `FusedBlockState`.
         has_aux: whether `fn` returns a pair.
 
     Returns:
@@ -527,7 +528,7 @@ def value_and_step(
 def compute_grad_norm(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Array]:
-    """The global norm of the gradients of `value_and_step`, by a backward pass that updates nothing.
+    """Returns a function that computes the global norm of the gradients of `value_and_step` and updates nothing.
 
     Args:
         fn, argnums, has_aux: as of `value_and_step`.

@@ -202,7 +202,7 @@ def with_master_weights(init: Callable, update: Callable, master: Master) -> tup
 def split_master_weights(params: Any, master: str) -> tuple[Any, Any]:
     """Parameters in fp32 as high parts, for the model, and remainders, for the optimizer.
 
-    An optimizer's `init(high)` begins with remainders of zero. Put these in with `optax.tree.set(tx.init(high),
+    The optimizer's `init(high)` starts with zero remainders. Set these with `optax.tree.set(tx.init(high),
     remainder=remainder)`.
 
     Args:
@@ -210,7 +210,7 @@ def split_master_weights(params: Any, master: str) -> tuple[Any, Any]:
         master: "bf16+int8", "bf16+int16", "fp16+int8" or "fp16+int16"; `fp8jax.core.masters` has their precision.
 
     Returns:
-        Two trees of that structure; each high part is the float of 16 bits next to the master.
+        Two trees of that structure; each high part is the 16-bit float nearest to the master.
 
     Raises:
         ValueError: `master` is not one of these.
@@ -236,8 +236,8 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
         params: the parameters that belong to it.
 
     Returns:
-        The tree of the parameters. Masters in two parts are joined, scaled ones decoded, and parameters that are their
-        own masters stay.
+        The tree of the parameters. Masters in two parts are joined and scaled ones are decoded. Parameters that are
+        their own masters are returned unchanged.
 
     Raises:
         ValueError: the state has masters of other parameters, as inside of `optax.flatten`; or a parameter with a

@@ -28,7 +28,8 @@ _CLIP_MARGIN = 1.0005
 def max_adam_step(
     learning_rate: ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, weight_decay: float | Array = 0.0
 ) -> "MaxAdamStep":
-    r"""The largest change of a weight in one step of Adam or AdamW, for any gradients: a limit for `track_weight_amax`.
+    r"""An upper bound on the change of a weight in one step of Adam or AdamW, for any gradients; a limit for
+    `track_weight_amax`.
 
     With m_t = (1 - b1) sum b1^i g_{t-i}, v_t = (1 - b2) sum b2^i g_{t-i}^2, and r = b1^2 / b2, the Cauchy-Schwarz
     inequality gives m_t^2 <= v_t (1 - b1)^2 / (1 - b2) (1 - r^t) / (1 - r). Therefore a step is at most lr times
@@ -119,19 +120,19 @@ def track_weight_amax(
         bounds = fp8jax.get_weight_amax_bounds(optimizer.opt_state)
         fp8jax.nnx.update_weight_amax_bounds(model, bounds)  # after each update
 
-    If a weight has magnitude at most B, and at most M is added, it has at most B + M. Every `interval` steps B is
-    measured, in a branch of one `jax.lax.cond`, the only reduction over weights. Sums are rounded as in
-    `optax.apply_updates`, or up, so the bound is exact for any gradients.
+    If the magnitude of a weight is at most B, and that of the update at most M, the new magnitude is at most B + M.
+    Every `interval` steps B is measured, in a branch of one `jax.lax.cond`, the only reduction over weights. Sums are
+    rounded as in `optax.apply_updates`, or up, so the bound is exact for any gradients.
 
-    Without a limit, M is the amax of the updates. That is right for any optimizer, and costs a reduction over the
-    updates. With a limit, M is the limit, and updates beyond it are clipped to it in the pass that adds them. Adam with
-    fp32 moments never exceeds `max_adam_step`; with 8-bit moments, rounding may. Updates with more bits than their
-    weight, as with remainders, are measured, because a limit of the step does not hold for differences of rounded
-    weights. Inside `optax.multi_transform`, each group may have a tracker with its own limit.
+    Without a limit, M is the amax of the updates. This works with any optimizer and costs a reduction over the updates.
+    With a limit, M is the limit, and updates beyond it are clipped to it in the pass that adds them. Adam with fp32
+    moments never exceeds `max_adam_step`; with 8-bit moments, rounding may. Updates with more bits than their weight,
+    as with remainders, are measured, because a limit of the step does not hold for differences of rounded weights.
+    Inside `optax.multi_transform`, each group may have a tracker with its own limit.
 
-    Parameters must change by these updates only. If others are loaded, call `reset_weight_amax_bounds`, and that of the
-    model, such as `fp8jax.nnx.reset_weight_amax_bounds`. A checkpoint of parameters and state needs neither. For
-    `compressed_adamw(...).step`, use `with_weight_bounds`.
+    Parameters must change by these updates only. If other parameters are loaded, call `reset_weight_amax_bounds`, and
+    the function of the same name for the model, such as `fp8jax.nnx.reset_weight_amax_bounds`. A checkpoint of
+    parameters and state needs neither. For `compressed_adamw(...).step`, use `with_weight_bounds`.
 
     Args:
         interval: steps between measurements.
@@ -163,17 +164,17 @@ def with_weight_bounds(
         tx = fp8jax.with_clipping(1.0, tx)
 
     `init` and the state are those of `optax.chain(tx, track_weight_amax(interval, limit))`, which has no `step`. Here
-    `step` and `update` clip Adam's directions to the limit's, in the pass that updates parameters and moments. There is
-    no reduction except every `interval` steps.
+    `step` and `update` clip Adam's directions to the limit's, in the pass that updates parameters and moments. The only
+    reduction is the one every `interval` steps.
 
     Args:
         tx: `compressed_adamw`, also with remainders. Bounds are then those of the masters, with a margin for rounding
             them to the parameters.
-        limit: `max_adam_step` of the same rate, decays and weight decay.
+        limit: `max_adam_step` with the same learning rate, decays and weight decay.
         interval, axis_name: as of `track_weight_amax`.
 
     Returns:
-        The transformation. Its `step` takes `grad_scale` and `apply_if` as that of `tx`.
+        The transformation. Its `step` has the arguments `grad_scale` and `apply_if`, as that of `tx`.
 
     Raises:
         TypeError: `tx` has no `step`, or `limit` is not of `max_adam_step`.
@@ -355,7 +356,7 @@ def find_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], 
 def reset_weight_amax_bounds(
     opt_state: optax.OptState, params: optax.Params, *, axis_name: AxisNames = None
 ) -> optax.OptState:
-    """The state of an optimizer with bounds measured from parameters, for example after they are loaded.
+    """Returns an optimizer state with bounds measured from the parameters, for example after they are loaded.
 
     Args:
         opt_state: of an optimizer with `track_weight_amax`.

@@ -60,7 +60,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedProduct:
-    """Names a function that computes a grouped product, as `jax.lax.ragged_dot` does; it stands among the rules.
+    """A rule that names a function which computes a grouped product, like `jax.lax.ragged_dot`.
 
         rules = [fp8jax.GroupedProduct("gmm"), "coat"]
 

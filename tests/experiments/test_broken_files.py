@@ -126,7 +126,7 @@ def test_what_is_no_folder_where_orbax_writes_is_named(tmp_path, kind):
             path.symlink_to(tmp_path / ("elsewhere" if kind == "link to a folder" else "nowhere"))
 
     put(tmp_path / "run" / "7.orbax-checkpoint-tmp")
-    with pytest.raises(UserError, match=r"7\.orbax-checkpoint-tmp is not a folder,  .*; move it away"):
+    with pytest.raises(UserError, match=r"7\.orbax-checkpoint-tmp is not a folder, .*; move it away"):
         checkpoint.Checkpoints(tmp_path / "run", 1)
     assert (tmp_path / "elsewhere" / "precious").exists()
     put(tmp_path / "checkpoints")
@@ -244,7 +244,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(argv, finished, copy, capsy
         patch.setattr(report.os, "fsync", fail)
         assert cli.main([*argv, *BF16, "--run", copy.name]) == 3
     error = capsys.readouterr().err
-    assert re.fullmatch(r"error: \S*\.owner cannot be written \(No space left on device\)\. Put .*\n", error)
+    assert re.fullmatch(r"error: \S*\.owner cannot be written \(No space left on device\)\. Fix .*\n", error)
 
     assert cli.main([*argv, *BF16, "--run", copy.name]) == 0
     assert "resuming from step 4" in capsys.readouterr().out

@@ -71,7 +71,7 @@ def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch)
 
     assert resume() == 3
     for key, message in (
-        ("", "3 is signed: give its key in FP8JAX_CHECKPOINT_KEY"),
+        ("", "3 is signed: set FP8JAX_CHECKPOINT_KEY to its key"),
         (
             "other",
             "3 was changed, or signed with another key than that in FP8JAX_CHECKPOINT_KEY, and no older one is whole. "

@@ -97,7 +97,7 @@ def test_tensors_are_read_one_at_a_time(tmp_path):
 
 
 BROKEN = {
-    "unknown architecture": ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*known are LlamaForCausalLM"),
+    "unknown architecture": ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*supported are Llama"),
     "unknown model": ({"model_type": "gemma"}, "model_type 'gemma'"),
     "unknown field": ({"logit_softcapping": 30.0}, r"unknown fields.*logit_softcapping = 30\.0"),
     "rope type": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
@@ -111,7 +111,7 @@ BROKEN = {
     "clip": ({"clip_qkv": 8.0}, r"clip_qkv = 8\.0"),
     "window": ({"sliding_window": 16}, "sliding_window = 16"),
     "text": ({"hidden_size": "wide"}, "hidden_size is 'wide', not a number"),
-    "half a layer": ({"num_hidden_layers": 1.5}, r"num_hidden_layers is 1\.5, not a whole number"),
+    "half a layer": ({"num_hidden_layers": 1.5}, r"num_hidden_layers is 1\.5, not an integer"),
     "no number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a number"),
     "no number but a truth": ({"num_key_value_heads": True}, "num_key_value_heads is True, not a number"),
     "rope number": ({"rope_parameters": {"rope_theta": "big"}}, "rope settings .*'big'.* are not numbers"),
@@ -121,10 +121,10 @@ BROKEN = {
     "three axes": ({"use_mrope": True}, "use_mrope is True"),
     "missing": ({"hidden_size": None}, "lacks hidden_size"),
     "shape": ({"num_attention_heads": 5}, "heads 5"),
-    "sizes": ({"intermediate_size": 64}, r"mlp\.gate_proj\.weight is \[48, 32\], but by config\.json it is \[64, 32\]"),
+    "sizes": ({"intermediate_size": 64}, r"mlp\.gate_proj\.weight is \[48, 32\], but config\.json requires \[64, 32\]"),
     "more layers": ({"num_hidden_layers": 3}, r"lacks model\.layers\.2\.self_attn\.q_proj\.weight"),
-    "fewer layers": ({"num_hidden_layers": 1}, r"9 tensors that LlamaForCausalLM .* config\.json: model\.layers\.1"),
-    "tied": ({"tie_word_embeddings": True}, "lm_head.weight is not model.embed_tokens.weight, but config.json says"),
+    "fewer layers": ({"num_hidden_layers": 1}, r"9 tensors that do not belong .* config\.json: model\.layers\.1"),
+    "tied": ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight, but"),
 }  # fmt: skip
 
 

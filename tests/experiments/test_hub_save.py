@@ -333,12 +333,15 @@ def test_a_tied_head_is_not_counted_as_quantized(name, field, tmp_path):
 
 @pytest.mark.parametrize(
     ("recipe", "message"),
-    [("bf16", "in the format of computation, which no format holds"), ("int8_fallback", "int8:block128, which no")],
+    [
+        ("bf16", "in the format of computation, which no export format supports"),
+        ("int8_fallback", "int8:block128, which no"),
+    ],
 )
 def test_recipes_without_such_codes_are_refused(recipe, message):
     with pytest.raises(UserError, match=message):
         of_recipe(fp8jax.recipes.get(recipe))
-    with pytest.raises(UserError, match="unknown 8-bit format 'int4'; the formats are tensor, channel, block,"):
+    with pytest.raises(UserError, match="unknown 8-bit format 'int4'; use one of tensor, channel, block,"):
         eight_bits("int4")
     recipe = fp8jax.recipes.te_current()
     for spec, name in (("e4m3:tensor", "tensor"), ("e4m3:token", "channel")):

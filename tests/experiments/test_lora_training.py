@@ -185,7 +185,7 @@ def test_a_base_lies_in_shards_and_adapters_train_alike(base, many, parts, argv,
         (["--lora-rank", "64"], "the rank of an adapter"),
         (["--lora-rank", "4", "--base", "e4m4"], "--base: unknown number format 'e4m4'"),
         (["--lora-rank", "4", "--base", "int10:group128"], "--base must be bf16, or an 8-bit spec"),
-        (["--lora-rank", "4", "--base", "int8"], "te_current multiplies e4m3, and units"),
+        (["--lora-rank", "4", "--base", "int8"], "te_current multiplies e4m3, and a product"),
         (["--lora-rank", "4", "--recipe", "te_delayed"], "delayed scaling, which keeps a state"),
     ],
 )

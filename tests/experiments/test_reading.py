@@ -137,7 +137,7 @@ def test_a_run_ends_in_a_line_where_its_data_or_its_result_is_a_pipe(argv, finis
     where = argv.index("--data")
     assert cli.main([*argv[:where], *argv[where + 2 :], "--data", str(tmp_path / "a.txt"), "--run", "pipe"]) == 2
     assert capsys.readouterr().err == (
-        f"error: --data {tmp_path / 'a.txt'}: it is a pipe, not a regular file; copy its content to a file\n"
+        f"error: --data {tmp_path / 'a.txt'}: it is a pipe, not a regular file; copy its content to a regular file\n"
     )
     shutil.copytree(finished, out / "piped")
     (out / "piped" / "bf16" / "result.json").unlink()

@@ -47,7 +47,7 @@ def test_line_breaks_within_texts_end_no_line(tmp_path):
     [
         ("", "an empty line"),
         ("   ", "an empty line"),
-        ('{"text": "cut', r"no JSON \(Unterminated string starting at at column 10\)"),
+        ('{"text": "cut', r"not valid JSON \(Unterminated string starting at at column 10\)"),
         ("[1]", r"expected a JSON object, got \[1\]"),
         ('{"body": "x"}', r"neither messages nor text \(it has body\)"),
         ('{"text": 3}', "text is 3, not a text"),

@@ -180,7 +180,7 @@ def test_what_has_no_such_product_says_so():
     sizes = jnp.asarray([100, 100])
     for recipe, reason in (
         (dataclasses.replace(LINEAR["te_current"], rotation=16), "rotation=16 before x_wgrad=e4m3:tensor is not built"),
-        (dataclasses.replace(LINEAR["nvfp4"], x="e2m1:nvblock16"), "x is e2m1:nvblock16, and .* for weights only"),
+        (dataclasses.replace(LINEAR["nvfp4"], x="e2m1:nvblock16"), "x is e2m1:nvblock16, but .* for weights only"),
     ):
         with pytest.raises(ValueError, match=f"{reason}.*use another, such as 'mxfp8'"):
             fp8jax.ragged_dot(x, jnp.stack([w, w]), sizes, recipe=recipe)

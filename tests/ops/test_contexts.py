@@ -244,7 +244,7 @@ def test_vmap_gives_what_a_loop_gives():
 
 def test_wrong_arguments_are_refused():
     x = jnp.ones((4, 8))
-    with pytest.raises(ValueError, match=r"scale \(channels,\), not \(4, 8\) and \(4,\)"):
+    with pytest.raises(ValueError, match=r"scale \(channels,\), got \(4, 8\) and \(4,\)"):
         rms_norm(x, jnp.ones(4), recipe=LEAN)
     with pytest.raises(ValueError, match=r"bias \(channels,\)"):
         layer_norm(x, jnp.ones(8), jnp.ones(()), recipe=LEAN)

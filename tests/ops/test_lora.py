@@ -196,8 +196,8 @@ def test_an_array_as_the_base_has_no_gradient():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: fp8jax.lora.init_adapter(KEY, W.shape, 0, 1), "from 1 to 160, not 0"),
-        (lambda: fp8jax.lora.init_adapter(KEY, W.shape, 161, 1), "from 1 to 160, not 161"),
+        (lambda: fp8jax.lora.init_adapter(KEY, W.shape, 0, 1), "from 1 to 160, got 0"),
+        (lambda: fp8jax.lora.init_adapter(KEY, W.shape, 161, 1), "from 1 to 160, got 161"),
         (lambda: fp8jax.lora.init_adapter(KEY, W.shape, 4, 0), "alpha .* positive and finite, got 0"),
         (
             lambda: fp8jax.lora.linear(X, W.T[:, :INPUTS], ADAPTER, recipe="bf16"),
@@ -217,7 +217,7 @@ def test_an_array_as_the_base_has_no_gradient():
         (lambda: fp8jax.freeze(W, "e4m3+stochastic"), "rounds to nearest"),
         (lambda: fp8jax.linear(X, fp8jax.freeze(W, "int8"), recipe="coat"), "floating-point and integer codes"),
         (lambda: fp8jax.linear(X, fp8jax.freeze(W), recipe="te_delayed"), "delayed scaling keeps a state"),
-        (lambda: fp8jax.linear(X[..., 1:], fp8jax.freeze(W), recipe="coat"), "linear takes"),
+        (lambda: fp8jax.linear(X[..., 1:], fp8jax.freeze(W), recipe="coat"), "linear expects"),
     ],
 )
 def test_bad_input_is_refused(call, message):

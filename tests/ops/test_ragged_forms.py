@@ -221,5 +221,5 @@ def test_bad_input():
         dot("coat", dimension_numbers=along)(X, DY, SIZES, group_offset=1)
     with pytest.raises(ValueError, match=r"contracts \(tokens, m\) and \(tokens, n\)"):
         dot("coat", dimension_numbers=along)(X, DY[:-1], SIZES)
-    with pytest.raises(ValueError, match=r"not \(96, 64\), \(4, 64, 48\) and \(3,\)"):
+    with pytest.raises(ValueError, match=r"got \(96, 64\), \(4, 64, 48\) and \(3,\)"):
         dot("coat")(X, W, SIZES[:3], group_offset=0)

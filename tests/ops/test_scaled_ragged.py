@@ -229,7 +229,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"pass amax_slot=jnp.zeros\(groups\) to scaled_ragged_dot"):
         fp8jax.scaled_ragged_dot(X, W, sizes, state, recipe=DELAYED)
     along = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-    with pytest.raises(ValueError, match="has no weight, and no scaling state"):
+    with pytest.raises(ValueError, match="has no weight and no scaling state"):
         fp8jax.scaled_ragged_dot(X, DY, sizes, state, jnp.zeros(4), recipe=DELAYED, dimension_numbers=along)
     with pytest.raises(ValueError, match="keeps no state"):
         fp8jax.scaled_ragged_dot(X, W, sizes, state, recipe="coat")

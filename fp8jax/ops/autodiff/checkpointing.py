@@ -36,10 +36,10 @@ Tree = TypeVar("Tree")
 
 
 def save_quantized(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") -> Array:
-    """The values of `x` rounded to codes, for a `jax.checkpoint` that saves the codes.
+    """Rounds `x` to codes and returns the rounded values, for a `jax.checkpoint` that saves the codes.
 
-    The codes and their scales have a name. Under a policy that saves this name, a block saves them in place of the
-    16-bit array, and recomputes the readers of the array from them:
+    The codes and their scales have a checkpoint name. If the policy of a block saves this name, the block saves them
+    instead of the 16-bit array, and recomputes later operations from them:
 
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("hidden"))
         def block(x, w1, w2):

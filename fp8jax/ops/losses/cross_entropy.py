@@ -193,7 +193,7 @@ def linear_cross_entropy(
         w: (channels, vocabulary), or (vocabulary, channels) with `vocabulary_axis=0`, as in an embedding table. If a
             mesh shards the vocabulary, each device computes its shard of the logits. Channels are gathered once.
         labels: (...), integers in [0, vocabulary), or `ignore_label`. Any other label of a counted token makes the loss
-            NaN. Under `jax.experimental.checkify` with `user_checks` it raises an error.
+            NaN. With `user_checks` of `jax.experimental.checkify` it raises an error.
         bias: (vocabulary,).
         where: bool (...), the tokens that count; None counts all. Values of other tokens, NaN too, have no effect.
         ignore_label: tokens with this label do not count, by default -100 as in PyTorch and Hugging Face. None, or a
@@ -204,10 +204,10 @@ def linear_cross_entropy(
         reduction: "mean" over the counted tokens (0 if there are none), "sum", or "none".
         tokens_per_chunk: tokens per chunk and device. None limits logits and cotangents to 1.5 GiB (quantized: 2 GiB
             and 8,192 tokens), with at most 16 chunks.
-        recipe: recipe of the head's products: a `Linear`, such as `fp8jax.recipes.HEAD`, or a `Recipe`, whose `head`
-            applies if quantized, else `linear`. None multiplies in the dtype of `x`. With one FP8 scale per operand,
-            all chunks share the scales and logits are rounded to the dtype of `x`. Else each chunk has its own scales.
-            An 8-bit head costs accuracy.
+        recipe: recipe of the head's products: a `Linear`, such as `fp8jax.recipes.HEAD`, or a `Recipe`, with its `head`
+            if that is quantized, else its `linear`. None multiplies in the dtype of `x`. With one FP8 scale per
+            operand, all chunks share the scales and logits are rounded to the dtype of `x`. Else each chunk has its own
+            scales. An 8-bit head costs accuracy.
         key: PRNG key for recipes that round stochastically.
 
     Returns:

@@ -44,7 +44,7 @@ def linear(
     quantized: QuantizedWeight | None = None,
     out_sharding: OutSharding = None,
 ) -> Array:
-    """x @ w + bias with the matmuls of a recipe, differentiable in x, w and bias.
+    """Returns x @ w + bias with the matmuls of a recipe, differentiable in x, w and bias.
 
     Args:
         x: (..., inputs), any floating dtype.
@@ -61,8 +61,8 @@ def linear(
         (..., outputs) in the dtype of `x`. Each gradient has the dtype of its argument.
 
     Raises:
-        ValueError: shapes do not match, or a key is missing. `quantized` is of another shape or recipe. The codes of a
-            frozen weight are integers and those of the recipe are not, or the reverse.
+        ValueError: shapes do not match, or a key is missing. `quantized` is of another shape or recipe. A frozen weight
+            has integer codes and the recipe floating-point ones, or vice versa.
     """
     out_spec = output_spec(x, w, out_sharding)
     return recipe_dot(
@@ -99,11 +99,11 @@ def dot_general(
         rhs: weight, any rank; its free axes are outputs.
         dimension_numbers: as in `jax.lax.dot_general`. Each batch element has its own scales.
         precision: None, or JAX's default in another spelling.
-        preferred_element_type: dtype of the result; None takes that of `lhs`.
+        preferred_element_type: dtype of the result; None means that of `lhs`.
         recipe, key, out_sharding: as of `linear`.
         quantized: result of `quantize_weight` for `rhs` as a matrix (inputs, outputs), or as (batch, inputs, outputs)
             with one batch axis.
-        input_facts: facts about `lhs`, as `fp8jax.transform` has them: what it is made from, and its codes.
+        input_facts: facts about `lhs` from `fp8jax.transform`: how to recompute it, and its codes.
         bias: (outputs,) for all free axes of `rhs`, added in the dtype of `lhs`; without batch axes.
         step_weight: as of `recipe_dot`, in place of `quantized`.
         split_sizes: as of `recipe_dot`; `rhs` then has one free axis and no batch axes.
@@ -385,7 +385,7 @@ def init_scaling(recipe: Recipe | Linear | str, w: Array | None = None) -> Scali
 
     Args:
         recipe: a recipe with a stateful scaling.
-        w: the weight, (inputs, outputs), for scalings that measure it at the start.
+        w: the weight, (inputs, outputs), for scalings that measure the initial weight.
 
     Raises:
         ValueError: the recipe's scaling has no state.
@@ -418,7 +418,8 @@ def scaled_linear(
         state: of `init_scaling` or `update_scaling`; no gradient flows to it. Layers that share the codes of an input
             (`input_facts`) use the scale of the first layer's state.
         amax_slot: fp32 scalar of any value, another one for each call. Its cotangent is the amax of the output's
-            gradient. JAX sums cotangents: a slot of two calls would get the sum of both. None if the gradient's scaling
+            gradient. JAX sums cotangents: a slot used in two calls would receive the sum of both. None if the
+                gradient's scaling
             has no state.
         recipe: a recipe with a stateful scaling, such as "delayed".
         quantized: result of `quantize_weight` under the scale that `weight_scale` returns; None quantizes `w` here.
@@ -426,8 +427,8 @@ def scaled_linear(
         input_facts, step_weight: as of `dot_general`.
 
     Returns:
-        The output, and the statistics of `x` and `w`. Their `dy` is 0: the cotangent of the slot takes its place. Pass
-        the merged statistics of a step to `update_scaling`.
+        The output, and the statistics of `x` and `w`. Their `dy` is 0; use the cotangent of the slot instead. Pass the
+        merged statistics of a step to `update_scaling`.
 
     Raises:
         ValueError: shapes do not match, the recipe's scaling has no state, or a slot or a key is missing.

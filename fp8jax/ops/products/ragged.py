@@ -64,7 +64,7 @@ def ragged_dot(
             supported. `w` may be (groups, outputs, inputs). Or both operands are contracted along their tokens, which
             are the ragged dimension: (tokens, m) and (tokens, n) give (groups, m, n), quantized as the operands of a
             weight's gradient.
-        preferred_element_type: dtype of the result; None takes that of `x`.
+        preferred_element_type: dtype of the result; None means that of `x`.
         quantized: result of `fp8jax.quantize_weight` for the matrices (groups, inputs, outputs); None quantizes `w` in
             this call.
         step_weight: as of `fp8jax.ops.products.product.recipe_dot`, in place of `quantized`.
@@ -108,11 +108,11 @@ def scaled_ragged_dot(
             part of the output's gradient. None if the gradient's scaling has no state.
         recipe: a recipe with a stateful scaling, such as "te_delayed".
         key, group_offset, dimension_numbers, preferred_element_type, step_weight, input_facts: as in `ragged_dot`.
-        quantized: as in `ragged_dot`, under the scales that the state gives.
+        quantized: as in `ragged_dot`, under the scales of the state.
 
     Returns:
-        The output, and the statistics of `x` and `w` as of `fp8jax.scaled_linear`, with a leading axis of groups. Those
-        of a group without rows are 0 for `x`, which leaves its state as it is.
+        The output, and the statistics of `x` and `w` as of `fp8jax.scaled_linear`, with a leading axis of groups. For a
+        group without rows the statistics of `x` are 0, so its state does not change.
 
     Raises:
         ValueError: as `ragged_dot`; or the recipe's scaling has no state, or a slot is missing.

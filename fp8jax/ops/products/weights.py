@@ -34,7 +34,7 @@ from fp8jax.recipes import linear_part
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenWeight:
-    """A weight that is not trained, as 8-bit codes. `freeze` makes it, and `fp8jax.linear` multiplies by it.
+    """A frozen weight as 8-bit codes, created by `freeze` and multiplied by `fp8jax.linear`.
 
     Attributes:
         codes: of the transposed matrix, (..., outputs, inputs), as bytes. Leading axes stack weights, such as those of
@@ -68,7 +68,7 @@ class FrozenWeight:
         """The transposed matrix, with the same codes.
 
         Raises:
-            ValueError: the scales do not serve the transposed matrix, as scales per group or per output.
+            ValueError: the scales, such as those per group or per output, cannot be used for the transposed matrix.
         """
         spec = self.codes.spec
         if spec.granularity not in TRANSPOSABLE or spec.expand:
@@ -203,9 +203,9 @@ class FrozenSource:
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight as its products read it, made once for all calls of a step by `quantize_weight`.
+    """A weight quantized for its products by `quantize_weight`, once for all calls of a step.
 
-    Codes are stored as bytes. FP8 arrays may not enter a differentiated function.
+    Codes are stored as bytes. A differentiated function cannot have FP8 inputs.
 
     Attributes:
         forward: (outputs, inputs).
@@ -376,23 +376,23 @@ def weight_source(
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
-    """The codes of a weight as the products of a recipe read them, for every call of `fp8jax.linear` in a step.
+    """Quantizes a weight for the products of a recipe, once for all calls of `fp8jax.linear` in a step.
 
-    Under gradient accumulation the microbatches of a step then share the scales and codes of the weight and of its
-    transposed copy, which take one byte per parameter each:
+    With gradient accumulation, the microbatches of a step share the scales and codes of the weight and of its
+    transposed copy. Each copy needs one byte per parameter:
 
         quantized = fp8jax.quantize_weight(w, recipe=recipe)
         y = fp8jax.linear(x, w, recipe=recipe, quantized=quantized)
 
     Args:
         w: (inputs, outputs), any floating dtype. Leading axes stack weights, such as those of experts, each with its
-            own scales. Gradients flow to the `w` that `linear` is given, not to this one.
+            own scales. Gradients flow to the `w` that is passed to `linear`, not to this one.
         recipe: a `Recipe`, its part `Linear`, or a preset's name; it quantizes the weight in both products.
         scale: fp32 scalar (with leading axes: of their shape), for granularity "tensor" and the format of the forward
-            product; None takes it from `w`.
+            product. None computes it from `w`.
 
     Returns:
-        Codes with their scales, rounded to nearest. They are valid while `w` stays the same.
+        Codes with their scales, rounded to nearest. They are valid until `w` changes.
 
     Raises:
         ValueError: a product of the recipe reads the weight unquantized.
