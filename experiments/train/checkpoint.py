@@ -297,7 +297,7 @@ class Checkpoints:
         if not hmac.compare_digest(str(seal).encode(), _seal(meta).encode()):
             if key:
                 raise DamagedError(
-                    f"checkpoint {self.folder / str(step)} was changed, or signed with another key than {KEY}"
+                    f"checkpoint {self.folder / str(step)} was changed, or signed with another key than that in {KEY}"
                 )
             raise self._damaged(step, "its metadata does not match its own digest")
         return meta

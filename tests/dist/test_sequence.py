@@ -359,7 +359,7 @@ def test_nan_is_seen_wherever_its_scale_reaches():
             gather_sequence,
             (2, 64, 64),
             {"wire_format": "e4m3:channel"},
-            "codes of e4m3:channel is not a supported wire format",
+            "e4m3:channel is not a supported wire format",
         ),
         (gather_sequence, (2, 64, 64), {"wire_format": "int10:group64"}, "is not a supported wire format"),
         (gather_sequence, (2, 64, 64), {"wire_format": "int8+stochastic"}, "rounds to nearest"),

@@ -75,7 +75,7 @@ def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch)
         (
             "other",
             "3 was changed, or signed with another key than that in FP8JAX_CHECKPOINT_KEY, and no older one is whole. "
-            "Give the key of this run in FP8JAX_CHECKPOINT_KEY, or start afresh with --resume never",
+            "Set FP8JAX_CHECKPOINT_KEY to the key of this run, or start afresh with --resume never",
         ),
     ):
         monkeypatch.setenv(checkpoint.KEY, key)
@@ -91,7 +91,7 @@ def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch)
         path.write_text(json.dumps(content | {"custom_metadata": forged}))
         monkeypatch.setenv(checkpoint.KEY, "secret")
         if key == "":
-            with pytest.raises(UserError, match="3 is not signed: leave out FP8JAX_CHECKPOINT_KEY, or move it away"):
+            with pytest.raises(UserError, match="3 is not signed: unset FP8JAX_CHECKPOINT_KEY, or move it away"):
                 resume()
             path.parent.rename(tmp_path / "away")
         assert resume() == 2

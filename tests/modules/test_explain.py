@@ -49,8 +49,8 @@ def test_a_report_on_an_nnx_model():
     reasons = {layer.path: layer.reason for layer in report.skipped_layers}
     assert reasons.pop("output_layer") == "an embedding or head"
     assert {path: reason.split()[0] for path, reason in reasons.items()} == {
-        "token_emb": "the",
-        "pos_emb": "the",
+        "token_emb": "an",
+        "pos_emb": "an",
         "transformer_blocks/0/mha": "the",
         "transformer_blocks/1/mha": "the",
     }

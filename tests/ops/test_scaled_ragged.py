@@ -233,7 +233,7 @@ def test_bad_input():
         fp8jax.scaled_ragged_dot(X, DY, sizes, state, jnp.zeros(4), recipe=DELAYED, dimension_numbers=along)
     with pytest.raises(ValueError, match="keeps no state"):
         fp8jax.scaled_ragged_dot(X, W, sizes, state, recipe="coat")
-    with pytest.raises(ValueError, match=r"call fp8jax.scaled_linear or scaled_ragged_dot"):
+    with pytest.raises(ValueError, match=r"use fp8jax.scaled_linear, scaled_ragged_dot or"):
         fp8jax.ragged_dot(X, W, sizes, recipe="te_delayed")
     with pytest.raises(ValueError, match="integer codes"):
         fp8jax.ragged_dot(X, fp8jax.freeze(jnp.asarray(W), "int8"), sizes, recipe="coat")
