@@ -271,7 +271,7 @@ def test_resuming_steps_back_from_damage_alone(tmp_path):
 def test_a_save_that_fails_names_the_newest_that_is_there(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
     full = ValueError("RESOURCE_EXHAUSTED: Error writing x\nFailed to write: No space left on device")
-    message = r"No space left on device; [\d,.]+ MiB are free there\); the newest is of step 2\. Put that right"
+    message = r"No space left on device; [\d,.]+ MiB are free there\); the newest is of step 2\. Fix this"
     checkpoints = Checkpoints(tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints._orbax, "save_checkpointables_async", raising(full))

@@ -148,7 +148,7 @@ def test_bad_templates_and_conversations_are_named(checkpoint, tmp_path):
     with pytest.raises(UserError, match="f:7: the chat template formats the messages before message 2 differently"):
         chat.Template(folder).spans(TALK[:4], "f:7")
     (folder / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read \(no JSON object\)"):
+    with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read \(it is not a JSON object\)"):
         chat.Template(folder)
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read"):
@@ -254,7 +254,7 @@ def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, 
     argv = [*FLAGS, "--init", str(folder), "--data", str(talks), "--out", str(out), "--run", "eight", "--recipe",
             "te_current", "--lora-rank", "4", "--sample-tokens", "0"]  # fmt: skip
     assert cli.main(argv) == 2
-    assert "the checkpoint holds codes, e4m3:token; give --base e4m3:token" in capsys.readouterr().err
+    assert "the checkpoint contains codes with spec e4m3:token; use --base e4m3:token" in capsys.readouterr().err
     assert cli.main([*argv, "--base", "e4m3:token"]) == 0
     assert len(fp8jax.lora.load(out / "eight" / "te_current" / "adapter", PEFT_NAMES)) == 7
 

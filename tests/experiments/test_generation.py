@@ -141,8 +141,8 @@ def test_seeds_give_texts_and_ends_end_them():
     [
         (np.zeros((1, 0)), 4, "a prompt needs 1 to 3 tokens"),
         (np.zeros((1, 4)), 4, "a prompt needs 1 to 3 tokens .* got 4"),
-        (np.array([[3, 40]]), 4, "ids from 3 to 40, and the model knows 0 to 39"),
-        (np.array([[3, -1]]), 4, "ids from -1 to 3, and the model knows 0 to 39"),
+        (np.array([[3, 40]]), 4, "ids from 3 to 40, but the model has ids from 0 to 39"),
+        (np.array([[3, -1]]), 4, "ids from -1 to 3, but the model has ids from 0 to 39"),
         (np.zeros((1, 2)), 20, "the model has 16 positions, not 20"),
     ],
 )

@@ -401,7 +401,7 @@ def _fp8(**fields):
         (_with("config_groups.group_0.weights.strategy", "block"), r"has blocks of None, not \[rows, columns\]"),
         (
             _with("config_groups.group_0.weights.strategy", "channel"),
-            r"weight_scale is \[1\], but scales are \[128, 1\]",
+            r"weight_scale is \[1\], but its scales must be \[128, 1\]",
         ),
         (_with("config_groups.group_0.weights.symmetric", False), r"weights\.symmetric is False"),
         (_with("config_groups.group_1", {}), "config_groups must be one group, of linear layers; got"),

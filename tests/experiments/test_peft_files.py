@@ -180,7 +180,7 @@ def test_a_pipe_or_a_folder_in_place_of_a_file_is_named(tmp_path, file):
         folder = changed(tmp_path / make.__name__)
         (folder / file).unlink()
         make(folder / file)
-        with pytest.raises(ValueError, match=rf"{file} cannot be read \(.*it is no regular file"):
+        with pytest.raises(ValueError, match=rf"{file} cannot be read \(.*it is not a regular file"):
             load(folder)
 
 

@@ -131,7 +131,7 @@ def test_a_block_is_written_where_a_page_names_it():
     (new,) = report.with_blocks({ROOT: page}, {"one": "new"}).values()
     assert new == page.replace("old", "new")
     assert report.with_blocks({ROOT: new}, {"one": "new"}) == {ROOT: new}
-    with pytest.raises(ValueError, match=r"a page has figures 'one', which docs\.toml lacks; it has two"):
+    with pytest.raises(ValueError, match=r"a page has figures 'one', which are not in docs\.toml; use one of two"):
         report.with_blocks({ROOT: page}, {"two": "figures"})
 
 

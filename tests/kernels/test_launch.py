@@ -233,7 +233,7 @@ def test_where_xlas_call_fails_jax_tritons_is_taken_and_told_once(told, monkeypa
     assert JAX_TRITON in lowered(turned, BYTES)
     assert [r.getMessage() for r in told.records] == [
         "kernels are launched by jax-triton's calls: XLA's own calls of PTX fail (RuntimeError: no such target). "
-        "Each step takes the host longer"
+        "The host needs more time per step"
     ]
 
 

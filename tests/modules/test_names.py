@@ -118,14 +118,14 @@ def test_a_module_of_the_other_flax_is_told_its_function():
         pass
 
     for call, said in (
-        (lambda: fp8jax.nnx.quantize(Mine(8), "coat"), "not Mine, a module of Flax Linen: take fp8jax.linen.quantize"),
-        (lambda: fp8jax.nnx.unquantize(nn.Dense(8)), "a module of Flax Linen: take fp8jax.linen.unquantize"),
+        (lambda: fp8jax.nnx.quantize(Mine(8), "coat"), "not Mine, a module of Flax Linen; use fp8jax.linen.quantize"),
+        (lambda: fp8jax.nnx.unquantize(nn.Dense(8)), "a module of Flax Linen; use fp8jax.linen.unquantize"),
         (
             lambda: fp8jax.nnx.lora(nn.Dense(8), rank=1, alpha=1, rngs=nnx.Rngs(0)),
-            "Flax Linen: take fp8jax.lora.freeze",
+            "Flax Linen; use fp8jax.lora.freeze",
         ),
-        (lambda: fp8jax.linen.quantize(layer(), "coat"), "not Linear, a module of Flax NNX: take fp8jax.nnx.quantize"),
-        (lambda: fp8jax.linen.unquantize(layer()), "a module of Flax NNX: take fp8jax.nnx.unquantize"),
+        (lambda: fp8jax.linen.quantize(layer(), "coat"), "not Linear, a module of Flax NNX; use fp8jax.nnx.quantize"),
+        (lambda: fp8jax.linen.unquantize(layer()), "a module of Flax NNX; use fp8jax.nnx.unquantize"),
     ):
         with pytest.raises(TypeError, match=said):
             call()

@@ -148,7 +148,7 @@ def test_a_linear_with_a_state_adds_its_bias_and_reads_weights_that_are_held(nam
 
 
 def test_delayed_recipes_are_refused_where_there_is_no_state():
-    with pytest.raises(ValueError, match=r"call fp8jax.scaled_linear"):
+    with pytest.raises(ValueError, match=r"use fp8jax.scaled_linear"):
         fp8jax.linear(X, W, recipe=RECIPE)
     with pytest.raises(ValueError, match="not 'delayed'"):
         fp8jax.init_scaling(fp8jax.recipes.te_current())
