@@ -181,7 +181,7 @@ class TokenExchange:
     def _send_to_experts(self, x: Array, wire: WireFormat) -> Array:
         if wire.spec is None:
             return self._move(wire.cast(x), self.sent, self.received, self.capacity).astype(x.dtype)
-        leaves, structure = jax.tree.flatten(_quantize(x, wire, self.groups, self.axes))
+        leaves, structure = jax.tree.flatten(quantize_to_send(x, wire, self.groups, self.axes))
         # Codes and scales are one message.
         message = jnp.concatenate([to_bytes(leaf) for leaf in leaves], axis=1)
         message = self._move(message, self.sent, self.received, self.capacity)
@@ -241,8 +241,8 @@ def _packed_rows(slices: _Slices, length: int, fill: int) -> Array:
     return jnp.where(place < ends[:, -1:], rows, fill)
 
 
-def _quantize(x: Array, wire: WireFormat, groups: Groups, axes: tuple[str, ...] = ()) -> QTensor:
-    """Codes of rows. Devices along the axes share scales of groups."""
+def quantize_to_send(x: Array, wire: WireFormat, groups: Groups, axes: tuple[str, ...] = ()) -> QTensor:
+    """Codes of rows, with scales per row. Devices along the axes share scales of groups."""
     spec = wire.spec
     assert spec is not None
     if spec.granularity == "block":  # the rows of a block would depend on the number of devices
@@ -292,7 +292,7 @@ def expert_collectives(
         if wire.spec is None:
             nbytes, name = _nbytes(rows, width, wire.dtype or dtype), HLO_NAMES[wire.dtype or dtype]
         else:
-            quantize = functools.partial(_quantize, wire=wire, groups=Groups(*jnp.zeros((2, 1), jnp.int32)))
+            quantize = functools.partial(quantize_to_send, wire=wire, groups=Groups(*jnp.zeros((2, 1), jnp.int32)))
             q = jax.eval_shape(quantize, jax.ShapeDtypeStruct((rows, width), jnp.float32))
             nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(q))
         result.append(Collective("ragged-all-to-all", name, nbytes, devices, count))
