@@ -11,7 +11,8 @@ import fp8jax
 from experiments.models.moe import ExpertProducts, Norm, Routes, recomputed
 from experiments.models.shape import LlamaConfig
 from fp8jax.core.groups import Groups
-from fp8jax.dist import TokenExchange, TokenGather
+from fp8jax.dist import TokenExchange, TokenGather, expert_collectives
+from fp8jax.dist.collectives import Collective
 from fp8jax.ops.autodiff.residuals import (
     ArrayFacts,
     CotangentFacts,
@@ -200,6 +201,22 @@ class _DecodeTokens:
 
     def backward(self, *_: Any) -> Any:
         raise TypeError("tokens that are decoded are no operation")
+
+
+def exchanged(
+    llama: LlamaConfig, devices: int, wire_format: Linear | str, tokens: int, dtype: str = "bf16", times: int = 1
+) -> list[Collective]:
+    """What a layer's devices send of their tokens, forward and backward, in which tokens travel again.
+
+    Args:
+        tokens: of one device.
+        dtype: of the tokens.
+        times: number of layers.
+    """
+    gathers = gathers_tokens(devices, llama.experts_per_token)
+    kind: Any = "all-gather" if gathers else "ragged-all-to-all"
+    rows = tokens if gathers else tokens * llama.experts_per_token
+    return expert_collectives(rows, llama.dim, devices, wire_format, dtype, kind=kind, times=times, dispatches=2)
 
 
 def check_devices(llama: LlamaConfig, devices: int) -> None:
