@@ -104,6 +104,12 @@ MODELS = {
                          ("bf16", "coat_fast"), "text", 16, 1024, 50_304),
     "gpt124m": UserModel("GPT-2 124M, 32 x 1,024 tokens", functools.partial(_sized, plain.PlainGPT, (768, 12, 12)),
                          ("bf16", "coat_fast", "auto:coat_fast"), "text", 32, 1024, 50_304),
+    **{
+        f"gpt8x{width}": UserModel(f"GPT of 8 layers, width {width:,}, 8 x 512 tokens",
+                                   functools.partial(_sized, plain.PlainGPT, (width, 8, width // 64)),
+                                   ("bf16", "coat_fast", "auto:coat_fast"), "text", 8, 512, 32_000)
+        for width in (256, 512, 1024)
+    },
 }  # fmt: skip
 
 
