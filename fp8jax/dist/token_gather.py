@@ -34,7 +34,7 @@ _ADVICE = (
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["group_sizes", "overflow", "is_routed", "row_choices", "rows"],
+    data_fields=["group_sizes", "overflow", "is_routed", "row_tokens", "rows"],
     meta_fields=["axes"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,8 @@ class TokenGather:
         overflow: int32 scalar, the rows of all devices that exceed a capacity. If it is not 0, `combine` returns NaN on
             all devices.
         is_routed: bool (tokens,), whether a token of this device has an expert.
-        row_choices: int32 (capacity,), the choice of each row: the position in the flat choices of all devices' tokens,
-            or their number for a row in no group.
+        row_tokens: int32 (capacity,), the token of each row among those of all devices; their number for a row in no
+            group.
         rows: int32 (all tokens, choices), the row of each choice; the capacity if this device has none.
         axes: the mesh axes.
 
@@ -76,7 +76,7 @@ class TokenGather:
     group_sizes: Array
     overflow: Array
     is_routed: Array
-    row_choices: Array
+    row_tokens: Array
     rows: Array
     axes: tuple[str, ...]
 
@@ -125,12 +125,7 @@ class TokenGather:
         rows = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
         rows = jnp.where(rows < groups.ends[-1], rows, capacity).reshape(experts.shape)
         row_choices = jnp.where(jnp.arange(capacity) < groups.ends[-1], order[:capacity], order.size)
-        return cls(groups.sizes, overflow, is_routed, row_choices, rows, names)
-
-    @property
-    def row_tokens(self) -> Array:
-        """The token of each row among those of all devices, int32 (capacity,); their number for a row in no group."""
-        return self.row_choices // self.rows.shape[1]
+        return cls(groups.sizes, overflow, is_routed, row_choices // experts.shape[1], rows, names)
 
     def dispatch(self, x: Array, wire_format: WireFormatLike = "e4m3:token") -> Array:
         """Rows of this device's experts. Tokens travel as codes, and sums of their gradients in the dtype of `x`.
@@ -177,7 +172,7 @@ class TokenGather:
         shape = self.is_routed.shape[0], self.rows.shape[1]
         if weights.shape != shape:
             raise ValueError(f"{_CALLER}.dispatch_weights takes {shape}, not {weights.shape}")
-        return _take_choices(lax.all_gather(cast_varying_over(weights, self.axes), self.axes, tiled=True), self)
+        return _weights_of_rows(lax.all_gather(cast_varying_over(weights, self.axes), self.axes, tiled=True), self)
 
     def combine(self, y: Array, wire_format: WireFormatLike = "e4m3:token") -> Array:
         """The sum of each token's rows, in fp32 on a device. Sums travel in the dtype of `y`, and gradients as codes.
@@ -192,7 +187,7 @@ class TokenGather:
         Raises:
             ValueError: `y` has another number of rows, or no codes of `wire_format` can travel.
         """
-        self._check("combine", y, self.row_choices.shape[0])
+        self._check("combine", y, self.row_tokens.shape[0])
         return _combine(operand_wire_format(_CALLER, wire_format, "dy"), cast_varying_over(y, self.axes), self)
 
     def _check(self, method: str, x: Array, num_rows: int) -> None:
@@ -289,8 +284,8 @@ def _combine_bwd(wire: WireFormat, gather: TokenGather, dy: Array) -> tuple[Arra
 
 
 @jax.custom_vjp
-def _take_choices(weights: Array, gather: TokenGather) -> Array:
-    return weights.reshape(-1).at[gather.row_choices].get(mode="fill", fill_value=0)
+def _weights_of_rows(weights: Array, gather: TokenGather) -> Array:
+    return jnp.zeros_like(weights, shape=gather.row_tokens.shape).at[gather.rows].set(weights, mode="drop")
 
 
 _dispatch.defvjp(
@@ -298,7 +293,7 @@ _dispatch.defvjp(
     lambda gather, ct: (gather._sum_over_devices(ct), None, None),
 )
 _combine.defvjp(lambda wire, y, gather: (_combine(wire, y, gather), gather), _combine_bwd)
-_take_choices.defvjp(
-    lambda weights, gather: (_take_choices(weights, gather), gather.rows),
+_weights_of_rows.defvjp(
+    lambda weights, gather: (_weights_of_rows(weights, gather), gather.rows),
     lambda rows, ct: (ct.at[rows].get(mode="fill", fill_value=0), None),
 )

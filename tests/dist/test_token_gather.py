@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import P
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 import fp8jax
 from fp8jax.dist import TokenGather, expert_collectives
@@ -64,8 +64,12 @@ def layer(x, w, weights, chosen, *, wire, capacity=None, recipe="bf16"):
     return gather.combine(y * gather.dispatch_weights(weights)[:, None], wire), gather.overflow[None]
 
 
+def mesh_of(devices, axis_type=AxisType.Auto):
+    return jax.make_mesh((devices,), ("expert",), axis_types=(axis_type,), devices=jax.devices()[:devices])
+
+
 def mapped(function, devices=DEVICES, axis_type=AxisType.Auto, check_vma=True):
-    mesh = jax.make_mesh((devices,), ("expert",), axis_types=(axis_type,), devices=jax.devices()[:devices])
+    mesh = mesh_of(devices, axis_type)
     return jax.shard_map(function, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=check_vma)
 
 
@@ -76,17 +80,23 @@ def value_and_gradients(function, x, w, weights, chosen, dy):
 
 
 @pytest.mark.parametrize(
-    ("wire", "devices", "check_vma"),
-    [("e4m3:token", 4, True), ("e4m3", 2, True), ("e4m3", 4, False), ("fp32", 4, True)],
+    ("wire", "devices", "axis_type", "check_vma"),
+    [
+        ("e4m3:token", 4, AxisType.Auto, True),
+        ("e4m3", 2, AxisType.Explicit, True),
+        ("e4m3", 4, AxisType.Auto, False),
+        ("fp32", 4, AxisType.Auto, True),
+    ],
 )
-def test_products_over_devices_are_those_of_rounded_tokens(wire, devices, check_vma):
+def test_products_over_devices_are_those_of_rounded_tokens(wire, devices, axis_type, check_vma):
     """Small tokens keep their digits. Tokens without experts are NaN, and stay out of results, gradients and scales."""
-    run = mapped(functools.partial(layer, wire=wire), devices, check_vma=check_vma)
+    run = mapped(functools.partial(layer, wire=wire), devices, axis_type, check_vma)
     run = jax.jit(functools.partial(value_and_gradients, run))
     for chosen in CASES.values():
         unused = ~((chosen >= 0) & (chosen < EXPERTS)).any(1)[:, None]
         x, dy = SMALL * X, SMALL * DY
-        got = run(np.where(unused, np.nan, x), W, WEIGHTS, chosen, np.where(unused, np.nan, dy))
+        arrays = np.where(unused, np.nan, x), W, WEIGHTS, chosen, np.where(unused, np.nan, dy)
+        got = jax.device_get(run(*jax.device_put(arrays, NamedSharding(mesh_of(devices, axis_type), P("expert")))))
         want = oracle(np.where(unused, 0, x), W, WEIGHTS, np.where(unused, 0, dy), chosen, wire)
         for one, other in zip(got, want, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
