@@ -372,9 +372,13 @@ def use_inputs_from_parameter_states(
     use_inputs: dict[tuple[str, int], UseInputs] = {}
     for path, group in _group_by_path(uses):
         linear, stored = uses[group[0]], parameter_states.get(path)
-        if stored is None or (linear.stateful_strategies and stored.state is None):
+        strategies = linear.stateful_strategies
+        if stored is None or (strategies and (stored.state is None or stored.linear.stateful_strategies != strategies)):
             if observed_operands(linear):
-                raise ValueError(f"the model holds no state of {scaling_names(linear)} scaling for {path}")
+                raise ValueError(
+                    f"the model holds no state of {scaling_names(linear)} scaling for {path}: the recipe was chosen by "
+                    "what the call computes. fp8jax.Rule(path, recipe) for this layer gives it one from the start"
+                )
             continue
         state_axes = group[0].state_axes
         if state_axes == stored.layer_axes[: len(state_axes)]:
