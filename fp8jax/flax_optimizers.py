@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import optax
 from flax import errors, linen, nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -17,6 +18,7 @@ from fp8jax.modules import scaled_linen
 from fp8jax.modules.calls import wrong_model_message
 from fp8jax.modules.scaled import advance_scaling, get_scalings, set_bounds
 from fp8jax.optim.bad_steps import was_applied
+from fp8jax.optim.flax_variables import is_box, merge_boxes
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.weight_bounds import find_weight_amax_bounds
 from fp8jax.rewrite.rules import Rules
@@ -127,8 +129,10 @@ def _apply_step(tx: Any, grads: Any, state: Any, params: Any, step_arguments: di
 class Optimizer(nnx.Optimizer):
     """`flax.nnx.Optimizer` whose `update` is the transformation's `step`.
 
-    State and checkpoints are those of Flax's class: one can replace the other. The fused step writes no updates to
-    memory. A transformation without a step, such as `optax.chain(...)`, updates parameters as in Flax's class.
+    The fused step writes no updates to memory. A quantized moment is one variable, whose value is a `QTensor`: Flax
+    takes several microseconds for each variable of a call. Flax's class has a variable for each array of it, so a
+    checkpoint of one class does not load into the other. Moments with names of sharded axes are as in Flax's class.
+    A transformation without a step, such as `optax.chain(...)`, updates parameters as in Flax's class.
 
     `update` also ends the step of the model's scalings, as `fp8jax.nnx.end_step` does. A further call of `end_step`
     changes nothing. If a model has several optimizers, the first update ends the step. Weights of automatic scaling get
@@ -155,6 +159,7 @@ class Optimizer(nnx.Optimizer):
         if isinstance(model, linen.Module):
             raise TypeError(wrong_model_message("fp8jax.nnx.Optimizer takes an NNX module", model))
         super().__init__(model, tx, wrt=wrt, **options)
+        self.opt_state = nnx.data(merge_boxes(self.opt_state))
         # Weights may have been loaded since they were measured. In a trace without the model, such as one for the
         # optimizer's shapes, variables of the model cannot change; the first update sets the bounds then.
         with contextlib.suppress(errors.TraceContextError):
@@ -182,7 +187,10 @@ class Optimizer(nnx.Optimizer):
             self.tx, gradients, nnx.as_pure(self.opt_state), params, nnx.as_pure(step_arguments)
         )
         nnx.update(model, params)
-        nnx.update(self.opt_state, nnx.state(state, **graph_options))
+        structure: Any = jax.tree.structure(self.opt_state, is_leaf=is_box)
+        boxes = jax.tree.leaves(self.opt_state, is_leaf=is_box)
+        for box, value in zip(boxes, structure.flatten_up_to(state), strict=True):
+            box.set_value(value)
         apply_if = step_arguments.get("apply_if")
         is_applied = was_applied(state, apply_if)
         self.step[...] += 1 if is_applied is None else is_applied.astype(self.step.dtype)

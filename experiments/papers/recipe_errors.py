@@ -169,7 +169,7 @@ def draw(files: Mapping[str, Mapping[str, Any]]) -> Figure:
             shown = np.array(list(values.values()))
             image = ax.imshow(shown, aspect="auto", interpolation="nearest", vmin=10, vmax=45)
     if image is not None:
-        figure.colorbar(image, ax=grid, label="dB", location="bottom", shrink=0.3, aspect=40)
+        figure.colorbar(image, ax=grid, label="dB", location="top", shrink=0.3, aspect=40, fraction=0.02, pad=0.01)
     return figure
 
 
