@@ -449,6 +449,6 @@ def test_a_head_has_a_state_of_its_own_recipe(name):
     # A head that only its result shows has a state if a rule gives it one. The state of another recipe is not read.
     others = dataclasses.replace(part, amax_history_length=7, threshold_update_factor=1.1)
     for base in (fp8jax.recipes.coat_fast(head=part), fp8jax.Recipe("base", linear=others, head=part)):
-        with pytest.raises(ValueError, match=r"holds no state of .* scaling for last/kernel: the recipe was chosen by"):
+        with pytest.raises(ValueError, match=r"has no state for .* scaling of last/kernel: the recipe was chosen by"):
             fp8jax.nnx.quantize(NnxHead("last"), base)(X)
         assert fp8jax.nnx.quantize(NnxHead("last"), [fp8jax.Rule("last", part), base])(X).shape == (2, 6, VOCAB)
