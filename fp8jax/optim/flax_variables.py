@@ -100,6 +100,19 @@ def _box_array(array: Any, codes: Any, box: Any) -> Any:
     return array_box
 
 
+def merge_boxes(state: Any) -> Any:
+    """The state with each `QTensor` of boxes turned into one box, unless its boxes name sharded axes."""
+
+    def merge(node: Any) -> Any:
+        boxes = jax.tree.leaves(node, is_leaf=is_box)
+        is_merged = isinstance(node, QTensor) and all(map(is_box, boxes))
+        if not is_merged or any(key in box.get_metadata() for box in boxes for key in _SHARDINGS):
+            return node
+        return type(boxes[0])(unbox(node), **boxes[0].get_metadata())
+
+    return jax.tree.map(merge, state, is_leaf=lambda node: isinstance(node, QTensor) or is_box(node))
+
+
 def unbox(tree: Any) -> Any:
     """A tree with the content of its boxes."""
     return jax.tree.map(_unbox_node, tree, is_leaf=is_box)

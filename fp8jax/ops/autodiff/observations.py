@@ -2,7 +2,7 @@
 
 An operation adds `observe` to an array that it returns. This is an identity primitive whose further operands are
 statistics. It exists only in functions that are traced by `fp8jax.telemetry`: elsewhere `current_place` is None, and
-programs stay as they are. The flag is part of the key of JAX's caches.
+programs stay unchanged. The flag is part of the key of JAX's caches.
 
 Each statistic is a sum, the logarithm of a sum, or a maximum. Those of microbatches, devices and several products of a
 weight are then merged exactly. `summarize` computes ratios from the merged ones.
@@ -263,7 +263,7 @@ def observe(y: Array, place: Place | None, role: str, observation: Observation) 
     """`y`, unchanged; the observation leaves the program with it.
 
     Args:
-        y: an array that the program needs. It has a tangent of its own.
+        y: an array that the program needs. It has its own tangent.
         place: where it is made; None observes nothing.
     """
     if place is None:

@@ -224,7 +224,7 @@ def step_tree(
         for i, (g, w, m, v, master, amax, flag) in enumerate(zip(*columns, decay_flags, strict=True))
     ]
     if key is not None and all(leaf.weight_seed is None for leaf in leaves):
-        raise ValueError("key rounds bf16 parameters stochastically, and there are none")
+        raise ValueError("key applies only to stochastic rounding of bf16 parameters, and there are none; omit it")
     place = current_place("")
     before: list[dict[str, Array]] = []
     if place is not None:

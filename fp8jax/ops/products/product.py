@@ -342,7 +342,7 @@ def _forward(config: ProductConfig, operands: Operands) -> tuple[Any, Residuals]
 def _matmuls(
     config: ProductConfig, x: Array, bias: Array | None, x_operand: ForwardOperand, w_operand: ForwardOperand
 ) -> list[Array]:
-    """The result, or the arrays into which it is split, each by a matmul of its own."""
+    """The result, or the arrays into which it is split, each by its own matmul."""
     matrix_spec = merge_spec(config.out_spec, (x.ndim - 1, 1))
     fast = "forward" in config.recipe.fast_accumulation
     ys = []
@@ -477,8 +477,8 @@ def check_slot_varies(slot: Array | None, dy: Any) -> None:
     """Raise ValueError if the slot of an amax does not vary over the mesh axes of `dy`."""
     if slot is not None and (axes := varying_axes(dy) - varying_axes(slot)):
         raise ValueError(
-            f"the layer's arrays vary over the mesh axes {sorted(axes)} and the amax_slot of its scaling does not: JAX "
-            f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
+            f"the layer's arrays vary over the mesh axes {sorted(axes)}, but the amax_slot of its scaling does not. "
+            "JAX would sum its cotangent, an amax, over these axes. Pass check_vma=False to jax.shard_map"
         )
 
 
