@@ -43,7 +43,7 @@ class Telemetry(Mapping[str, Mapping[str, Mapping[str, Any]]]):
     """
 
     array: Any
-    index: _Index
+    index: _Index = dataclasses.field(repr=False)
 
     def __getitem__(self, layer: str) -> dict[str, dict[str, Any]]:
         array = self.array if isinstance(self.array, jax.core.Tracer) else np.asarray(self.array)
