@@ -21,7 +21,7 @@ from fp8jax.dist.sequence import WireFormat, WireFormatLike, operand_wire_format
 from fp8jax.ops.autodiff.checkpointing import INPUT, with_checkpoint_name
 from fp8jax.ops.autodiff.residuals import ArrayFacts, CotangentFacts, Recomputed, attach_facts
 from fp8jax.ops.dispatch.choice import cast_varying_over
-from fp8jax.ops.products.token_rows import add_rows
+from fp8jax.ops.products.token_rows import TOKEN_GATHER, add_rows
 from fp8jax.ops.quantization import fused_outputs
 from fp8jax.ops.quantization.fused_reference import compute_row_amax
 from fp8jax.ops.quantization.token_codes import TokenCodes, encode_tokens, token_scales
@@ -210,7 +210,9 @@ class TokenGather:
         """This device's tokens of the sums of rows over all devices."""
         sums = add_rows(rows, self.rows)
         # NaN of one device is NaN of the sum.
-        return lax.psum_scatter(jnp.where(self.overflow > 0, jnp.nan, sums).astype(rows.dtype), self.axes, tiled=True)
+        sums = jnp.where(self.overflow > 0, jnp.nan, sums).astype(rows.dtype)
+        with jax.named_scope(TOKEN_GATHER):
+            return lax.psum_scatter(sums, self.axes, tiled=True)
 
 
 class _SentTokens(NamedTuple):
@@ -253,7 +255,8 @@ class _GatherTokens:
     dtype: DTypeLike
 
     def gather(self, sent: _SentTokens) -> _GatheredTokens:
-        whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axes, tiled=True), sent.shard)
+        with jax.named_scope(TOKEN_GATHER):
+            whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axes, tiled=True), sent.shard)
         if isinstance(whole, QTensor):
             codes = whole if fused_outputs.supports(self.wire.spec) else None
             return _GatheredTokens(from_bytes(whole).dequantize(self.dtype), self.wire.spec, codes)

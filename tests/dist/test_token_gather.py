@@ -195,3 +195,10 @@ def test_what_cannot_be_gathered_is_refused(error, message, ask):
 def test_a_gather_outside_of_shard_map_is_refused():
     with pytest.raises(ValueError, match=r"inside jax\.shard_map"):
         TokenGather.from_choices(CHOSEN, EXPERTS, "expert")
+
+
+def test_explain_counts_the_tokens_that_a_device_sends():
+    run = mapped(lambda w, x, weights, chosen: layer(x, w, weights, chosen, wire="e4m3:token")[0])
+    explained = fp8jax.transform(run, "coat").explain(W, X, WEIGHTS, CHOSEN)
+    codes, sums = TOKENS * (INPUTS + 4), 4 * TOKENS * OUTPUTS
+    assert f"sends {(DEVICES - 1) * (codes + sums) / 1024:.4g} KiB of tokens" in explained.exchange_note
