@@ -147,7 +147,7 @@ def main(argv: list[str]) -> None:
     torch = dict[str, TorchArms]()
     for name, user in ((name, MODELS[name]) for name in options.models if options.torch):
         if user.llama is None or options.gpus > 1:
-            parser.error(f"--torch builds the Llama of one GPU, not {name} on {options.gpus}: leave it out")
+            parser.error(f"--torch builds the Llama of one GPU, not {name} on {options.gpus}; omit it")
         torch[name] = step_torch.measured(options.torch, user.llama, user.batch, user.length, options.rounds,
                                           options.steps)  # fmt: skip
     timing.need_gpu()

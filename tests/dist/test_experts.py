@@ -243,7 +243,11 @@ def test_experts_are_shared_beside_fsdp_and_tensor_axes():
         (ValueError, "capacity must be", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS, capacity=0)),
         (ValueError, r"takes \(12, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x[1:])),
         (ValueError, r"takes \(48, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).combine(x)),
-        (ValueError, "do not travel", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x, "de8")),
+        (
+            ValueError,
+            "is not a supported wire format",
+            lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x, "de8"),
+        ),
         (ValueError, "'bf16'", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x, "te_delayed")),
     ],
 )

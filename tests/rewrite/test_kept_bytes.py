@@ -141,6 +141,8 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
     parts[0] = parts[0]._replace(unquantized_residual_bytes=6 * 1024)
     told = explanation.residual_bytes_note(parts)
     assert told.endswith("take 2.5 KiB; without the recipe at least 6 KiB (2.4 times as much)")
+    equal = parts[0]._replace(unquantized_residual_bytes=1536)
+    assert explanation.residual_bytes_note([equal]).endswith("take 1.5 KiB, as many as without the recipe")
     assert (
         explanation.residual_bytes_note([parts[0]._replace(residual_bytes=3 << 30)] * 2)
         .split("; ")[0]
@@ -157,7 +159,7 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
     assert named in explanation.gains_note(many)
     assert "; pa0 gains nothing at 1,024 tokens" in explanation.gains_note(many[:1] * 2)
     explained = explanation.Explanation(tuple(parts))
-    assert "1 of 2 products are computed again in the backward pass" in str(explained)
+    assert "1 of 2 products are recomputed in the backward pass" in str(explained)
     names = [line.split()[0] for line in explained.details.splitlines()]
     assert names == ["path", "a", "b", "norm", "head"]
     assert "computed again" not in str(explanation.Explanation(tuple(parts[1:])))

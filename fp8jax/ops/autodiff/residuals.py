@@ -33,7 +33,7 @@ _gradient_facts: dict[int, tuple[Any, Any, "ArrayFacts"]] = {}
 
 
 def attach_facts(gradient: Array | None, facts: "ArrayFacts") -> None:
-    """Attaches facts to a gradient, for the operation that reads it; does nothing if it is no array.
+    """Attaches facts to a gradient, for the operation that reads it; does nothing if it is not an array.
 
     Facts computed from `gradient` itself would keep it alive: compute them from what it is computed from.
     """

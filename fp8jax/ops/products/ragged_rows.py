@@ -16,7 +16,7 @@ from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT, PRODUCT_AUX, with_checkpoint_name
-from fp8jax.ops.autodiff.observations import Observation, current_place, observe, observe_codes
+from fp8jax.ops.autodiff.observations import current_place, observe, observe_codes
 from fp8jax.ops.autodiff.residuals import (
     ALREADY_SAVED,
     ArrayFacts,
@@ -125,7 +125,7 @@ def input_source(
         q = with_checkpoint_name(q, INPUT)
         return q if recompute_rule is None else dataclasses.replace(q, scale=with_checkpoint_name(q.scale, PRODUCT_AUX))
 
-    # Products with states of their own share the codes made under the scales of the first one.
+    # Products with their own states share the codes made under the scales of the first one.
     use = "groups of rows", residual_spec, side.strategy if scale is None else recipe.strategy("x"), x.shape
     codes: QTensor = input_facts.get_or_compute(use, make_residual, *sharing_keys, None if subkey is None else key)
     if recompute_rule is None or residual_spec.rounding == "stochastic":  # the codes depend on the key
@@ -263,8 +263,7 @@ def multiply_rows(
     config = config._replace(place=place)
     result: Array = _ragged_product(config, x, trained_w, source, w_source, groups, dy_key, scales, token)
     if scaling is not None and scaling.thresholds is not None:
-        observation = Observation({}, {"fallback_threshold": jnp.max(scaling.thresholds)})
-        result = observe(result, place, "x", observation)
+        result = observe(result, place, "x", {"fallback_threshold": jnp.max(scaling.thresholds)})
     return result, counts
 
 
