@@ -119,9 +119,8 @@ class TokenGather:
         overflow = jnp.sum(jnp.maximum(counts.reshape(devices, local).sum(1) - capacity, 0))
         first = lax.axis_index(names) * local
         groups = Groups.from_sizes(lax.dynamic_slice_in_dim(counts, first, local), capacity)
-        # Choices of other devices' experts come last.
-        is_here = (chosen >= first) & (chosen < first + local)
-        order = jnp.argsort(jnp.where(is_here, chosen, num_experts), stable=True).astype(jnp.int32)
+        # Choices of this device's experts come first.
+        order = jnp.argsort(jnp.where(chosen < first, num_experts, chosen), stable=True).astype(jnp.int32)
         rows = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
         rows = jnp.where(rows < groups.ends[-1], rows, capacity).reshape(experts.shape)
         row_choices = jnp.where(jnp.arange(capacity) < groups.ends[-1], order[:capacity], order.size)
