@@ -257,6 +257,7 @@ class _GatherTokens:
         with jax.named_scope(TOKEN_GATHER):
             whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axes, tiled=True), sent.shard)
         if isinstance(whole, QTensor):
+            assert self.wire.spec is not None
             codes = whole if fused_outputs.supports(self.wire.spec) else None
             return _GatheredTokens(from_bytes(whole).dequantize(self.dtype), self.wire.spec, codes)
         return _GatheredTokens(whole.astype(self.dtype), None, None)
