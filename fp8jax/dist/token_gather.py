@@ -6,7 +6,6 @@ its experts on other devices.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -153,11 +152,9 @@ class TokenGather:
         self._check("dispatch", x, self.is_routed.shape[0])
         wire, x = operand_wire_format(_CALLER, wire_format, "x"), cast_varying_over(x, self.axes)
         shard = with_checkpoint_name(self._encode(lax.stop_gradient(x), wire), INPUT)
-        tokens = _SentTokens(shard, self.row_tokens)
-        operation = _GatherTokens(wire, self.axes, jnp.dtype(x.dtype))
-        gathered = operation.gather(tokens)
-        rows = _dispatch(x, gathered.array, self)
-        return rows, gathered.facts(self.row_tokens)._replace(recompute_rule=(operation, tokens))
+        operation, saved = _GatherTokens(wire, self.axes, jnp.dtype(x.dtype)), (shard, self.row_tokens)
+        tokens, facts = operation.gather(*saved)
+        return _dispatch(x, tokens, self), facts._replace(recompute_rule=(operation, saved))
 
     def dispatch_weights(self, weights: Array) -> Array:
         """The weight of each row's choice, (capacity,); 0 for rows in no group. It travels in its own dtype.
@@ -214,31 +211,6 @@ class TokenGather:
             return lax.psum_scatter(sums, self.axes, tiled=True)
 
 
-class _SentTokens(NamedTuple):
-    """What a device sends of its tokens, and the token of each of its rows among those of all devices."""
-
-    shard: QTensor | Array
-    row_tokens: Array
-
-
-class _GatheredTokens(NamedTuple):
-    """The tokens of all devices.
-
-    Attributes:
-        array: (all tokens, channels).
-        spec, codes: of per-tensor FP8 codes, as bytes; else None.
-    """
-
-    array: Array
-    spec: Any
-    codes: QTensor | None
-
-    def facts(self, row_tokens: Array) -> ArrayFacts:
-        """Facts about an array whose rows are these tokens."""
-        codes = None if self.codes is None else (self.spec, TokenCodes(self.codes, row_tokens))
-        return ArrayFacts(codes=codes, row_source=(self.array, row_tokens))
-
-
 @dataclasses.dataclass(frozen=True)
 class _GatherTokens:
     """The gather of all devices' tokens: a `fp8jax.ops.autodiff.residuals.Recomputable`.
@@ -253,24 +225,32 @@ class _GatherTokens:
     axes: tuple[str, ...]
     dtype: DTypeLike
 
-    def gather(self, sent: _SentTokens) -> _GatheredTokens:
+    def gather(self, shard: QTensor | Array, row_tokens: Array) -> tuple[Array, ArrayFacts]:
+        """The tokens of all devices from what each sends, and facts about an array whose rows are these tokens."""
         with jax.named_scope(TOKEN_GATHER):
-            whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axes, tiled=True), sent.shard)
+            whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axes, tiled=True), shard)
+        codes = None
         if isinstance(whole, QTensor):
             assert self.wire.spec is not None
-            codes = whole if fused_outputs.supports(self.wire.spec) else None
-            return _GatheredTokens(from_bytes(whole).dequantize(self.dtype), self.wire.spec, codes)
-        return _GatheredTokens(whole.astype(self.dtype), None, None)
+            tokens = from_bytes(whole).dequantize(self.dtype)
+            if fused_outputs.supports(self.wire.spec):
+                codes = self.wire.spec, TokenCodes(whole, row_tokens)
+        else:
+            tokens = whole.astype(self.dtype)
+        return tokens, ArrayFacts(codes=codes, row_source=(tokens, row_tokens))
 
-    def recompute(self, sent: _SentTokens, gradient: CotangentFacts) -> Recomputed:
-        gathered = self.gather(sent)
-        codes = None if gathered.codes is None else TokenCodes(gathered.codes, sent.row_tokens)
-        return Recomputed(gathered.array, codes)
+    def recompute(self, saved: tuple[QTensor | Array, Array], gradient: CotangentFacts) -> Recomputed:
+        tokens, facts = self.gather(*saved)
+        return Recomputed(tokens, None if facts.codes is None else facts.codes[1])
+
+
+def _rows_of(tokens: Array, gather: TokenGather) -> Array:
+    return tokens.at[gather.row_tokens].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
-def _dispatch(x: Array, gathered: Array, gather: TokenGather) -> Array:
-    return gathered.at[gather.row_tokens].get(mode="fill", fill_value=0)
+def _dispatch(x: Array, tokens: Array, gather: TokenGather) -> Array:
+    return _rows_of(tokens, gather)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -279,10 +259,10 @@ def _combine(wire: WireFormat, y: Array, gather: TokenGather) -> Array:
 
 
 def _combine_bwd(wire: WireFormat, gather: TokenGather, dy: Array) -> tuple[Array, None]:
-    sent = _SentTokens(gather._encode(dy, wire), gather.row_tokens)
-    gathered = _GatherTokens(wire, gather.axes, jnp.dtype(dy.dtype)).gather(sent)
-    ct = gathered.array.at[gather.row_tokens].get(mode="fill", fill_value=0)
-    attach_facts(ct, gathered.facts(gather.row_tokens))
+    operation = _GatherTokens(wire, gather.axes, jnp.dtype(dy.dtype))
+    tokens, facts = operation.gather(gather._encode(dy, wire), gather.row_tokens)
+    ct = _rows_of(tokens, gather)
+    attach_facts(ct, facts)
     return ct, None
 
 
@@ -292,7 +272,7 @@ def _weights_of_rows(weights: Array, gather: TokenGather) -> Array:
 
 
 _dispatch.defvjp(
-    lambda x, gathered, gather: (_dispatch(x, gathered, gather), gather),
+    lambda x, tokens, gather: (_dispatch(x, tokens, gather), gather),
     lambda gather, ct: (gather._sum_over_devices(ct), None, None),
 )
 _combine.defvjp(lambda wire, y, gather: (_combine(wire, y, gather), gather), _combine_bwd)
