@@ -296,8 +296,8 @@ def exchange_note(graph: Graph) -> str:
     if not total:
         return ""
     return (
-        f"devices: in a forward pass a device sends {_format_bytes(total)} of rows to the devices of their experts and "
-        "back, if each device gets as many; the backward pass sends as many rows"
+        f"devices: in a forward pass a device sends {_format_bytes(total)} of tokens to the devices of experts and back, "
+        "if each device gets as many; the backward pass sends as many"
     )
 
 

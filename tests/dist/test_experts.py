@@ -269,6 +269,6 @@ def test_explain_counts_the_rows_that_a_device_sends():
 
     explained = fp8jax.transform(mapped(run), "coat").explain(W, X, UNEVEN)
     sent = 3 / 4 * ROWS * (INPUTS + 8 + 4 * OUTPUTS)  # codes with a scale a row, then results in fp32
-    assert f"sends {sent:.4g} B of rows" in explained.exchange_note
+    assert f"sends {sent:.4g} B of tokens" in explained.exchange_note
     assert explained.exchange_note[:20] in str(explained)
     assert not fp8jax.transform(lambda w, x: x @ w, "coat").explain(W[0], X[0]).exchange_note
