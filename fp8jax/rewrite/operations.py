@@ -543,10 +543,11 @@ class LossOperation:
         shape, vocabulary = x.shape[:-1], w.shape[self.vocabulary_axis]
         labels = interpreter.array(loss.labels).reshape(shape)
         weights = jnp.full(shape, loss.scale, jnp.float32)
-        for value in loss.weights:
-            weights *= interpreter.array(value).reshape(shape).astype(jnp.float32)
-        for value, case in loss.masks:
-            weights = jnp.where(interpreter.array(value).reshape(shape) == case, weights, 0)
+        for value, losses_shape in loss.weights:
+            weights *= jnp.broadcast_to(interpreter.array(value), losses_shape).reshape(shape).astype(jnp.float32)
+        for value, losses_shape, case in loss.masks:
+            is_counted = jnp.broadcast_to(interpreter.array(value), losses_shape).reshape(shape) == case
+            weights = jnp.where(is_counted, weights, 0)
         if loss.out_of_range == "zero":
             weights = jnp.where((labels >= 0) & (labels < vocabulary), weights, 0)
         if loss.out_of_range == "clip":
