@@ -72,8 +72,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DiskError(
-            f"{path} cannot be written ({error.strerror or error}). Put that right, and give the same command again: "
-            "it goes on from the newest checkpoint"
+            f"{path} cannot be written ({error.strerror or error}). Fix this and run the same command again; it "
+            "continues from the newest checkpoint"
         ) from error
 
 

@@ -167,7 +167,7 @@ class Soak:
         """Trains a run to its end."""
         for code, output in map(self.end, self.start(run, *options, **start)):
             if code:
-                raise SoakError(f"{run} ended with code {code}: {output[-500:]}")
+                raise SoakError(f"{run} exited with code {code}: {output[-500:]}")
 
     def check(self, run: str, layout: Layout = ONE) -> str:
         """What of a finished run's last state differs from that of a run that was left alone, or ""."""
@@ -222,7 +222,7 @@ def wait_for(condition: Callable[[], bool], processes: Sequence[subprocess.Popen
         if any(process.poll() is not None for process in processes):
             return False
         if time.monotonic() > until:
-            raise SoakError(f"nothing came within {PATIENCE} s")
+            raise SoakError(f"no output within {PATIENCE} s")
         time.sleep(PAUSE)
     return True
 

@@ -39,24 +39,11 @@ if "google.colab" in sys.modules and not pathlib.Path("fp8jax/experiments").is_d
     address, _, revision = SOURCE.removeprefix("git+").partition(".git@")
     branch = ["--branch", revision] if revision else []
     subprocess.run(["git", "clone", "--quiet", "--depth=1", *branch, address, "fp8jax"], check=True)
-    needed = [
-        "filelock",
-        "grain",
-        "huggingface_hub",
-        "jinja2",
-        "orbax-checkpoint",
-        "rich",
-        "safetensors",
-        "tensorboardX",
-    ]
+    needed = ["filelock", "grain", "huggingface_hub", "jinja2", "orbax-checkpoint", "rich", "safetensors", "tensorboardX"]
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *needed, "tokenizers", "tyro"], check=True)
-CLONES = [
-    p.resolve() for p in (pathlib.Path("fp8jax"), pathlib.Path(".."), pathlib.Path()) if (p / "experiments").is_dir()
-]
+CLONES = [p.resolve() for p in (pathlib.Path("fp8jax"), pathlib.Path(".."), pathlib.Path()) if (p / "experiments").is_dir()]
 if not CLONES:
-    raise SystemExit(
-        f"The training program is in the repository: run this in a clone of it, not in {pathlib.Path().resolve()}."
-    )
+    raise SystemExit(f"The training program is in the repository: run this in a clone of it, not in {pathlib.Path().resolve()}.")
 ROOT = CLONES[0]
 
 # %%
@@ -73,13 +60,10 @@ FOLDER = WORK / "checkpoint"
 def program(name, *options):
     """Runs a program of the clone and prints the end of its output."""
     command = [sys.executable, "-m", f"experiments.{name}", *map(str, options)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1", "TERM": "dumb"}
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1", "TERM": "dumb"})
     output = done.stdout if done.returncode == 0 else done.stdout + done.stderr
     print("\n".join(output.replace(str(WORK), "WORK").rstrip().splitlines()[-10:]))
     done.check_returncode()
-
 
 # %% [markdown]
 # The base model is trained for a few steps on Python source files and exported. Everything below works with a folder of
@@ -126,11 +110,7 @@ train("adapted", *start, "--recipe", "te_current", "--lora-rank", 8, "--base", "
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3.2))
-for run, recipe, style, width in (
-    ("tuned", "bf16", "-", 3),
-    ("tuned", "coat", "--", 1),
-    ("adapted", "te_current", ":", 2),
-):
+for run, recipe, style, width in (("tuned", "bf16", "-", 3), ("tuned", "coat", "--", 1), ("adapted", "te_current", ":", 2)):
     rows = [json.loads(line) for line in (WORK / "runs" / run / recipe / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     axes.semilogy(losses, style, linewidth=width, label=recipe if run == "tuned" else "LoRA of rank 8 on an 8-bit base")

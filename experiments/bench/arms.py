@@ -45,7 +45,7 @@ def parse(name: str, known: Collection[str] = ()) -> tuple[fp8jax.Recipe, frozen
         where, settings = ("weights", master) if master else CHANGES.get(part, ("", {}))
         if not where:
             listed = ", ".join(map(repr, [*CHANGES, f"bf16+int8{MASTERS}", *known]))
-            raise ValueError(f"arm {name!r}: {part!r} is none of {listed}")
+            raise ValueError(f"arm {name!r}: {part!r} is unknown; use one of {listed}")
         recipe = dataclasses.replace(recipe, **{where: dataclasses.replace(getattr(recipe, where), **settings)})
     return recipe, frozenset(found)
 

@@ -115,7 +115,7 @@ def built(names: Sequence[str], make: Callable[[str], Any], limit: float = math.
             if arm is not None:
                 print(f"  {name}: traced, and the one before ran, in {time.perf_counter() - start:.0f} s", flush=True)
     if names[0] not in arms:
-        raise RuntimeError(f"{names[0]!r}, which all arms are compared with, does not run")
+        raise RuntimeError(f"{names[0]!r}, the baseline of all arms, does not run")
     return arms
 
 

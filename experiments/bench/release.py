@@ -50,10 +50,10 @@ def largest(make: Callable[[int], CardArm], room: float) -> CardArm:
         ValueError: not even one sequence fits, or there is no limit.
     """
     if math.isinf(room):
-        raise ValueError("the device does not say how much memory it has: give --fit, in GB")
+        raise ValueError("the device does not report its memory; set --fit, in GB")
     found = last = make(1)
     if found.needs > room:
-        raise ValueError(f"one sequence needs {found.needs:.1f} GB, and there are {room:.1f}")
+        raise ValueError(f"one sequence needs {found.needs:.1f} GB, but there are only {room:.1f}")
     batch, too_many, one = SECOND, math.inf, 0.0
     for _ in range(MOST_TRIES):
         arm = make(batch)

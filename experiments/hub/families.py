@@ -341,8 +341,8 @@ def read(path: Path, content: dict[str, Any]) -> tuple[Family, LlamaConfig]:
     if family is None or named[0] not in (None, family.architecture):
         known = ", ".join(x.architecture for x in ALL)
         raise UserError(
-            f"{path}: model_type {content.get('model_type')!r} with architecture {named[0]!r} is not known; "
-            f"known are {known}"
+            f"{path}: model_type {content.get('model_type')!r} with architecture {named[0]!r} is not supported; "
+            f"supported are {known}"
         )
     fields = Fields(path, content)
     try:

@@ -63,7 +63,7 @@ class Fields:
         """As `number`, of a whole one."""
         value = self.number(name, default)
         if value is not None and not isinstance(value, int):
-            raise UserError(f"{self.path}: {name} is {value!r}, not a whole number")
+            raise UserError(f"{self.path}: {name} is {value!r}, not an integer")
         return value
 
     def only(self, name: str, *allowed: Any, default: Any = None) -> Any:
@@ -110,7 +110,7 @@ class Fields:
         elif kind != "default":
             raise UserError(f"{self.path}: rope type {kind!r} is not supported; only 'default' and 'llama3' are")
         if parts:
-            raise UserError(f"{self.path}: rope {kind} with {parts} is not understood")
+            raise UserError(f"{self.path}: rope {kind} with {parts} is not supported")
         return theta, scaling
 
     def close(self) -> None:

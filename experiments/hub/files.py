@@ -69,7 +69,9 @@ class Stored:
         except OSError as error:
             raise UserError(f"{self.file} cannot be read ({error.strerror or error})") from None
         if values.size != count:
-            raise UserError(f"{self.file} ends within {self.name}: it is not the file that was opened; load it again")
+            raise UserError(
+                f"{self.file} ends within {self.name}: the file was changed while it was read; load it again"
+            )
         values = values.reshape(self.shape)
         if self.digest and peft_files.digest(values) != self.digest:
             raise UserError(f"{self.file} is damaged: the values of {self.name} do not match their digest")
@@ -90,8 +92,8 @@ def resolve(source: str | Path) -> Path:
         return Path(huggingface_hub.snapshot_download(str(source), local_files_only=True))
     except Exception as error:  # the library's own, and ValueError for what can be no name
         raise UserError(
-            f"{source} is no folder, and no model in the local cache ({type(error).__name__}); "
-            f"`hf download OWNER/NAME` fills the cache"
+            f"{source} is neither a folder nor a model in the local cache ({type(error).__name__}); download it with "
+            "`hf download OWNER/NAME`"
         ) from None
 
 
@@ -121,12 +123,12 @@ def tensors(folder: Path) -> dict[str, Stored]:
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
             other = sorted(p.name for p in [*folder.glob("*.bin"), *folder.glob("*.safetensors")])
-            there = f"; what is there is {', '.join(other[:3])}" if other else ""
+            there = f"; it contains {', '.join(other[:3])}" if other else ""
             raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}{there}")
         return _header(folder / SINGLE)
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
-        raise UserError(f"{folder / INDEX}: weight_map is no object of file names")
+        raise UserError(f"{folder / INDEX}: weight_map is not an object with file names")
     found: dict[str, Stored] = {}
     for name in sorted(set(places.values())):
         if not _is_name(name):
@@ -153,7 +155,7 @@ def _header(path: Path) -> dict[str, Stored]:
         metadata = header.pop("__metadata__", None)
         found = peft_files.read(metadata, header)
     except Exception as error:  # SafetensorError, OSError, and ValueError of digests
-        raise UserError(f"{path} is damaged or no safetensors file ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{path} is damaged or not a safetensors file ({str(error).splitlines()[0]})") from None
     return {
         name: Stored(path, name, x["dtype"], tuple(x["shape"]), 8 + length + x["data_offsets"][0], found.get(name, ""))
         for name, x in header.items()
@@ -217,7 +219,7 @@ def _written(folder: Path) -> dict[str, Any]:
         if text is not None and not all(isinstance(found[name], dict) for name in ("config", "files")):
             raise ValueError(f"{FOLDER} in its metadata is damaged")
     except Exception as error:  # SafetensorError, OSError, and of a damaged entry
-        raise UserError(f"{path} is damaged or no safetensors file ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{path} is damaged or not a safetensors file ({str(error).splitlines()[0]})") from None
     result: dict[str, Any] = found
     return result
 
@@ -240,7 +242,7 @@ def read_sidecar(folder: Path, name: str) -> bytes | None:
     home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     roots = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(target.is_relative_to(root) for root in roots):
-        raise UserError(f"{path} is a link to {target}, outside of the folder; put the file in its place, or remove it")
+        raise UserError(f"{path} is a link to {target}, outside of the folder; replace it by the file, or remove it")
     try:
         return read_bytes(target)
     except OSError as error:

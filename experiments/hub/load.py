@@ -177,8 +177,8 @@ def find(folder: Path, family: Family, config: LlamaConfig, storage: EightBits |
     if left:
         listed = f"{', '.join(sorted(left)[:5])}{' ...' if len(left) > 5 else ''}"
         raise UserError(
-            f"{next(iter(left.values())).file}: {len(left)} tensors that {family.architecture} with this config.json "
-            f"does not have: {listed}"
+            f"{next(iter(left.values())).file}: {len(left)} tensors that do not belong to {family.architecture} with "
+            f"this config.json: {listed}"
         )
     return parts
 
@@ -217,7 +217,7 @@ def _split(
     expected = tensor.shape(flat)
     if stored.shape != expected:
         raise UserError(
-            f"{stored.file}: {stored.name} is {list(stored.shape)}, but by config.json it is {list(expected)}"
+            f"{stored.file}: {stored.name} is {list(stored.shape)}, but config.json requires {list(expected)}"
         )
     start = 0
     for path, shape in zip(tensor.paths, tensor.shapes(flat), strict=True):
@@ -229,8 +229,8 @@ def _split(
 def _check_tied(head: Stored, table: Stored) -> None:
     if head.shape != table.shape or head.kind != table.kind or head.read().tobytes() != table.read().tobytes():
         raise UserError(
-            f"{head.file}: {head.name} is not {table.name}, but config.json says that they are tied; "
-            "set tie_word_embeddings to false there, or remove the tensor"
+            f"{head.file}: {head.name} differs from {table.name}, but config.json ties them; set tie_word_embeddings "
+            "to false in config.json, or remove the tensor"
         )
 
 
@@ -247,7 +247,9 @@ def _read(
         with np.errstate(over="ignore"):
             place[...] = values
         if whole.dtype == np.float16 and values.dtype != np.float16 and np.isinf(place).any():
-            raise UserError(f"{part.stored.file}: {part.stored.name} has values beyond float16; load as bfloat16")
+            raise UserError(
+                f"{part.stored.file}: {part.stored.name} has values outside the range of float16; load as bfloat16"
+            )
     return whole
 
 

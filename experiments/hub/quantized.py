@@ -149,7 +149,7 @@ def read_scale(storage: EightBits, codes: Stored, scale: Stored) -> np.ndarray:
     outputs, inputs = codes.shape
     wanted, values = storage.shape(outputs, inputs), scale.read().astype(np.float32)
     if values.shape != wanted and not (storage.strategy != "block" and values.size == math.prod(wanted)):
-        raise UserError(f"{scale.file}: {scale.name} is {list(values.shape)}, but scales are {list(wanted)}")
+        raise UserError(f"{scale.file}: {scale.name} is {list(values.shape)}, but its scales must be {list(wanted)}")
     if not (np.isfinite(values) & (values > 0)).all():
         raise UserError(f"{scale.file}: {scale.name} has scales that are not positive and finite")
     return values.reshape(wanted if storage.strategy == "block" else (-1, 1))
@@ -170,7 +170,9 @@ def frozen(storage: EightBits, codes: np.ndarray, scale: np.ndarray, put: Any) -
         UserError: blocks are not 128 x 128.
     """
     if storage.strategy == "block" and storage.block != (128, 128):
-        raise UserError(f"blocks of {storage.block} are read as values only, not as codes; 128 x 128 are")
+        raise UserError(
+            f"blocks of {storage.block} can be read as values, but not as codes; codes need blocks of 128 x 128"
+        )
     spec = fp8jax.QuantSpec.parse(SPECS[storage.strategy])
     return FrozenWeight(to_bytes(fp8jax.QTensor(put(codes), put(scale), None, None, spec)))
 

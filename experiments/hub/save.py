@@ -106,20 +106,20 @@ def save(
         DiskError: a file cannot be written.
     """
     if folder.exists():
-        raise UserError(f"{folder} exists; give another folder, or move it away")
+        raise UserError(f"{folder} exists; use another folder, or move it away")
     content, family = {}, None
     if like is not None:
         content = files.read_json(like / "config.json")
         family, shape = families.read(like / "config.json", content)
         if shape != config:
-            raise UserError(f"{like} is of another shape, {shape}, than the model, {config}")
+            raise UserError(f"{like} has another shape, {shape}, than the model, {config}")
     family = family or families.of(config)
     if eight is not None and any(tensor.linear and not tensor.turned for tensor in family.tensors(config)):
-        raise UserError(f"{family.architecture} has no linear layers that 8-bit formats know; write bfloat16")
+        raise UserError(f"{family.architecture} has no linear layers that an 8-bit format supports; use bfloat16")
     flat = flatten(params)
     wanted = flatten(load.abstract_params(config))
     for path in sorted(set(wanted) ^ set(flat)):
-        raise UserError(f"the parameters {'lack' if path in wanted else 'have'} {path}, unlike a model of {config}")
+        raise UserError(f"the parameters {'lack' if path in wanted else 'have'} {path}, unlike a model with {config}")
     tensors = list(family.tensors(config))
     kept = [] if eight is None else _kept(tensors, config, flat, eight.storage)
     parts = [part for tensor in tensors for part in _parts(tensor, config, flat, dtype, eight, kept)]
@@ -149,7 +149,7 @@ def save(
         os.replace(partial, folder)
     except OSError as error:
         raise DiskError(
-            f"{folder} cannot be written ({error.strerror or error}); {partial} is what there is"
+            f"{folder} cannot be written ({error.strerror or error}); the partial result is {partial}"
         ) from error
     return kept
 
@@ -219,7 +219,7 @@ def _values(tensor: Tensor, flat: dict[str, Any], at: tuple[int, ...], dtype: np
     with np.errstate(over="ignore"):
         cast = whole.astype(dtype)
     if not np.isfinite(cast.astype(np.float32)).all() and np.isfinite(whole.astype(np.float32)).all():
-        raise UserError(f"{tensor.name.format(*at)} has values beyond {dtype.name}; write bfloat16")
+        raise UserError(f"{tensor.name.format(*at)} has values outside the range of {dtype.name}; use bfloat16")
     return [np.ascontiguousarray(cast.T if tensor.turned else cast)]
 
 
@@ -273,7 +273,7 @@ def eight_bits(name: str, *, activations: bool = False) -> EncodedAs:
     if name == "deepseek":
         return EncodedAs(EightBits("fp8", "block"), quantized.SPECS["block"])
     if name not in quantized.SPECS:
-        raise UserError(f"unknown 8-bit format {name!r}; the formats are {', '.join([*quantized.SPECS, 'deepseek'])}")
+        raise UserError(f"unknown 8-bit format {name!r}; use one of {', '.join([*quantized.SPECS, 'deepseek'])}")
     return EncodedAs(EightBits("compressed-tensors", name, activations=activations), quantized.SPECS[name])
 
 
@@ -288,10 +288,10 @@ def of_recipe(recipe: fp8jax.Recipe, *, deepseek: bool = False, activations: boo
     name = None if spec is None else strategies.get(spec)
     if name is None:
         raise UserError(
-            f"recipe {recipe.name} multiplies by weights in {spec or 'the format of computation'}, which no format "
-            f"holds; those are {', '.join(quantized.SPECS.values())}"
+            f"recipe {recipe.name} multiplies by weights in {spec or 'the format of computation'}, which no export "
+            f"format supports; the formats are {', '.join(quantized.SPECS.values())}"
         )
     if deepseek and name != "block":
-        raise UserError(f"recipe {recipe.name} has a scale a {name}, and the deepseek format one a block")
+        raise UserError(f"recipe {recipe.name} has one scale per {name}, but the deepseek format needs one per block")
     storage = EightBits("fp8", "block") if deepseek else EightBits("compressed-tensors", name, activations=activations)
     return EncodedAs(storage, recipe.linear)

@@ -245,7 +245,7 @@ class Llama(nnx.Module):
     def decode(self, x_NxD: jax.Array, length: int, segments_BxT: jax.Array | None = None) -> jax.Array:
         """Embedded sequences of a length T, one after the other in N, to what the head reads, (N, D)."""
         if segments_BxT is not None and self.config.learned_positions:
-            raise ValueError("segments need rotary positions, which are relative; this model has learned ones")
+            raise ValueError("segments need rotary (relative) positions, but this model has learned positions")
         x_NxD, *angles = self.placed(x_NxD, length)
         tables = (*angles, segments_BxT) if segments_BxT is not None else tuple(angles)
 

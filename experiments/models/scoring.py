@@ -88,7 +88,7 @@ def cut(tokens: np.ndarray, length: int) -> Windows:
         ValueError: fewer than two tokens.
     """
     if len(tokens) < 2:
-        raise ValueError("a text needs two tokens: one to begin with, and one to score")
+        raise ValueError("a text needs at least two tokens: a first one, and one to score")
     if len(tokens) <= length:
         counts = np.arange(length) < len(tokens) - 1
         return Windows(np.resize(tokens, (1, length + 1)).astype(np.int32), counts[None])

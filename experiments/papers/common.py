@@ -196,7 +196,7 @@ def dump(out: Path, flags: str = FLAGS, step: int | None = None) -> Dump:
     with hold(run):
         code = cli.main([*arguments, "--out", str(out)])
     if code:
-        raise UserError(f"the training run ended with code {code}")
+        raise UserError(f"the training run exited with code {code}")
     trained = evaluate.load(run, "bf16")
     with Checkpoints(run / "bf16" / "checkpoints", trained.config.run.keep) as checkpoints:
         state, _ = checkpoints.restore(step or trained.step, jax.eval_shape(trained.task.init))

@@ -159,7 +159,9 @@ def damaged(arm: ParityArm) -> Iterator[None]:
     with mock.patch.object(product, "matmul", replaced):
         yield
     if not met:
-        raise RuntimeError(f"the recipe {arm.recipe.name!r} has no {arm.product} product of codes: nothing was damaged")
+        raise RuntimeError(
+            f"the recipe {arm.recipe.name!r} has no {arm.product} product of codes, so no operand was changed"
+        )
 
 
 def coarse(q: fp8jax.QTensor, lost_bits: int) -> fp8jax.QTensor:
@@ -495,7 +497,7 @@ def train_arm(
         content["recipe"] = read_settings(content["recipe"])
     changed = [key for key, value in header.items() if content.get(key, value) != value]
     if changed:
-        raise UserError(f"{path} was made with another {', '.join(changed)}: delete it, or give other --results")
+        raise UserError(f"{path} was written with another {', '.join(changed)}; delete it, or use other --results")
     content["runs"] = runs_of(content)
     missing = [seed for seed in seeds if str(seed) not in content["runs"]]
     if not missing or not has_time(0):

@@ -102,9 +102,9 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
     files = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     for key in ("text", "device", "setting"):
         if len({json.dumps(of[key], sort_keys=True) for of in files.values()}) > 1:
-            raise UserError(f"the files in {folder} differ in {key}: delete them, and train again")
+            raise UserError(f"the files in {folder} differ in {key}; delete them and train again")
     if BASE not in files:
-        raise UserError(f"{folder} has no {BASE}.json: train it first")
+        raise UserError(f"{folder} has no {BASE}.json; train it first")
     return files
 
 

@@ -136,7 +136,7 @@ def tables() -> list[Table]:
             elif fields["again"] in known:
                 row = known[fields["again"]]._replace(what=fields["what"])
             else:
-                raise ValueError(f"tables.toml: no row {fields['again']!r} before {fields['what']!r}")
+                raise ValueError(f"tables.toml: there is no row {fields['again']!r} before {fields['what']!r}")
             rows.append(row)
         found.append(Table(content["section"], content.get("title", ""), content["text"], tuple(rows)))
     return found
@@ -215,7 +215,7 @@ def with_figures(text: str, results: Mapping[str, Mapping[str, Result]], missing
         line = FIGURE.sub(lambda _: next(written_figures), line)  # noqa: B023
         if "{card}" in line:
             if len(cards) != 1:
-                raise ValueError(f"figures of the cards {', '.join(sorted(cards))}, not of one, in: {line}")
+                raise ValueError(f"figures of the cards {', '.join(sorted(cards))}, not of a single one, in: {line}")
             line = line.replace("{card}", cards.pop())
         lines.append(line)
     return "\n".join(lines).replace("{sources}", "; ".join(sources))

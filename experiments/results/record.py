@@ -81,7 +81,7 @@ def commit() -> str:
     """
     if given := os.environ.get("FP8JAX_COMMIT"):
         if not re.fullmatch(r"[0-9a-f]{7,40}\+?", given):
-            raise ValueError(f"FP8JAX_COMMIT={given!r} is no commit's hash: give what `git rev-parse HEAD` prints")
+            raise ValueError(f"FP8JAX_COMMIT={given!r} is not a commit hash; use the output of `git rev-parse HEAD`")
         return given[:10] + ("+" if given.endswith("+") else "")
     return _head(ROOT)
 

@@ -315,7 +315,7 @@ def with_blocks(pages: Mapping[Path, str], blocks: Mapping[str, str]) -> dict[Pa
     def filled(match: re.Match[str]) -> str:
         start, name, end = match.groups()
         if name not in blocks:
-            raise ValueError(f"a page has figures {name!r}, which docs.toml lacks; it has {', '.join(blocks)}")
+            raise ValueError(f"a page has figures {name!r}, which are not in docs.toml; use one of {', '.join(blocks)}")
         unused.pop(name, None)
         return f"{start}{blocks[name]}\n{end}"
 

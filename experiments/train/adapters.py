@@ -101,7 +101,7 @@ def of_base(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
     linear = recipe.linear if recipe.linear.w_scaling is None else dataclasses.replace(recipe.linear, w_scaling=None)
     if any(part.collects_stats for part in linear.stateful_strategies.values()):
         raise UserError(
-            f"--lora-rank: {recipe.name} has {linear.scaling} scaling, which keeps a state in each layer; take a "
+            f"--lora-rank: {recipe.name} has {linear.scaling} scaling, which keeps a state in each layer; use a "
             "recipe with current scaling, such as te_current, fast or int8_block"
         )
     codes = [linear.spec(name) for name in ("x", "dy")]
@@ -110,8 +110,8 @@ def of_base(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
         for spec in codes:
             if spec is not None and _floating(spec.format) != _floating(held):
                 raise UserError(
-                    f"--base {lora.base}: {recipe.name} multiplies {spec.format}, and units multiply floating codes or "
-                    f"integers; give --base {spec.format}, or take recipe bf16"
+                    f"--base {lora.base}: {recipe.name} multiplies {spec.format}, and a product cannot mix "
+                    f"floating-point and integer codes. Use --base {spec.format}, or --recipe bf16"
                 )
     return dataclasses.replace(recipe, linear=linear, context=fp8jax.recipes.Context())
 
@@ -196,7 +196,7 @@ def with_codes(base: Any, params: Any, lora: Lora) -> Any:
         *layer, _ = (key.key for key in path)
         if lora.base == "bf16" or w.codes.spec != fp8jax.QuantSpec.parse(lora.base):
             raise UserError(
-                f"--base {lora.base}: the checkpoint holds codes, {w.codes.spec}; give --base {w.codes.spec}"
+                f"--base {lora.base}: the checkpoint contains codes with spec {w.codes.spec}; use --base {w.codes.spec}"
             )
         held: Any = {"held": dict(enumerate(jax.tree.leaves(w)))}
         bias = {k: v for k, v in functools.reduce(lambda tree, step: tree[step], layer, base).items() if k == "bias"}

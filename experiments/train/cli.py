@@ -96,7 +96,7 @@ def _explain(error: Exception, command: str) -> tuple[int, str] | None:
         case UserError():
             return error.exit_code, f"error: {error}"
         case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS):
-            return 3, f"error: {error}. Make that writable, or give another --out"
+            return 3, f"error: {error}. Make it writable, or use another --out"
         case OSError():
             return 3, f"error: {error}"
         case ModuleNotFoundError() if line := packages.explain(error, _PROGRAM):
@@ -158,7 +158,7 @@ def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[s
             try:
                 config.run.out.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UserError(f"--out {config.run.out}: cannot make it: {error.strerror}") from None
+                raise UserError(f"--out {config.run.out}: cannot create it: {error.strerror}") from None
             if hosts.first():
                 stack.enter_context(lock.hold(config.folder))
         session = _begin(config, recipes.values(), devices, console, stop)
@@ -342,7 +342,7 @@ def _read_finished(folder: Path, identity: Mapping[str, Any], console: Console) 
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); move it away") from None
     except ValueError as error:
-        console.print(f"{path} is damaged ({error!r}): made again from the newest checkpoint, if any")
+        console.print(f"{path} is damaged ({error!r}); it is recreated from the newest checkpoint, if any")
         return None
     check_same(known, identity, folder)
     return result

@@ -193,11 +193,11 @@ class Lora:
         check_ranges(self)
         if not self.lora_rank and self != Lora():
             changed = [k for k, v in dataclasses.asdict(self).items() if v != getattr(Lora, k)]
-            raise UserError(f"{flag(changed[0])} is for adapters: give --lora-rank, too, such as 16")
+            raise UserError(f"{flag(changed[0])} requires adapters; also set --lora-rank, such as 16")
         try:
             re.compile(self.lora_targets)
         except re.error as error:
-            raise UserError(f"--lora-targets {self.lora_targets!r} is no regular expression: {error}") from None
+            raise UserError(f"--lora-targets {self.lora_targets!r} is not a regular expression: {error}") from None
         if self.base == "bf16":
             return
         try:
@@ -205,7 +205,7 @@ class Lora:
         except ValueError as error:
             raise UserError(f"--base: {error}") from None
         if fp8jax.formats.get(spec.format).bits != 8 or spec.rounding != "nearest":
-            raise UserError(f"--base has 8-bit codes rounded to nearest, or is bf16, not {self.base}")
+            raise UserError(f"--base must be bf16, or an 8-bit spec that rounds to nearest, got {self.base}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -344,7 +344,7 @@ class Task:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """`step` with layers that are updated inside the backward pass, whether all is finite or not."""
         if self.rows is not None and self.rows.mesh.shape[tensor.AXIS] > 1:
-            raise ValueError("gradients are summed over tensor after the backward pass: leave out --release")
+            raise ValueError("gradients are summed over the tensor axis after the backward pass; omit --release")
         form = dataclasses.replace(self._form, remat=False)
         parts: Any = nnx.split(nnx.eval_shape(lambda: form.build_plain(nnx.Rngs(0))), nnx.Param, ...)
         graphdef, _, others = parts

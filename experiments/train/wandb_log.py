@@ -16,7 +16,7 @@ def check(project: str) -> None:
         try:
             importlib.import_module("wandb")
         except ModuleNotFoundError:
-            raise UserError(f"--wandb {project} needs the package wandb: pip install wandb; or leave it out") from None
+            raise UserError(f"--wandb {project} needs the package wandb: pip install wandb; or omit it") from None
 
 
 @contextlib.contextmanager

@@ -273,10 +273,11 @@ class Threshold(Stateful):
     def __post_init__(self) -> None:
         if not 0 <= self.min_fraction <= self.max_fraction <= 1:
             raise ValueError(
-                f"a share of blocks lies in [0, 1], and no range is from {self.min_fraction} to {self.max_fraction}"
+                f"fallback fractions must satisfy 0 <= min <= max <= 1, got min {self.min_fraction} and max "
+                f"{self.max_fraction}"
             )
         if not self.update_factor > 1:
-            raise ValueError(f"the factor of a threshold must be above 1, not {self.update_factor}")
+            raise ValueError(f"update_factor must be greater than 1, got {self.update_factor}")
 
     @classmethod
     def from_settings(cls, settings: Any) -> Self:
@@ -331,7 +332,7 @@ class Automatic(Stateful):
 
     def init(self, x: Array | None = None) -> Array:
         if x is None:
-            raise ValueError("automatic scaling measures the weight at the start: give init_scaling the weight")
+            raise ValueError("automatic scaling measures the initial weight; pass the weight to init_scaling")
         return self.measure_amax(x)
 
     def scale(self, state: Array, x: Array, fmt: Format) -> Array:
@@ -371,7 +372,7 @@ def find_scaling(name: str | Scaling, settings: Any = None, operand: str | None 
     if isinstance(name, Scaling):
         return name
     if name not in NAMES:
-        raise ValueError(f"{name!r} is one of no known scalings: {', '.join(NAMES)}")
+        raise ValueError(f"{name!r} is not a known scaling; use one of {', '.join(NAMES)}")
     kind = NAMES[name]
     if operand is not None and operand not in kind.operands:
         return Current()

@@ -120,7 +120,7 @@ def sentence(text: str, width: int | None = None, indent: int = 0) -> str:
 
 
 def _wrap(text: str, width: int, indent: int = 0) -> list[str]:
-    """Lines of a text, broken at spaces; in a word that is too long after "/", "," or "_", or before a capital."""
+    """Lines of a text, broken at spaces; a longer word is broken after "/", "," or "_", or before a capital."""
     indent = min(indent, width // 2)
     lines = [" " * (len(text) - len(text.lstrip()))]
     for piece in re.findall(r"\S+\s*", text):

@@ -28,15 +28,15 @@ _RULES_TYPES = (str, Recipe, Linear, Rule, list, tuple, RuleSet)
 _REASONS: tuple[tuple[tuple[type, ...], str], ...] = (
     (
         (nnx.Embed, nn.Embed),
-        "the lookup of an embedding, and its use as a head (attend), are left alone",
+        "an embedding lookup, and its use as an output head (attend), are not quantized",
     ),
     (
         (nnx.MultiHeadAttention, nn.MultiHeadDotProductAttention),
-        "the products of attention itself, QK and AV, are left alone; its projections are layers of their own",
+        "the attention products QK and AV are not quantized; the projections are separate layers",
     ),
     (
         (nnx.Conv, nnx.ConvTranspose, nn.Conv, nn.ConvTranspose, nn.ConvLocal),
-        "convolutions are left alone",
+        "convolutions are not quantized",
     ),
 )
 _RECOMPUTE_NOTE = "layers that read the result of a norm or an activation save nothing of it if it is recomputed"
@@ -45,14 +45,14 @@ _FindShape = Callable[[str, Any], tuple[int, ...]]
 
 
 def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: Any) -> Explanation:
-    """What the rules make of a model: what is quantized, what is left as written and why, what is saved and gained.
+    """Explains the effect of rules on a model: what is quantized, what is not and why, what is saved and gained.
 
     With sample inputs, a loss (the mean square of the outputs) and its gradient are compiled for the default device.
-    `.program` of the result has their products. No training state is changed.
+    `.program` of the result lists their products. No training state is changed.
 
     Args:
-        model: an NNX or Linen model, as `fp8jax.nnx.quantize` and `fp8jax.linen.quantize` take it.
-        rules: as they take them. Leave them out for a quantized NNX model.
+        model: an NNX or Linen model, as for `fp8jax.nnx.quantize` and `fp8jax.linen.quantize`.
+        rules: as for these functions. Omit them for a quantized NNX model.
         sample: arguments of a call of the model, arrays or `jax.ShapeDtypeStruct`. A Linen model needs them, because
             its layers exist only while it runs. An NNX model needs them for the activations between its layers, and
             for output heads and routers.
@@ -62,8 +62,8 @@ def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: An
         An `Explanation`; print it.
 
     Raises:
-        TypeError: the model is neither an NNX nor a Linen model, a Linen model comes without sample inputs, or rules
-            are missing.
+        TypeError: the model is neither an NNX nor a Linen model, a Linen model is passed without sample inputs, or
+            rules are missing.
         ValueError: as `quantize`.
     """
     is_quantized = isinstance(type(model), nnx_modules.QuantizedMeta)
@@ -114,7 +114,7 @@ def _explain_nnx(model: Any, sample: Any, keywords: Any) -> Explanation:
 
 def _explain_linen(model: nn.Module, rules: RuleSet, sample: Any, keywords: Any) -> Explanation:
     if not sample and not keywords:
-        raise TypeError("a Linen model has layers only while it runs: give explain sample inputs too")
+        raise TypeError("a Linen model creates its layers when it runs; pass sample inputs to explain, too")
     quantized: Any = linen_modules.quantize(model, rules)
     arrays, rebuild = _split_arrays((sample, keywords))
 
@@ -136,7 +136,7 @@ def _explain_linen(model: nn.Module, rules: RuleSet, sample: Any, keywords: Any)
 
     def inspect() -> Program:
         with training.suppress_training_checks(), _silenced_notices(quantized):
-            # The quantized model may have variables of its own, such as those of delayed scaling.
+            # The quantized model may have its own variables, such as those of delayed scaling.
             state = dict(init_shapes(quantized))
             return inspect_program(jax.grad(loss), state.pop("params"), state, arrays)
 
@@ -163,15 +163,19 @@ def _explain_rules(model: nnx.Module, rules: RuleSet) -> Explanation:
     for path in norms if rules.has_contexts else ():
         choice = rules.choose(path)
         rows.append(PlanEntry(path, type(modules[path]).__name__, (), choice, choice.reason, ""))
-    no_product_reason = "whether a product reads it is known in a call"
+    no_product_reason = "whether a product reads it is known only in a call"
     rows += _layers_without_product(modules, rules, _nnx_shape, no_product_reason, {row.path for row in rows})
     is_recomputed = any(row.context is not None and row.context.recompute_activations for row in rows)
     notes = [_RECOMPUTE_NOTE] if is_recomputed else []
     unknown = {
         "activations and attention between layers": rules.has_contexts,
-        "output heads and routers that their names do not tell": rules.has_default,
+        "output heads and routers whose names are not recognized": rules.has_default,
     }
-    notes += [f"{what} are known in a call: give explain sample inputs" for what, is_open in unknown.items() if is_open]
+    notes += [
+        f"{what} are known only in a call; pass sample inputs to explain"
+        for what, is_open in unknown.items()
+        if is_open
+    ]
     return Explanation(tuple(rows), notes=tuple(notes))
 
 

@@ -223,7 +223,7 @@ def _split_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any
             raise
         method_name = f"{type(module).__name__}.{method.name}"
         raise TypeError(
-            f"an argument of {method_name} that is no array and no module must be hashable: {error}"
+            f"an argument of {method_name} that is neither an array nor a module must be hashable: {error}"
         ) from None
     return SplitCall(Call(transformed_call, params, other_arrays), raw, variables)
 

@@ -154,8 +154,8 @@ def require_static(group_size: int | None, min_size: int | None) -> tuple[int, i
     """Both sizes of `to_static_integer`; ValueError for one that is traced."""
     if group_size is None or min_size is None:
         raise ValueError(
-            "group_size and min_size are static: name them in optax.inject_hyperparams, "
-            "static_args=('group_size', 'min_size')"
+            "group_size and min_size are static; pass them to optax.inject_hyperparams as static_args=('group_size', "
+            "'min_size')"
         )
     return group_size, min_size
 

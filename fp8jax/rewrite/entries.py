@@ -162,7 +162,7 @@ class WeightMatmul:
 
     @property
     def data(self) -> Value:
-        """The operand that is no parameter."""
+        """The operand that is not a parameter."""
         return self.node.operands[1 - self.side]
 
     @property

@@ -160,7 +160,7 @@ class Explanation:
             specs = ", ".join(sorted({str(layer.token_spanning_spec) for layer in self.leaking_layers}))
             yield (
                 f"scales that span tokens: the inputs of {_counted(self.leaking_layers, 'layer')} ({specs}). Later "
-                "tokens change the scales of earlier ones: evaluate token by token, or take a granularity of tokens or "
+                "tokens change the scales of earlier ones: evaluate token by token, or use a granularity of tokens or "
                 "groups."
             )
         if folds := dict.fromkeys(spec for row in self.rows if row.linear for spec in row.linear.folded_specs):
@@ -270,9 +270,9 @@ def _rematerialization_note(entries: Sequence[PlanEntry]) -> str:
     if not count:
         return ""
     return (
-        f"{count} of {len(products)} products are computed again in the backward pass under your jax.checkpoint; give "
-        "it policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, or leave it out: norms and activations of "
-        "a recipe with a context save codes alone"
+        f"{count} of {len(products)} products are recomputed in the backward pass under your jax.checkpoint. Pass "
+        "policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable to it, or remove it: norms and activations "
+        "of a recipe with a context save only codes"
     )
 
 

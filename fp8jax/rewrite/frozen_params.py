@@ -228,7 +228,7 @@ def replace_product(
     if linear is not None and linear.is_quantized:
         if observed_operands(linear):
             raise ValueError(
-                f"{path} is {frozen}, under {scaling_names(linear)} scaling, which keeps a state: take a recipe with "
+                f"{path} is {frozen}, under {scaling_names(linear)} scaling, which keeps a state; use a recipe with "
                 "current scaling, such as te_current, fast or int8_block"
             )
         try:

@@ -151,8 +151,8 @@ class Flow:
     def find_heads(self) -> dict[Node, str]:
         """The matmuls that are heads or routers, with the reason.
 
-        A result with the shape of a floating-point input is no output: the function may be a part of a model, such as
-        an MLP. If every other matmul would be an output head, none is, as for projections that are returned.
+        A result with the shape of a floating-point input is not an output: the function may be a part of a model, such
+        as an MLP. If every other matmul would be an output head, none is, as for projections that are returned.
         """
         reasons = dict[Node, str]()
         for node, name in self._selection_heads():

@@ -187,7 +187,7 @@ class ProductOperation:
         key: Array | None,
         use_inputs: UseInputs,
     ) -> Array:
-        """The product with the matrix of each expert, which has scales of its own. The codes of `x` are made once."""
+        """The product with the matrix of each expert, which has its own scales. The codes of `x` are made once."""
         data_axes, weight_axes = self._contracting_axes()
         numbers = (data_axes, tuple(axis - 1 for axis in weight_axes)), ((), ())
         bias = self._bias(interpreter)
@@ -347,9 +347,8 @@ class ProductOperation:
 
 
 def _get_use_inputs(interpreter: "Interpreter", use: WeightUse | None) -> UseInputs:
-    """The inputs of a product besides arrays. Codes of the parameter are left out if its matrix is another one."""
-    inputs = UseInputs() if use is None else interpreter.use_inputs.get(use.key, UseInputs())
-    return inputs if use is None or use.takes_codes else inputs._replace(weight=None)
+    """The inputs of a product besides arrays."""
+    return UseInputs() if use is None else interpreter.use_inputs.get(use.key, UseInputs())
 
 
 class GatheredRows(NamedTuple):
@@ -396,7 +395,7 @@ def find_gathered_rows(value: Value) -> GatheredRows | None:
 
 @dataclasses.dataclass(eq=False)
 class RaggedOperation:
-    """A product of groups of tokens, each with a matrix of its own.
+    """A product of groups of tokens, each with its own matrix.
 
     Attributes:
         linear: the recipe.

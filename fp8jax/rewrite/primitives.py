@@ -75,7 +75,7 @@ class SubJaxpr(NamedTuple):
     def data_dependent_inputs(self, initial: Sequence[bool]) -> list[bool]:
         """Which inputs depend on data in some iteration, if `initial` are those that do in the first.
 
-        Loop counters, computed from integers alone, are no data. All other replaced inputs count as data.
+        Loop counters, computed from integers alone, are not data. All other replaced inputs count as data.
         """
         is_integer = [jnp.issubdtype(v.aval.dtype, jnp.integer) for v in self.jaxpr.invars]
         is_dependent = list(initial)

@@ -136,7 +136,7 @@ _BY_ELEMENT = (
     *RESHAPES,
 )
 _MAX_DISTANCE = 12  # steps from a statistic or nonlinear function to a reader of the result
-_NO_CONTEXT_REASON = "no rule's recipe has a context, which says what norms and activations keep"
+_NO_CONTEXT_REASON = "no rule has a recipe with a context, which determines what norms and activations save"
 _UNREAD_REASON = "no product of a recipe reads its result as it is"
 
 
@@ -295,7 +295,7 @@ def _product_entry(program: _Program, node: Node, enclosing: Enclosing) -> PlanE
     if paths:
         reason = f"an adapter; fp8jax.Rule({paths[0]!r}, recipe) quantizes it"
     elif all(v.is_data for v in operands):
-        reason = "both operands are data, as those of attention are"
+        reason = "both operands are data, as in attention"
     else:
         reason = "no operand is a parameter"
     shape = next((v.shape for v in operands if _adapter_path(program, v)), node.results[0].shape)

@@ -42,7 +42,7 @@ def grouped_matmul(
 
     Args:
         a: (T, K) float8_e4m3fn, float8_e5m2, int8 or bfloat16.
-        b: (G, N, K), likewise, K-major. The two FP8 types may differ; otherwise both operands have the same type.
+        b: (G, N, K), also K-major. The two FP8 types may differ; otherwise both operands have the same type.
         group_sizes: (G,) integers, at least 0. Rows after the T-th belong to no group.
         first_row: int32 scalar, the first row of group 0; None for 0. Rows before it belong to no group.
         scale: (G,) float32. row_scale: (T,) float32. column_scale: (G, N) float32.
@@ -164,7 +164,7 @@ def grouped_matmul_dw(
     """
     hopper.check_operands(a, b, out_dtype, _supported_dtypes(a), is_k_major=is_k_major)
     if not is_k_major and a.dtype != jnp.bfloat16:
-        raise TypeError(f"a has dtype {a.dtype}; is_k_major=False takes bfloat16: transpose 8-bit operands")
+        raise TypeError(f"a has dtype {a.dtype}; is_k_major=False requires bfloat16; transpose 8-bit operands")
     m, n = (x.shape[0 if is_k_major else 1] for x in (a, b))
     fast = fast or a.dtype not in hopper.FP8_DTYPES
     num_groups = starts.size

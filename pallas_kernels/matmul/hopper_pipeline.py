@@ -48,7 +48,9 @@ class Tile:
                 f"stages is {self.num_stages}; use at least 2: a slice is awaited before the last is released"
             )
         if self.lead_slices and (self.split is None or not 0 < self.lead_slices < self.num_stages):
-            raise ValueError(f"lead is {self.lead_slices}; it takes two warpgroups that share a tile of more stages")
+            raise ValueError(
+                f"lead is {self.lead_slices}; it requires two warpgroups that share a tile with more stages"
+            )
 
     @property
     def block_rows(self) -> int:

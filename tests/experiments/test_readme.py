@@ -107,7 +107,7 @@ def test_a_line_names_one_card_alone(planted):
     for card, wrong in (("h100", False), ("cpu", False), ("h200", True)):
         files = planted | {"more": {card: planted["step"]["h100"]}}
         if wrong:
-            with pytest.raises(ValueError, match="figures of the cards H100, H200, not of one"):
+            with pytest.raises(ValueError, match="figures of the cards H100, H200, not of a single one"):
                 figures.with_figures(line, files)
         else:
             assert "fast on one H100, and takes 158 ms" in figures.with_figures(line, files)
@@ -131,7 +131,7 @@ def test_a_block_is_written_where_a_page_names_it():
     (new,) = report.with_blocks({ROOT: page}, {"one": "new"}).values()
     assert new == page.replace("old", "new")
     assert report.with_blocks({ROOT: new}, {"one": "new"}) == {ROOT: new}
-    with pytest.raises(ValueError, match=r"a page has figures 'one', which docs\.toml lacks; it has two"):
+    with pytest.raises(ValueError, match=r"a page has figures 'one', which are not in docs\.toml; use one of two"):
         report.with_blocks({ROOT: page}, {"two": "figures"})
 
 

@@ -245,7 +245,7 @@ def test_the_picture_has_a_bar_for_each_implementation_with_its_figures():
     assert {"222", "219", "161", "11.0", "10.0", "13.0"} <= set(shown)
     assert any("one H9" in word for word in shown)
     assert picture.draw(cards) == text
-    with pytest.raises(ValueError, match="no bar for README's picture"):
+    with pytest.raises(ValueError, match="no bar for the picture in README"):
         picture.draw({"h9": RESULT | {"rows": rows[:4]}})  # without memory
 
 

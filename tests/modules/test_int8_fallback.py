@@ -173,9 +173,9 @@ def test_models_without_glu_train_with_coats_optimizer_and_int10_contexts():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"x": "e4m3:block128"}, "mixes integers|int8 blocks"),
+        ({"x": "e4m3:block128"}, "mixes integer|int8 blocks"),
         ({"x": "int8:token", "x_residual": "int8:token", "x_wgrad": "int8:token"}, "threshold scaling is per block"),
-        ({"fallback_fraction_range": (0.5, 0.2)}, "no range"),
+        ({"fallback_fraction_range": (0.5, 0.2)}, "fallback fractions"),
         ({"w": "int8:block64"}, "same blocks"),
     ],
 )

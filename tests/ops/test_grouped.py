@@ -193,7 +193,7 @@ def test_bad_input():
     with record_choices() as choices, target(capability=90, kernels=False):
         jax.eval_shape(grouped_matmul, x, w, groups)
     assert "kernels are switched off" in choices[0][1].reason
-    with pytest.raises(ValueError, match=r"takes \(n, 896\), not \(256, 300\)"):
+    with pytest.raises(ValueError, match=r"expects \(n, 896\), not \(256, 300\)"):
         grouped_matmul_dw(x.T, jnp.asarray(DY).T, padded("even", ROWS))
 
 

@@ -165,7 +165,7 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
     assert named in explanation.gains_note(many)
     assert "; pa0 gains nothing at 1,024 tokens" in explanation.gains_note(many[:1] * 2)
     explained = explanation.Explanation(tuple(parts))
-    assert "1 of 2 products are computed again in the backward pass" in str(explained)
+    assert "1 of 2 products are recomputed in the backward pass" in str(explained)
     names = [line.split()[0] for line in explained.details.splitlines()]
     assert names == ["path", "a", "b", "norm", "head"]
     assert "computed again" not in str(explanation.Explanation(tuple(parts[1:])))

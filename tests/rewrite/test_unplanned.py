@@ -97,7 +97,7 @@ def test_a_norm_that_is_taken_is_listed_once_and_without_a_context_with_that_rea
     taken = fp8jax.transform(fn, "coat").explain(P, X)
     assert [e.kind for e in taken.rows] == [e.kind for e in taken.entries] == ["RMSNorm", "dot_general"]
     ((kind, path, why),) = rows(fn, "te_current")
-    assert (kind, path, why.split(",")[0]) == ("RMSNorm", "n", "no rule's recipe has a context")
+    assert (kind, path, why.split(",")[0]) == ("RMSNorm", "n", "no rule has a recipe with a context")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_products_of_data_are_listed_and_a_softmax_is_no_activation():
         h = x @ p["up"]
         return jnp.sum(jax.nn.softmax(h @ h.mT) @ h @ p["down"])
 
-    assert rows(fn) == [("dot_general", "", "both operands are data, as those of attention are")] * 2
+    assert rows(fn) == [("dot_general", "", "both operands are data, as in attention")] * 2
     explained = fp8jax.transform(fn, "coat").explain(P, X)
     assert explained.details.count("dot_general") == 4
     assert explained.details.count("test_unplanned.py") == 4

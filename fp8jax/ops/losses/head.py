@@ -149,7 +149,7 @@ def quantize_cotangents(
         scale: fp32 scalar, for the format of `rows`.
     """
     specs = rows, columns
-    xla_choice = Choice("xla", "more than a product made them")
+    xla_choice = Choice("xla", "the logits are not the result of a product alone")
     choice = xla_choice if facts is None else choose_impl(impl, functools.partial(_unsupported_reason, z, specs))
     record_choice("cotangents of logits", choice)
     fp32_scales = [

@@ -123,7 +123,7 @@ def _missing_kernel(a: Any, b: Any) -> str | None:
         return f"shapes {a.shape} and {b.shape} are empty"
     for x in (a, b):
         if find_spec(x) is None and x.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"it takes 8 or 16 bits, not {x.dtype}"
+            return f"it supports 8 or 16 bits, not {x.dtype}"
     return None
 
 

@@ -72,7 +72,7 @@ def unsupported_reason(adam: Adam, leaf: Leaf) -> str | None:
         return f"the kernel has remainders of bf16 master weights, and not of {leaf.dtype}"
     specs = [moment.spec for moment in leaf.quantized_arrays]
     if any(spec.expand == "coat" for spec in specs):
-        return "expand='coat' takes exponents as the paper does, which the kernel does not; take expand=True"
+        return "the kernel does not support expand='coat', the exponents of the paper; use expand=True"
     in_groups = all(spec.granularity == "group" and spec.axis in (-1, len(leaf.grad.shape) - 1) for spec in specs)
     if not in_groups or any(spec.rounding != "nearest" or spec.group_size != leaf.group_size for spec in specs):
         stored_specs = " and ".join(map(str, specs))
@@ -257,7 +257,9 @@ def _vmap_as_leading_axis(function: Any) -> Any:
             results = jax.lax.map(one, jnp.arange(size))
             return results, jax.tree.map(lambda _: True, results)
         if any(jax.tree.leaves(batched[4])):
-            raise NotImplementedError("impl 'triton' cannot map over the scalars of the step; take impl='xla'")
+            raise NotImplementedError(
+                "impl 'triton' does not support jax.vmap over the scalars of the step; use impl='xla'"
+            )
 
         def broadcast(x: Array, is_mapped: bool) -> Array:
             return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))

@@ -174,7 +174,7 @@ def unsupported_reason(adam: Adam, leaf: Leaf) -> str | None:
     del adam
     mu, is_stochastic = leaf.mu, leaf.weight_seed is not None
     if mu.spec.granularity != "tensor":
-        return f"scales are of groups of {mu.spec.group_size}, and the kernel takes one a layer"
+        return f"moments have scales for groups of {mu.spec.group_size}, but the kernel supports one scale per layer"
     if isinstance(leaf.weight, MasterWeight) and leaf.dtype != jnp.bfloat16:
         return f"the kernel has remainders of bf16 master weights, and not of {leaf.dtype}"
     return fp8lm_triton.unsupported_reason(mu.shape, _grad_dtype(leaf), leaf.dtype, mu.codes.dtype, is_stochastic)

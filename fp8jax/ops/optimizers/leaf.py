@@ -100,7 +100,7 @@ class TreeSlice(NamedTuple):
         if size % 8:
             raise ValueError(
                 f"a stacked parameter with layers of shape {shape} has {quantity} that are rounded stochastically, "
-                f"with noise of eight elements each: take layers of a multiple of eight elements, or {fix}"
+                f"with noise for eight elements at a time. Use layers with a multiple of eight elements, or {fix}"
             )
         return self.layer.astype(jnp.uint32) * np.uint32(size // 8)
 

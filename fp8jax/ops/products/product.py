@@ -342,7 +342,7 @@ def _forward(config: ProductConfig, operands: Operands) -> tuple[Any, Residuals]
 def _matmuls(
     config: ProductConfig, x: Array, bias: Array | None, x_operand: ForwardOperand, w_operand: ForwardOperand
 ) -> list[Array]:
-    """The result, or the arrays into which it is split, each by a matmul of its own."""
+    """The result, or the arrays into which it is split, each by its own matmul."""
     matrix_spec = merge_spec(config.out_spec, (x.ndim - 1, 1))
     fast = "forward" in config.recipe.fast_accumulation
     ys = []
@@ -435,13 +435,14 @@ def _gradients(
             out_spec=w_kind.spec,
             transposed=recipe.dy_wgrad == SAME and recipe.rotation is None,
         )
-        if isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
-            # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
-            dx, dw = lax.optimization_barrier((dx, dw))
         is_row_operand = isinstance(dy_rows, QTensor)
         dw = observe_codes(
             dw, config.place, "dy", dy, dy_rows if is_row_operand else dy_columns, transposed=not is_row_operand
         )
+        has_both_layouts = isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS
+        if has_both_layouts or config.place is not None:
+            # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
+            dx, dw = lax.optimization_barrier((dx, dw))
 
     operand_cotangents = Operands(
         x=dx,
@@ -476,8 +477,8 @@ def check_slot_varies(slot: Array | None, dy: Any) -> None:
     """Raise ValueError if the slot of an amax does not vary over the mesh axes of `dy`."""
     if slot is not None and (axes := varying_axes(dy) - varying_axes(slot)):
         raise ValueError(
-            f"the layer's arrays vary over the mesh axes {sorted(axes)} and the amax_slot of its scaling does not: JAX "
-            f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
+            f"the layer's arrays vary over the mesh axes {sorted(axes)}, but the amax_slot of its scaling does not. "
+            "JAX would sum its cotangent, an amax, over these axes. Pass check_vma=False to jax.shard_map"
         )
 
 
