@@ -120,7 +120,8 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The last cell exports the model in 8 bits, in the layout of compressed-tensors, which vLLM reads.
+# The last cell exports the model in 8 bits, in the layout of compressed-tensors, which vLLM reads. A model of this
+# size learns the form of an answer, but often names the wrong person.
 
 # %%
 program("hub", "--run", WORK / "runs" / "tuned", "--recipe", "coat", "--out", WORK / "eight", "--eight", "channel")

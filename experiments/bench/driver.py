@@ -226,7 +226,9 @@ def parser(
     file: str | None = None,
 ) -> argparse.ArgumentParser:
     """The command line that all have: --name, of the results file, and --out; the others, if they have a default."""
-    options = argparse.ArgumentParser(prog=name, description=(doc or "").partition("\n\n")[0])
+    options = argparse.ArgumentParser(
+        prog=f"python -m experiments.bench {name}", description=(doc or "").partition("\n\n")[0]
+    )
     if rounds is not None:
         options.add_argument("--rounds", type=int, default=rounds)
     if steps is not None:

@@ -91,7 +91,9 @@ def rates(case: str, name: str, arms: Mapping[str, CardArm], times: Mapping[str,
 
 def main(argv: list[str]) -> None:
     parser = driver.parser("release", __doc__, rounds=3, steps=3)
-    parser.add_argument("--model", choices=sizes.NAMES, default="7b", help="8b has a vocabulary of 128,256")
+    parser.add_argument(
+        "--model", choices=sizes.NAMES, default="7b", metavar="SIZE", help="default: 7b; 8b has a vocabulary of 128,256"
+    )
     parser.add_argument("--arm", nargs="+", default=list(ARMS))
     parser.add_argument("--batch", type=int, default=1, help="sequences on each GPU; 0: as many as fit")
     parser.add_argument("--length", type=int, default=2048)

@@ -151,7 +151,7 @@ class StepArm(driver.Arm):
 
 def main(argv: list[str]) -> None:
     parser = driver.parser("step", __doc__, rounds=5, steps=5)
-    parser.add_argument("--model", default="1b", choices=sizes.NAMES)
+    parser.add_argument("--model", default="1b", choices=sizes.NAMES, metavar="SIZE", help="default: 1b")
     parser.add_argument("--vocab", type=int, default=VOCAB, help="entries of the vocabulary")
     parser.add_argument("--batch", type=int, default=8, help="sequences for each GPU")
     parser.add_argument(

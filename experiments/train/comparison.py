@@ -60,7 +60,8 @@ def sentences(
     """
     baseline, *rivals = results
     if not rivals:
-        return [f"{baseline.recipe} alone was trained. Compare it: --recipe bf16 {baseline.recipe}."]
+        rival = "coat" if baseline.recipe == "bf16" else baseline.recipe
+        return [f"{baseline.recipe} alone was trained. Compare it: --recipe bf16 {rival}."]
     lines = [_memory_sentence(result, baseline) for result in rivals if _moments(result) < _moments(baseline)]
     if backend == "cpu":
         names = [result.recipe for result in results if result.recipe in quantized]

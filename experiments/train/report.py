@@ -233,12 +233,12 @@ class RunLog:
         routers = "" if balance_loss is None else f" balance {balance_loss:.3f} z {z_loss:.3f}"
         lost = "" if saturated is None else f" saturated {sum(r.get('saturated', 0) for r in shown):.0f}"
         if self._bar:
-            note = f"loss {mean:.3f}{lost}  {speed:,.0f} tokens/s{used}"
+            note = f"mean loss {mean:.3f}{lost}  {speed:,.0f} tokens/s{used}"
             self._bar.update(self._task, completed=step, note=note)
         elif step % self._every == 0 or step == self._steps:
             seconds = (time.monotonic() - self._started) / (step - self._resumed) * (self._steps - step)
             self._console.print(
-                f"step {step}/{self._steps} loss {mean:.3f} tokens/s {speed:.0f}{used} lr {lr:.2e} "
+                f"step {step}/{self._steps} mean_loss {mean:.3f} tokens/s {speed:.0f}{used} lr {lr:.2e} "
                 f"grad_norm {grad_norm:.2f}{routers}{lost} left {clock(seconds)} recipe {self._recipe}"
             )
 

@@ -283,7 +283,8 @@ def residual_bytes_note(entries: Sequence[PlanEntry]) -> str:
     plain = sum(entry.unquantized_residual_bytes or 0 for entry in known)
     if not total:
         return ""
-    note = f"memory: the inputs that are saved for the backward pass take {_format_bytes(total)}"
+    place = "outside of jax.checkpoint, " if any(entry.is_rematerialized for entry in entries) else ""
+    note = f"memory: {place}the inputs that are saved for the backward pass take {_format_bytes(total)}"
     if total <= plain < 1.05 * total:
         return f"{note}, as many as without the recipe"
     factor = f"{plain / total:.2g} times as much"
@@ -378,6 +379,8 @@ def _operation_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> flo
     """The bytes that one run of an operation saves with its recipe."""
     if isinstance(operation, LossOperation):
         return _value_bytes(operation.data, None)  # the gradient of the input
+    if entry.frozen is not None and entry.frozen.rank:
+        return _input_bytes(operation, counted)  # the adapter reads the input as it is
     if entry.is_product and entry.frozen is None:
         spec = operation.linear.residual_spec()
         if entry.has_saved_input or entry.recomputes_input or (operation.canonical_data, spec) in counted:
@@ -399,11 +402,8 @@ def _operation_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> flo
 
 def _plain_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> float | None:
     """The bytes that one run of an operation saves without a recipe, at least."""
-    if entry.is_product and entry.frozen is None:
-        if entry.has_saved_input or operation.canonical_data in counted:
-            return 0
-        counted.add(operation.canonical_data)
-        return _value_bytes(operation.data, None)
+    if entry.is_product and (entry.frozen is None or entry.frozen.rank):
+        return 0 if entry.frozen is None and entry.has_saved_input else _input_bytes(operation, counted)
     if isinstance(operation, NormOperation):
         return _value_bytes(operation.x, None)
     if isinstance(operation, ActivationOperation):
@@ -411,6 +411,14 @@ def _plain_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> float |
         saved = [operation.gate] if operation.up is None else [operation.gate, operation.up, operation.gate]
         return sum(_value_bytes(value, None) for value in saved)
     return None
+
+
+def _input_bytes(operation: Any, counted: set[Any]) -> float:
+    """The bytes of a product's unquantized input; 0 if an earlier product has counted it."""
+    if operation.canonical_data in counted:
+        return 0
+    counted.add(operation.canonical_data)
+    return _value_bytes(operation.data, None)
 
 
 def _value_bytes(value: Value, spec: QuantSpec | None, num_columns: int | None = None) -> float:
