@@ -19,10 +19,10 @@ from experiments.results.jobs import SETTLED
 HEAD = """# Results
 
 `python -m experiments.results.report` writes this page from the files in `results/`; do not edit it. `make results`
-measures them: each file by one command on one card at one commit, named below each table, with a link to all rows.
-A ratio of speed is the baseline's time over ours: above 1 we are faster. Each benchmark runs its baseline in the same
-process, with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/startup.py). Figures of a rival are of the
-same run. A blank cell means that we do not have the figure.
+measures them. Each file comes from one command on one card at one commit. These are listed below each table, with a
+link to all rows. A speed ratio is the baseline's time divided by ours: above 1, fp8jax is faster. Each benchmark runs
+its baseline in the same process, with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/startup.py). The
+figures of a competitor are from the same run. A blank cell means that we do not have the figure.
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"
@@ -230,7 +230,7 @@ def _figures_table(rows: Sequence[figures.Row], results: Results) -> str:
         ours = "<br>".join(figure for figure, _ in found.values()) or "not measured yet"
         cards = "<br>".join(map(card_name, found))
         lines.append([row.what, ours, row.paper, "<br>".join(rivals) if any(rivals) else "", cards])
-    head = ["what", "ours", "the paper's", "a rival's", "card"]
+    head = ["case", "ours", "paper", "competitor", "device"]
     used = [i for i in range(len(head)) if any(line[i] for line in lines)]
     return table([head[i] for i in used], [[line[i] for i in used] for line in lines])
 
