@@ -186,11 +186,14 @@ def of(
             lambda path, x: mesh.stacked(path) - 1 if mesh.has_experts(path) else -1, params
         )
         rows, times = int(tokens) * llama.experts_per_token, llama.layers * microbatches
-        # Tokens travel again in the backward pass; weights of choices and their gradients travel in fp32.
-        crossings = fp8jax.dist.expert_collectives(
-            rows, llama.dim, expert, tensor.wire_format(recipe), recipe.weights.compute, times=times, dispatches=2
-        )
-        crossings.append(Collective("ragged-all-to-all", "f32", 4 * rows, expert, 2 * times))
+        wire_format = tensor.wire_format(recipe)
+        crossings = experts.exchanged(llama, expert, wire_format, int(tokens), recipe.weights.compute, times)
+        # Weights of choices and their gradients travel in fp32.
+        if experts.gathers_tokens(expert, llama.experts_per_token):
+            crossings.append(Collective("all-gather", "f32", 4 * rows, expert, times))
+            crossings.append(Collective("reduce-scatter", "f32", 4 * rows * expert, expert, times))
+        else:
+            crossings.append(Collective("ragged-all-to-all", "f32", 4 * rows, expert, 2 * times))
     # The last hidden state before and after its norm, and the head's matrix, in bf16; in chunks, its gradient in fp32.
     chunked = recipe.head.is_quantized or in_chunks("auto", tokens, llama.vocab)
     # Of a head of codes logits, their gradient and its codes take as many bytes together.

@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
@@ -21,6 +22,7 @@ from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import LayerChoice, Rule, Rules, RuleSet, as_rule_set
+from fp8jax.rewrite.transform import Transformed
 
 _RULES_TYPES = (str, Recipe, Linear, Rule, list, tuple, RuleSet)
 _REASONS: tuple[tuple[tuple[type, ...], str], ...] = (
@@ -68,14 +70,21 @@ def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: An
     if rules is None:
         usage = "the arguments of a call of a quantized model: explain(model, x)"
         raise TypeError(f"explain takes {usage if is_quantized else 'rules or a recipe: explain(model, rules, x)'}")
+    if is_quantized and not isinstance(rules, _RULES_TYPES):
+        return _explain_nnx(model, (rules, *sample), keywords)
+    if isinstance(model, nnx.Module | nn.Module) and isinstance(rules, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{type(model).__name__} has no recipe, and explain got an array of shape {rules.shape} in place of rules: "
+            'write explain(model, rules, x), as explain(model, "coat", x)'
+        )
     if isinstance(model, nnx.Module):
-        if is_quantized and not isinstance(rules, _RULES_TYPES):
-            return _explain_nnx(model, (rules, *sample), keywords)
         rule_set = as_rule_set(rules)
         model = nnx_modules.quantize(model, rule_set)
         return _explain_nnx(model, sample, keywords) if sample or keywords else _explain_rules(model, rule_set)
     if isinstance(model, nn.Module):
         return _explain_linen(model, as_rule_set(rules), sample, keywords)
+    if isinstance(model, Transformed):
+        raise TypeError("explain takes an NNX or Linen module; a transformed function has its own: fast.explain(*args)")
     raise TypeError(wrong_model_message("explain takes an NNX or Linen module", model))
 
 

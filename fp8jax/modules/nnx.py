@@ -9,6 +9,7 @@ import contextlib
 import copyreg
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -25,8 +26,9 @@ from fp8jax.modules.scaled import STATE_PREFIX, LayerScaling, ParameterStateModu
 from fp8jax.rewrite import suggestion, training
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.frozen_params import as_array
+from fp8jax.rewrite.heads import OUTPUT_HEAD_REASON
 from fp8jax.rewrite.planned import CallPlan, Notices
-from fp8jax.rewrite.rules import Rules, RuleSet, as_rule_set
+from fp8jax.rewrite.rules import HEAD_PATTERN, Rules, RuleSet, as_rule_set
 from fp8jax.rewrite.states import ParameterState, observed_operands
 from fp8jax.rewrite.suggestion import Suggestion
 from fp8jax.rewrite.telemetry import Telemetry
@@ -355,7 +357,12 @@ def select_params(submodules: dict[str, Any], rules: RuleSet) -> dict[str, tuple
         [*(first for first, *_ in paths.values()), *(norms if matrices else [])],
         aliases={first: alternative_paths for first, *alternative_paths in paths.values()},
     )
-    choices = {path: rules.choose(first, aliases=also).linear for path, (first, *also) in paths.items()}
+    # Calls find heads by their results. One that is named as such has its state from the start.
+    has_states = rules.head is not None and rules.head.stateful_strategies
+    heads = {
+        first: OUTPUT_HEAD_REASON for first, *_ in paths.values() if has_states and re.fullmatch(HEAD_PATTERN, first)
+    }
+    choices = {path: rules.choose(first, heads, also).linear for path, (first, *also) in paths.items()}
     return {p: (*matrices[p], linear) for p, linear in choices.items() if linear is not None}
 
 

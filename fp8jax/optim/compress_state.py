@@ -215,8 +215,7 @@ def _observe(place: Place, role: str | None, value: Array, new: Any) -> Any:
     """A moment as it is stored, with the observation of its codes."""
     if not isinstance(new, QTensor):
         return new
-    observation = compare(value, new, is_relative=True)
-    return new.with_codes(observe(new.codes, place, "m" if role == "first" else "v", observation))
+    return new.with_codes(observe(new.codes, place, "m" if role == "first" else "v", compare(value, new)))
 
 
 class _MomentPlan(NamedTuple):

@@ -284,6 +284,8 @@ def residual_bytes_note(entries: Sequence[PlanEntry]) -> str:
     if not total:
         return ""
     note = f"memory: the inputs that are saved for the backward pass take {_format_bytes(total)}"
+    if total <= plain < 1.05 * total:
+        return f"{note}, as many as without the recipe"
     factor = f"{plain / total:.2g} times as much"
     return f"{note}; without the recipe at least {_format_bytes(plain)} ({factor})" if plain else note
 

@@ -347,9 +347,8 @@ class ProductOperation:
 
 
 def _get_use_inputs(interpreter: "Interpreter", use: WeightUse | None) -> UseInputs:
-    """The inputs of a product besides arrays. Codes of the parameter are left out if its matrix is another one."""
-    inputs = UseInputs() if use is None else interpreter.use_inputs.get(use.key, UseInputs())
-    return inputs if use is None or use.takes_codes else inputs._replace(weight=None)
+    """The inputs of a product besides arrays."""
+    return UseInputs() if use is None else interpreter.use_inputs.get(use.key, UseInputs())
 
 
 class GatheredRows(NamedTuple):

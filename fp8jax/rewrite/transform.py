@@ -425,6 +425,13 @@ def _make_transformed(
 ) -> Transformed:
     if not callable(fn):
         raise TypeError(f"fp8jax.transform takes a function of parameters and data, not {fn!r}")
+    # The leaves of a module are its arrays; a function is one leaf.
+    if not isinstance(fn, functools.partial) and any(isinstance(leaf, _ARRAY_TYPES) for leaf in jax.tree.leaves(fn)):
+        raise TypeError(
+            f"fp8jax.transform takes a function of parameters and data, not {type(fn).__name__}, which contains its "
+            "parameters. Write fp8jax.filter_transform(lambda model, x: model(x), rules) and call it with the model "
+            "and the data; for Flax NNX, fp8jax.nnx.quantize(model, rules)"
+        )
     param_arguments = None if params is None else _as_tuple(params)
     return Transformed(fn, as_rule_set(rules), param_arguments, _as_tuple(static), traced_types=traced_types)
 

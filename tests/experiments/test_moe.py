@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import shutil
 
@@ -253,27 +254,37 @@ def test_devices_that_share_experts_train_as_one_does_and_go_on_to_the_same_bits
 
 
 @pytest.mark.slow
-def test_a_plan_counts_what_experts_exchange():
-    """A layer sends tokens twice forward and gradients of results once; XLA for CPUs fills up what a pair exchanges."""
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_a_plan_counts_what_experts_exchange(chosen):
+    """A layer sends tokens twice forward and gradients of results once.
+
+    Two devices gather tokens with two experts each. Of one expert each, XLA for CPUs fills up what a pair exchanges.
+    """
+    config = dataclasses.replace(TINY, experts_per_token=chosen)
     recipe, devices = fp8jax.recipes.coat(), mesh.make(1, 1, jax.devices()[:2], expert=2)
-    task = task_of(recipe, rows=mesh.batches(devices))
+    task = task_of(recipe, config, rows=mesh.batches(devices))
     state = jax.eval_shape(task.init)
     program = jax.jit(task.step, in_shardings=(mesh.state(devices, state), mesh.batches(devices)))
     found = collectives(program.lower(state, BATCH).compile().as_text())
-    planned = plan.of(TINY, recipe, dict(devices.shape), BATCH.shape[0] // 2 * 16)
-    assert planned.memory["parameters"] < plan.of(TINY, recipe, {}, 32).memory["parameters"] * 0.7
-    kept = [plan.saved_per_token(TINY, recipe, False, 1, 2, room) for room in (0.0, 2.0, 1.0)]
+    planned = plan.of(config, recipe, dict(devices.shape), BATCH.shape[0] // 2 * 16)
+    assert planned.memory["parameters"] < plan.of(config, recipe, {}, 32).memory["parameters"] * 0.7
+    kept = [plan.saved_per_token(config, recipe, False, 1, 2, room) for room in (0.0, 2.0, 1.0)]
     assert kept[0] == kept[1]
-    # With room for the rows that a device sends, it keeps codes of gate and up, and their weights, of half as many.
-    rows = TINY.experts_per_token * (2 * TINY.mlp_dim * (1 + 2 / 16) + 4)
+    # With room for the rows of its tokens, it keeps codes of gate and up, and weights, of half as many; and what the
+    # token of a row is, if codes are made of tokens.
+    rows = chosen * (2 * config.mlp_dim * (1 + 2 / 16) + (8 if chosen == 2 else 4))
     assert kept[0] - kept[2] == pytest.approx(rows, rel=0.01)
-    sent = {"u8": 0, "f32": 0}
-    for one in planned.collectives:
-        if one.kind == "ragged-all-to-all":
-            # XLA for CPUs sends bf16 as f32.
-            sent["u8" if one.dtype == "u8" else "f32"] += 2 * one.times * one.nbytes * (2 if one.dtype == "bf16" else 1)
-    for dtype, nbytes in sent.items():
-        assert sum(x.nbytes * x.times for x in found if x.kind == "all-to-all" and x.dtype == dtype) == nbytes > 0
+
+    def count(kind, dtypes, collectives):
+        # XLA for CPUs sends bf16 as f32.
+        these = [one for one in collectives if one.kind == kind and one.dtype in dtypes]
+        return sum(one.times * one.nbytes * (2 if one.dtype == "bf16" else 1) for one in these)
+
+    kinds = ["all-gather", "reduce-scatter"] if chosen == 2 else ["ragged-all-to-all"]
+    for kind, dtypes in itertools.product(kinds, (["u8"], ["f32", "bf16"])):
+        compiled, factor = ("all-to-all", 2) if chosen == 1 else (kind, 1)
+        assert factor * count(kind, dtypes, planned.collectives) == count(compiled, dtypes, found)
+        assert (count(kind, dtypes, found) > 0) == ((kind, dtypes) != ("reduce-scatter", ["u8"]))  # sums are no codes
 
 
 @pytest.mark.parametrize(

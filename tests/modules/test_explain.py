@@ -313,6 +313,13 @@ def test_wrong_arguments_are_refused():
         fp8jax.explain(plain)
     with pytest.raises(TypeError, match=r"arguments of a call of a quantized model: explain\(model, x\)"):
         fp8jax.explain(fp8jax.nnx.quantize(plain, "te_current"))
+    for model in (plain, nn.Dense(4)):
+        with pytest.raises(
+            TypeError, match=r"(Linear|Dense) has no recipe, .* array of shape \(2, 4\) .*explain\(model, r"
+        ):
+            fp8jax.explain(model, jnp.ones((2, 4)))
+    with pytest.raises(TypeError, match=r"transformed function has its own: fast\.explain\(\*args\)"):
+        fp8jax.explain(fp8jax.transform(lambda p, x: x @ p, "coat"), jnp.ones((4, 4)), jnp.ones((2, 4)))
 
 
 @pytest.mark.parametrize("make", [lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), lambda: nn.Dense(4)])

@@ -719,6 +719,17 @@ def test_closures_over_traces():
         np.testing.assert_array_equal(got, jax.jit(fp8jax.transform(mlp, "te_current"))(P, X) * jnp.bfloat16(scale))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """A module that is a pytree, as those of Equinox."""
+
+    kernel: jax.Array
+
+    def __call__(self, x):
+        return x @ self.kernel
+
+
 def test_bad_input():
     with pytest.raises(
         ValueError, match=r"up asks for precision .*HIGHEST.* does not support, at .*test_transform.py:\d+"
@@ -726,6 +737,10 @@ def test_bad_input():
         fp8jax.transform(lambda p, x: jnp.dot(x, p["up"].astype(x.dtype), precision="highest"), "coat")(P, X)
     with pytest.raises(TypeError, match="takes a function of parameters and data, not 3"):
         fp8jax.transform(3, "coat")
+    # An Equinox module is called with data alone: its vector would be taken for the parameter of a matmul.
+    for transform in (fp8jax.transform, fp8jax.filter_transform):
+        with pytest.raises(TypeError, match=r"not Dense, which contains its parameters.*lambda model, x: model\(x\)"):
+            transform(Dense(jnp.ones((64, 64))), "coat")
     with pytest.raises(ValueError, match="coats"):
         fp8jax.transform(mlp, "coats")
     with pytest.raises(ValueError, match="has no product of data with a parameter"):

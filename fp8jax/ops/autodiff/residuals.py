@@ -177,8 +177,9 @@ class ArrayFacts(NamedTuple):
         scale: a recipe or spec, and the fp32 scale under which its layers quantize the array.
         predicted: of a gradient, facts about the cotangents that follow from it
             (`fp8jax.ops.quantization.fused_outputs.CotangentPrediction`).
-        codes: a spec, and the codes of the array as a matrix (tokens, inputs) under that spec, as bytes. For the
-            gradient of a grouped product, `fp8jax.ops.quantization.token_codes.RowsAndColumns`.
+        codes: a spec, and the codes of the array as a matrix (tokens, inputs) under that spec, as bytes. For rows of a
+            grouped product also `fp8jax.ops.quantization.token_codes.TokenCodes`, and for its gradient
+            `RowsAndColumns` of that module.
         amax: of a gradient, its largest finite magnitude, an fp32 scalar.
         row_source: an array of tokens, and the int32 index (rows,) of the token that each row is.
     """

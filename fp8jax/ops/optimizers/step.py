@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from fp8jax.core import noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.autodiff.observations import Observation, Place, compare, current_place, observe
+from fp8jax.ops.autodiff.observations import Place, compare, current_place, observe
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import (
     Choice,
@@ -225,31 +225,46 @@ def step_tree(
     ]
     if key is not None and all(leaf.weight_seed is None for leaf in leaves):
         raise ValueError("key applies only to stochastic rounding of bf16 parameters, and there are none; omit it")
+    place = current_place("")
+    before: list[dict[str, Array]] = []
+    if place is not None:
+        # A kernel overwrites moments and parameters. What is read of them before needs no copies of all of them.
+        pairs = [lax.optimization_barrier((leaf, _arrays_before_step(adam, leaf))) for leaf in leaves]
+        leaves, before = [leaf for leaf, _ in pairs], [arrays for _, arrays in pairs]
     results = step_leaves(optimizer, adam, leaves, impl)
-    if (place := current_place("")) is not None:
+    if place is not None:
         layer_axes = () if tree_slice.layer is None else (0,)
         places = [place._replace(layer=tree_slice.path(path), layer_axes=layer_axes) for path, _ in paths_and_mus]
-        results = [_observe_step(adam, *each) for each in zip(places, leaves, results, strict=True)]
+        results = [_observe_step(*each) for each in zip(places, leaves, before, results, strict=True)]
     return StepResult(*(treedef.unflatten([result[i] for result in results]) for i in range(len(StepResult._fields))))
 
 
-def _observe_step(adam: Adam, place: Place, leaf: Leaf, result: StepResult) -> StepResult:
+def _arrays_before_step(adam: Adam, leaf: Leaf) -> dict[str, Array]:
+    """By role, the exact new values of the moments in codes, and the parameter before the step, negated; fp32."""
+    gradient = scale_and_clip(load(leaf.grad), adam.grad_scale)
+    arrays = {"update": -_parameter(leaf.weight)}
+    for role, old, decay, value in (("m", leaf.mu, adam.b1, gradient), ("v", leaf.nu, adam.b2, jnp.square(gradient))):
+        if isinstance(old, QTensor):
+            exact = decay * load(old) + (1 - decay) * value
+            arrays[role] = exact if adam.apply_if is None else jnp.where(adam.apply_if, exact, load(old))
+    return arrays
+
+
+def _parameter(weight: Any) -> Array:
+    """A parameter in fp32, without the remainder of its master weight."""
+    return (weight.high if isinstance(weight, MasterWeight) else weight).astype(jnp.float32)  # type: ignore[no-any-return]
+
+
+def _observe_step(place: Place, leaf: Leaf, before: dict[str, Array], result: StepResult) -> StepResult:
     """The result of a step, with observations of the moments in codes and of the parameter's change."""
     mu = result.mu
     tie, untie = (mu.codes, mu.with_codes) if isinstance(mu, QTensor) else (mu, lambda x: x)
-    gradient = scale_and_clip(load(leaf.grad), adam.grad_scale)
-    moments = (("m", leaf.mu, mu, adam.b1, gradient), ("v", leaf.nu, result.nu, adam.b2, jnp.square(gradient)))
-    for role, old, new, decay, value in moments:
-        if isinstance(new, QTensor):
-            exact: Any = decay * load(old) + (1 - decay) * value
-            exact = exact if adam.apply_if is None else jnp.where(adam.apply_if, exact, load(old))
-            tie = observe(tie, place, role, compare(exact, new, is_relative=True))
-    new_weight, old_weight = (
-        (w.high if isinstance(w, MasterWeight) else w).astype(jnp.float32) for w in (result.weight, leaf.weight)
-    )
-    change = new_weight - old_weight if leaf.in_place else new_weight
-    squares = {"squared_update": jnp.sum(jnp.square(change)), "squared_weight": jnp.sum(jnp.square(old_weight))}
-    tie = observe(tie, place, "update", Observation(squares, {}))
+    for role, new in (("m", mu), ("v", result.nu)):
+        if role in before:
+            tie = observe(tie, place, role, compare(before[role], new))
+    change = _parameter(result.weight) + before["update"] if leaf.in_place else _parameter(result.weight)
+    squares = {"squared_update": change, "squared_weight": before["update"]}
+    tie = observe(tie, place, "update", {name: jnp.sum(jnp.square(x)) for name, x in squares.items()})
     return result._replace(mu=untie(tie))
 
 

@@ -435,13 +435,14 @@ def _gradients(
             out_spec=w_kind.spec,
             transposed=recipe.dy_wgrad == SAME and recipe.rotation is None,
         )
-        if isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
-            # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
-            dx, dw = lax.optimization_barrier((dx, dw))
         is_row_operand = isinstance(dy_rows, QTensor)
         dw = observe_codes(
             dw, config.place, "dy", dy, dy_rows if is_row_operand else dy_columns, transposed=not is_row_operand
         )
+        has_both_layouts = isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS
+        if has_both_layouts or config.place is not None:
+            # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
+            dx, dw = lax.optimization_barrier((dx, dw))
 
     operand_cotangents = Operands(
         x=dx,
