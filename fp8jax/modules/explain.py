@@ -1,4 +1,4 @@
-"""`explain`: what the rules make of a Flax model, and what its compiled program multiplies."""
+"""`explain`: the effect of rules on a Flax model, and the products of its compiled program."""
 
 import contextlib
 import functools
