@@ -184,7 +184,7 @@ def test_rows_beyond_a_capacity_are_counted_and_make_results_nan():
             r"takes \(6, 2\)",
             lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").dispatch_weights(x),
         ),
-        (ValueError, "do not travel", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").dispatch(x, "de8")),
+        (ValueError, "not a supported wire format", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").dispatch(x, "de8")),
     ],
 )
 def test_what_cannot_be_gathered_is_refused(error, message, ask):

@@ -372,7 +372,7 @@ def test_explain_says_that_a_head_stays_in_16_bits_and_how_to_choose_8(tied):
         "coat_optimizer": False,
     }
     chosen = fp8jax.explain(NnxLoss(tied), fp8jax.recipes.coat_fast(head=fp8jax.recipes.HEAD), TOKENS)
-    assert "output head" not in str(chosen)
+    assert "output head:" not in str(chosen)
     assert [e.choice.reason for e in chosen.quantized if e.path in ("embed", "out")] == ["the recipe's head"]
 
 
