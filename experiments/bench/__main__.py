@@ -1,7 +1,6 @@
 """Benchmarks of kernels, layers and steps on GPUs: `python -m experiments.bench NAME [options]`.
 
-Each prints its rows and the flags of XLA that it runs with, writes results/CARD/NAME.json and a plot, and takes
-`--help`.
+Each prints its rows and its XLA flags, writes results/CARD/NAME.json and a plot, and has `--help`.
 """
 
 import importlib

@@ -38,7 +38,7 @@ Results = Mapping[str, Mapping[str, Result]]
 
 
 def number(value: Any) -> str:
-    """Four significant digits; "-" for what there is not."""
+    """Four significant digits; "-" for a missing value."""
     if value is None:
         return "-"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -184,7 +184,7 @@ def _commits(result: Result) -> list[str]:
 
 
 def commits_of(commits: Sequence[str]) -> str:
-    """Commits in words; a + says that files differed from it."""
+    """Commits in words; a + means that files differed from it."""
     known = [commit.rstrip("+") + (" with changes" if commit.endswith("+") else "") for commit in commits]
     if known == [record.UNKNOWN]:
         return "commit unknown"
@@ -274,9 +274,9 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def written(folder: Path, readme: Path | None = None) -> dict[Path, str]:
-    """What the files of a folder give, by path.
+    """The pages that result from the files of a folder, by path.
 
-    These are RESULTS.md beside the folder and all its pages. With a README they are also the picture, README and the
+    These are RESULTS.md next to the folder and all its pages. With a README they are also the picture, README and the
     pages of docs/ beside it that people write, with their figures.
 
     Raises:
@@ -298,7 +298,7 @@ def written(folder: Path, readme: Path | None = None) -> dict[Path, str]:
 
 
 def quoting(readme: Path) -> list[Path]:
-    """README and the pages of docs/ beside it that people write."""
+    """README and the hand-written pages of docs/ next to it."""
     made = ("_build", "api", "results", "examples")
     pages = [path for path in sorted((readme.parent / "docs").rglob("*.md")) if not set(made) & set(path.parts)]
     return [path for path in [readme, *pages] if path.name != "changelog.md"]
