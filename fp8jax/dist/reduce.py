@@ -17,7 +17,7 @@ from fp8jax.core.recipe import Comm, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.dist import chunks, manual, shared_scales
 from fp8jax.dist.chunks import Chunks
-from fp8jax.ops.autodiff.observations import current_place, observe
+from fp8jax.ops.autodiff.observations import Observation, current_place, observe
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.partition import auto_axis_sizes
 
@@ -272,7 +272,7 @@ class _Reduction:
                 place = current_place(jax.tree_util.keystr(flat[i][0], simple=True, separator="/"))
                 statistics = {"saturated": saturated, "size": jnp.ones_like(saturated)}
                 statistics |= {} if mus[i] is None else {"factor": mus[i]}
-                results[i] = observe(results[i], place, "gradient", statistics)
+                results[i] = observe(results[i], place, "gradient", Observation.from_scalars(statistics))
             tree = self.treedef.unflatten(results)
         if self.factors is None:
             return tree

@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 
 from fp8jax.core import derivatives
 from fp8jax.ops.autodiff import observations
-from fp8jax.ops.autodiff.observations import OBSERVE
+from fp8jax.ops.autodiff.observations import OBSERVE, Observation
 from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.primitives import Equation, SubJaxpr
@@ -43,7 +43,7 @@ class Telemetry(Mapping[str, Mapping[str, Mapping[str, Any]]]):
     """
 
     array: Any
-    index: _Index
+    index: _Index = dataclasses.field(repr=False)
 
     def __getitem__(self, layer: str) -> dict[str, dict[str, Any]]:
         array = self.array if isinstance(self.array, jax.core.Tracer) else np.asarray(self.array)
@@ -153,8 +153,7 @@ class _Expected(NamedTuple):
     @property
     def neutral(self) -> Array:
         """The values of an observation that is not made, (*sizes, statistics)."""
-        values = observations.neutral(self.params["names"])
-        return jnp.broadcast_to(values, (*self.sizes, *values.shape))
+        return Observation.neutral(self.params["names"], self.sizes).values
 
 
 def _find(program: SubJaxpr) -> list[_Expected]:
@@ -225,52 +224,20 @@ def _run_while(eqn: Any, operands: list[Any], expected: Sequence[_Expected]) -> 
     def body(inputs: list[Any], merged: list[Array]) -> tuple[list[Any], list[Array]]:
         results, observed = _run(program, inputs)
         names = [each.params["names"] for each in expected]
-        return results, [observations.merge(*each) for each in zip(names, merged, observed, strict=True)]
+        pairs = zip(map(Observation, names, merged), map(Observation, names, observed), strict=True)
+        return results, [x.merge(y).values for x, y in pairs]
 
     neutral = cast_varying_over([each.neutral for each in expected], varying_axes(operands))
     return primitives.run_while(eqn, operands, body, neutral)
 
 
-class _Merged(NamedTuple):
-    """The merged statistics of tensors: names, and values (*stacked layers, statistics)."""
-
-    names: tuple[str, ...]
-    values: Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The axes of stacked layers."""
-        return self.values.shape[:-1]
-
-    def reduce(self, axes: Sequence[int] | None = None) -> "_Merged":
-        """Those of layers along axes, or of all, together."""
-        axes = tuple(range(len(self.shape)) if axes is None else axes)
-        return self._replace(values=observations.reduce(self.names, self.values, axes)) if axes else self
-
-    def merge(self, other: "_Merged") -> "_Merged":
-        """Those of two products of one weight together. If they are in loops of different lengths, all are merged."""
-        if self.shape != other.shape:
-            return self.reduce().merge(other.reduce())
-        names = tuple(dict.fromkeys(self.names + other.names))
-        return _Merged(names, observations.merge(names, self._select(names), other._select(names)))
-
-    def _select(self, names: tuple[str, ...]) -> Array:
-        """The values of some statistics; those of no tensor if they are not here."""
-        if names == self.names:
-            return self.values
-        missing = tuple(name for name in names if name not in self.names)
-        values = jnp.broadcast_to(observations.neutral(missing), (*self.shape, len(missing)))
-        present = (*self.names, *missing)
-        return jnp.concatenate([self.values, values], -1)[..., np.array([present.index(name) for name in names])]
-
-
 def _summarize(expected: Sequence[_Expected], observed: Sequence[Array]) -> Telemetry:
     """The statistics by layer and role, those of one tensor merged."""
-    merged: dict[tuple[str, str], dict[int, _Merged]] = {}
+    merged: dict[tuple[str, str], dict[int, Observation]] = {}
     for each, values in zip(expected, observed, strict=True):
         place = each.params["place"]
         axes = (*[None] * (values.ndim - 1 - len(place.layer_axes)), *place.layer_axes)
-        found = _Merged(each.params["names"], values).reduce([i for i, start in enumerate(axes) if start is None])
+        found = Observation(each.params["names"], values).reduce([i for i, start in enumerate(axes) if start is None])
         start = next((start for start in axes if start is not None), 0)
         parts = merged.setdefault((place.layer, each.params["role"]), {})
         parts[start] = parts[start].merge(found) if start in parts else found
@@ -282,7 +249,8 @@ def _summarize(expected: Sequence[_Expected], observed: Sequence[Array]) -> Tele
     arrays, size = [jnp.zeros(0, jnp.float32)], 0
     index: dict[str, dict[str, list[Any]]] = {layer: {} for layer, _ in tensors}
     for (names, shape), keys in kinds.items():
-        for name, array in observations.summarize(names, jnp.stack([tensors[key].values for key in keys])).items():
+        stacked = Observation(names, jnp.stack([tensors[key].values for key in keys]))
+        for name, array in observations.summarize(stacked).items():
             for layer, role in keys:
                 index[layer].setdefault(role, []).append((name, size, shape))
                 size += math.prod(shape)
@@ -294,7 +262,7 @@ def _summarize(expected: Sequence[_Expected], observed: Sequence[Array]) -> Tele
     return Telemetry(jnp.concatenate(arrays), tuple(layers))
 
 
-def _concatenate(parts: Mapping[int, _Merged]) -> _Merged:
+def _concatenate(parts: Mapping[int, Observation]) -> Observation:
     """The statistics of the parts of a split loop, by their first layers. If loops share a layer, all are merged."""
     starts = sorted(parts)
     observed = [parts[start] for start in starts]
@@ -302,7 +270,7 @@ def _concatenate(parts: Mapping[int, _Merged]) -> _Merged:
     is_split = all(end <= start for end, start in zip(ends, starts[1:], strict=False))
     if len(parts) == 1 or (is_split and len({(x.shape[1:], x.names) for x in observed}) == 1):
         return observed[0]._replace(values=jnp.concatenate([x.values for x in observed]))
-    return functools.reduce(_Merged.merge, (x.reduce() for x in observed))
+    return functools.reduce(Observation.merge, (x.reduce() for x in observed))
 
 
 class Fault(NamedTuple):

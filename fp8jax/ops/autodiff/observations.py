@@ -9,6 +9,7 @@ products of a weight are then merged exactly. `summarize` computes ratios from t
 """
 
 import contextlib
+import dataclasses
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,27 +82,65 @@ _MAXIMA = (
 _LOG_SUMS = ("log_signal", "log_noise")
 
 
-def neutral(names: Sequence[str]) -> Array:
-    """The statistics of no tensor, which change none that they are merged with, (statistics,)."""
-    return jnp.array([-jnp.inf if name in _MAXIMA + _LOG_SUMS else 0.0 for name in names], jnp.float32)
+class Observation(NamedTuple):
+    """The statistics of one tensor, or merged ones of several.
+
+    Attributes:
+        names: of the statistics.
+        values: fp32 (*stacked layers, statistics).
+    """
+
+    names: tuple[str, ...]
+    values: Array
+
+    @classmethod
+    def from_scalars(cls, scalars: Mapping[str, Array]) -> "Observation":
+        """The statistics of one tensor, by name."""
+        return cls(tuple(scalars), lax.stop_gradient(jnp.stack(list(scalars.values()))))
+
+    @classmethod
+    def neutral(cls, names: tuple[str, ...], shape: tuple[int, ...] = ()) -> "Observation":
+        """The statistics of no tensor, which change none that they are merged with; `shape` is that of layers."""
+        values = jnp.array([-jnp.inf if name in _MAXIMA + _LOG_SUMS else 0.0 for name in names], jnp.float32)
+        return cls(names, jnp.broadcast_to(values, (*shape, len(names))))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The axes of stacked layers."""
+        return self.values.shape[:-1]
+
+    def merge(self, other: "Observation") -> "Observation":
+        """Those of two tensors together. If they are in loops of different lengths, all layers are merged."""
+        if self.shape != other.shape:
+            return self.reduce().merge(other.reduce())
+        names = tuple(dict.fromkeys(self.names + other.names))
+        x, y = self._select(names), other._select(names)
+        return Observation(names, _by_kind(names, x + y, jnp.logaddexp(x, y), jnp.maximum(x, y)))
+
+    def reduce(self, axes: Sequence[int] | None = None) -> "Observation":
+        """Those of the layers along axes, or of all, together."""
+        x, axes = self.values, tuple(range(len(self.shape)) if axes is None else axes)
+        if not axes:
+            return self
+        values = _by_kind(self.names, jnp.sum(x, axes), jax.nn.logsumexp(x, axes), jnp.max(x, axes))
+        return self._replace(values=values)
+
+    def _select(self, names: tuple[str, ...]) -> Array:
+        """The values of statistics; those of no tensor where this has none."""
+        if names == self.names:
+            return self.values
+        missing = Observation.neutral(tuple(name for name in names if name not in self.names), self.shape)
+        present = self.names + missing.names
+        return jnp.concatenate([self.values, missing.values], -1)[..., np.array([*map(present.index, names)])]
 
 
-def merge(names: Sequence[str], x: Array, y: Array) -> Array:
-    """The statistics of two tensors together, (..., statistics)."""
-    return _select(names, x + y, jnp.logaddexp(x, y), jnp.maximum(x, y))
+def _by_kind(names: Sequence[str], sums: Array, log_sums: Array, maxima: Array) -> Array:
+    """Merged values of statistics, each by its kind."""
+    kinds = [np.array([name in kind for name in names]) for kind in (_LOG_SUMS, _MAXIMA)]
+    return jnp.select(kinds, [log_sums, maxima], sums)
 
 
-def reduce(names: Sequence[str], values: Array, axes: tuple[int, ...]) -> Array:
-    """The statistics (..., statistics), merged over axes."""
-    return _select(names, jnp.sum(values, axes), jax.nn.logsumexp(values, axes), jnp.max(values, axes))
-
-
-def _select(names: Sequence[str], sums: Array, log_sums: Array, maxima: Array) -> Array:
-    kinds = [[name in kind for name in names] for kind in (_LOG_SUMS, _MAXIMA)]
-    return jnp.select([np.array(kind) for kind in kinds], [log_sums, maxima], sums)
-
-
-def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> dict[str, Array]:
+def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> Observation:
     """The statistics of a tensor and of the errors of its codes.
 
     Args:
@@ -110,31 +149,29 @@ def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> dict[str,
     """
     is_coded = isinstance(codes, (QTensor, FallbackTensor))
     x, codes = lax.stop_gradient((x, codes if is_coded else None))
-    mask = True if row_mask is None else row_mask
-    amax = jnp.max(jnp.abs(x), initial=0, where=jnp.isfinite(x) & mask).astype(jnp.float32)
+    is_counted = jnp.isfinite(x) if row_mask is None else jnp.isfinite(x) & row_mask
+    magnitude = jnp.where(is_counted, jnp.abs(x), 0).astype(jnp.float32)
+    # Squares of values relative to the amax do not overflow.
+    unit = lax.reduce(magnitude, np.float32(formats.TINY), lax.max, tuple(range(x.ndim)))
     # Without a barrier, XLA would save decoded arrays of the forward pass for the backward pass, and masks for the
     # second reduction.
-    x, codes, amax = lax.optimization_barrier((x, codes, amax))
+    x, codes, unit = lax.optimization_barrier((x, codes, unit))
     x = x.astype(jnp.float32)
-    finite = jnp.isfinite(x)
-    x = jnp.where(finite & mask, x, 0)
+    is_finite = jnp.isfinite(x)
+    magnitude = jnp.where(is_finite if row_mask is None else is_finite & row_mask, jnp.abs(x), 0)
     size = jnp.float32(x.size) if row_mask is None else x.shape[-1] * jnp.sum(row_mask, dtype=jnp.float32)
-    found, added = {"size": size, "amax": amax}, {"nonfinite": ~finite}
+    found, added, largest = {"size": size}, {"nonfinite": ~is_finite}, {"amax": magnitude}
     if not is_coded:
-        return found | _reduce_in_one_pass(added, {}, row_mask)
+        return Observation.from_scalars(found | _reduce_in_one_pass(added, largest, row_mask))
     codes = from_bytes(codes) if isinstance(codes, QTensor) else codes
     decoded = codes.dequantize()
-    # Squares of values relative to the amax do not overflow. Where it is clipped, they do not either.
-    unit = jnp.clip(amax, 1e-37, 1e37)
-    magnitude = jnp.abs(x)
-    nonzero = magnitude >= formats.TINY
+    difference, nonzero = x - decoded, magnitude >= formats.TINY
     added |= {
-        "log_signal": jnp.square(x / unit),
-        "log_noise": jnp.square(jnp.where(finite & jnp.isfinite(decoded), x - decoded, 0) / unit),
+        "log_signal": jnp.square(magnitude / unit),
+        "log_noise": jnp.square(jnp.where(jnp.isfinite(difference), difference, 0) / unit),
         "nonzero": nonzero,
         "lost": nonzero & (decoded == 0),
     }
-    largest: dict[str, Array] = {}
     base: QTensor = codes.base if isinstance(codes, FallbackTensor) else codes
     if not base.spec.is_packed:
         limit, tolerance = _largest_values(base), _half_ulp_of_largest(formats.get(base.spec.format))
@@ -143,11 +180,6 @@ def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> dict[str,
         largest["largest_scale"] = jnp.where(nonzero, limit, 0)
         largest["smallest_scale"] = jnp.where(nonzero, -limit, -jnp.inf)
     found |= _reduce_in_one_pass(added, largest, row_mask)
-    for name in _LOG_SUMS:
-        found[name] = jnp.log(found[name]) + 2 * jnp.log(unit)
-    if largest:
-        found["largest_scale"] = jnp.log2(found["largest_scale"])
-        found["smallest_scale"] = -jnp.log2(-found["smallest_scale"])
     found["minus_bits"] = -jnp.float32(formats.get(base.spec.format).bits)
     total = lambda condition: jnp.sum(condition, dtype=jnp.float32, where=row_mask)  # noqa: E731
     if isinstance(codes, FallbackTensor):
@@ -157,7 +189,12 @@ def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> dict[str,
         found |= {"exponents": total(exponents), "groups": total(jnp.ones_like(exponents))}
         for name, sign in (("largest_exponent", 1), ("smallest_exponent", -1)):
             found[name] = jnp.max(sign * exponents, initial=-jnp.inf, where=row_mask)
-    return found
+    # Logarithms of all values at once: operations on single numbers would take long to compile.
+    names, values = Observation.from_scalars(found)
+    sign = np.array([-1 if name == "smallest_scale" else 1 for name in names], np.float32)
+    kinds = [np.array([name in kind for name in names]) for kind in (_LOG_SUMS, ("largest_scale", "smallest_scale"))]
+    logs = [jnp.log(values) + 2 * jnp.log(unit), sign * jnp.log2(sign * values)]
+    return Observation(names, jnp.select(kinds, logs, values))
 
 
 def _reduce_in_one_pass(
@@ -183,7 +220,8 @@ def _reduce_in_one_pass(
 def _largest_values(codes: QTensor) -> Array:
     """The largest magnitude that each element's scale can represent."""
     fmt = formats.get(codes.spec.format)
-    return codes.with_codes(jnp.full_like(codes.codes, fmt.encode(jnp.float32(fmt.max)))).dequantize()
+    codes = codes.with_codes(jnp.full_like(codes.codes, fmt.encode(jnp.float32(fmt.max))))
+    return dataclasses.replace(codes, expansion=None).dequantize()  # any power of the largest value is itself
 
 
 def _half_ulp_of_largest(fmt: formats.Format) -> float:
@@ -192,14 +230,10 @@ def _half_ulp_of_largest(fmt: formats.Format) -> float:
     return ulp / 2 / fmt.max
 
 
-def summarize(names: Sequence[str], values: Array) -> dict[str, Array]:
-    """The statistics of tensors for a reader, (...) by name; `fp8jax.telemetry` describes them.
-
-    Args:
-        names: of the statistics.
-        values: (..., statistics), merged.
-    """
-    merged, found = dict(zip(names, jnp.moveaxis(values, -1, 0), strict=True)), dict[str, Array]()
+def summarize(observation: Observation) -> dict[str, Array]:
+    """The statistics for a reader, by name, each with the axes of stacked layers; `fp8jax.telemetry` describes them."""
+    merged = dict(zip(observation.names, jnp.moveaxis(observation.values, -1, 0), strict=True))
+    found: dict[str, Array] = {}
     if "log_signal" in merged:
         signal, noise = merged["log_signal"], merged["log_noise"]
         found["snr_db"] = 10 / math.log(10) * (signal - jnp.maximum(noise, signal + math.log(1e-20)))
@@ -225,18 +259,16 @@ def summarize(names: Sequence[str], values: Array) -> dict[str, Array]:
     return found
 
 
-def observe(y: Array, place: Place | None, role: str, statistics: Mapping[str, Array]) -> Array:
-    """`y`, unchanged; the statistics leave the program with it.
+def observe(y: Array, place: Place | None, role: str, observation: Observation) -> Array:
+    """`y`, unchanged; the observation leaves the program with it.
 
     Args:
         y: an array that the program needs. It has its own tangent.
         place: where it is made; None observes nothing.
-        statistics: fp32 scalars by name.
     """
     if place is None:
         return y
-    values = lax.stop_gradient(jnp.stack(list(statistics.values())))
-    return OBSERVE.bind(y, values, place=place, role=role, names=tuple(statistics))
+    return OBSERVE.bind(y, lax.stop_gradient(observation.values), place=place, role=role, names=observation.names)
 
 
 def observe_codes(
@@ -265,7 +297,7 @@ def _batch(operands: Any, dims: Any, **params: Any) -> tuple[Array, Any]:
     """An observation of a batch is that of all its members together."""
     y, values = operands
     if dims[1] is not None:
-        values = reduce(params["names"], values, (dims[1],))
+        values = Observation(params["names"], jnp.moveaxis(values, dims[1], 0)).reduce().values
     return OBSERVE.bind(y, values, **params), dims[0]
 
 

@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from fp8jax.core import noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.autodiff.observations import Place, compare, current_place, observe
+from fp8jax.ops.autodiff.observations import Observation, Place, compare, current_place, observe
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import (
     Choice,
@@ -228,7 +228,9 @@ def step_tree(
     place = current_place("")
     before: list[dict[str, Array]] = []
     if place is not None:
-        # A kernel overwrites moments and parameters. What is read of them before needs no copies of all of them.
+        # A kernel overwrites parameters and moments: what the statistics need of them is computed when the gradient is
+        # there, and before the kernel runs. Otherwise XLA would copy all of them when the step starts.
+        leaves = [lax.optimization_barrier(leaf) for leaf in leaves]
         pairs = [lax.optimization_barrier((leaf, _arrays_before_step(adam, leaf))) for leaf in leaves]
         leaves, before = [leaf for leaf, _ in pairs], [arrays for _, arrays in pairs]
     results = step_leaves(optimizer, adam, leaves, impl)
@@ -263,8 +265,8 @@ def _observe_step(place: Place, leaf: Leaf, before: dict[str, Array], result: St
         if role in before:
             tie = observe(tie, place, role, compare(before[role], new))
     change = _parameter(result.weight) + before["update"] if leaf.in_place else _parameter(result.weight)
-    squares = {"squared_update": change, "squared_weight": before["update"]}
-    tie = observe(tie, place, "update", {name: jnp.sum(jnp.square(x)) for name, x in squares.items()})
+    squares = {"squared_update": jnp.sum(jnp.square(change)), "squared_weight": jnp.sum(jnp.square(before["update"]))}
+    tie = observe(tie, place, "update", Observation.from_scalars(squares))
     return result._replace(mu=untie(tie))
 
 

@@ -16,7 +16,7 @@ from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT, PRODUCT_AUX, with_checkpoint_name
-from fp8jax.ops.autodiff.observations import current_place, observe, observe_codes
+from fp8jax.ops.autodiff.observations import Observation, current_place, observe, observe_codes
 from fp8jax.ops.autodiff.residuals import (
     ALREADY_SAVED,
     ArrayFacts,
@@ -263,7 +263,8 @@ def multiply_rows(
     config = config._replace(place=place)
     result: Array = _ragged_product(config, x, trained_w, source, w_source, groups, dy_key, scales, token)
     if scaling is not None and scaling.thresholds is not None:
-        result = observe(result, place, "x", {"fallback_threshold": jnp.max(scaling.thresholds)})
+        observation = Observation.from_scalars({"fallback_threshold": jnp.max(scaling.thresholds)})
+        result = observe(result, place, "x", observation)
     return result, counts
 
 
