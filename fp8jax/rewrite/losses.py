@@ -210,7 +210,7 @@ class _Probe:
         return array[np.arange(_NUM_ROWS), self._label_ids][:, None]
 
     def _one_hot(self, node: Node) -> Any:
-        """Where labels are equal to the entries of the vocabulary; in the last row nowhere."""
+        """A mask of the labels that equal the entries of the vocabulary; all False in the last row."""
         size = self._vocabulary
         entries = [i for i, value in enumerate(node.operands) if value.shape[-1:] == (size,) and _is_range(value, size)]
         if len(entries) != 1:

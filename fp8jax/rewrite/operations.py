@@ -65,10 +65,10 @@ class ProductOperation:
     Attributes:
         recipe: of the product, and of the operation before it.
         data: the input.
-        weight: the parameter as it is stored, in all of its bits. No 16-bit copy of it is saved.
+        weight: the stored parameter, with all of its bits. No 16-bit copy of it is saved.
         layout: the equations between the parameter and the product.
         side: which operand of the equation the parameter is.
-        canonical_data: the value whose elements the data are. Products of one such value share its codes.
+        canonical_data: the value whose elements the data are. Products of the same value share its codes.
         saved_data: a value with the elements of the data that another operation saves, or None. Then the product saves
             nothing of the data.
         use: identifies this product among those of the parameter; None if the parameter is part of the matrix only.
@@ -347,7 +347,7 @@ class ProductOperation:
 
 
 def _get_use_inputs(interpreter: "Interpreter", use: WeightUse | None) -> UseInputs:
-    """The inputs of a product besides arrays."""
+    """The inputs of a product that are not arrays."""
     return UseInputs() if use is None else interpreter.use_inputs.get(use.key, UseInputs())
 
 
@@ -568,7 +568,7 @@ class LossOperation:
 
 @dataclasses.dataclass(eq=False)
 class NormOperation:
-    """A norm that saves its input as a recipe says, and returns it for its later readers.
+    """A norm that saves its input by a recipe, and returns it for its later readers.
 
     Attributes:
         recipe: the recipe.
@@ -606,7 +606,7 @@ class NormOperation:
 
 @dataclasses.dataclass(eq=False)
 class ActivationOperation:
-    """An activation that saves its inputs as a recipe says.
+    """An activation that saves its inputs by a recipe.
 
     Attributes:
         recipe: the recipe.
@@ -635,7 +635,7 @@ class ActivationOperation:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class GroupedGluOperation(ActivationOperation):
-    """A GLU between two grouped products, whose gate and up are the halves of one matrix.
+    """A GLU between two grouped products. Gate and up are the halves of one matrix.
 
     Attributes:
         gate_up: that matrix, the result of the product before it.
