@@ -297,7 +297,7 @@ def exchange_note(graph: Graph) -> str:
     if not total:
         return ""
     return (
-        f"devices: in a forward pass a device sends {_format_bytes(total)} of tokens to the devices of experts and back, "
+        f"devices: in a forward pass one sends {_format_bytes(total)} of tokens to the devices of experts and back "
         "if each device gets as many; the backward pass sends as many"
     )
 
