@@ -100,9 +100,9 @@ class TokenGather:
         """
         devices, names = manual.check_manual_axes(_CALLER, axes, (), _ADVICE), manual.axis_names(axes)
         if not jnp.issubdtype(experts.dtype, jnp.integer):
-            raise TypeError(f"{_CALLER} takes experts of integers, not {experts.dtype}")
+            raise TypeError(f"{_CALLER} expects integer experts, got {experts.dtype}")
         if experts.ndim != 2:
-            raise ValueError(f"{_CALLER} takes experts (tokens, choices), not {experts.shape}")
+            raise ValueError(f"{_CALLER} expects experts (tokens, choices), got {experts.shape}")
         if num_experts < 1 or num_experts % devices:
             raise ValueError(f"{_CALLER}: {devices} devices along {names} do not divide {num_experts} experts")
         if capacity is not None and capacity < 1:
@@ -167,7 +167,7 @@ class TokenGather:
         """
         shape = self.is_routed.shape[0], self.rows.shape[1]
         if weights.shape != shape:
-            raise ValueError(f"{_CALLER}.dispatch_weights takes {shape}, not {weights.shape}")
+            raise ValueError(f"{_CALLER}.dispatch_weights expects {shape}, got {weights.shape}")
         return _weights_of_rows(lax.all_gather(cast_varying_over(weights, self.axes), self.axes, tiled=True), self)
 
     def combine(self, y: Array, wire_format: WireFormatLike = "e4m3:token") -> Array:
@@ -188,7 +188,7 @@ class TokenGather:
 
     def _check(self, method: str, x: Array, num_rows: int) -> None:
         if x.ndim != 2 or x.shape[0] != num_rows:
-            raise ValueError(f"{_CALLER}.{method} takes ({num_rows}, channels), not {x.shape}")
+            raise ValueError(f"{_CALLER}.{method} expects ({num_rows}, channels), got {x.shape}")
 
     def _encode(self, x: Array, wire: WireFormat) -> QTensor | Array:
         """What this device sends of its tokens: codes with scales per row, as bytes, or an array."""

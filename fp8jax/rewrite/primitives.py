@@ -1,6 +1,6 @@
 """Names and parameters of JAX's primitives, their sub-jaxprs, and how to run an equation with other bodies.
 
-Whatever may change with a JAX version is in this file: names, parameters, and two private names for source lines.
+This file has everything that may change with a JAX version: names, parameters, and two private names for source lines.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class SubJaxpr(NamedTuple):
     carry_outputs: Mapping[int, int] = MappingProxyType({})
 
     def data_dependent_inputs(self, initial: Sequence[bool]) -> list[bool]:
-        """Which inputs depend on data in some iteration, if `initial` are those that do in the first.
+        """Returns the inputs that depend on data in some iteration, if `initial` are those that do in the first.
 
         Loop counters, computed from integers alone, are not data. All other replaced inputs count as data.
         """
@@ -188,7 +188,7 @@ def separate_recomputation(eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def rematerializes_products(eqn: Any) -> bool:
-    """Whether an equation is a checkpoint whose policy recomputes matmuls in the backward pass."""
+    """Whether an equation is a checkpoint with a policy that recomputes matmuls in the backward pass."""
     return eqn.primitive.name in _CHECKPOINTS and not saves_products(eqn.params["policy"])
 
 

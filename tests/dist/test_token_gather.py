@@ -176,17 +176,21 @@ def test_rows_beyond_a_capacity_are_counted_and_make_results_nan():
     ("error", "message", "ask"),
     [
         (ValueError, "4 devices along .* do not divide 6", lambda x, c: TokenGather.from_choices(c, 6, "expert")),
-        (TypeError, "integers, not float32", lambda x, c: TokenGather.from_choices(c * 1.0, EXPERTS, "expert")),
+        (TypeError, "integer experts, got float32", lambda x, c: TokenGather.from_choices(c * 1.0, EXPERTS, "expert")),
         (ValueError, r"\(tokens, choices\)", lambda x, c: TokenGather.from_choices(c[0], EXPERTS, "expert")),
         (ValueError, "capacity must be", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert", capacity=0)),
-        (ValueError, r"takes \(6, ", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").dispatch(x[1:])),
-        (ValueError, r"takes \(48, ", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").combine(x)),
+        (ValueError, r"expects \(6, ", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").dispatch(x[1:])),
+        (ValueError, r"expects \(48, ", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").combine(x)),
         (
             ValueError,
-            r"takes \(6, 2\)",
+            r"expects \(6, 2\)",
             lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").dispatch_weights(x),
         ),
-        (ValueError, "not a supported wire format", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").dispatch(x, "de8")),
+        (
+            ValueError,
+            "not a supported wire format",
+            lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").dispatch(x, "de8"),
+        ),
     ],
 )
 def test_what_cannot_be_gathered_is_refused(error, message, ask):

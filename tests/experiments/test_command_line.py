@@ -1,6 +1,7 @@
 """Wrong input ends in exit code 2 and one line that names the value and the fix; nothing is left behind."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import re
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import fp8jax
-from experiments import errors
+from experiments import errors, plan
+from experiments.bench import __main__ as bench
 from experiments.errors import BusyError, DiskError, UserError
 from experiments.models import sizes
 from experiments.results import report as tables_report
@@ -160,6 +162,35 @@ def test_help_lists_recipes_sizes_and_exit_codes(capsys, option, monkeypatch):
         assert max(map(len, shown.splitlines())) <= 80
         assert listed == {config.flag(name) for name, _, _ in help.ESSENTIAL if name != "recipe"} < options
         assert "--help-all" in shown
+
+
+def test_benchmarks_are_listed_and_an_unknown_one_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.argv", ["bench", "--help"])
+    assert bench.main() == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    for name in bench.BENCHES:
+        assert importlib.util.find_spec(f"experiments.bench.{name}"), name
+        assert re.search(rf"(?m)^  {name} +\w", shown), name
+    monkeypatch.setattr("sys.argv", ["bench", "gem"])
+    assert bench.main() == 2
+    shown, error = capsys.readouterr()
+    assert shown == ""
+    assert error.startswith("error: unknown benchmark 'gem'\n")
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_of_the_plan_fits_a_terminal(capsys, option, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        plan.main([option])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 40
+    assert max(map(len, shown.splitlines())) <= 80
+    # Each option has a text.
+    assert not re.findall(r"(?m)^  --\S+ \S+$(?!\n {20})", shown)
 
 
 def test_report_of_no_results_is_refused_and_writes_nothing(tmp_path, capsys):

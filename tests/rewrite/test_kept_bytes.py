@@ -112,6 +112,10 @@ def test_bytes_of_a_model_are_in_its_report():
     plain = 4 * count  # the layers compute in fp32
     note = f"take {(count + 8) / 1024:.4g} KiB; without the recipe at least {plain / 1024:.4g} KiB"
     assert note in str(fp8jax.explain(model, "te_current", sample))
+    adapted = fp8jax.nnx.lora(fp8jax.nnx.quantize(model, "te_current"), rank=4, alpha=8.0, rngs=nnx.Rngs(1))
+    # Adapters need their inputs unquantized.
+    sample = jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)
+    assert f"take {plain / 1024:.4g} KiB, as many" in " ".join(str(fp8jax.explain(adapted, sample)).split())
 
 
 @pytest.mark.parametrize("recipe", ["coat", "te_current"])
@@ -137,6 +141,8 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
         made("norm", choice=None, residual_bytes=1, is_product=False, rates_device=""),
         made("head", choice=None, is_rematerialized=True),
     ]
+    assert explanation.residual_bytes_note(parts).startswith("memory: outside of jax.checkpoint, the inputs that")
+    assert explanation.residual_bytes_note(parts[1:3]).startswith("memory: the inputs that")
     assert explanation.residual_bytes_note(parts).endswith("take 2.5 KiB")
     parts[0] = parts[0]._replace(unquantized_residual_bytes=6 * 1024)
     told = explanation.residual_bytes_note(parts)

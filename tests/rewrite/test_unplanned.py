@@ -40,6 +40,10 @@ def by_group(x):
     return ((y - y.mean((1, 3), keepdims=True)) * lax.rsqrt(y.var((1, 3), keepdims=True) + 1e-5)).reshape(x.shape)
 
 
+def by_example(x):
+    return (x - x.mean()) * lax.rsqrt(x.var() + 1e-5)
+
+
 def modulated(norm):
     def before(p, x):
         shift, scale = jnp.split((CONDITION @ p["mod"])[:, None], 2, -1)
@@ -65,6 +69,12 @@ def rows(fn, recipe="coat", *args):
             "n",
             "its mean is over the axes (1, 3) of 4, not over the last one",
         ),
+        (
+            lambda p, x: jax.vmap(by_example)(x) * p["n"],
+            "norm",
+            "n",
+            "its mean is over the axes (1, 2) of 3, not over the last one",
+        ),
         (lambda p, x: jnp.abs(rms(x) * p["n"]), "RMSNorm", "n", "no product of a recipe reads its result as it is"),
         (
             lambda p, x: x + rms(x @ p["up"] @ p["down"]) * p["n"],
@@ -74,7 +84,7 @@ def rows(fn, recipe="coat", *args):
         ),
         (lambda p, x: jnp.sin(layer_norm(x)), "LayerNorm", "", "no product of a recipe reads its result as it is"),
     ],
-    ids=["adaLN", "adaRMS", "groups", "abs", "after a residual sum", "no parameter"],
+    ids=["adaLN", "adaRMS", "groups", "vmap", "abs", "after a residual sum", "no parameter"],
 )
 def test_norms_that_are_not_taken_are_listed_with_the_reason(norm, kind, path, why):
     fn = lambda p, x: jnp.sum(jnp.sin(norm(p, x) @ p["up"]) @ p["down"])  # noqa: E731

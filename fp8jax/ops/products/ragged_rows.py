@@ -73,7 +73,7 @@ InputResidual = QTensor | TokenCodes | Array | _RecomputeResidual
 
 
 class InputSource(NamedTuple):
-    """What a product reads and saves of its input.
+    """The codes that a product reads and saves of its input.
 
     Attributes:
         codes: as bytes, if the recipe saves codes.
