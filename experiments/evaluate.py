@@ -58,7 +58,7 @@ def evaluate(settings: Evaluation, console: Console) -> dict[str, scoring.Score]
         What was printed, by the name of a text.
 
     Raises:
-        UserError: something the user can put right.
+        UserError: an error that the user can fix.
     """
     if settings.limit < 0:
         raise UserError(f"--limit must be at least 0, got {settings.limit}")

@@ -80,8 +80,8 @@ def writing(path: Path) -> Iterator[None]:
 def write_bytes(path: Path, content: bytes) -> None:
     """Writes a file in one step, so that a kill leaves the old one or the new one; DiskError where it cannot be.
 
-    A link in its place is replaced. Nothing is written to what a link leads to, which another user of the folder may
-    have put there.
+    A link in its place is replaced. The target of a link is never written to, because another user of the folder may
+    have created the link.
     """
     with writing(path):
         partial = path.with_suffix(".partial")

@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(settings: Generation) -> list[str]:
-    """The texts that the command line asks for, prompt included.
+    """Generates the texts of the command line, including the prompt.
 
     Raises:
-        UserError: something the user can put right.
+        UserError: an error that the user can fix.
     """
     if settings.tokens < 1 or settings.samples < 1:
         raise UserError(f"--tokens and --samples must be at least 1, got {settings.tokens} and {settings.samples}")

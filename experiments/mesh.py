@@ -89,12 +89,12 @@ def make(
 ) -> jax.sharding.Mesh:
     """A mesh of `data` x `fsdp` x `tensor` x `expert` devices.
 
-    All but `tensor` split batches. `fsdp` also splits parameters and what belongs to them, `expert` those of experts.
+    All but `tensor` split batches. `fsdp` also shards parameters and their state; `expert` shards those of experts.
     `tensor` splits the work on a sequence and the parameters (`experiments.train.tensor`). With Explicit axes the step
     is traced and run within `jax.set_mesh` of it.
 
     Raises:
-        ValueError: there are not so many devices.
+        ValueError: there are too few devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = (data, fsdp, tensor, expert)
@@ -138,7 +138,8 @@ def state(mesh: Meshes, tree: Any, partition: str = "") -> Any:
 
     Matrices are cut along the last axis but one over "fsdp", and over "tensor" as `OUTPUTS` and `INPUTS` say; those
     outside of layers as over "fsdp". Those of experts are cut over "expert" along the axis that stacks them. Scales are
-    cut as their codes are, where their number divides. An axis that stacks layers is not cut, but by a partition.
+    sharded like their codes if their number is divisible. An axis that stacks layers is not sharded, except by a
+    partition.
 
     Args:
         mesh: the devices.
@@ -151,7 +152,7 @@ def state(mesh: Meshes, tree: Any, partition: str = "") -> Any:
 
 
 def held(mesh: Meshes, params: Any, partition: str) -> Any:
-    """The shardings, for parameters, of what an optimizer holds of them: see `state`."""
+    """The shardings of the optimizer state of parameters; see `state`."""
     return _places(mesh, params, partition, lambda path: True)
 
 

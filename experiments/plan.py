@@ -52,14 +52,15 @@ _attention.defvjp(_attention_residuals, lambda residuals, dy: (jnp.zeros_like(re
 
 
 def _policy(primitive: Any, *operands: Any, **how: Any) -> bool:
-    """What the model's own policy keeps on a GPU, where products of codes are kernels, known by their names alone."""
+    """The residuals of the model's own policy on a GPU, where products of codes are kernels that are identified only by
+    name."""
     if primitive.name == "name" and how["name"] == flash.NAME:
         return True
     return products_saveable(primitive, *operands, **how) and all(x.dtype == jnp.bfloat16 for x in operands)
 
 
 def _residuals(run: Any, axis: str, devices: int, *args: Any) -> list[Any]:
-    """What a function keeps for its backward pass, on each of the devices along a mesh axis."""
+    """The residuals of a function, on each of the devices along a mesh axis."""
     residuals = lambda *args: jax.tree.leaves(jax.vjp(run, *args)[1])  # noqa: E731
     if devices == 1:
         return jax.eval_shape(residuals, *args)  # type: ignore[no-any-return]

@@ -71,7 +71,7 @@ def end_linen_step(
     axis_name: AxisNames = None,
     apply_if: ArrayLike | None = None,
 ) -> dict[str, Any]:
-    """Ends a step of a model whose recipe has a state: `fp8jax.nnx.end_step` for collections of Linen.
+    """Ends a step of a model with a stateful recipe: `fp8jax.nnx.end_step` for collections of Linen.
 
     `fp8jax.linen.TrainState` does so if it stores the collection.
 

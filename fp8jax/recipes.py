@@ -218,7 +218,7 @@ def fp8_lm() -> Recipe:
 def fp8_lm_two_phase() -> Recipe:
     """`fp8_lm` with a two-phase reduction of gradients: each device receives codes and sums them in fp32.
 
-    Nothing saturates, so there is no factor and no state. Meshes may have both axes. With fsdp, a layer's parameters
+    Sums cannot saturate, so there is no factor and no state. Meshes may have both axes. With fsdp, a layer's parameters
     are gathered as codes when it runs. It runs on any GPU.
     """
     return dataclasses.replace(fp8_lm(), name="fp8_lm_two_phase", comm=Comm("e4m3"))

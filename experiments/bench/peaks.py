@@ -1,4 +1,4 @@
-"""The least time that the kernels of a compiled program take, at the peaks of an H100's data sheet.
+"""The minimum time of the kernels of a compiled program, at the peak rates of an H100's data sheet.
 
 Products by their operations, all else by the bytes of its operands and results, each array once a kernel. Left out are
 attention, whose operations are no part of a program's text, and kernels that run only where another has found a value

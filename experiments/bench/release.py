@@ -5,7 +5,8 @@ All parameters are trained; layers run in a loop and compute all but their input
 ", offloaded" keeps layers' inputs in the host's memory until the backward pass. Masters are fp32;
 ", bf16+int8 masters" keeps them by parts (weights in bf16, 8 bits more beside them), ", bf16 weights" none: layers'
 weights are bf16 and rounded stochastically. "coat_optimizer" has products in bf16 and moments in 8 bits, "bf16" moments
-in fp32. "memory" is what the compiled program needs, its arguments included, on each GPU. What does not fit is not run.
+in fp32. "memory" is the memory of the compiled program, including its arguments, on each GPU. Arms that do not fit are
+not run.
 """
 
 import math
@@ -44,10 +45,10 @@ DRY = LlamaConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=2, mlp_dim=128)
 def largest(make: Callable[[int], CardArm], room: float) -> CardArm:
     """The arm with the most sequences on each GPU that fits into so many GB, by its compiled programs.
 
-    The first two say what a sequence takes, and each further one what is left or lacks.
+    The first two show the memory of a sequence, and each further one the remaining or missing memory.
 
     Raises:
-        ValueError: not even one sequence fits, or there is no limit.
+        ValueError: no sequence fits, or there is no limit.
     """
     if math.isinf(room):
         raise ValueError("the device does not report its memory; set --fit, in GB")

@@ -66,7 +66,7 @@ def write(settings: Export) -> list[str]:
     """Does what the command line asks for; returns as `save.save`.
 
     Raises:
-        UserError: something the user can put right.
+        UserError: an error that the user can fix.
     """
     if (settings.run is None) == (settings.model is None):
         raise UserError("pass either --run with --recipe, or --model")

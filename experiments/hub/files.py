@@ -34,7 +34,7 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor on disk: its file, its name and dtype as the file says them, its shape, and where its bytes begin.
+    """A tensor on disk: its file, its name and dtype in the file, its shape, and the offset of its bytes.
 
     `digest` is that of `fp8jax.ops.products.peft_files`, or "" in a file without digests.
     """
@@ -79,10 +79,10 @@ class Stored:
 
 
 def resolve(source: str | Path) -> Path:
-    """A folder; or the folder of the local cache that `hf download OWNER/NAME` has filled. Nothing is downloaded.
+    """A folder, or the folder in the local cache that `hf download OWNER/NAME` created. Nothing is downloaded.
 
     Raises:
-        UserError: there is neither.
+        UserError: neither exists.
     """
     if Path(source).is_dir():
         return Path(source)
@@ -167,14 +167,14 @@ def entry(settings: Mapping[str, Any], contents: Mapping[str, bytes]) -> dict[st
 
     Args:
         settings: what config.json says of the model, as JSON.
-        contents: of the files beside the weights, by name.
+        contents: of the files that are stored with the weights, by name.
     """
     files = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     return {FOLDER: json.dumps({"config": settings, "files": files})}
 
 
 def check(folder: Path, settings: Mapping[str, Any] | None = None) -> None:
-    """Compares the files beside the weights with what they were when the weights were written.
+    """Compares the files stored with the weights with their state when the weights were written.
 
     A folder of another program has nothing to compare with. config.json may turn the check off.
 

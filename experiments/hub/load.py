@@ -50,7 +50,7 @@ def load(
     dtype: jax.typing.DTypeLike | None = None,
     codes: bool = False,
 ) -> Loaded:
-    """Reads a checkpoint, one parameter after the other: beside the parameters only one of them is in memory twice.
+    """Reads a checkpoint, one parameter after the other, so that only one parameter at a time is in memory twice.
 
     Args:
         source: a folder, or the name of a model in the local cache.
@@ -62,8 +62,8 @@ def load(
 
     Raises:
         UserError: the checkpoint is of an unknown family, has unknown settings, lacks tensors or has others, or a file
-            is damaged, by its own form or by the digests that `save` writes. The message names the file and what is
-            wrong.
+            is damaged, by its own form or by the digests that `save` writes. The message names the file and the
+            problem.
     """
     folder = files.resolve(source)
     content = files.read_json(folder / "config.json")
@@ -86,7 +86,7 @@ def load(
 
 
 def settings(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of the model: its shape, the format of its weights, and what ends a text.
+    """The content of a config.json: the model's shape, the format of its weights, and the end-of-text tokens.
 
     Raises:
         UserError: as `families.read` and `quantized.read`.
@@ -112,7 +112,7 @@ def abstract_params(config: LlamaConfig) -> Any:
 
 
 def shardings(abstract: Any, mesh: jax.sharding.Mesh | None) -> Any:
-    """Where parameters go."""
+    """The placement of parameters."""
     if mesh is not None:
         return meshes.state(mesh, abstract)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -150,7 +150,7 @@ class Part:
 
 
 def find(folder: Path, family: Family, config: LlamaConfig, storage: EightBits | None = None) -> dict[str, list[Part]]:
-    """Where each parameter is stored, by its path here: a part for each layer, or one.
+    """The stored tensors of each parameter, by path: one for each layer, or a single one.
 
     Raises:
         UserError: tensors are missing, or left over, or have other shapes; tied tables differ; or weights are stored in

@@ -48,7 +48,7 @@ class EncodedAs:
     Attributes:
         storage: the format.
         how: what makes codes of a weight: a spec of the transposed matrix; or the `Linear` of a recipe, whose codes are
-            those of its forward product. Either takes the parameter as it is, as layers do.
+            those of its forward product. Both use the parameter unchanged, as layers do.
         made: codes by path here that were made before, (..., outputs, inputs), as a trained model's layers hold them.
     """
 
@@ -59,7 +59,7 @@ class EncodedAs:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """Tensors that are made together: their names, shapes and dtypes, and what makes them."""
+    """Tensors that are computed together: their names, shapes and dtypes, and the function that computes them."""
 
     kinds: dict[str, tuple[tuple[int, ...], np.dtype]]
     make: Callable[[], list[np.ndarray]]
@@ -81,7 +81,7 @@ def save(
     beside: dict[str, str] | None = None,
     fields: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Writes a checkpoint that transformers loads; what is in memory beside the parameters is one shard.
+    """Writes a checkpoint that transformers can load. In addition to the parameters, only one shard is in memory.
 
     A killed write leaves no folder of this name, but one with ".partial" after it. The metadata of the weights have
     digests of tensors and of the other files, which `load` compares.
@@ -90,7 +90,7 @@ def save(
         folder: made now; it must not be there.
         config: the model's shape.
         params: its parameters, as `load` gives them.
-        like: a checkpoint of the same shape, of which config.json, tokenizer and generation settings are kept.
+        like: a checkpoint of the same shape; its config.json, tokenizer and generation settings are kept.
         dtype: of what is written; None keeps each parameter's.
         eight: 8-bit codes for linear layers; the rest as `dtype`.
         shard_bytes: most bytes of a file, unless one tensor has more.
@@ -207,7 +207,7 @@ def _parts(
 
 
 def _held(tensor: Tensor, x: Any, at: tuple[int, ...]) -> Any:
-    """What a tensor holds of a leaf."""
+    """The content of a tensor from a leaf."""
     x, (part, count) = x[at], tensor.part
     size = x.shape[-1] // count
     return x if count == 1 else x[..., part * size : (part + 1) * size]
@@ -268,7 +268,7 @@ def eight_bits(name: str, *, activations: bool = False) -> EncodedAs:
     """A format by name: "tensor", "channel" and "block" of compressed-tensors, "deepseek" of blocks.
 
     Raises:
-        UserError: there is no such format.
+        UserError: the format does not exist.
     """
     if name == "deepseek":
         return EncodedAs(EightBits("fp8", "block"), quantized.SPECS["block"])

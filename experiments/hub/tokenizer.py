@@ -40,7 +40,7 @@ def read(folder: Path, vocab: int) -> tokenizers.Tokenizer:
 
 
 def ends(folder: Path) -> tuple[int, ...]:
-    """Ids that end a text, by generation_config.json or else config.json; empty where neither says so.
+    """Ids that end a text, by generation_config.json or else config.json; empty if neither has them.
 
     Raises:
         UserError: what is there is no id.

@@ -18,7 +18,7 @@ class TokenChoice:
     """How a token is chosen by its logits.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the largest.
+        temperature: logits are divided by it; 0 selects the largest logit.
         top_k: of so many largest logits, and of those equal to the last of them; 0 of all.
         top_p: of the fewest most probable tokens that together have this probability.
     """
@@ -70,7 +70,7 @@ def extend(
         model: computes the logits.
         prompt_BxT: token ids, int; at least one a row.
         length: most tokens of prompt and continuation together.
-        choice: of each token; None takes the most probable one.
+        choice: of each token; None selects the most probable one.
         seed: the same seed gives the same text.
         stop: ids that end a text.
 

@@ -1,4 +1,4 @@
-"""Training in 8 bits beside bf16, seed by seed: `python -m experiments.papers.parity --study NAME`.
+"""Training in 8 bits compared with bf16, seed by seed: `python -m experiments.papers.parity --study NAME`.
 
     python -m experiments.papers.parity --data 'books/*.txt' --arms coat fast --limit 380
     python -m experiments.papers.parity --judge
@@ -405,7 +405,7 @@ def source(of: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def write(name: str, results: Path) -> None:
-    """Writes the page of what the study's folder holds.
+    """Writes the page for the content of the study's folder.
 
     Raises:
         UserError: runs do not go together, or bf16's are missing.

@@ -259,7 +259,7 @@ def programs(arm: ParityArm, setting: Setting) -> tuple[Any, Any, int]:
 
     Returns:
         `train(seed, text, starts)`: tokens (N,) and int32 starts (steps, batch) of sequences in it, to a state and
-            fp32 losses (steps,); NaN from the first step on whose loss or gradient is not finite.
+            fp32 losses (steps,); NaN from the first step with a non-finite loss or gradient.
         `validate(state, sequences)`: int32 (count, batch, length + 1) to fp32 losses (count,).
         Number of parameters.
     """
@@ -435,7 +435,7 @@ def fixed_batch_run(arm: ParityArm, setting: FixedBatch) -> Callable[[int], list
 
 
 def gpu_turn(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """Holds the GPU among processes that fill one folder. In time slices of several, each run takes longer."""
+    """Holds the GPU among processes that fill one folder. If several runs share a GPU, each takes longer."""
     return common.hold(folder / f".gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
 
 

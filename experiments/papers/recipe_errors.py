@@ -129,7 +129,7 @@ def gap(file: Mapping[str, Any], base: Mapping[str, Any]) -> np.ndarray:
 
 
 def rows(files: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
-    """Each preset's loss beside that of bf16, and its lowest SNR in each role with the layer, in the second half."""
+    """Each preset's loss and that of bf16, and its lowest SNR in each role with the layer, in the second half."""
     table, worst = "Loss, and SNR of the coarsest layer of each role", "Which layer is the coarsest of each role"
     for preset, file in files.items():
         if preset != BASE:
@@ -144,7 +144,7 @@ def rows(files: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def draw(files: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """A row for each preset: its loss beside that of bf16, then for each role the SNR of each layer over steps."""
+    """A row for each preset: its loss and that of bf16, then for each role the SNR of each layer over steps."""
     drawn = {preset: file for preset, file in files.items() if preset != BASE or len(files) == 1}
     figure = Figure(figsize=(2.2 * (1 + len(ROLES)), 1.0 + 1.1 * len(drawn)), dpi=100, layout="constrained")
     grid = figure.subplots(len(drawn), 1 + len(ROLES), squeeze=False)

@@ -29,7 +29,8 @@ _FOLDER = Path(__file__).parent
 
 
 def rows(result: Result, field: str, selector: str) -> np.ndarray:
-    """The field of the rows that a selector names, as the module says. NaN stands for a value that is not finite."""
+    """The field of the rows that a selector names, as described in the module docstring. NaN stands for a value that is
+    not finite."""
     impl, metric, baseline, case = (part.strip() for part in (*re.split(r" >(?= )", selector), "", "", "")[:4])
     impls, cases = impl.split(" or "), tuple(case.split(" or "))
 
@@ -143,7 +144,7 @@ def tables() -> list[Table]:
 
 
 def headlines(bench: str, result: Result) -> list[dict[str, str]]:
-    """What RESULTS.md says of a results file: "label", "ours", "paper" and "rival"."""
+    """A row of RESULTS.md for a results file: "label", "ours", "paper" and "rival"."""
     of_bench = {row.label: row for table in tables() for row in table.rows if row.bench == bench}
     return [
         {"label": label, "ours": ours, "paper": row.paper, "rival": filled(row.rival, result) or ""}

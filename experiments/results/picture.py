@@ -1,4 +1,4 @@
-"""README's picture: the step of a user's Llama beside torch.compile's, on one card."""
+"""README's picture: the step of a user's Llama and that of torch.compile, on one card."""
 
 import io
 from collections.abc import Mapping

@@ -67,7 +67,7 @@ class Template:
         return text
 
     def spans(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and where in it the assistant's messages are, with what ends them.
+        """The text of a conversation, and the spans of the assistant's messages, including their end tokens.
 
         Raises:
             UserError: as `render`; or the template writes the beginning of a conversation otherwise when it goes on, so

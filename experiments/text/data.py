@@ -1,7 +1,7 @@
-"""From files on disk to batches of tokens: discovery, the split, and a loader whose position can be saved.
+"""From files on disk to batches of tokens: file discovery, the split, and a loader with a position that can be saved.
 
-The text and its tokens are held in memory. Nothing depends on where the files lie or on the recipe: the split goes by
-each document's content, the order of batches by the seed alone.
+The text and its tokens are held in memory. Nothing depends on the location of the files or on the recipe. The split
+depends on the content of each document, and the order of batches only on the seed.
 """
 
 import dataclasses
@@ -118,7 +118,7 @@ def read_corpus(patterns: Sequence[str], valid_fraction: float) -> Corpus:
 
     Whole documents go to validation, in the order of a hash of their content, until they hold `valid_fraction` of the
     text; a document that would alone overshoot by half is passed over, and one stays for training. A single document,
-    or documents of which none is small enough, give the tail of the text instead. Empty documents and exact copies are
+    or documents that are all too large, are split at the end of the text instead. Empty documents and exact copies are
     dropped, so that a copy cannot stand in both splits.
 
     Args:
@@ -208,7 +208,7 @@ def train_batches(tokens: np.ndarray, seq_len: int, batch: int, seed: int) -> gr
 def valid_batches(tokens: np.ndarray, seq_len: int, batch: int, most: int) -> np.ndarray:
     """Fixed validation batches, int32 (count, rows, seq_len + 1), or packed, spread evenly over the split.
 
-    At most `most` batches of `batch` rows; a split with fewer sequences gives one batch of all of them.
+    At most `most` batches of `batch` rows; a split with fewer sequences is a single batch.
     """
     windows = _rows(tokens, seq_len)
     rows = min(batch, len(windows))

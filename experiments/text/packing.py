@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length, none of whose tokens sees another document.
+"""Documents packed into rows of one length. Tokens attend only to their own document.
 
 A batch of rows is int32 (B, 3, T + 1): tokens; 1 where a token is an answer, which the loss is the mean over; and the
 number of the document in its row, from 1 on, 0 where the row is filled up. A plain batch is tokens alone, (B, T + 1).

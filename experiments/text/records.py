@@ -25,7 +25,7 @@ class TextRecord(NamedTuple):
     Attributes:
         where: FILE, or FILE:LINE, for messages.
         text: None of a conversation.
-        messages: of a conversation, as its template takes them.
+        messages: of a conversation, as its template expects them.
     """
 
     where: str
@@ -113,7 +113,7 @@ def _rows(path: Path, field: str) -> Iterator[TextRecord]:
 
 
 def record(value: Any, field: str, where: str) -> TextRecord:
-    """A record from what a line or row holds.
+    """Converts the content of a line or row to a record.
 
     Raises:
         UserError: it holds neither a conversation with an answer, nor a text; or its text has a character that no token

@@ -20,7 +20,7 @@ _SEPARATOR_TEXT = "<|document|>"
 
 
 class Tokenizer(Protocol):
-    """What the loader and the sampler need of a tokenizer."""
+    """The interface of a tokenizer for the loader and the sampler."""
 
     @property
     def vocab(self) -> int:

@@ -1,9 +1,10 @@
 """Checkpoints of a training state, written by Orbax and checked leaf by leaf.
 
 Orbax writes atomically (a killed save leaves no checkpoint of that step), in the background, and keeps the newest N. It
-does not notice a flipped byte in an array, and casts silently when a leaf is asked for in another dtype. So each leaf's
-shape, dtype and digest travel in the checkpoint's metadata, and `restore` compares them. With a key in the environment
-variable FP8JAX_CHECKPOINT_KEY the metadata is signed (HMAC-SHA-256), and only checkpoints of this key are read.
+does not detect a flipped byte in an array, and casts silently if a leaf is requested in another dtype. Therefore the
+metadata of a checkpoint contain the shape, dtype and digest of each leaf, and `restore` compares them. With a key in
+the environment variable FP8JAX_CHECKPOINT_KEY the metadata is signed (HMAC-SHA-256), and only checkpoints of this key
+are read.
 
 The state is stored as a flat dict from a leaf's path to its array: any pytree can be saved, and names in messages are
 the names on disk. The whole state passes through the memory of a single process. Of several, each writes and reads its
@@ -303,7 +304,7 @@ class Checkpoints:
         return meta
 
     def restore(self, step: int, abstract: _State) -> tuple[_State, dict[str, Any]]:
-        """The state as it was saved, bit for bit, and the metadata.
+        """The saved state, bit for bit, and the metadata.
 
         Args:
             step: an existing checkpoint.
@@ -358,10 +359,10 @@ class Checkpoints:
     def resume(
         self, abstract: _State, config: dict[str, Any], tell: Callable[[str], None]
     ) -> tuple[_State, dict[str, Any]] | None:
-        """State and metadata of the newest checkpoint that is whole, as `restore`; None where there is none at all.
+        """State and metadata of the newest intact checkpoint, as `restore` returns them; None without a checkpoint.
 
-        Damaged ones that are newer are told, and moved out of the way to `damaged-STEP` beside this folder. So are
-        older ones whose metadata cannot be read.
+        Newer damaged checkpoints are reported and moved to `damaged-STEP` next to this folder, as are older ones with
+        unreadable metadata.
 
         Args:
             abstract: as `restore`.
@@ -369,7 +370,7 @@ class Checkpoints:
             tell: called with one line for each damaged checkpoint.
 
         Raises:
-            UserError: the checkpoint is of another configuration, or none is whole.
+            UserError: the checkpoint belongs to another configuration, or none is intact.
         """
         with self._saving():
             self._wait()

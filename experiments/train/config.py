@@ -44,7 +44,7 @@ class Config:
 
     @property
     def folder(self) -> Path:
-        """Where everything of this run is written."""
+        """The folder of this run."""
         return self.run.out / self.run.run
 
     def validate(self) -> None:
@@ -231,7 +231,7 @@ def parse(argv: Sequence[str] | None = None, description: str | None = None) -> 
 
     Args:
         argv: the command line; None takes the process's own.
-        description: what the help says; `--help` has parts of it.
+        description: the text of the help; `--help` has parts of it.
 
     Raises:
         SystemExit: the command line does not parse (2), or help was asked for (0).

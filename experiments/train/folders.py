@@ -31,7 +31,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def prepare(config: Config, console: Console) -> None:
-    """Makes the run's folder; refuses one of another configuration, moves an old one aside where that is asked for."""
+    """Creates the run's folder. Rejects a folder with another configuration, or moves an old one aside if requested."""
     folder = config.folder
     if config.run.resume == "never" and folder.exists():
         number = 1

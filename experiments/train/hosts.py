@@ -48,7 +48,7 @@ _MESSAGE = 1000
 
 
 class Agreed(UserError):
-    """What one process found wrong, as every process raises it."""
+    """An error of one process, which every process raises."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -127,7 +127,7 @@ class _Place(NamedTuple):
 
 
 def _place(settings: Run) -> _Place:
-    """Where a process stands, by its command line or by its cluster."""
+    """The address and number of a process, from its command line or its cluster."""
     if settings.coordinator != "auto":
         assert settings.process_id is not None
         assert settings.process_count is not None
@@ -262,7 +262,7 @@ def _silence(settings: Run) -> int:
 
 
 def gone_message(who: str, why: str) -> str:
-    """What a process says that ends because another one has."""
+    """The message of a process that ends because another one has ended."""
     return (
         f"error: {who} ends: another one has ended, or cannot be reached ({why}). Start all again: training goes on "
         "from the newest checkpoint"

@@ -18,7 +18,7 @@ from experiments.train.sections import Optim
 
 
 def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
-    """Clipping by global norm, the recipe's AdamW with decay on matrices only, and what follows bounds of weights.
+    """Clipping by global norm, the recipe's AdamW with decay for matrices only, and tracking of weight bounds.
 
     Returns:
         An optax transformation; for `--release` a `ReleasedOptimizer`.

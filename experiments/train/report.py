@@ -1,4 +1,4 @@
-"""What the user sees and keeps: terminal output, metrics.jsonl, TensorBoard events, the table and the loss curves."""
+"""The output for the user: terminal output, metrics.jsonl, TensorBoard events, the table and the loss curves."""
 
 import contextlib
 import io
@@ -40,7 +40,7 @@ def print_text(console: Console, text: str, indent: int = 0, style: str | None =
 
 
 class Details:
-    """What few users look for: a run's log.txt has it, and with --verbose the terminal, too.
+    """Details for few users: they are in a run's log.txt, and with --verbose also in the terminal.
 
     Args:
         console: of the terminal.

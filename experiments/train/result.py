@@ -14,7 +14,7 @@ RECENT = 50
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What is known of a finished recipe; result.json holds it.
+    """The result of a finished recipe, which is stored in result.json.
 
     Attributes:
         recipe: its name.
@@ -38,7 +38,7 @@ class Result:
 
 
 def read_result(path: Path) -> tuple[Result, dict[str, Any]]:
-    """What result.json holds: the result, and the configuration that it is of.
+    """The content of result.json: the result and its configuration.
 
     Raises:
         OSError: it cannot be read, or is no regular file.

@@ -1,4 +1,4 @@
-"""What training starts from: devices, texts, and a checkpoint of Hugging Face with `--init`, its shape and weights.
+"""The start of training: devices, texts, and a Hugging Face checkpoint with `--init`, its shape and weights.
 
 `experiments.hub` reads it; without `--init` nothing of it is imported.
 """
@@ -53,7 +53,7 @@ class CheckpointTokenizer:
         return str(self.model.decode(list(map(int, ids))))
 
     def document(self, ids: Sequence[int]) -> Document:
-        """A whole text, all of which is to be learned, with what begins and ends it."""
+        """A whole text with its start and end tokens; all of it counts in the loss."""
         whole = [*([] if self.begins is None else [self.begins]), *ids, *([] if self.ends is None else [self.ends])]
         return Document(np.array(whole, np.int32), np.ones(len(whole), np.int8))
 
@@ -126,7 +126,7 @@ def _check_experts(config: Config, llama: LlamaConfig) -> LlamaConfig:
 
 
 def params(config: Config, mesh: jax.sharding.Mesh | None) -> Any:
-    """The parameters of the checkpoint, as they are stored; None without one.
+    """The stored parameters of the checkpoint; None without one.
 
     Of a base in 8 bits, weights that are stored in 8 bits are `FrozenWeight`s.
 

@@ -129,7 +129,7 @@ class Task:
 
     @property
     def _takes_chunks(self) -> bool:
-        """Whether the loss takes logits a chunk of tokens at a time."""
+        """Whether the loss computes logits in chunks of tokens."""
         return self.chunked or self.recipe.head.is_quantized
 
     def init(self, params: Any = None) -> TrainState:
@@ -162,10 +162,10 @@ class Task:
         )
 
     def base(self, params: Any = None) -> Any:
-        """The weights that are not trained, a nested dict, empty without adapters: what `step` takes.
+        """The frozen weights, a nested dict, empty without adapters: what `step` takes.
 
         Args:
-            params: of a model of this shape without adapters; None takes those of the seed. Of a `FrozenWeight` in it
+            params: of a model of this shape without adapters; None uses those of the seed. Of a `FrozenWeight` in it
                 the codes are the base's, as they are.
 
         Raises:
@@ -189,7 +189,7 @@ class Task:
         return whole
 
     def model(self, params: Any, model_state: Any) -> Llama:
-        """The model as it is evaluated: it changes no state."""
+        """The model for evaluation, which changes no state."""
         model = nnx.merge(self.graphdef, params, model_state)
         model.eval()
         return model

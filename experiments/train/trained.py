@@ -29,7 +29,7 @@ class Trained:
         recipe: it was trained with.
         task: its program in training.
         params: parameters as the model computes with them, in the format that is held.
-        model_state: what the model has besides.
+        model_state: further state of the model.
         step: of the checkpoint.
         tokenizer: of the run.
         weights: the master weights, which may be more exact than the parameters; None: these.

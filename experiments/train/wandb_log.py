@@ -21,7 +21,7 @@ def check(project: str) -> None:
 
 @contextlib.contextmanager
 def rows(project: str, folder: Path, settings: Mapping[str, Any]) -> Iterator[Callable[[dict[str, Any]], None] | None]:
-    """What logs a row of a recipe's run, which goes on where it is resumed; None without a project.
+    """A function that logs a row of a recipe's run, which continues if it is resumed; None without a project.
 
     Args:
         project: name of the project, or "".

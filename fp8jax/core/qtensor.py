@@ -422,7 +422,7 @@ def from_bytes(q: QTensor) -> QTensor:
 
 
 def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
-    """Codes of 4 or 8 bits as another dtype of one byte; wider codes as they are."""
+    """Codes of 4 or 8 bits as another dtype of one byte; wider codes unchanged."""
     if codes.dtype.itemsize > 1:
         return codes
     if _bits(codes.dtype) == 4:

@@ -192,7 +192,7 @@ class Context:
 
     @functools.cached_property
     def spec(self) -> QuantSpec | None:
-        """The `QuantSpec` of saved inputs; None if they are saved as they are."""
+        """The `QuantSpec` of saved inputs; None if they are saved unquantized."""
         if self.residual is None:
             return None
         return dataclasses.replace(QuantSpec.parse(self.residual), scale_format="bf16")
@@ -457,7 +457,7 @@ class Linear:
         return {operand: part for operand, part in self._strategies.items() if isinstance(part, Stateful)}
 
     def _check_shares_token_scales(self, context: str | None) -> bool:
-        """Whether wgrad reuses microscaled codes, whose token scales must be shared between its operands."""
+        """Whether wgrad reuses microscaled codes, so that their token scales must be shared between its operands."""
         if not self.x_wgrad == self.dy_wgrad == SAME or context is None or self.dy is None:
             return False
         specs = QuantSpec.parse(context), QuantSpec.parse(self.dy)
@@ -485,7 +485,7 @@ class Linear:
 
     @property
     def folded_specs(self) -> tuple[str, ...]:
-        """The two-level specs (MOSS) that are folded into rows, which no product reads as they are."""
+        """The two-level specs (MOSS) that are folded into rows. No product reads them unfolded."""
         specs = [self.spec("x_residual"), *(spec for pair in self.products().values() for spec in pair)]
         return tuple(dict.fromkeys(str(spec) for spec in specs if spec is not None and spec.is_folded))
 

@@ -100,7 +100,7 @@ def _merge_at_position(number_sets: list[list[tuple[str, ...]]], position: int) 
 
 
 def _braces(numbers: Sequence[str]) -> str:
-    """Numbers in braces, as ranges; one number as it is."""
+    """Numbers in braces, as ranges; a single number unchanged."""
     if len(numbers) == 1:
         return numbers[0]
     ordered = sorted(numbers, key=int)

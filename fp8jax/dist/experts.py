@@ -112,7 +112,7 @@ class TokenExchange:
         """
         devices, names = manual.check_manual_axes(_CALLER, axes, (), _ADVICE), manual.axis_names(axes)
         if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-            raise TypeError(f"{_CALLER} takes group_sizes of integers, not {group_sizes.dtype}")
+            raise TypeError(f"{_CALLER} expects integer group_sizes, got {group_sizes.dtype}")
         if group_sizes.ndim != 1 or group_sizes.shape[0] % devices:
             raise ValueError(
                 f"{_CALLER}: {devices} devices along {names} do not divide the experts of group_sizes, of shape "
@@ -177,7 +177,7 @@ class TokenExchange:
 
     def _check(self, method: str, x: Array, num_rows: int) -> None:
         if x.ndim != 2 or x.shape[0] != num_rows:
-            raise ValueError(f"{_CALLER}.{method} takes ({num_rows}, channels), not {x.shape}")
+            raise ValueError(f"{_CALLER}.{method} expects ({num_rows}, channels), got {x.shape}")
 
     def _send_to_experts(self, x: Array, wire: WireFormat) -> Array:
         if wire.spec is None:

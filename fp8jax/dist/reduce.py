@@ -84,7 +84,7 @@ def all_reduce_gradients(
 
     All devices quantize with one scale, from the largest amax of any device. In two phases, each device receives its
     chunk of all codes, sums it exactly, and quantizes the mean with a new scale. All devices then gather these codes.
-    Nothing saturates. For e4m3 and int8 the bits do not depend on the order of devices. In one phase, NCCL adds the
+    Sums cannot saturate. For e4m3 and int8 the bits do not depend on the order of devices. In one phase, NCCL adds the
     codes. Each addition rounds to 8 bits and saturates at the largest code. Off CUDA, codes are added in fp32 and
     rounded once; for two devices the bits are the same. `Factors.saturated` has the fraction at the largest code, which
     controls `Factors.mu`.

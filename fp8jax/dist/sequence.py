@@ -1,6 +1,7 @@
 """Activations at the boundary of tensor and sequence parallelism, which travel as codes (FP8-LM, figure 2).
 
-Between the linear layers of a block each device has a shard of the sequence, within them a shard of the channels.
+Between the linear layers of a block, each device has a shard of the sequence. Within them, it has a shard of the
+channels.
 """
 
 import functools
@@ -204,11 +205,12 @@ def scatter_sequence(
     gradients: WireFormatLike | None = None,
     dim: int = -2,
 ) -> Array:
-    """A device's shard, along the sequence, of a sum over devices whose terms travel as codes; inside `jax.shard_map`.
+    """Returns a device's shard, along the sequence, of a sum over devices. The terms are sent as codes. Call it inside
+    `jax.shard_map`.
 
     If the contraction of a product is sharded, each device has one term of the sum. All devices quantize theirs under
     shared scales, from the largest amax of any device. Each device receives the codes of its shard of the sequence, and
-    sums them in fp32. Nothing saturates, and no sum is rounded to 8 bits. In the backward pass the gradient of the
+    sums them in fp32. Sums cannot saturate and are not rounded to 8 bits. In the backward pass the gradient of the
     shard is gathered as by `gather_sequence`, in the format of the preceding product's gradient.
 
     Args:

@@ -6,7 +6,6 @@ its experts on other devices.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from fp8jax.dist.sequence import WireFormat, WireFormatLike, operand_wire_format
 from fp8jax.ops.autodiff.checkpointing import INPUT, with_checkpoint_name
 from fp8jax.ops.autodiff.residuals import ArrayFacts, CotangentFacts, Recomputed, attach_facts
 from fp8jax.ops.dispatch.choice import cast_varying_over
-from fp8jax.ops.products.token_rows import add_rows
+from fp8jax.ops.products.token_rows import TOKEN_GATHER, add_rows
 from fp8jax.ops.quantization import fused_outputs
 from fp8jax.ops.quantization.fused_reference import compute_row_amax
 from fp8jax.ops.quantization.token_codes import TokenCodes, encode_tokens, token_scales
@@ -101,9 +100,9 @@ class TokenGather:
         """
         devices, names = manual.check_manual_axes(_CALLER, axes, (), _ADVICE), manual.axis_names(axes)
         if not jnp.issubdtype(experts.dtype, jnp.integer):
-            raise TypeError(f"{_CALLER} takes experts of integers, not {experts.dtype}")
+            raise TypeError(f"{_CALLER} expects integer experts, got {experts.dtype}")
         if experts.ndim != 2:
-            raise ValueError(f"{_CALLER} takes experts (tokens, choices), not {experts.shape}")
+            raise ValueError(f"{_CALLER} expects experts (tokens, choices), got {experts.shape}")
         if num_experts < 1 or num_experts % devices:
             raise ValueError(f"{_CALLER}: {devices} devices along {names} do not divide {num_experts} experts")
         if capacity is not None and capacity < 1:
@@ -119,9 +118,8 @@ class TokenGather:
         overflow = jnp.sum(jnp.maximum(counts.reshape(devices, local).sum(1) - capacity, 0))
         first = lax.axis_index(names) * local
         groups = Groups.from_sizes(lax.dynamic_slice_in_dim(counts, first, local), capacity)
-        # Choices of other devices' experts come last.
-        is_here = (chosen >= first) & (chosen < first + local)
-        order = jnp.argsort(jnp.where(is_here, chosen, num_experts), stable=True).astype(jnp.int32)
+        # Choices of this device's experts come first.
+        order = jnp.argsort(jnp.where(chosen < first, num_experts, chosen), stable=True).astype(jnp.int32)
         rows = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
         rows = jnp.where(rows < groups.ends[-1], rows, capacity).reshape(experts.shape)
         row_choices = jnp.where(jnp.arange(capacity) < groups.ends[-1], order[:capacity], order.size)
@@ -154,11 +152,9 @@ class TokenGather:
         self._check("dispatch", x, self.is_routed.shape[0])
         wire, x = operand_wire_format(_CALLER, wire_format, "x"), cast_varying_over(x, self.axes)
         shard = with_checkpoint_name(self._encode(lax.stop_gradient(x), wire), INPUT)
-        tokens = _SentTokens(shard, self.row_tokens)
-        operation = _GatherTokens(wire, self.axes, jnp.dtype(x.dtype))
-        gathered = operation.gather(tokens)
-        rows = _dispatch(x, gathered.array, self)
-        return rows, gathered.facts(self.row_tokens)._replace(recompute_rule=(operation, tokens))
+        operation, saved = _GatherTokens(wire, self.axes, jnp.dtype(x.dtype)), (shard, self.row_tokens)
+        tokens, facts = operation.gather(*saved)
+        return _dispatch(x, tokens, self), facts._replace(recompute_rule=(operation, saved))
 
     def dispatch_weights(self, weights: Array) -> Array:
         """The weight of each row's choice, (capacity,); 0 for rows in no group. It travels in its own dtype.
@@ -171,7 +167,7 @@ class TokenGather:
         """
         shape = self.is_routed.shape[0], self.rows.shape[1]
         if weights.shape != shape:
-            raise ValueError(f"{_CALLER}.dispatch_weights takes {shape}, not {weights.shape}")
+            raise ValueError(f"{_CALLER}.dispatch_weights expects {shape}, got {weights.shape}")
         return _weights_of_rows(lax.all_gather(cast_varying_over(weights, self.axes), self.axes, tiled=True), self)
 
     def combine(self, y: Array, wire_format: WireFormatLike = "e4m3:token") -> Array:
@@ -192,7 +188,7 @@ class TokenGather:
 
     def _check(self, method: str, x: Array, num_rows: int) -> None:
         if x.ndim != 2 or x.shape[0] != num_rows:
-            raise ValueError(f"{_CALLER}.{method} takes ({num_rows}, channels), not {x.shape}")
+            raise ValueError(f"{_CALLER}.{method} expects ({num_rows}, channels), got {x.shape}")
 
     def _encode(self, x: Array, wire: WireFormat) -> QTensor | Array:
         """What this device sends of its tokens: codes with scales per row, as bytes, or an array."""
@@ -210,32 +206,9 @@ class TokenGather:
         """This device's tokens of the sums of rows over all devices."""
         sums = add_rows(rows, self.rows)
         # NaN of one device is NaN of the sum.
-        return lax.psum_scatter(jnp.where(self.overflow > 0, jnp.nan, sums).astype(rows.dtype), self.axes, tiled=True)
-
-
-class _SentTokens(NamedTuple):
-    """What a device sends of its tokens, and the token of each of its rows among those of all devices."""
-
-    shard: QTensor | Array
-    row_tokens: Array
-
-
-class _GatheredTokens(NamedTuple):
-    """The tokens of all devices.
-
-    Attributes:
-        array: (all tokens, channels).
-        spec, codes: of per-tensor FP8 codes, as bytes; else None.
-    """
-
-    array: Array
-    spec: Any
-    codes: QTensor | None
-
-    def facts(self, row_tokens: Array) -> ArrayFacts:
-        """Facts about an array whose rows are these tokens."""
-        codes = None if self.codes is None else (self.spec, TokenCodes(self.codes, row_tokens))
-        return ArrayFacts(codes=codes, row_source=(self.array, row_tokens))
+        sums = jnp.where(self.overflow > 0, jnp.nan, sums).astype(rows.dtype)
+        with jax.named_scope(TOKEN_GATHER):
+            return lax.psum_scatter(sums, self.axes, tiled=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,22 +225,32 @@ class _GatherTokens:
     axes: tuple[str, ...]
     dtype: DTypeLike
 
-    def gather(self, sent: _SentTokens) -> _GatheredTokens:
-        whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axes, tiled=True), sent.shard)
+    def gather(self, shard: QTensor | Array, row_tokens: Array) -> tuple[Array, ArrayFacts]:
+        """The tokens of all devices from what each sends, and facts about an array whose rows are these tokens."""
+        with jax.named_scope(TOKEN_GATHER):
+            whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axes, tiled=True), shard)
+        codes = None
         if isinstance(whole, QTensor):
-            codes = whole if fused_outputs.supports(self.wire.spec) else None
-            return _GatheredTokens(from_bytes(whole).dequantize(self.dtype), self.wire.spec, codes)
-        return _GatheredTokens(whole.astype(self.dtype), None, None)
+            assert self.wire.spec is not None
+            tokens = from_bytes(whole).dequantize(self.dtype)
+            if fused_outputs.supports(self.wire.spec):
+                codes = self.wire.spec, TokenCodes(whole, row_tokens)
+        else:
+            tokens = whole.astype(self.dtype)
+        return tokens, ArrayFacts(codes=codes, row_source=(tokens, row_tokens))
 
-    def recompute(self, sent: _SentTokens, gradient: CotangentFacts) -> Recomputed:
-        gathered = self.gather(sent)
-        codes = None if gathered.codes is None else TokenCodes(gathered.codes, sent.row_tokens)
-        return Recomputed(gathered.array, codes)
+    def recompute(self, saved: tuple[QTensor | Array, Array], gradient: CotangentFacts) -> Recomputed:
+        tokens, facts = self.gather(*saved)
+        return Recomputed(tokens, None if facts.codes is None else facts.codes[1])
+
+
+def _rows_of(tokens: Array, gather: TokenGather) -> Array:
+    return tokens.at[gather.row_tokens].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
-def _dispatch(x: Array, gathered: Array, gather: TokenGather) -> Array:
-    return gathered.at[gather.row_tokens].get(mode="fill", fill_value=0)
+def _dispatch(x: Array, tokens: Array, gather: TokenGather) -> Array:
+    return _rows_of(tokens, gather)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -276,10 +259,10 @@ def _combine(wire: WireFormat, y: Array, gather: TokenGather) -> Array:
 
 
 def _combine_bwd(wire: WireFormat, gather: TokenGather, dy: Array) -> tuple[Array, None]:
-    sent = _SentTokens(gather._encode(dy, wire), gather.row_tokens)
-    gathered = _GatherTokens(wire, gather.axes, jnp.dtype(dy.dtype)).gather(sent)
-    ct = gathered.array.at[gather.row_tokens].get(mode="fill", fill_value=0)
-    attach_facts(ct, gathered.facts(gather.row_tokens))
+    operation = _GatherTokens(wire, gather.axes, jnp.dtype(dy.dtype))
+    tokens, facts = operation.gather(gather._encode(dy, wire), gather.row_tokens)
+    ct = _rows_of(tokens, gather)
+    attach_facts(ct, facts)
     return ct, None
 
 
@@ -289,7 +272,7 @@ def _weights_of_rows(weights: Array, gather: TokenGather) -> Array:
 
 
 _dispatch.defvjp(
-    lambda x, gathered, gather: (_dispatch(x, gathered, gather), gather),
+    lambda x, tokens, gather: (_dispatch(x, tokens, gather), gather),
     lambda gather, ct: (gather._sum_over_devices(ct), None, None),
 )
 _combine.defvjp(lambda wire, y, gather: (_combine(wire, y, gather), gather), _combine_bwd)

@@ -80,7 +80,7 @@ def wrong_model_message(expectation: str, model: Any) -> str:
 
 
 class CallLeaf(NamedTuple):
-    """The kind of one leaf of a call or of its results.
+    """The kind of one leaf of the arguments or results of a call.
 
     Attributes:
         kind: "parameter", "array" of the module, "argument" array, "setting", or for a result that is an input
@@ -173,7 +173,7 @@ def transform_call(
 
     Args:
         call: the call as a function of its leaves.
-        original: the method, which gives the function its name.
+        original: the method that the function is named after.
         names, requires_product, is_module_method, checks_rules, state_axes: as of `CallInfo`.
     """
 
@@ -212,7 +212,7 @@ def static_fingerprint(*settings: Any) -> Hashable:
     Settings that compare as equal may differ in these: 1 and True, or an object that has changed.
 
     Raises:
-        TypeError: such an object has no attributes, or one is not hashable.
+        TypeError: the object has no attributes, or one is not hashable.
     """
     identity_compared = [x for x in settings if type(x).__hash__ is object.__hash__ and not callable(x)]
     attributes = tuple(tuple(sorted(vars(x).items())) for x in identity_compared)

@@ -34,7 +34,7 @@ class Product:
         operands: dtypes of the two operands, by JAX's names or XLA's.
         occurrences: how often it stands in the program.
         executions: how often it runs; loops of unknown length count once.
-        requested_formats: in compiled programs the formats that fp8jax asked for, such as "e4m3 x e5m2"; "" if it is
+        requested_formats: in compiled programs the formats that fp8jax requested, such as "e4m3 x e5m2"; "" if it is
             not a product of fp8jax.
         kernel: name of a Mosaic or Triton kernel, or "".
     """
@@ -74,7 +74,7 @@ class Program:
         backend: what it was compiled for, such as "cpu".
         traced: in the jaxpr.
         compiled: in the optimized program of XLA, with its custom calls.
-        choices: the operations of fp8jax that were traced, and what computes each.
+        choices: the traced operations of fp8jax and their implementations.
         residuals: what linear layers save for the backward pass, each kind once.
     """
 

@@ -1,4 +1,4 @@
-"""`explain`: what the rules make of a Flax model, and what its compiled program multiplies."""
+"""`explain`: the effect of rules on a Flax model, and the products of its compiled program."""
 
 import contextlib
 import functools
@@ -74,8 +74,8 @@ def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: An
         return _explain_nnx(model, (rules, *sample), keywords)
     if isinstance(model, nnx.Module | nn.Module) and isinstance(rules, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise TypeError(
-            f"{type(model).__name__} has no recipe, and explain got an array of shape {rules.shape} in place of rules: "
-            'write explain(model, rules, x), as explain(model, "coat", x)'
+            f"{type(model).__name__} has no recipe, and explain got an array of shape {rules.shape} instead of rules; "
+            'call explain(model, rules, x), such as explain(model, "coat", x)'
         )
     if isinstance(model, nnx.Module):
         rule_set = as_rule_set(rules)

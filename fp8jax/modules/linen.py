@@ -42,7 +42,7 @@ class LinenClassConfig(NamedTuple):
 
 
 def quantize(module: Model, rules: Rules) -> Model:
-    """A copy of a model whose matmuls with parameters use a recipe.
+    """Returns a copy of a model that computes its matmuls with parameters by a recipe.
 
     `init` and `apply` are called as before. Parameters keep their names, shapes and values: checkpoints fit both ways.
     Each method called from outside is lifted to a function of variables, random keys and arguments, and transformed by
@@ -69,14 +69,14 @@ def quantize(module: Model, rules: Rules) -> Model:
     Args:
         module: any unbound Linen module; it is not changed.
         rules: a `Recipe` or a preset's name, for all matmuls but those of embeddings, output heads and routers. Or a
-            sequence of `fp8jax.Rule` on paths such as `"layers_0/attention/query"`, which such a recipe may follow; the
-            first match wins. A recipe that quantizes no matmul, such as "bf16", changes nothing.
+            sequence of `fp8jax.Rule` on paths such as `"layers_0/attention/query"`, with an optional recipe at the end;
+            the first match is used. A recipe that quantizes no matmul, such as "bf16", changes nothing.
 
     Returns:
         The copy, an instance of a subclass of the model's class.
 
     Raises:
-        TypeError: the model is no Linen module, or the rules have another type.
+        TypeError: the model is not a Linen module, or the rules have another type.
         ValueError: the model is bound or quantized already. From `init` or `apply`: a rule matches nothing or there is
             no matmul of data with a parameter. Or a matmul asks for a precision that no quantized matmul has.
     """
@@ -97,7 +97,7 @@ def unquantize(module: Model) -> Model:
     Its variables have no scaling collections: `{k: v for k, v in variables.items() if not k.startswith("fp8jax_")}`.
 
     Raises:
-        TypeError: the model is no Linen module.
+        TypeError: the model is not a Linen module.
         ValueError: it is not quantized.
     """
     if not isinstance(module, nn.Module):
@@ -137,7 +137,7 @@ def make_dot_general_cls(recipe: Recipe | Linear | str) -> type[DotGeneral]:
         recipe: a `Recipe`, its part `Linear`, or a preset's name.
 
     Returns:
-        A class whose instances are called like `jax.lax.dot_general`; the same class for the same recipe.
+        Returns a class with instances that are called like `jax.lax.dot_general`; the same class for the same recipe.
     """
     linear_recipe = linear_part(recipe)
 

@@ -61,9 +61,9 @@ class QuantizedRoot(NamedTuple):
 
     Attributes:
         rules: the rules that choose a recipe for each layer.
-        path: the path of the model whose paths the rules match.
+        path: the path of the model that rule paths are relative to.
         field_path: the module's path in its model, if that was never bound.
-        is_submodule: whether it is a submodule of this model, called by itself.
+        is_submodule: whether it is a submodule of this model that is called directly.
     """
 
     rules: RuleSet
@@ -76,7 +76,7 @@ class QuantizedRoot(NamedTuple):
         return self._replace(is_submodule=False) in scope.flags.get("fp8jax", ())
 
     def with_flag(self, scope: Any) -> Any:
-        """The flags of a scope in such a run."""
+        """The flags of a scope in this run."""
         return scope.flags.copy({"fp8jax": (*scope.flags.get("fp8jax", ()), self._replace(is_submodule=False))})
 
     def model_path(self, scope_path: Path) -> Path:

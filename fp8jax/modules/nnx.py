@@ -150,7 +150,7 @@ copyreg.pickle(QuantizedMeta, _reduce)
 
 @functools.cache
 def make_quantized_class(original: Any, settings: QuantizedClassConfig) -> type:
-    """The subclass of a module's class whose methods are transformed."""
+    """The subclass of a module's class with transformed methods."""
     names = ("__module__", "__qualname__", "__doc__")
     body = {name: getattr(original, name) for name in names}
     body |= {"_fp8jax_original_class": original, "_fp8jax_settings": settings}
@@ -230,7 +230,7 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
 
     Parameters keep their names, shapes and values, so checkpoints of one load into the other. Calls of the copy are
     transformed as by `fp8jax.transform`. This covers layers of Flax and your own layers, in `nnx.jit`, `nnx.scan`,
-    `nnx.remat`, loops and stacks of `nnx.vmap`. With a `Context`, norms and activations before such matmuls are
+    `nnx.remat`, loops and stacks of `nnx.vmap`. With a `Context`, norms and activations before these matmuls are
     replaced too. A call changes variables, modules and random keys as before. Build the `nnx.Optimizer` from the copy.
     The copy is an instance of the model's class and can be pickled; `unquantize` returns the original.
 
@@ -316,7 +316,7 @@ def _check_kernel_variables(submodules: dict[str, Any]) -> None:
 
 
 def _find_context_paths(submodules: dict[str, Any], rules: RuleSet) -> Iterator[str]:
-    """The paths of layers and norms whose recipe compresses residuals."""
+    """The paths of layers and norms with a recipe that compresses residuals."""
     for path, module in submodules.items():
         if get_params(module) and rules.choose(path).context.residual is not None:
             yield path

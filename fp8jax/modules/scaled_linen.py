@@ -21,7 +21,7 @@ SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
 
 
 def missing_variables_error(layer: str, linear: Linear, *, is_initializing: bool, has_other_layers: bool) -> ValueError:
-    """The error of a layer whose variables are missing.
+    """The error for a layer with missing variables.
 
     Args:
         layer: its path in messages.
@@ -60,7 +60,7 @@ def get_layer_path(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def get_weight_path(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The path of the parameter to whose products variables at a path belong."""
+    """The path of the parameter that variables at a path belong to."""
     layer = get_layer_path(path)
     return (*layer, path[-1].removeprefix(STATE_PREFIX) if len(layer) < len(path) else "kernel")
 
@@ -73,7 +73,7 @@ def advance_scaling(
     axis_name: AxisNames = None,
     apply_if: ArrayLike | None = None,
 ) -> dict[str, Any]:
-    """Ends a step of a model whose scaling observes its operands, such as delayed scaling.
+    """Ends a step of a model with a scaling that observes its operands, such as delayed scaling.
 
         variables = model.init(key, x)                  # params, fp8jax_scaling, fp8jax_statistics
 
@@ -86,13 +86,13 @@ def advance_scaling(
         scaling = fp8jax.linen.advance_scaling(scaling, seen)
 
     Under gradient accumulation call it once a step. Pass the scaling from one microbatch to the next, and merge the
-    statistics by maximum (gradients are summed). Under data parallelism in `jax.shard_map` give `axis_name`.
+    statistics by maximum (gradients are summed). For data parallelism in `jax.shard_map`, pass `axis_name`.
 
     Args:
         scaling: the collection "fp8jax_scaling" after the step's last `apply`.
         statistics: cotangents of the collection "fp8jax_statistics".
         rules: those of `fp8jax.linen.quantize`; delayed scaling needs none.
-        axis_name: mesh axes of replicas inside `jax.shard_map`, whose observations are merged.
+        axis_name: mesh axes of replicas inside `jax.shard_map`; their statistics are merged.
         apply_if: bool scalar; if it is False, as after a step that was skipped, states stay unchanged. None is True.
 
     Returns:
@@ -140,7 +140,7 @@ def update_weight_amax_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[
         The collection for the next step, and for evaluation.
 
     Raises:
-        ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
+        ValueError: the model has no layer with automatic weight scaling, or the optimizer does not track a weight.
     """
     return with_bounds(scaling, bounds, only_trained=False)
 

@@ -1,4 +1,4 @@
-"""Bad steps: those whose loss or gradients are not finite, or whose loss jumps, and an optimizer that skips them."""
+"""Bad steps, with a loss or gradients that are not finite or a loss that jumps, and an optimizer that skips them."""
 
 from typing import Any, NamedTuple
 

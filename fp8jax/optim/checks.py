@@ -1,4 +1,4 @@
-"""Errors for arguments, parameters, gradients and states that an optimizer cannot take."""
+"""Errors for arguments, parameters, gradients and states that an optimizer does not support."""
 
 from typing import Any
 

@@ -212,7 +212,7 @@ def compress_state(
 
 
 def _observe(place: Place, role: str | None, value: Array, new: Any) -> Any:
-    """A moment as it is stored, with the observation of its codes."""
+    """A stored moment, with the statistics of its codes."""
     if not isinstance(new, QTensor):
         return new
     return new.with_codes(observe(new.codes, place, "m" if role == "first" else "v", compare(value, new)))
@@ -274,7 +274,7 @@ def _make_plan(
     """Finds the moments in a state by their paths.
 
     Args:
-        state: of the wrapped transformation, as it made it or as it is stored.
+        state: of the wrapped transformation, in its own form or in the stored form.
         params: the tree of the parameters, or anything with its structure and shapes, such as the gradients.
         rules: the user's storage, by key.
         default_storage: the storage of optax's own names.
@@ -361,7 +361,7 @@ def _resolve_storage(
 
 
 def _encode_moment(value: Array, param: Any, storage_spec: _Storage, min_size: int) -> QTensor | Array:
-    """A moment's first value as it is stored, sharded like its parameter."""
+    """The stored form of a moment's first value, sharded like its parameter."""
     if isinstance(storage_spec, formats.Format):
         return value.astype(storage_spec.dtype)
     if not storage.should_quantize(param.shape, storage_spec, min_size):

@@ -1,4 +1,4 @@
-"""AdamW whose moments are stored in 8 bits, as an optax transformation (COAT, sections 4.1 and 4.2)."""
+"""AdamW with moments stored in 8 bits, as an optax transformation (COAT, sections 4.1 and 4.2)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -168,9 +168,9 @@ def compressed_adamw(
     **Small decays.** First moments with expansion are rounded to nearest. If b1 is above 0.98 or an array, they are
     rounded with noise that depends on the step, so that they decay without a gradient.
 
-    **Gradients.** A NaN or Inf gradient makes its moments NaN, as in optax. To skip such steps, wrap the transformation
-    in `optax.apply_if_finite`. With `master`, this needs fp32 gradients. Finite gradients are clipped to 2^62 (4.6e18),
-    because their squares would overflow fp32.
+    **Gradients.** A NaN or Inf gradient makes its moments NaN, as in optax. To skip these steps, wrap the
+    transformation in `optax.apply_if_finite`. With `master`, this needs fp32 gradients. Finite gradients are clipped to
+    2^62 (4.6e18), because their squares would overflow fp32.
 
     **Changed parameters.** The caller may change a parameter between steps. Its master is then the changed value plus
     the old remainder. `compress_state(chain, master=...)` keeps the masters of a whole chain. Under
@@ -323,8 +323,8 @@ def _make_state(count: Array, mu: Any, nu: Any, remainder: Any) -> CompressedAda
 def rounds_stochastically(nu_rounding: str, b2: Any) -> bool:
     """Whether a second moment with this decay is rounded stochastically.
 
-    The value of an array is not known: for "auto", an array is rounded stochastically, which does little harm at any
-    b2.
+    The value of an array is unknown, so "auto" rounds stochastically for an array, which has little effect on accuracy
+    at any b2.
     """
     if nu_rounding == "auto":
         return isinstance(b2, Array) or b2 >= STOCHASTIC_MIN_B2

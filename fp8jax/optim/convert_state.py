@@ -27,8 +27,8 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
 
     Master weights need a second call. To `fp8lm_adamw`, pass fp32 `params`, from which it creates its masters. From
     `fp8lm_adamw`, use `params_from_master(state, jnp.float32)`. To a `master` with remainders, pass the `params` of
-    `fp8jax.split_master_weights`, and set the remainders with `optax.tree.set(state, remainder=remainder)`. From such a
-    master, use `fp8jax.master_weights(state, params)`.
+    `fp8jax.split_master_weights`, and set the remainders with `optax.tree.set(state, remainder=remainder)`. From that
+    optimizer, use `fp8jax.master_weights(state, params)`.
 
     Args:
         state: of the old optimizer.

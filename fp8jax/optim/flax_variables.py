@@ -2,7 +2,7 @@
 
 A box is a pytree of one array with metadata, such as names of sharded axes. `nnx.Optimizer` boxes each leaf of a state
 and replaces its array at each step. The sharding of a parameter need not divide its scales. Boxes are therefore inside
-a `QTensor`, one for each array. Flax is not imported here: without its import there are no boxes.
+a `QTensor`, one for each array. Flax is not imported here: if nothing has imported it, there are no boxes.
 """
 
 import functools
@@ -20,7 +20,7 @@ _SHARDINGS = ("out_sharding", "optimizer_sharding")
 
 
 def with_unboxed_variables(init: Callable, *updates: Callable) -> tuple[Callable, ...]:
-    """`init` and forms of `update` for pure trees, wrapped to take trees with boxes.
+    """`init` and forms of `update` for pure trees, wrapped to accept trees with boxes.
 
     Args:
         init: `init(params) -> state`, which maps over the leaves of `params`.

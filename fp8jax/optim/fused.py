@@ -16,7 +16,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation that can also apply its update itself.
 
     `step(grads, state, params) -> (params, state)` equals `update` followed by `optax.apply_updates`, without a tree of
-    updates: each parameter is read and written once. It takes further arguments by name:
+    updates: each parameter is read and written once. It has further keyword arguments:
 
     key: PRNG key for stochastic rounding of bf16 parameters. To nearest, changes below half a step of bf16 are lost.
     grad_scale: scalar factor of the gradients, applied in fp32 in the same pass.
@@ -77,7 +77,7 @@ class StepOptions(NamedTuple):
 
 
 def fused_transformation(init_fn: Callable, update_fn: Callable) -> FusedTransformation:
-    """A transformation from its two functions, which also takes parameters in boxes of Flax.
+    """A transformation from its two functions that also accepts parameters in boxes of Flax.
 
     Args:
         init_fn: `init_fn(params) -> state`.

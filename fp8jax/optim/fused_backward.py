@@ -178,7 +178,7 @@ class _Residuals:
 
 
 class FusedBackwardBlock:
-    """A block whose backward pass applies its optimizer's step, as `fused_backward` returns it."""
+    """A block with a backward pass that applies its optimizer's step; returned by `fused_backward`."""
 
     def __init__(self, block: Callable[..., Any], tx: FusedTransformation, key: Array | None) -> None:
         self._block, self._tx, self._key = block, tx, key
@@ -301,7 +301,7 @@ class FusedBackwardBlock:
         return result, (block_state, shared, dataclasses.replace(residuals, arrays=arrays))
 
     def _find_residual_sources(self, params: Any, x: Any, shared: tuple[Any, ...]) -> _Residuals:
-        """Which residuals of a layer are its parameters or shared arguments, from the traced program."""
+        """The residuals of a layer that are its parameters or shared arguments, from the traced program."""
         structure: Any = None
 
         def call(params: Any, shared: tuple[Any, ...], x: Any) -> list[Array]:
@@ -416,7 +416,7 @@ def _updated_state(
 def fused_backward(
     block: Callable[..., Any], tx: FusedTransformation, *, key: Array | None = None
 ) -> FusedBackwardBlock:
-    """A block of a model whose parameters are updated inside the backward pass.
+    """Returns a block of a model that updates its parameters inside the backward pass.
 
     The optimizer step of a block runs as soon as its gradients are computed. Only the gradients of one block are in
     memory at a time. Results equal those of one `tx.step` over all parameters, including the noise of stochastic

@@ -165,7 +165,7 @@ def split_tree(tree: Any) -> tuple[Any, Any]:
 
 
 def with_master_weights(init: Callable, update: Callable, master: Master) -> tuple[Callable, Callable]:
-    """`init` and `update` of a transformation that updates fp32 masters, whose high parts are the parameters."""
+    """`init` and `update` of a transformation that updates fp32 masters. Their high parts are the parameters."""
 
     def init_masters(params: optax.Params) -> MasterState:
         return MasterState(jnp.zeros([], jnp.int32), init(params), init_remainders(params, master))

@@ -37,8 +37,8 @@ MAX_METADATA_FRACTION = 0.10
 def should_quantize(shape: tuple[int, ...], spec: QuantSpec | None, min_size: int) -> bool:
     """Whether the moments of a parameter of this global shape are quantized; False without a spec.
 
-    The parameter must have `min_size` elements. Scales and exponents may take at most 10 % of the codes' bytes, or the
-    share of full groups if that is more. Short last axes (LoRA factors, biases) exceed that.
+    The parameter must have `min_size` elements. Scales and exponents may need at most 10 % of the bytes of the codes,
+    or the share of full groups if that is more. Short last axes (LoRA factors, biases) exceed that.
     """
     if spec is None or not shape or math.prod(shape) < max(min_size, 1):
         return False

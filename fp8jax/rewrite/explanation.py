@@ -32,7 +32,7 @@ _SUMMARY_HEAD = ("layers", "operation", "shape", "saved of the input, or why", "
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What the rules make of a program. `str(explanation)` is a summary in which equal blocks are one row.
+    """The effect of rules on a program. `str(explanation)` is a summary in which equal blocks are one row.
 
     Attributes:
         rows: the products, norms and activations in the program's order, then layers without a product.
@@ -83,7 +83,7 @@ class Explanation:
 
     @property
     def quantized_layers(self) -> tuple[PlanEntry, ...]:
-        """The layers that a recipe takes."""
+        """The layers that a recipe quantizes."""
         return tuple(layer for layer in self.layers if layer.is_quantized)
 
     @property
@@ -212,7 +212,7 @@ def _fold_rows(rows: Sequence[PlanEntry]) -> list[tuple[str, ...]]:
 
 
 def _short_note(entry: PlanEntry) -> str:
-    """What an entry saves of its input, or why it is left as written."""
+    """The residual of an entry's input, or the reason why it is not quantized."""
     return re.sub(r", [\d.]+ B/element", "", entry.residual) if entry.is_quantized else entry.reason
 
 
@@ -253,7 +253,7 @@ def _format_bytes(count: float) -> str:
 
 
 def _head_note(entries: Sequence[PlanEntry]) -> str:
-    """Which output heads stay in 16 bits by default, and how to choose 8 bits; "" if there are none."""
+    """A note on the output heads that stay in 16 bits by default, and how to choose 8 bits; "" if there are none."""
     heads = [entry.path for entry in entries if entry.choice is not None and entry.choice.is_unquantized_head]
     if not heads or not any(entry.linear for entry in entries):
         return ""
@@ -264,7 +264,7 @@ def _head_note(entries: Sequence[PlanEntry]) -> str:
 
 
 def _rematerialization_note(entries: Sequence[PlanEntry]) -> str:
-    """How many products run again in the backward pass, and what saves them; "" if none does."""
+    """The number of products that run again in the backward pass, and a policy that saves them; "" if none does."""
     products = [entry for entry in entries if entry.linear is not None]
     count = sum(entry.is_rematerialized for entry in products)
     if not count:
@@ -297,8 +297,8 @@ def exchange_note(graph: Graph) -> str:
     if not total:
         return ""
     return (
-        f"devices: in a forward pass a device sends {_format_bytes(total)} of rows to the devices of their experts and "
-        "back, if each device gets as many; the backward pass sends as many rows"
+        f"devices: in a forward pass one sends {_format_bytes(total)} of tokens to the devices of experts and back "
+        "if each device gets as many; the backward pass sends as many"
     )
 
 
@@ -343,7 +343,8 @@ def gains_note(entries: Sequence[PlanEntry]) -> str:
 def list_rows(
     graph: Graph, schedule: Schedule, rules: RuleSet, call_info: CallInfo, entries: Mapping[Node, PlanEntry]
 ) -> tuple[PlanEntry, ...]:
-    """The rows of a planned program in its order: the entries with their bytes, and what the rules do not cover."""
+    """The rows of a planned program, in order: the entries with their bytes, and the parts that the rules do not
+    cover."""
     sizes, plain_sizes = (dict(_residual_bytes(graph, entries, count)) for count in (_operation_bytes, _plain_bytes))
     rows = unplanned.find(graph, schedule, rules, call_info, entries)
     rows |= {

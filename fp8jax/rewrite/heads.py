@@ -272,7 +272,7 @@ def elementwise_sources(value: Value, products: Collection[Node]) -> set[Node]:
 
 
 def count_outputs(node: Node, side: int) -> int:
-    """The number of outputs of a matmul whose weight is operand `side`, per batch element."""
+    """The number of outputs of a matmul with a weight as operand `side`, per batch element."""
     shape, params = node.operands[side].shape, node.eqn.params
     if node.weight_axes is not None:
         return shape[node.weight_axes[2]]

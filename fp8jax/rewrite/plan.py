@@ -102,7 +102,7 @@ def plan(
     rules: RuleSet,
     call_info: CallInfo = CallInfo(),  # noqa: B008
 ) -> ProgramPlan:
-    """Plan a program; the recipes' operations are put into the nodes of `graph`.
+    """Plan a program and assign the recipes' operations to the nodes of `graph`.
 
     Raises:
         ValueError: a rule matches nothing, nothing can be quantized, or a matmul of several parameters has a scaling
@@ -238,7 +238,7 @@ def _has_unknown_block(p: WeightMatmul) -> bool:
 
 
 def _is_indexed(p: WeightMatmul) -> bool:
-    """Whether a loop takes the matrix from stacked ones by its counter."""
+    """Whether a loop selects the matrix from a stack by its counter."""
     weight: Weight | None = p.weight
     while weight is not None and all(step.kind != "dynamic_slice" for step in weight.layout):
         outer = weight.stored.enclosing_value
@@ -696,7 +696,7 @@ def _replace_producer(
 
 
 def _grouped_products_around(gate: Value, up: Value | None, readers: list[WeightMatmul]) -> tuple[Value, Value] | None:
-    """The result of a grouped product whose halves are gate and up, and the sizes of its groups.
+    """The result of a grouped product with gate and up as its halves, and the sizes of its groups.
 
     None if there is none, or if a reader of the activation is not a grouped product of the same groups.
     """

@@ -24,7 +24,7 @@ _NO_HEADS: Mapping[str, str] = types.MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A recipe for all layers whose path matches.
+    """A recipe for all layers with a matching path.
 
     Attributes:
         path: regular expression for the whole path, such as `"layers/.*/mlp/.*"`; steps are joined by "/".
@@ -104,7 +104,7 @@ class LayerChoice:
 
     @property
     def recipe(self) -> Recipe:
-        """Both parts as a recipe, for operations before or between such layers."""
+        """Both parts as a recipe, for operations before or between these layers."""
         if self.linear is None:
             return Recipe("left alone")
         return Recipe("chosen", linear=self.linear, context=self.context)
@@ -221,7 +221,7 @@ class RuleSet:
         Args:
             paths: the paths of layers that can be quantized, and of norms.
             heads: as in `choose`.
-            source_layers: layers whose matmuls cannot be quantized; a rule with None may match only these.
+            source_layers: layers with matmuls that cannot be quantized; a rule with None may match only these.
             unsupported_layers: layers of experts whose products are left as written. Any rule may match only these.
         """
         paths = sorted({*paths, *unsupported_layers})
@@ -273,9 +273,9 @@ def as_rule_set(rules: Rules) -> RuleSet:
 
     Args:
         rules: a recipe, or a preset's name, for all layers but embeddings, routers and output heads; or ordered rules,
-            which such a recipe may follow. If the recipe's part `head` is quantized, output heads use it. Layers that
-            no rule matches are not quantized, nor are those of a recipe such as "bf16" or "coat_optimizer". A sequence
-            may hold `GroupedProduct`s in any place.
+            with an optional recipe at the end. If the recipe's part `head` is quantized, output heads use it. Layers
+            that no rule matches are not quantized, nor are those of a recipe such as "bf16" or "coat_optimizer". A
+            sequence may hold `GroupedProduct`s in any place.
 
     Raises:
         ValueError: there is no rule, or no preset has this name.

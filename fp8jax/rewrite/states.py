@@ -134,7 +134,7 @@ Stats = dict[str, Array]
 
 
 class UseInputs(NamedTuple):
-    """Inputs of a product besides arrays: the state of its scaling, slots for its stats, and its weight in codes."""
+    """Further inputs of a product: the state of its scaling, slots for its stats, and its quantized weight."""
 
     state: ScalingState | None = None
     slots: ScalingStats | None = None
@@ -184,7 +184,7 @@ class ParameterState(NamedTuple):
         """The record after a step, with empty stats.
 
         Args:
-            axis_name: mesh axes of replicas whose stats are merged, or None.
+            axis_name: mesh axes of the replicas to merge stats over, or None.
             apply_if: bool scalar; if it is False, the state stays unchanged. None is True.
             keep_if_uncalled: a layer that was not called since its last step keeps its state. A step may then be ended
                 twice.
@@ -592,7 +592,7 @@ def _move_rows(numbers: Any, axes: tuple[int, ...], node: Node, result: Value) -
     """The numbers of rows along axes of a result of a layout or slice, and these axes; None if they are not known.
 
     Args:
-        numbers: an array whose first axes are those of loops.
+        numbers: an array with the loop axes first.
         axes: those axes of the node's operand that the other axes of `numbers` are.
     """
     source = next(operand for operand in node.operands if operand.weight is not None)
@@ -707,7 +707,7 @@ def with_complete_bounds(
 
 
 def with_weight_bounds(states: States, bounds: Mapping[tuple[str, ...], Array]) -> States:
-    """States whose weights have the bounds of an optimizer; see `Transformed.update_weight_amax_bounds`."""
+    """States with the weight bounds of an optimizer; see `Transformed.update_weight_amax_bounds`."""
     bounds_by_path, new = {"/".join(map(str, path)): bound for path, bound in bounds.items()}, dict(states)
     for path, scaling in states.items():
         if scaling.linear.needs_weight_bounds:

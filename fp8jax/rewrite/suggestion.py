@@ -1,4 +1,4 @@
-"""`fp8jax.suggest`: rules for the layers whose measured errors a recipe does not explain."""
+"""`fp8jax.suggest`: rules for the layers with measured errors that a recipe does not explain."""
 
 import dataclasses
 import functools
@@ -119,7 +119,7 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
 
 
 def _as_sequence(rules: Rules) -> tuple[Any, ...]:
-    """The rules as a sequence, as they were given."""
+    """The original rules as a sequence."""
     as_rule_set(rules)  # raises for other types
     return tuple(rules) if isinstance(rules, (list, tuple)) else (rules,)
 
@@ -162,7 +162,7 @@ def _rules_for_shapes(entries: Sequence[PlanEntry]) -> dict[str, tuple[Rule, str
 
 
 def _reason(fault: Fault, remedy: str | None, errors: Telemetry) -> str:
-    """What a rule mends."""
+    """The faults that a rule fixes."""
     cause = f"{fault.role}: {fault.reason}"
     after = errors.get(fault.layer, {}).get(fault.role, {}).get("snr_db")
     if after is None:

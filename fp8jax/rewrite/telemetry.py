@@ -62,8 +62,8 @@ class Telemetry(Mapping[str, Mapping[str, Mapping[str, Any]]]):
 
 
 _DIFFERENTIATED = (
-    "fp8jax.telemetry observes a function that computes gradients, and is not differentiated itself: write "
-    "fp8jax.telemetry(jax.value_and_grad(loss_fn)), or take the telemetry of the whole step"
+    "fp8jax.telemetry cannot be differentiated. Use fp8jax.telemetry(jax.value_and_grad(loss_fn)), or the telemetry "
+    "of the whole step"
 )
 
 
@@ -328,11 +328,11 @@ def find_faults(found: Telemetry) -> list[Fault]:
     """
     if not isinstance(found, Mapping):
         raise TypeError(
-            "find_faults takes the statistics, the second result of a function of fp8jax.telemetry, not "
+            "find_faults expects the statistics, the second result of a function of fp8jax.telemetry, got "
             f"{type(found).__name__}"
         )
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(found)):
-        raise TypeError("find_faults reads values: call it outside of jax.jit, with what the compiled step returns")
+        raise TypeError("find_faults reads values; call it outside of jax.jit, with the result of the compiled step")
     faults = []
     for layer, roles in found.items():
         for role, statistics in roles.items():

@@ -1,4 +1,4 @@
-"""Errors and warnings for training that leaves the states of scalings as they are.
+"""Errors and warnings for training that never updates scaling states.
 
 Python runs while a step is traced, differentiated and lowered, not while it is executed. Each state is read through
 primitives that return their first operand. Their JVP rule raises if a gradient of the weight is taken and the
@@ -29,7 +29,7 @@ class TrainingRecord:
 
     Attributes:
         automatic_calls: the calls that the model's optimizer makes in each update.
-        gradient_counts: by call, the number of gradients taken outside of programs since the last such call.
+        gradient_counts: by call, the number of gradients computed outside of programs since the last call.
         last_traces: by call, a weak reference to the trace of the last of these gradients.
     """
 
@@ -65,7 +65,7 @@ class _Program:
     Attributes:
         advanced: the calls that advance states, each after the record of the model, or None.
         warned: the missing calls of past warnings, in this form.
-        observed: records of the models whose calls have observed something.
+        observed: records of the models with calls that have collected statistics.
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,8 @@ def _differentiable_arrays(operands: Any) -> list[Array]:
 def warn_if_never_advanced(
     state: Array, operands: Any, message: str, call: str, record: TrainingRecord | None = None
 ) -> Array:
-    """`state`, unchanged. Warns once for each program that takes a gradient of `operands` and never advances the state.
+    """`state`, unchanged. Warns once for each program that computes a gradient of `operands` and never advances the
+    state.
 
     In a program, a primitive returns the state. Its JVP rule notes the gradient, and its lowering warns. Outside of a
     program, only gradients of an NNX model are counted. More than `_MAX_MICROBATCHES` of them without `call` warn.

@@ -228,7 +228,8 @@ def _norm_entry(program: _Program, node: Node) -> PlanEntry | None:
 
 
 def _norm_consumers(program: _Program, value: Value) -> tuple[str, bool, bool, bool]:
-    """A norm's parameter path, and whether data modulate its result, a quantized matmul reads it, its form is known."""
+    """A norm's parameter path, and whether data modulate its result, whether a quantized matmul reads it, and whether
+    its form is known."""
     path, is_modulated, is_read_by_recipe, is_known = "", False, False, False
     upstream = set(_upstream(value))
     for reader, operand in _downstream(program, value):

@@ -156,7 +156,7 @@ def pack_integers(parameters: Sequence[KernelParameter]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class RedeclaredKernel:
-    """PTX whose parameters are operands, the array of integers (if `has_integers`), then results."""
+    """PTX with the parameters: operands, the array of integers (if `has_integers`), then results."""
 
     code: str
     has_integers: bool

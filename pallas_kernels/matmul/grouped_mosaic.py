@@ -152,9 +152,10 @@ def grouped_matmul_dw(
         a: (M, T) float8_e4m3fn, float8_e5m2, int8 or bfloat16. Sums of int8 hold groups of up to 131,071 tokens.
         b: (N, T), likewise. The two FP8 types may differ; otherwise both operands have the same type.
         starts: (G,) integers, the first token of each group, a multiple of 128.
-        lengths: (G,) integers, the number of tokens of each group; 0 gives zeros.
+        lengths: (G,) integers, the number of tokens of each group; the result of an empty group is 0.
         scale: (G,) float32. row_scale: (G, M) float32. column_scale: (G, N) float32.
-        is_k_major: whether the tokens are the last dimension of both operands. False takes bfloat16 (T, M) and (T, N).
+        is_k_major: whether the tokens are the last dimension of both operands. False supports bfloat16 (T, M) and (T,
+            N).
         out_dtype, fast, tile, interpret: as in `grouped_matmul`.
 
     Returns:
@@ -213,7 +214,7 @@ def token_schedule(
 def best_tile(n: int, fast: bool, is_k_major: bool = True, lead_slices: int = 2) -> hopper.Tile:
     """Return the tile with the fewest columns beyond N; wide tiles read operands less often.
 
-    Promoted sums take twice the accumulators: two warpgroups share a tile. A lead needs as many slices in every tile.
+    Promoted sums need twice the accumulators: two warpgroups share a tile. A lead needs as many slices in every tile.
     """
     if not fast:
         return hopper.Tile(64, 128, num_stages=6, lead_slices=lead_slices)

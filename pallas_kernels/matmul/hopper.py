@@ -138,7 +138,7 @@ def pipelined_matmul(
         streams: scales that are loaded with the operands; `WarpgroupPipeline.load_scales` reads them.
         use_inline_wgmma: whether `compute` uses `hopper_wgmma`. TMA then needs maps of two dimensions, not Pallas's
             four.
-        second_operand: a second left operand, for which some slices are multiplied as well; it takes a schedule.
+        second_operand: a second left operand, for which some slices are multiplied as well; it requires a schedule.
         schedule: tiles that differ in their slices or matrices. In a grouped product, scales are (matrices,), and
             column scales (matrices, N). Other rows that no tile writes are not initialized.
         is_k_major: whether K is the last dimension of both operands, otherwise the first; 16-bit operands only.

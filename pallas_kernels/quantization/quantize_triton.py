@@ -307,7 +307,7 @@ def quantize(
 
     Returns:
         Codes of `rows`, codes of `columns`, and sums, fp32 (N,); None for what is not requested. Given scales are not
-        returned. Those of "same" are the transposed ones of `rows`.
+        returned. For "same" they are the transposed codes of `rows`.
 
     Raises:
         ValueError: the kernel does not support these arguments; the message has the reason.

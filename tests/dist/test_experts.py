@@ -239,10 +239,10 @@ def test_experts_are_shared_beside_fsdp_and_tensor_axes():
     ("error", "message", "ask"),
     [
         (ValueError, "4 devices along .* do not divide", lambda x, s: TokenExchange.from_sizes(s[:7], "expert", ROWS)),
-        (TypeError, "integers, not float32", lambda x, s: TokenExchange.from_sizes(s * 1.0, "expert", ROWS)),
+        (TypeError, "integer group_sizes, got float32", lambda x, s: TokenExchange.from_sizes(s * 1.0, "expert", ROWS)),
         (ValueError, "capacity must be", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS, capacity=0)),
-        (ValueError, r"takes \(12, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x[1:])),
-        (ValueError, r"takes \(48, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).combine(x)),
+        (ValueError, r"expects \(12, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x[1:])),
+        (ValueError, r"expects \(48, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).combine(x)),
         (
             ValueError,
             "is not a supported wire format",
@@ -269,6 +269,6 @@ def test_explain_counts_the_rows_that_a_device_sends():
 
     explained = fp8jax.transform(mapped(run), "coat").explain(W, X, UNEVEN)
     sent = 3 / 4 * ROWS * (INPUTS + 8 + 4 * OUTPUTS)  # codes with a scale a row, then results in fp32
-    assert f"sends {sent:.4g} B of rows" in explained.exchange_note
+    assert f"sends {sent:.4g} B of tokens" in explained.exchange_note
     assert explained.exchange_note[:20] in str(explained)
     assert not fp8jax.transform(lambda w, x: x @ w, "coat").explain(W[0], X[0]).exchange_note

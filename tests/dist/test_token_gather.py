@@ -30,6 +30,8 @@ CASES = {"uneven": CHOSEN, "all in one": np.array([[5, EXPERTS]] * (DEVICES * TO
 # Tokens 3, 9, ... and their gradients are 1e-5 of the others.
 SMALL = np.where(np.arange(DEVICES * TOKENS) % 6 == 3, 1e-5, 1.0).astype(np.float32)[:, None]
 
+UNUSED = np.where(np.arange(DEVICES * TOKENS) % 2, np.nan, 1e30).astype(np.float32)[:, None]
+
 
 def rounded(x, wire, chosen, fmt=ml_dtypes.float8_e4m3fn):
     """What devices decode. A scale per tensor is that of the largest token with an expert, times powers of two."""
@@ -89,13 +91,13 @@ def value_and_gradients(function, x, w, weights, chosen, dy):
     ],
 )
 def test_products_over_devices_are_those_of_rounded_tokens(wire, devices, axis_type, check_vma):
-    """Small tokens keep their digits. Tokens without experts are NaN, and stay out of results, gradients and scales."""
+    """Small tokens keep their digits. Tokens without experts are NaN or huge, and stay out of results and scales."""
     run = mapped(functools.partial(layer, wire=wire), devices, axis_type, check_vma)
     run = jax.jit(functools.partial(value_and_gradients, run))
     for chosen in CASES.values():
         unused = ~((chosen >= 0) & (chosen < EXPERTS)).any(1)[:, None]
         x, dy = SMALL * X, SMALL * DY
-        arrays = np.where(unused, np.nan, x), W, WEIGHTS, chosen, np.where(unused, np.nan, dy)
+        arrays = np.where(unused, UNUSED, x), W, WEIGHTS, chosen, np.where(unused, UNUSED, dy)
         got = jax.device_get(run(*jax.device_put(arrays, NamedSharding(mesh_of(devices, axis_type), P("expert")))))
         want = oracle(np.where(unused, 0, x), W, WEIGHTS, np.where(unused, 0, dy), chosen, wire)
         for one, other in zip(got, want, strict=True):
@@ -174,17 +176,21 @@ def test_rows_beyond_a_capacity_are_counted_and_make_results_nan():
     ("error", "message", "ask"),
     [
         (ValueError, "4 devices along .* do not divide 6", lambda x, c: TokenGather.from_choices(c, 6, "expert")),
-        (TypeError, "integers, not float32", lambda x, c: TokenGather.from_choices(c * 1.0, EXPERTS, "expert")),
+        (TypeError, "integer experts, got float32", lambda x, c: TokenGather.from_choices(c * 1.0, EXPERTS, "expert")),
         (ValueError, r"\(tokens, choices\)", lambda x, c: TokenGather.from_choices(c[0], EXPERTS, "expert")),
         (ValueError, "capacity must be", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert", capacity=0)),
-        (ValueError, r"takes \(6, ", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").dispatch(x[1:])),
-        (ValueError, r"takes \(48, ", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").combine(x)),
+        (ValueError, r"expects \(6, ", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").dispatch(x[1:])),
+        (ValueError, r"expects \(48, ", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").combine(x)),
         (
             ValueError,
-            r"takes \(6, 2\)",
+            r"expects \(6, 2\)",
             lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").dispatch_weights(x),
         ),
-        (ValueError, "not a supported wire format", lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").dispatch(x, "de8")),
+        (
+            ValueError,
+            "not a supported wire format",
+            lambda x, c: TokenGather.from_choices(c, EXPERTS, "expert").dispatch(x, "de8"),
+        ),
     ],
 )
 def test_what_cannot_be_gathered_is_refused(error, message, ask):
@@ -195,3 +201,10 @@ def test_what_cannot_be_gathered_is_refused(error, message, ask):
 def test_a_gather_outside_of_shard_map_is_refused():
     with pytest.raises(ValueError, match=r"inside jax\.shard_map"):
         TokenGather.from_choices(CHOSEN, EXPERTS, "expert")
+
+
+def test_explain_counts_the_tokens_that_a_device_sends():
+    run = mapped(lambda w, x, weights, chosen: layer(x, w, weights, chosen, wire="e4m3:token")[0])
+    explained = fp8jax.transform(run, "coat").explain(W, X, WEIGHTS, CHOSEN)
+    codes, sums = TOKENS * (INPUTS + 4), 4 * TOKENS * OUTPUTS
+    assert f"sends {(DEVICES - 1) * (codes + sums) / 1024:.4g} KiB of tokens" in explained.exchange_note

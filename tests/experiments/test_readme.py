@@ -13,15 +13,16 @@ MEASURED = re.compile(r"[+-]?\d[\d.,]*(?=x\b| (?:times|x\b|%|ms\b|s\b|dB\b|GB\b|
 # Sizes, limits and definitions, which no run gives: the words around them.
 STATED = (
     "moments take 2.1 bytes a parameter instead of 8",
+    "moments need 2.1 bytes per parameter instead of 8",
     "about 31.5 dB",
     "block of 128 x 128",
     "hold together with 95 %",
     "`saturated` above 1 %",
     "`update_ratio` above 1 %",
-    "room for 1.5 times the rows",
+    "space for 1.5 times the rows",
     # A mantissa bit, and what the table below the figure shows.
     "one mantissa bit less than e4m3, which costs 6 dB",
-    "`nvfp4` is 10 dB and more below e4m3",
+    "`nvfp4` is at least 10 dB below e4m3",
     # What programs that were compiled for an H200 count, each beside its command; no card measured them.
     "needs 12 GB by XLA's count",
     # Of a host's memory, by a test's own run.

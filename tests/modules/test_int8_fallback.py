@@ -89,7 +89,7 @@ def test_a_threshold_follows_algorithm_2():
         state = part.update(state, jnp.array([0.0, 8.0]))
     assert part.update(state, jnp.array([8.0, 8.0])) > state > 0
     for wrong in ((0.3, 0.1, 1.3), (-0.1, 0.3, 1.3), (0.1, 0.3, 1.0)):
-        with pytest.raises(ValueError, match=r"share|factor"):
+        with pytest.raises(ValueError, match=r"fallback fractions|factor"):
             scaling.Threshold(*wrong)
 
 

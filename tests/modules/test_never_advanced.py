@@ -217,7 +217,7 @@ def test_a_transformed_function_is_trained_with_its_states(name, program):
     fast = fp8jax.transform(lambda p, x: jnp.mean((x @ p["w"]) ** 2) + jnp.sum(p["b"]), fp8jax.Rule(".*", name))
     p = {"w": jnp.ones((16, 16)), "b": jnp.ones(16)}
     states = fast.init(p, X)
-    with pytest.raises(ValueError, match=r"write states = fast\.init\(params, ...\)"):
+    with pytest.raises(ValueError, match=r"Use states = fast\.init\(params, ...\)"):
         program(jax.grad(fast))(p, X)
     with pytest.raises(ValueError, match=r"which is not computed here. Use grads, observed"):
         program(jax.grad(lambda p: fast(p, X, states=states)))(p)

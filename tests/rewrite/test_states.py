@@ -294,10 +294,10 @@ def test_recipes_without_a_state():
 
 def test_bad_states():
     fast = fp8jax.transform(mlp, DELAYED)
-    with pytest.raises(ValueError, match="delayed scaling of up keeps a state, and no states are given"):
+    with pytest.raises(ValueError, match="delayed scaling of up keeps a state, but no states were passed"):
         fast(P, X)
     states = fast.init(P, X)
-    with pytest.raises(ValueError, match="of down keeps a state, of which the given states have none"):
+    with pytest.raises(ValueError, match="of down keeps a state, but the passed states have none"):
         fast(P, X, states={"up": states["up"]})
     fn = lambda p, x: jnp.sum(scanned(p, x)) + jnp.sum(jnp.einsum("btd,ldf->btlf", x, p["up"]))  # noqa: E731
     with pytest.raises(ValueError, match=r"the parameter has one state\. Exclude one"):

@@ -77,7 +77,7 @@ def save_quantized(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") 
 
 
 def with_checkpoint_name(tree: Tree, name: str) -> Tree:
-    """A tree whose arrays have a name for policies of `jax.checkpoint`."""
+    """Gives the arrays of a tree a name for policies of `jax.checkpoint`."""
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)
 
 
@@ -121,7 +121,7 @@ def with_products(policy: Policy | None) -> Policy | None:
 
 @dataclasses.dataclass(frozen=True)
 class WithProducts:
-    """The policy of `with_products`. Equal policies give equal objects, so that JAX traces once."""
+    """The policy of `with_products`. Equal policies return equal objects, so that JAX traces once."""
 
     policy: Policy
 

@@ -1,11 +1,11 @@
-"""Observations: statistics of the tensors of a step, which `fp8jax.telemetry` takes out of its program.
+"""Observations: statistics of the tensors of a step that `fp8jax.telemetry` takes out of its program.
 
-An operation adds `observe` to an array that it returns. This is an identity primitive whose further operands are
-statistics. It exists only in functions that are traced by `fp8jax.telemetry`: elsewhere `current_place` is None, and
+An operation adds `observe` to an array that it returns. This is an identity primitive with statistics as further
+    operands. It exists only in functions that are traced by `fp8jax.telemetry`: elsewhere `current_place` is None, and
 programs stay unchanged. The flag is part of the key of JAX's caches.
 
-Each statistic is a sum, the logarithm of a sum, or a maximum. Those of microbatches, devices and several products of a
-weight are then merged exactly. `summarize` computes ratios from the merged ones.
+Each statistic is a sum, the logarithm of a sum, or a maximum. The statistics of microbatches, devices and several
+products of a weight are then merged exactly. `summarize` computes ratios from the merged ones.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ is_observing: Any = jax.make_user_context(False)
 
 
 class Place(NamedTuple):
-    """Where an observation is made.
+    """The place of an observation.
 
     Attributes:
         layer: the path of the layer or parameter.
@@ -141,7 +141,7 @@ def _by_kind(names: Sequence[str], sums: Array, log_sums: Array, maxima: Array) 
 
 
 def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> Observation:
-    """The statistics of a tensor and of what its codes lose.
+    """The statistics of a tensor and of the errors of its codes.
 
     Args:
         codes: of its shape: a `QTensor`, also as bytes, or a `FallbackTensor`. An array, or None, loses nothing.

@@ -69,7 +69,7 @@ def derive_key(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
     """The key for codes of one use, "x_residual" or "dy"; None where their spec rounds to nearest.
 
     Raises:
-        ValueError: it rounds stochastically, and there is no key.
+        ValueError: it rounds stochastically, but there is no key.
     """
     if spec.rounding != "stochastic":
         return None
@@ -143,7 +143,7 @@ class Differentiable(Recomputable, Protocol):
         passthrough_cotangent: Array | None,
         predicted: Any,
     ) -> tuple[tuple[Array | None, ...], "tuple[ArrayFacts, ...]"]:
-        """The cotangents of the differentiable inputs, and facts about them; no facts if nothing is known.
+        """The cotangents of the differentiable inputs, and facts about them, if any.
 
         Args:
             saved: residuals of the operation.
@@ -167,7 +167,7 @@ ALREADY_SAVED = AlreadySaved()
 
 
 class ArrayFacts(NamedTuple):
-    """Facts about an array besides its values.
+    """Facts about an array in addition to its values.
 
     Attributes:
         recompute_rule: the operation that recomputes it, and its residuals; `ALREADY_SAVED` and None if the array is
@@ -208,7 +208,7 @@ def compute_uncached(use: Hashable, make: Callable[[], T], *dependencies: Any) -
 
 
 class InputFacts(NamedTuple):
-    """Facts about an input, and what its readers share.
+    """Facts about an input, and values that its readers share.
 
     Attributes:
         facts: of the input.

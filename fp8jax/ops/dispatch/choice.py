@@ -81,7 +81,7 @@ _HASHABLE_TYPES = {bool, int, float, str, type(None), type}
 
 
 def _content(x: Any) -> Hashable:
-    """Return a hashable key of a function or a value in its closure, or raise TypeError if there is none."""
+    """Return a hashable key of a function or of a value in its closure; raise TypeError if there is none."""
     if type(x) in _HASHABLE_TYPES:
         return type(x), x
     if isinstance(x, (jax.Array, jax.core.Tracer, np.ndarray)):
@@ -133,7 +133,7 @@ def record_choice(operation: str, choice: Choice) -> Choice:
 
 
 def record_choices() -> contextlib.AbstractContextManager[list[tuple[str, Choice]]]:
-    """Return a context whose value is the list of traced operations and their choices, in order.
+    """Return a context manager that yields the list of traced operations and their choices, in order.
 
     A function that JAX traced before and finds in its cache is not recorded again.
     """
@@ -147,7 +147,7 @@ def record_residual(description: str) -> None:
 
 
 def record_residuals() -> contextlib.AbstractContextManager[list[str]]:
-    """Return a context whose value is the list of residuals that traced layers save, each kind once."""
+    """Return a context manager that yields the list of residuals that traced layers save, each kind once."""
     return _recording(_residuals)
 
 
@@ -266,7 +266,7 @@ def cast_varying_over(results: Any, axes: Collection[str]) -> Any:
 def mark_varying(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with results that vary over the mesh axes of any argument.
 
-    Results of a kernel have no such type.
+    Results of a kernel do not have this type.
     """
     return lambda *args: cast_varying_like(function(*args), *args)
 

@@ -365,7 +365,7 @@ def _logit_cotangents(config: _LossConfig, sharding: DimSharding, softmax: _Soft
 
 
 def _mark_invalid_labels(softmax: _Softmax, weights: Array) -> Array:
-    """Return the weights, with NaN for counted tokens whose label is invalid."""
+    """Return the weights, with NaN for counted tokens with an invalid label."""
     return jnp.where(softmax.is_valid_label | (weights == 0), weights, jnp.nan)
 
 
@@ -518,7 +518,7 @@ def _sharded_losses(config: _LossConfig, x: Array, *operands: Any) -> Array:
 def _sharded_gradients(
     config: _LossConfig, differentiable_inputs: tuple[Array | None, ...], *operands: Any
 ) -> _Gradients:
-    """Return the gradients. Those under a recipe cannot be differentiated again."""
+    """Return the gradients. With a recipe they cannot be differentiated again."""
     if config.linear_recipe is not None:
         operands = lax.stop_gradient(operands)
     x, w, bias, *_ = operands

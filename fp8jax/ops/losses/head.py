@@ -381,7 +381,7 @@ def max_logit_cotangent(vocabulary: int | Array, softcap: float | None, z_loss: 
 
 
 def bound_excess(vocabulary: int | Array, z_loss: float, lse: Array) -> Array:
-    """Return by what factor, at least 1, uncapped cotangents may exceed `max_logit_cotangent`, fp32."""
+    """Return the factor, at least 1, by which uncapped cotangents may exceed `max_logit_cotangent`, fp32."""
     factors = jnp.where(jnp.isfinite(lse), jnp.abs(1 + 2 * z_loss * lse), 1.0)
     return jnp.maximum(jnp.max(factors, initial=1.0) / max_logit_cotangent(vocabulary, None, z_loss), 1.0)
 

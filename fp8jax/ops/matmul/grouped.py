@@ -192,7 +192,7 @@ def _token_notation(x: Operand | UnpaddedRows, name: str) -> Any:
 
 
 def _notation(x: Operand | DeferredMatrices | FallbackTensor, names: str, prefix: str = "") -> Any:
-    """Return the notation of an operand, whose leading axes are `prefix`."""
+    """Return the notation of an operand with leading axes `prefix`."""
     if isinstance(x, DeferredMatrices):
         return tuple(" ".join("-" * leaf.ndim) for leaf in jax.tree.leaves(x))
     if isinstance(x, FallbackTensor):
@@ -244,7 +244,7 @@ def _multiply_shard_dw(
 
 
 def _with_local_length(x: Any) -> Any:
-    """Return an operand whose packed codes are a device's part of its contraction."""
+    """Return an operand with the packed codes of a device's part of its contraction."""
     is_packed = isinstance(x, QTensor) and x.length is not None
     return dataclasses.replace(x, length=2 * x.codes.shape[x.spec.axis]) if is_packed else x
 
@@ -255,7 +255,7 @@ def _sum_dtype(a: Any, b: Any, dtype: Any) -> Any:
 
 
 def _multiply_tile(fast: bool, dtype: DTypeLike, a: Any, b: Any) -> Array:
-    """Return a @ b.T by XLA, for matrices of one group. That of arrays is computed in the dtype of `a`."""
+    """Return a @ b.T by XLA, for matrices of one group. The product of arrays is computed in the dtype of `a`."""
     if isinstance(a, FallbackTensor) and not on_cuda():
         products = (_multiply_tile(fast, jnp.float32, part, b) for part in (a.base, a.masked_residual()))
         return sum(products, jnp.zeros((), jnp.float32)).astype(dtype)

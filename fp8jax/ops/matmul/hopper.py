@@ -23,7 +23,7 @@ from fp8jax.ops.quantization.microscaling import fold_microscales, is_foldable
 
 
 def is_shardable(*operands: Any) -> bool:
-    """Return whether all operands are quantized, and packed in no way that shards would cut."""
+    """Return whether all operands are quantized, and not packed in a way that shards would split."""
 
     def is_cut(spec: QuantSpec) -> bool:
         return spec.is_packed and not (formats.get(spec.format).is_fp4 and spec.axis in (-1, 1))
@@ -226,7 +226,7 @@ def contraction_length(q: QTensor) -> int:
 
 
 def find_kernel(a: Any, b: Any) -> KernelName | None:
-    """Return the kernel for such scales, or None. `unsupported_reason` may still reject the operands."""
+    """Return the kernel for these scales, or None. `unsupported_reason` may still reject the operands."""
     if isinstance(a, FallbackTensor) or is_int8_blocks(a, b):
         return "int8"
     micro = [q.spec.has_microscales for q in (a, b)]

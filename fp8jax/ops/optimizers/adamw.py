@@ -63,7 +63,7 @@ def needs_dither(moment: Moment, b1: Any) -> bool:
 
 
 def unsupported_reason(adam: Adam, leaf: Leaf) -> str | None:
-    """Why the kernel cannot take a leaf with quantized moments, or None."""
+    """The reason why the kernel does not support a leaf with quantized moments, or None."""
     from pallas_kernels.optimizers import adamw_triton
 
     if adam.nesterov:
@@ -82,14 +82,14 @@ def unsupported_reason(adam: Adam, leaf: Leaf) -> str | None:
 
 
 class ShardStride(NamedTuple):
-    """Where the groups of a shard, or its elements, lie in the whole array.
+    """The positions of the groups or elements of a shard in the whole array.
 
     Group n of the shard is group `first + n // inner * stride + n % inner` of the whole.
 
     Attributes:
         first: number of the shard's first group, uint32.
         inner: length of a run of groups that are adjacent in the whole.
-        stride: distance between the starts of two such runs; 0 if there is one run.
+        stride: distance between the starts of two runs; 0 if there is one run.
     """
 
     first: Array

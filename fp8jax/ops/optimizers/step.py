@@ -138,7 +138,7 @@ class FusedOptimizer(NamedTuple):
         reference: the step in plain JAX, of one leaf with quantized arrays, or of all leaves that have none.
         kernel: the step by a kernel, of leaves with quantized arrays.
         kernel_module: name of the kernel's module in pallas_kernels.
-        unsupported_reason: why the kernel cannot take a leaf, or None.
+        unsupported_reason: the reason why the kernel does not support a leaf, or None.
     """
 
     name: str
@@ -285,7 +285,7 @@ def step_leaves(optimizer: FusedOptimizer, adam: Adam, leaves: Sequence[Leaf], i
 
 
 def _choose(optimizer: FusedOptimizer, adam: Adam, leaf: Leaf, impl: str) -> Choice:
-    """What computes the step of a leaf."""
+    """The functions that compute the step of a leaf."""
     check_impl(impl)
     if not leaf.quantized_arrays:
         return Choice("xla", "no moment is quantized")
@@ -352,7 +352,8 @@ def _apply_if(adam: Adam, leaf: Leaf, result: StepResult) -> StepResult:
 
 
 def _cast_varying(adam: Adam, leaf: Leaf, result: StepResult) -> StepResult:
-    """Each result as varying over the mesh axes of what it depends on: a rate may vary where moments do not."""
+    """Each result varies over the mesh axes of the values that it depends on: a rate may vary over an axis over which
+    moments do not."""
     scalars = vars(adam)
     moment_scalars = [x for name, x in scalars.items() if name not in ("rate", "weight_decay", "max_direction")]
     others = cast_varying_like(result._replace(mu=None, nu=None), leaf, list(scalars.values()))

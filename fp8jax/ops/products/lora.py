@@ -195,8 +195,8 @@ def merge_adapter(w: Weight, adapter: Adapter, dtype: DTypeLike | None = None) -
 def adapt(params: Any, adapters: Mapping[str, Adapter]) -> Any:
     """Return the tree with `AdaptedWeight` in place of the weights at the adapters' paths.
 
-    `fp8jax.transform` and `fp8jax.linen.quantize` accept such trees, and trees with frozen weights, as parameters, also
-    through checkpointing, scans and sharding. Products with such weights become `fp8jax.lora.linear`.
+    `fp8jax.transform` and `fp8jax.linen.quantize` accept these trees, and trees with frozen weights, as parameters,
+    also through checkpointing, scans and sharding. Products with adapted weights become `fp8jax.lora.linear`.
 
     Args:
         params: tree of arrays or frozen weights.
@@ -229,7 +229,7 @@ def leaves_by_path(params: Any) -> dict[str, Any]:
 
 
 def match_matrices(params: Any, targets: str) -> dict[str, Any]:
-    """Return the matrices of a tree whose whole path matches a regular expression, by path.
+    """Return the matrices of a tree with a path that fully matches a regular expression, by path.
 
     Raises:
         ValueError: it is not a regular expression, or matches no matrix. The message lists all matrices.
@@ -255,7 +255,7 @@ def init_adapters(
     dtype: DTypeLike = jnp.float32,
     axes: tuple[int, int] = (1, 1),
 ) -> dict[str, Adapter]:
-    """Return new adapters by path for the matrices whose paths match; these are the trainable parameters.
+    """Return new adapters, by path, for the matrices with matching paths; these are the trainable parameters.
 
     Args:
         key: PRNG key.

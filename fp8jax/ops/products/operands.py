@@ -1,4 +1,4 @@
-"""Operand sources: how a product gets the codes of its input and of its weight, and what it saves of each.
+"""Operand sources, which provide the codes of a product's input and weight, and the residuals that it saves.
 
 A product y = x @ w reads both matrices twice: in the forward pass, and in the gradient of the other one. All sources
 have one contract:
@@ -291,7 +291,7 @@ class RecomputableInput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FallbackBlocks:
-    """An input in int8 blocks, some of which fall back to 16 bits, and the codes that are saved, as bytes."""
+    """An input in int8 blocks, where some blocks fall back to 16 bits, and the saved codes, as bytes."""
 
     fallback_tensor: FallbackTensor
     codes: QTensor
@@ -348,7 +348,7 @@ def encode(
     """A matrix as an operand, or its transposed copy if `transposed`; unquantized if `spec` is None.
 
     Args:
-        x: the matrix; or a stack of matrices, which gives an operand of `fp8jax.ops.matmul.grouped.grouped_matmul`.
+        x: the matrix; or a stack of matrices, which returns an operand of `fp8jax.ops.matmul.grouped.grouped_matmul`.
         strategy: of per-tensor scales.
         scale: given scale; None computes it from `x`.
         is_scale_clamped: whether codes were made under `scale` before.
@@ -430,7 +430,7 @@ def _encode_stack(
 
 
 class Input(NamedTuple):
-    """The input of a product, and what is known about it.
+    """The input of a product, and facts about it.
 
     Attributes:
         matrix: (tokens, inputs). If it is not a view of `source`, it may have several axes of tokens.

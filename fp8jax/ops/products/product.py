@@ -4,7 +4,7 @@
     dx = dy @ w.T          "dgrad"
     dw = x.T @ dy          "wgrad"
 
-A recipe gives the format in which each of the three matmuls reads its operands. The source of an operand
+A recipe defines the format in which each of the three matmuls reads its operands. The source of an operand
 (`fp8jax.ops.products.operands`) makes its codes, and decides what is saved of it for the backward pass.
 
 The input is quantized outside of the `jax.custom_vjp` function, from its value alone. Its codes are an argument of that
@@ -52,7 +52,7 @@ class CotangentOperands(NamedTuple):
     Attributes:
         rows: operand of dgrad, (tokens, outputs).
         columns: operand of wgrad, (outputs, tokens).
-        sums: gradient of the bias, the sums over tokens, fp32 (outputs,); None if they are not asked for.
+        sums: gradient of the bias, the sums over tokens, fp32 (outputs,); None if they are not requested.
     """
 
     rows: Operand
@@ -136,12 +136,12 @@ def row_bounds(a: Operand, b: Operand) -> Array:
 
 
 class Scales(NamedTuple):
-    """Scales that the caller gives, fp32 scalars. A scale that is None is computed from the tensor.
+    """Scales passed by the caller, fp32 scalars. A scale that is None is computed from the tensor.
 
     Attributes:
         x: scale of the input.
         w: scale of the weight.
-        dy_amax: expected amax of the output's gradient; 0 takes the amax of the gradient itself.
+        dy_amax: expected amax of the output's gradient; 0 means the amax of the gradient itself.
         amax_slot: any scalar, given with `dy_amax`. Its cotangent is the measured amax of the output's gradient.
     """
 
@@ -193,7 +193,7 @@ class Operands(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What a product saves for its backward pass.
+    """The residuals of a product for its backward pass.
 
     Attributes:
         x, w: what the sources of input and weight save. The input of a frozen weight is not saved.
@@ -289,7 +289,7 @@ def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: OutSharding) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(config: ProductConfig, operands: Operands) -> Any:
-    """The product of two quantized operands, whose gradients are quantized products, too."""
+    """The product of two quantized operands. Its gradients are quantized products, too."""
     return _forward(config, operands)[0]
 
 
@@ -456,7 +456,7 @@ def _gradients(
 def _scale_of_dy(
     recipe: Linear, scales: Scales | None, dy_facts: ArrayFacts, dy: PackedMatrix
 ) -> tuple[PackedMatrix, Array | None, Array | None]:
-    """The scale of the output's gradient, if it is set before quantization, and its measured amax, if asked for.
+    """The scale of the output's gradient, if it is set before quantization, and its measured amax, if requested.
 
     Returns:
         `dy`, as one matrix if it had to be measured; the scale or None; the amax or None.

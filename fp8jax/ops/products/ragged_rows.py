@@ -73,7 +73,7 @@ InputResidual = QTensor | TokenCodes | Array | _RecomputeResidual
 
 
 class InputSource(NamedTuple):
-    """What a product reads and saves of its input.
+    """The codes that a product reads and saves of its input.
 
     Attributes:
         codes: as bytes, if the recipe saves codes.
@@ -105,8 +105,7 @@ def input_source(
     facts, side, residual_spec = input_facts.facts, input_side(recipe), recipe.spec("x_residual")
     recompute_rule, tokens = facts.recompute_rule, padded_tokens(recipe, groups, x.shape[0])
     if scale is None and (token_codes := _known_token_codes(facts, residual_spec, tokens)) is not None:
-        is_saved = recompute_rule is None
-        return InputSource(token_codes, token_codes if is_saved else _RecomputeResidual(*recompute_rule))
+        return InputSource(token_codes, token_codes if recompute_rule is None else _RecomputeResidual(*recompute_rule))
     if scale is None and facts.row_source is not None and supports(facts.row_source[0], residual_spec, tokens):
         return _token_source(*facts.row_source, side, tokens, input_facts, sharing_keys)
     if residual_spec is None:
@@ -369,7 +368,7 @@ def _gradient_operands(
     spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_strategy("dy")
     shares_codes = recipe.dy_wgrad == SAME and recipe.rotation is None
     if shares_codes and spec is not None and scale is None:
-        codes = None
+        codes: Any = None
         if (token_codes := _known_token_codes(facts, spec, tokens)) is not None:
             codes = token_codes.gather(tokens, rows=True, columns=True)
         elif facts.codes is not None and facts.codes[0] == spec and isinstance(facts.codes[1], RowsAndColumns):

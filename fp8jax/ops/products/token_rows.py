@@ -8,6 +8,9 @@ from jax import Array
 
 from fp8jax.ops.autodiff.residuals import ArrayFacts, attach_facts
 
+# Named scope of the collectives of tokens that devices gather for their experts.
+TOKEN_GATHER = "token_gather"
+
 
 @jax.custom_vjp
 def sum_rows(y: Array, index: Array, rows: Array) -> Array:

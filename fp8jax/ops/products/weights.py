@@ -420,7 +420,7 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
 
 
 def quantize_in_one_pass(w: Array, recipe: Linear) -> QuantizedWeight | None:
-    """`quantize_weight`; None if it takes more than one pass over the matrix."""
+    """`quantize_weight`; None if it needs more than one pass over the matrix."""
     return None if one_pass_spec(recipe) is None else quantize_weight(w, recipe=recipe)
 
 

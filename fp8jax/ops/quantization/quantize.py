@@ -98,7 +98,7 @@ def quantize(
 ) -> Pair:
     """Quantize a matrix and its transposed copy.
 
-    The codes equal those of `fp8jax.quantize`, except for the noise of stochastic rounding. That noise differs between
+    The codes equal those of `fp8jax.quantize`, except for the noise of stochastic rounding. The noise differs between
     XLA and the kernel (`fp8jax.core.noise`). Both are unbiased and repeatable.
 
     Args:
@@ -411,7 +411,7 @@ def _kernel(
 
 
 def _takes_stacks(config: _QuantizeConfig, x: PackedMatrix, scale: Array | None, amax: Array | None) -> bool:
-    """Return whether one launch quantizes a stack of such matrices, such as those of experts."""
+    """Return whether one launch quantizes a stack of these matrices, such as those of experts."""
     kinds = {spec.granularity for spec in config.specs if spec is not None}
     plain = not (config.sums or config.is_stochastic or isinstance(x, tuple)) and amax is None
     return plain and kinds <= {"tensor", "group", "block"} and (scale is None or scale.size == 1)

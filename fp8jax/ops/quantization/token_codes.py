@@ -71,7 +71,7 @@ class TokenCodes(NamedTuple):
         )
 
 
-def supports(x: Array, spec: QuantSpec | None, tokens: PaddedTokens) -> bool:
+def supports(x: Array | QTensor, spec: QuantSpec | None, tokens: PaddedTokens) -> bool:
     """Return whether tokens can be quantized before they are permuted: in FP8 per tensor, rounded to nearest."""
     return spec is not None and fused_outputs.supports(spec) and 0 not in x.shape and tokens.alignment == ALIGNMENT
 
