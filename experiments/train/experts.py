@@ -145,19 +145,21 @@ class RecipeProducts(ExpertProducts):
         weights_R: jax.Array, routes: Routes,
     ) -> jax.Array:  # fmt: skip
         linear = self.recipe.linear
-        if not linear.is_quantized or linear.is_stochastic or isinstance(routes, SharedRoutes):
+        if not linear.is_quantized or linear.is_stochastic:
             return super().mlp(x_NxD, tokens, norm, gate_up_ExDx2F, down_ExFxD, weights_R, routes)
         # Codes are made of tokens before they are permuted, and of gate and up where they are multiplied.
-        groups = routes.sizes_E
+        groups, combine = routes.sizes_E, routes.combine
         if norm is not None:
             x_NxD = recomputed(_apply_norm, self, x_NxD, tokens, norm)
         if isinstance(routes, GatheredRoutes):
             x_RxD, facts = routes.gather.dispatch_with_facts(x_NxD, routes.wire_format)
-            combine = routes.combine
         else:
+            exchanged = routes if isinstance(routes, SharedRoutes) else None
+            rule = _DecodeTokens(self, x_NxD.dtype), _DecodeTokens.Saved(tokens, norm, exchanged)
+            x_RxD, facts = routes.permute(x_NxD), ArrayFacts(rule)
+        if isinstance(routes, Routes):
             index_R = routes.order_R // routes.rows_NxK.shape[1]
-            rule = _DecodeTokens(self, x_NxD.dtype), _DecodeTokens.Saved(tokens, norm)
-            x_RxD, facts = routes.permute(x_NxD), ArrayFacts(rule, row_source=(jax.lax.stop_gradient(x_NxD), index_R))
+            facts = facts._replace(row_source=(jax.lax.stop_gradient(x_NxD), index_R))
             combine = functools.partial(sum_rows, index=index_R, rows=routes.rows_NxK)
         dot = lambda x, w, facts: fp8jax.ragged_dot(x, w, groups, recipe=linear, input_facts=InputFacts(facts))  # noqa: E731
         gate_up_Rx2F = dot(x_RxD, gate_up_ExDx2F, facts)
@@ -179,7 +181,9 @@ def _apply_norm(products: ExpertProducts, x_NxD: jax.Array, norm: Norm) -> jax.A
 
 @dataclasses.dataclass(frozen=True)
 class _DecodeTokens:
-    """Decodes tokens, and applies their norm: a `fp8jax.ops.autodiff.residuals.Recomputable` without a backward pass.
+    """Decodes tokens, applies their norm, and sends them: a `fp8jax.ops.autodiff.residuals.Recomputable`.
+
+    It has no backward pass.
 
     Attributes:
         products: decode the tokens.
@@ -187,17 +191,19 @@ class _DecodeTokens:
     """
 
     class Saved(NamedTuple):
-        """Encoded tokens, and their norm."""
+        """Encoded tokens, their norm, and where they are sent, if they are."""
 
         tokens: Any
         norm: Norm | None
+        routes: SharedRoutes | None
 
     products: ExpertProducts
     dtype: jax.typing.DTypeLike
 
     def recompute(self, saved: Saved, gradient: CotangentFacts) -> Recomputed:
         x_NxD = self.products.decode(saved.tokens, self.dtype)
-        return Recomputed(x_NxD if saved.norm is None else saved.norm(x_NxD))
+        x_NxD = x_NxD if saved.norm is None else saved.norm(x_NxD)
+        return Recomputed(x_NxD if saved.routes is None else saved.routes.permute(x_NxD))
 
     def backward(self, *_: Any) -> Any:
         raise TypeError("tokens that are decoded are no operation")

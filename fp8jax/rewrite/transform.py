@@ -185,6 +185,7 @@ class Transformed:
         Raises:
             ValueError: the optimizer has other parameters.
         """
+        training.record_advance(training.BOUNDS)
         return with_weight_bounds(states, bounds)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
