@@ -231,8 +231,8 @@ def _adamw(
         needs_general_path = tiles.update_tile_fast(
             program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
             nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, remainder_ptr, salt_ptr, run_length,
-            run_stride, one, result_ptr, GROUP_SIZE, LANES, TILE_GROUPS, HAS_RUNS, VECTOR, IS_STEP, HAS_WEIGHT, STOCHASTIC,
-            REMAINDER_BITS, GATED, CLIP, MU, NU, DEAD_ELEMENTS,
+            run_stride, one, result_ptr, GROUP_SIZE, LANES, TILE_GROUPS, HAS_RUNS, VECTOR, IS_STEP, HAS_WEIGHT,
+            STOCHASTIC, REMAINDER_BITS, GATED, CLIP, MU, NU, DEAD_ELEMENTS,
         )  # fmt: skip
     if not FAST_PATH or needs_general_path > 0:
         for subtile in range(SUBTILES):
