@@ -1,8 +1,8 @@
-"""Errors whose message is for the user."""
+"""Errors with a message for the user."""
 
 
 class UserError(Exception):
-    """Something the user can put right. The message is one line that names the value and the fix."""
+    """An error that the user can fix. The message is one line that names the value and the fix."""
 
     exit_code = 2
 

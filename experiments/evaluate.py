@@ -58,7 +58,7 @@ def evaluate(settings: Evaluation, console: Console) -> dict[str, scoring.Score]
         What was printed, by the name of a text.
 
     Raises:
-        UserError: something the user can put right.
+        UserError: an error that the user can fix.
     """
     if settings.limit < 0:
         raise UserError(f"--limit must be at least 0, got {settings.limit}")
@@ -80,7 +80,7 @@ def read_texts(settings: Evaluation, trained: Trained) -> dict[str, tuple[str, .
     """
     if not settings.data:
         if trained.config.model.init or records.among(trained.config.data.data):
-            raise UserError("the run was trained on packed records; name texts to score with --data")
+            raise UserError("the run was trained on packed records; pass texts to score with --data")
         corpus = data.read_corpus(trained.config.data.data, trained.config.data.valid_fraction)
         return {"validation split": corpus.valid}
     texts: dict[str, tuple[str, ...]] = {}

@@ -53,8 +53,8 @@ def from_run(
     if eight in ("recipe", "recipe-deepseek"):
         if config.lora.lora_rank:
             raise UserError(
-                f"{run} trained adapters, whose products stand beside those of the base's codes: there are no codes of "
-                "both; write 16 bits, or new codes with --eight tensor, channel, block or deepseek"
+                f"{run} trained adapters, which cannot be merged into the codes of the base. Export 16 bits, or new "
+                "codes with --eight tensor, channel, block or deepseek"
             )
         of_recipe = save.of_recipe(trained.recipe, deepseek=eight != "recipe", activations=activations)
         how = dataclasses.replace(of_recipe, made=held_codes(trained))
@@ -97,7 +97,7 @@ def tokenizer_files(tokenizer: Tokenizer, length: int) -> dict[str, str]:
     elif isinstance(tokenizer, Bytes):
         content = _bytes().to_str()
     else:
-        raise UserError(f"a tokenizer {type(tokenizer).__name__} has no files")
+        raise UserError(f"tokenizer {type(tokenizer).__name__} has no files to export")
     separator = tokenizers.Tokenizer.from_str(content).id_to_token(SEPARATOR)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

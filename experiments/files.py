@@ -72,16 +72,16 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DiskError(
-            f"{path} cannot be written ({error.strerror or error}). Put that right, and give the same command again: "
-            "it goes on from the newest checkpoint"
+            f"{path} cannot be written ({error.strerror or error}). Fix this and run the same command again; it "
+            "continues from the newest checkpoint"
         ) from error
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Writes a file in one step, so that a kill leaves the old one or the new one; DiskError where it cannot be.
 
-    A link in its place is replaced. Nothing is written to what a link leads to, which another user of the folder may
-    have put there.
+    A link in its place is replaced. The target of a link is never written to, because another user of the folder may
+    have created the link.
     """
     with writing(path):
         partial = path.with_suffix(".partial")

@@ -59,15 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(settings: Generation) -> list[str]:
-    """The texts that the command line asks for, prompt included.
+    """Generates the texts of the command line, including the prompt.
 
     Raises:
-        UserError: something the user can put right.
+        UserError: an error that the user can fix.
     """
     if settings.tokens < 1 or settings.samples < 1:
         raise UserError(f"--tokens and --samples must be at least 1, got {settings.tokens} and {settings.samples}")
     if not -(2**63) <= settings.seed < 2**63:
-        raise UserError(f"--seed must be of 64 bits, got {settings.seed}")
+        raise UserError(f"--seed must fit in 64 bits, got {settings.seed}")
     choice = sampling.TokenChoice(settings.temperature, settings.top_k, settings.top_p)
     try:
         choice.validate()
@@ -76,12 +76,12 @@ def generate(settings: Generation) -> list[str]:
     try:
         settings.prompt.encode()
     except UnicodeEncodeError:
-        raise UserError("--prompt is no text in the encoding of this terminal; give it in UTF-8") from None
+        raise UserError("--prompt cannot be encoded; pass it in UTF-8") from None
     loaded = load.load(settings.model, dtype=jnp.dtype(settings.dtype))
     spelled = tokenizer.read(loaded.folder, loaded.config.vocab)
     ids = spelled.encode(settings.prompt).ids
     if not ids:
-        raise UserError("--prompt is empty, and the tokenizer puts nothing before a text; give at least one character")
+        raise UserError("--prompt is empty, and the tokenizer adds no token before a text; pass at least one character")
     stop = () if settings.ignore_end else tokenizer.ends(loaded.folder)
     start = time.perf_counter()
     try:

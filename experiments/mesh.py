@@ -34,11 +34,11 @@ def parse(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
         if name not in AXES:
-            raise ValueError(f"unknown axis {name!r}; an axis is data, fsdp, tensor or expert, as in data=2,fsdp=1")
+            raise ValueError(f"unknown axis {name!r}; use data, fsdp, tensor or expert, such as data=2,fsdp=1")
         if name in sizes:
-            raise ValueError(f"names {name} twice; give each axis once, as in data=2,fsdp=1")
+            raise ValueError(f"axis {name} is repeated; use each axis once, such as data=2,fsdp=1")
         if not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"{name}={size!r} is no number of devices; give one from 1 on, as in {name}=2")
+            raise ValueError(f"{name}={size!r} is not a number of devices; use at least 1, such as {name}=2")
         sizes[name] = int(size)
     return dict.fromkeys(AXES, 1) | sizes
 
@@ -63,17 +63,17 @@ def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Devic
     used = math.prod(sizes.values())
     if used < len(devices) and len({device.process_index for device in devices}) > 1:
         raise ValueError(
-            f"{text or f'empty, with {rows} sequences of a microbatch,'} takes {used} of the {len(devices)} "
-            f"devices of several processes, which must all be used; give sizes whose product is {len(devices)}, and a "
-            f"--batch that it divides"
+            f"{text or f'empty, with {rows} sequences of a microbatch,'} takes {used} of the {len(devices)} devices "
+            f"of several processes, but all must be used. Use sizes with product {len(devices)}, and a --batch that "
+            "is a multiple of it"
         )
     mesh = make(sizes["data"], sizes["fsdp"], devices, tensor=sizes["tensor"], expert=sizes["expert"])
     shares = replicas(mesh)
     if rows % shares:  # never of an empty text
         part = f"{rows} sequences of a microbatch (--batch {batch}, --microbatches {microbatches})"
         raise ValueError(
-            f"{text}: {shares} devices do not divide the {part if microbatches > 1 else f'{batch} of --batch'}; "
-            f"give --batch {microbatches * shares * math.ceil(rows / shares)}, or a mesh whose sizes divide it"
+            f"{text}: {shares} devices do not divide the {part if microbatches > 1 else f'{batch} of --batch'}; use "
+            f"--batch {microbatches * shares * math.ceil(rows / shares)}, or a mesh whose sizes divide it"
         )
     return mesh
 
@@ -89,12 +89,12 @@ def make(
 ) -> jax.sharding.Mesh:
     """A mesh of `data` x `fsdp` x `tensor` x `expert` devices.
 
-    All but `tensor` split batches. `fsdp` also splits parameters and what belongs to them, `expert` those of experts.
+    All but `tensor` split batches. `fsdp` also shards parameters and their state; `expert` shards those of experts.
     `tensor` splits the work on a sequence and the parameters (`experiments.train.tensor`). With Explicit axes the step
     is traced and run within `jax.set_mesh` of it.
 
     Raises:
-        ValueError: there are not so many devices.
+        ValueError: there are too few devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = (data, fsdp, tensor, expert)
@@ -103,8 +103,8 @@ def make(
             f"{name}={size}" for name, size in zip(AXES, sizes, strict=True) if size != 1 or name in AXES[:2]
         )
         raise ValueError(
-            f"{asked} needs {math.prod(sizes)} devices, and there are {len(devices)}; "
-            f"give sizes whose product is {len(devices)}"
+            f"{asked} needs {math.prod(sizes)} devices, but there are {len(devices)}; use sizes with product "
+            f"{len(devices)}"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(kind,) * len(AXES), devices=devices[: math.prod(sizes)])
 
@@ -138,7 +138,8 @@ def state(mesh: Meshes, tree: Any, partition: str = "") -> Any:
 
     Matrices are cut along the last axis but one over "fsdp", and over "tensor" as `OUTPUTS` and `INPUTS` say; those
     outside of layers as over "fsdp". Those of experts are cut over "expert" along the axis that stacks them. Scales are
-    cut as their codes are, where their number divides. An axis that stacks layers is not cut, but by a partition.
+    sharded like their codes if their number is divisible. An axis that stacks layers is not sharded, except by a
+    partition.
 
     Args:
         mesh: the devices.
@@ -151,7 +152,7 @@ def state(mesh: Meshes, tree: Any, partition: str = "") -> Any:
 
 
 def held(mesh: Meshes, params: Any, partition: str) -> Any:
-    """The shardings, for parameters, of what an optimizer holds of them: see `state`."""
+    """The shardings of the optimizer state of parameters; see `state`."""
     return _places(mesh, params, partition, lambda path: True)
 
 
@@ -159,9 +160,9 @@ def check_partition(partition: str, sizes: Mapping[str, int], layers: int) -> No
     """Raises ValueError that says why a partition is none of a mesh of these sizes, and the fix."""
     data = sizes["data"]
     if partition and data == 1:
-        raise ValueError(f"{partition}: devices along data share what an optimizer holds; give --mesh data=2 or more")
+        raise ValueError(f"{partition}: the optimizer state is sharded over the data axis; use --mesh data=2 or more")
     if partition == "tensors" and layers % data:
-        raise ValueError(f"tensors: {data} devices along data do not divide {layers} layers; take slices")
+        raise ValueError(f"tensors: {data} devices along data do not divide {layers} layers; use slices")
 
 
 def _places(mesh: Meshes, tree: Any, partition: str, shared: Callable[[Any], bool]) -> Any:

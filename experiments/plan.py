@@ -1,8 +1,7 @@
-"""Memory and communication of a training step before any run: `python -m experiments.plan --model 13b --recipe coat`.
+"""Prints memory and communication of a training step before any run: `python -m experiments.plan --model 13b`.
 
-Parameters are those of the model, without an array being made; what a layer keeps for its backward pass is counted from
-the program that JAX differentiates for a Hopper GPU, with an attention that keeps what flash attention does. No GPU is
-needed.
+No GPU is needed, and no array is made. Residuals are counted from the program that JAX differentiates for a Hopper GPU
+with flash attention.
 """
 
 import argparse
@@ -53,14 +52,15 @@ _attention.defvjp(_attention_residuals, lambda residuals, dy: (jnp.zeros_like(re
 
 
 def _policy(primitive: Any, *operands: Any, **how: Any) -> bool:
-    """What the model's own policy keeps on a GPU, where products of codes are kernels, known by their names alone."""
+    """The residuals of the model's own policy on a GPU, where products of codes are kernels that are identified only by
+    name."""
     if primitive.name == "name" and how["name"] == flash.NAME:
         return True
     return products_saveable(primitive, *operands, **how) and all(x.dtype == jnp.bfloat16 for x in operands)
 
 
 def _residuals(run: Any, axis: str, devices: int, *args: Any) -> list[Any]:
-    """What a function keeps for its backward pass, on each of the devices along a mesh axis."""
+    """The residuals of a function, on each of the devices along a mesh axis."""
     residuals = lambda *args: jax.tree.leaves(jax.vjp(run, *args)[1])  # noqa: E731
     if devices == 1:
         return jax.eval_shape(residuals, *args)  # type: ignore[no-any-return]
@@ -186,11 +186,14 @@ def of(
             lambda path, x: mesh.stacked(path) - 1 if mesh.has_experts(path) else -1, params
         )
         rows, times = int(tokens) * llama.experts_per_token, llama.layers * microbatches
-        # Tokens travel again in the backward pass; weights of choices and their gradients travel in fp32.
-        crossings = fp8jax.dist.expert_collectives(
-            rows, llama.dim, expert, tensor.wire_format(recipe), recipe.weights.compute, times=times, dispatches=2
-        )
-        crossings.append(Collective("ragged-all-to-all", "f32", 4 * rows, expert, 2 * times))
+        wire_format = tensor.wire_format(recipe)
+        crossings = experts.exchanged(llama, expert, wire_format, int(tokens), recipe.weights.compute, times)
+        # Weights of choices and their gradients travel in fp32.
+        if experts.gathers_tokens(expert, llama.experts_per_token):
+            crossings.append(Collective("all-gather", "f32", 4 * rows, expert, times))
+            crossings.append(Collective("reduce-scatter", "f32", 4 * rows * expert, expert, times))
+        else:
+            crossings.append(Collective("ragged-all-to-all", "f32", 4 * rows, expert, 2 * times))
     # The last hidden state before and after its norm, and the head's matrix, in bf16; in chunks, its gradient in fp32.
     chunked = recipe.head.is_quantized or in_chunks("auto", tokens, llama.vocab)
     # Of a head of codes logits, their gradient and its codes take as many bytes together.
@@ -222,19 +225,30 @@ def of(
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the plan."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.plan", description=__doc__)
-    parser.add_argument("--model", default="7b", help=f"{', '.join(sizes.NAMES)}; also as llama-7b")
-    parser.add_argument("--recipe", default="coat", help=", ".join(fp8jax.recipes.NAMES))
-    parser.add_argument("--mesh", default="data=1", help="as data=2,fsdp=4 or data=2,tensor=4")
+    program = "python -m experiments.plan"
+    parser = argparse.ArgumentParser(prog=program, usage=f"{program} [options]", description=__doc__)
+
+    def add(name: str, default: Any, metavar: str, text: str) -> None:
+        default_text = f" (default: {default})" if default else ""
+        parser.add_argument(name, type=type(default), default=default, metavar=metavar, help=text + default_text)
+
+    add("--model", "7b", "SIZE", ", ".join(sizes.NAMES))
+    add("--recipe", "coat", "NAME", ", ".join(fp8jax.recipes.NAMES))
+    add("--mesh", "data=1", "AXES", "devices by axis, such as data=2,fsdp=4 or data=2,tensor=4")
+    add("--batch", 1, "N", "sequences of a microbatch on each device; devices along tensor share theirs")
+    add("--length", 2048, "N", "tokens of a sequence")
+    add("--microbatches", 1, "N", "microbatches of a step")
+    add("--vocab", 32_000, "N", "entries of the vocabulary")
     parser.add_argument(
-        "--batch", type=int, default=1, help="sequences of a microbatch on each device; those along tensor share theirs"
+        "--partition", choices=("tensors", "slices"), default="", help="optimizer state is shared along data"
     )
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--vocab", type=int, default=32_000)
-    parser.add_argument("--partition", choices=("tensors", "slices"), default="", help="as of experiments.train")
-    parser.add_argument("--expert-capacity", type=float, default=0.0, help="as of experiments.train")
-    parser.add_argument("--recompute", action="store_true", help="keep results of products and attention alone")
+    add(
+        "--expert-capacity",
+        0.0,
+        "X",
+        "room for X times the rows that a device sends to experts (default: for all rows)",
+    )
+    parser.add_argument("--recompute", action="store_true", help="save only results of matmuls and attention")
     options = parser.parse_args(argv)
     try:
         for name in ("batch", "length", "microbatches"):

@@ -13,7 +13,7 @@ class Stopped(Exception):
         self.signum, self.step = signum, step
 
     def message(self, command: str) -> str:
-        """What the user reads: the signal, what is saved, and the command that goes on."""
+        """The message for the user: the signal, the saved state, and the command to continue."""
         saved = f"step {self.step} is saved" if self.step else "no step was lost"
         name = signal.Signals(self.signum).name
         return f"stopped by {name}: {saved}. To resume: {command.replace(' --resume never', '')}"

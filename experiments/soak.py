@@ -1,7 +1,7 @@
-"""What a training run survives: `python -m experiments.soak --kills 50 --steps 10000`.
+"""Tests interruptions of a training run: `python -m experiments.soak --kills 50 --steps 10000`.
 
 Small runs of `experiments.train` are killed, stopped, starved of disk space and started twice. Each is started again
-until it is done. Its last checkpoint must then have the bits of a run that was left alone. A table is printed;
+until it is done. Its last checkpoint must then equal that of an uninterrupted run, bit for bit. A table is printed;
 `--results FOLDER` also writes it to FOLDER/cpu/soak.json. The exit code is 1 if a case fails.
 """
 
@@ -152,7 +152,7 @@ class Soak:
         return started
 
     def end(self, process: subprocess.Popen[str]) -> tuple[int, str]:
-        """Waits for a process; its exit code and what it printed."""
+        """Waits for a process; returns its exit code and output."""
         try:
             code = process.wait(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
@@ -167,10 +167,10 @@ class Soak:
         """Trains a run to its end."""
         for code, output in map(self.end, self.start(run, *options, **start)):
             if code:
-                raise SoakError(f"{run} ended with code {code}: {output[-500:]}")
+                raise SoakError(f"{run} exited with code {code}: {output[-500:]}")
 
     def check(self, run: str, layout: Layout = ONE) -> str:
-        """What of a finished run's last state differs from that of a run that was left alone, or ""."""
+        """The difference between a finished run's last state and that of an uninterrupted run, or ""."""
         if layout not in self._expected:
             alone = f"alone_{layout.processes}_{layout.devices}"
             self.finish(alone, layout=layout)
@@ -180,7 +180,7 @@ class Soak:
         return f"{run}: {len(differ)} of {len(expected)} arrays differ, such as {differ[0]}" if differ else ""
 
     def last_state(self, run: str) -> dict[str, str]:
-        """The digest of each array of the last checkpoint, whose own digests are compared, too."""
+        """The digest of each array of the last checkpoint; its own digests are checked, too."""
         with Checkpoints(self.folder / run / RECIPE / "checkpoints", 2, clean=False) as checkpoints:
             leaves = checkpoints.read_meta(STEPS)["leaves"]
             abstract = {k: jax.ShapeDtypeStruct(x["shape"], x["dtype"]) for k, x in leaves.items()}
@@ -222,7 +222,7 @@ def wait_for(condition: Callable[[], bool], processes: Sequence[subprocess.Popen
         if any(process.poll() is not None for process in processes):
             return False
         if time.monotonic() > until:
-            raise SoakError(f"nothing came within {PATIENCE} s")
+            raise SoakError(f"no output within {PATIENCE} s")
         time.sleep(PAUSE)
     return True
 
@@ -296,7 +296,7 @@ def clock_set_back(soak: Soak) -> Case:
 
 
 def disk_full(soak: Soak) -> Case:
-    """A run whose files cannot grow, and that goes on when they can again."""
+    """A run with files that cannot grow. It continues when they can grow again."""
     soak.break_off("disk")
     code, output = soak.end(soak.start("disk", program=("-c", FULL_DISK))[0])
     if code != DiskError.exit_code:
@@ -322,7 +322,7 @@ def two_in_one_folder(soak: Soak) -> Case:
 
 
 def many_steps(soak: Soak, steps: int) -> Case:
-    """A long run with telemetry: growth of its memory and open files in its second half, and programs compiled anew."""
+    """A long run with telemetry: growth of memory and open files in its second half, and recompilations."""
     every = str(max(steps // 20, 1))
     options = ["--steps", str(steps), "--checkpoint-every", every, "--eval-every", every, "--log-every", every]
     options += ["--telemetry", str(max(steps // 100, 1))]

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import optax
 from flax import errors, linen, nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -17,6 +18,7 @@ from fp8jax.modules import scaled_linen
 from fp8jax.modules.calls import wrong_model_message
 from fp8jax.modules.scaled import advance_scaling, get_scalings, set_bounds
 from fp8jax.optim.bad_steps import was_applied
+from fp8jax.optim.flax_variables import is_box, merge_boxes
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.weight_bounds import find_weight_amax_bounds
 from fp8jax.rewrite.rules import Rules
@@ -32,28 +34,28 @@ def end_nnx_step(
     axis_name: AxisNames = None,
     apply_if: ArrayLike | None = None,
 ) -> None:
-    """Ends a step of a model whose recipe has a state, in place. Call it after the optimizer's update.
+    """Ends a step, in place, of a model with a stateful recipe. Call it after the optimizer's update.
 
         loss, grads = fp8jax.nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, grads)
         fp8jax.nnx.end_step(model, grads, optimizer.opt_state)
 
-    Histories and thresholds advance by the observations of the step (`advance_scaling`). Weights of automatic scaling
-    get the bounds of an optimizer that tracks them (`update_weight_amax_bounds`). Without such bounds each call
-    measures them, or `fp8jax.nnx.reset_weight_amax_bounds` does so once. After a step that `fp8jax.skip_bad_steps`
-    skipped, all states stay as they are.
+    Histories and thresholds are updated from the statistics of the step (`advance_scaling`). Weights with automatic
+    scaling receive the bounds of an optimizer that tracks them (`update_weight_amax_bounds`). Without bounds each call
+    measures the weights, or `fp8jax.nnx.reset_weight_amax_bounds` measures them once. After a step that
+    `fp8jax.skip_bad_steps` skipped, no state changes.
 
     `fp8jax.nnx.Optimizer` calls this function in its `update`. Layers that were not called since the last step keep
     their state, and models of recipes without a state do not change.
 
     Args:
-        model: what `fp8jax.nnx.quantize` returned.
+        model: a model that `fp8jax.nnx.quantize` returned.
         grads: gradients of the step, as `fp8jax.nnx.value_and_grad` returns them, or with those of `GradientStatistic`.
         opt_state: of the optimizer of the model's parameters, after the update.
         axis_name, apply_if: as of `advance_scaling`.
 
     Raises:
-        ValueError: the optimizer's state is of another model.
+        ValueError: the optimizer's state belongs to another model.
     """
     if any(observed_operands(scaling.linear) for _, scaling in get_scalings(model)):
         advance_scaling(model, grads, axis_name=axis_name, apply_if=was_applied(nnx.as_pure(opt_state), apply_if))
@@ -69,7 +71,7 @@ def end_linen_step(
     axis_name: AxisNames = None,
     apply_if: ArrayLike | None = None,
 ) -> dict[str, Any]:
-    """Ends a step of a model whose recipe has a state: `fp8jax.nnx.end_step` for collections of Linen.
+    """Ends a step of a model with a stateful recipe: `fp8jax.nnx.end_step` for collections of Linen.
 
     `fp8jax.linen.TrainState` does so if it stores the collection.
 
@@ -117,26 +119,29 @@ def _apply_step(tx: Any, grads: Any, state: Any, params: Any, step_arguments: di
         return tx.step(grads, state, params, **step_arguments)
     if fused_only := [name for name in _STEP_ARGUMENTS if name in step_arguments]:
         raise TypeError(
-            f"{', '.join(fused_only)} is for a transformation with `step`, and optax.chain keeps none: take "
-            "fp8jax.optimizer(...), compressed_adamw or fp8lm_adamw, to clip in fp8jax.with_clipping(1.0, tx)"
+            f"{', '.join(fused_only)} requires a transformation with `step`, which optax.chain removes. Use "
+            "fp8jax.optimizer(...), compressed_adamw or fp8lm_adamw; to clip, use fp8jax.with_clipping(1.0, tx)"
         )
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **step_arguments)
     return optax.apply_updates(params, updates), state
 
 
 class Optimizer(nnx.Optimizer):
-    """`flax.nnx.Optimizer` whose `update` is the transformation's `step`.
+    """A `flax.nnx.Optimizer` that updates with the transformation's `step`.
 
-    State and checkpoints are those of Flax's class: one can replace the other. The fused step writes no updates to
-    memory. A transformation without a step, such as `optax.chain(...)`, updates parameters as in Flax's class.
+    The fused step writes no updates to memory. A quantized moment is one variable that contains a `QTensor`, because
+    each variable of a call costs Flax several microseconds. Flax's class has one variable for each array of the moment,
+    so a checkpoint of one class does not load into the other. Moments with names of sharded axes are as in Flax's
+    class. A transformation without a step, such as `optax.chain(...)`, updates parameters as in Flax's class.
 
     `update` also ends the step of the model's scalings, as `fp8jax.nnx.end_step` does. A further call of `end_step`
-    changes nothing. If a model has several optimizers, the first update ends the step. Weights of automatic scaling get
-    the bounds of a tracked `tx`, such as `fp8jax.optimizer("moss", ...)`, here and when the optimizer is created. Take
-    gradients with `fp8jax.nnx.value_and_grad`: Flax's own raises under delayed scaling.
+    changes nothing. If a model has several optimizers, the first update ends the step. Weights with automatic scaling
+    receive the bounds of a `tx` that tracks them, such as `fp8jax.optimizer("moss", ...)`, here and when the optimizer
+    is created. Compute gradients with `fp8jax.nnx.value_and_grad`: Flax's own function raises an error with delayed
+    scaling.
 
     Args:
-        model: the module whose variables are trained.
+        model: the module with the variables to train.
         tx: any optax transformation. `fp8jax.optimizer(...)`, `compressed_adamw`, `fp8lm_adamw`, and one of them in
             `fp8jax.with_clipping`, have a step.
         wrt: filter of the variables that are trained, as of `nnx.grad`.
@@ -155,6 +160,7 @@ class Optimizer(nnx.Optimizer):
         if isinstance(model, linen.Module):
             raise TypeError(wrong_model_message("fp8jax.nnx.Optimizer takes an NNX module", model))
         super().__init__(model, tx, wrt=wrt, **options)
+        self.opt_state = nnx.data(merge_boxes(self.opt_state))
         # Weights may have been loaded since they were measured. In a trace without the model, such as one for the
         # optimizer's shapes, variables of the model cannot change; the first update sets the bounds then.
         with contextlib.suppress(errors.TraceContextError):
@@ -164,17 +170,17 @@ class Optimizer(nnx.Optimizer):
     def update(self, model: Any, grads: Any, /, **step_arguments: Any) -> None:
         """Updates the weights of `model` and the moments, in place.
 
-        Inside `jax.shard_map` each device has its own observations. Call `tx.step` there, and then
-        `fp8jax.nnx.end_step(..., axis_name=)`, in place of this.
+        Inside `jax.shard_map` each device has its own observations. There, call `tx.step` and then
+        `fp8jax.nnx.end_step(..., axis_name=)` instead of this method.
 
         Args:
-            model: the module that the optimizer was made of.
+            model: the module that the optimizer was created with.
             grads: gradients of the variables in `wrt`, and maybe of others, such as `GradientStatistic`.
             step_arguments: of the step: `key`, `grad_scale`, `apply_if`; or of the `update` of a transformation
                 without a step. `value`, the loss, is for `fp8jax.skip_bad_steps`.
 
         Raises:
-            TypeError: an argument is of the step, and `tx` has none.
+            TypeError: an argument belongs to the step, but `tx` has none.
         """
         graph_options = {"graph": self.graph} if hasattr(self, "graph") else {}
         params, gradients = (nnx.as_pure(nnx.state(tree, self.wrt, **graph_options)) for tree in (model, grads))
@@ -182,7 +188,10 @@ class Optimizer(nnx.Optimizer):
             self.tx, gradients, nnx.as_pure(self.opt_state), params, nnx.as_pure(step_arguments)
         )
         nnx.update(model, params)
-        nnx.update(self.opt_state, nnx.state(state, **graph_options))
+        structure: Any = jax.tree.structure(self.opt_state, is_leaf=is_box)
+        boxes = jax.tree.leaves(self.opt_state, is_leaf=is_box)
+        for box, value in zip(boxes, structure.flatten_up_to(state), strict=True):
+            box.set_value(value)
         apply_if = step_arguments.get("apply_if")
         is_applied = was_applied(state, apply_if)
         self.step[...] += 1 if is_applied is None else is_applied.astype(self.step.dtype)
@@ -205,9 +214,9 @@ def _update_bounds(model: Any, opt_state: Any) -> None:
 
 
 class TrainState(train_state.TrainState):
-    """`flax.training.train_state.TrainState` whose `apply_gradients` is the transformation's `step`.
+    """A `flax.training.train_state.TrainState` that updates with the transformation's `step`.
 
-    It takes any optax transformation. One without a step updates parameters as in Flax's class. If the recipe has a
+    Any optax transformation is supported. One without a step updates parameters as in Flax's class. If the recipe has a
     state, `scaling` stores its collection, and `apply_gradients` ends its step, as `fp8jax.linen.end_step` does.
 
     Attributes:
@@ -224,8 +233,8 @@ class TrainState(train_state.TrainState):
     ) -> Any:
         """The state after a step.
 
-        Inside `jax.shard_map` each device has its own observations. Call `tx.step` there, and then
-        `fp8jax.linen.end_step(..., axis_name=)`, in place of this.
+        Inside `jax.shard_map` each device has its own observations. There, call `tx.step` and then
+        `fp8jax.linen.end_step(..., axis_name=)` instead of this method.
 
         Args:
             grads: gradients, a tree like `params`.
@@ -235,7 +244,7 @@ class TrainState(train_state.TrainState):
             field_updates: new values of fields, such as `scaling` as `apply` has written it.
 
         Raises:
-            TypeError: an argument is of the step, and `tx` has none.
+            TypeError: an argument belongs to the step, but `tx` has none.
         """
         has_overwritten = OVERWRITE_WITH_GRADIENT in grads
         grads_and_params = (grads["params"], self.params["params"]) if has_overwritten else (grads, self.params)
@@ -250,8 +259,8 @@ class TrainState(train_state.TrainState):
             scaling = end_linen_step(scaling, statistics, state, self.rules, apply_if=apply_if)
         elif statistics is not None:
             raise ValueError(
-                "statistics advance a scaling, and this state has none: give TrainState.create its collection, "
-                "scaling=variables['fp8jax_scaling']"
+                "the statistics update a scaling state, but this TrainState has none. Pass "
+                "scaling=variables['fp8jax_scaling'] to TrainState.create"
             )
         step = self.step + (1 if is_applied is None else is_applied)
         return self.replace(step=step, params=params, opt_state=state, scaling=scaling, **field_updates)

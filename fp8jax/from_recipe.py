@@ -36,11 +36,11 @@ def optimizer(
     layer_axes: Any = NO_LAYER_AXES,
     track_weight_bounds: bool = True,
 ) -> FusedTransformation:
-    """AdamW with moments stored as `recipe.optimizer` defines: `compressed_adamw` with its settings.
+    """AdamW with the moment storage of `recipe.optimizer`: `compressed_adamw` with these settings.
 
-    Moments in fp32, as in `bf16`, give the bits of `optax.adamw`. One scale per tensor, as in `fp8_lm`, gives
-    `fp8lm_adamw`. Automatic weight scaling, as in `moss`, adds `fp8jax.with_weight_bounds`, which tracks upper bounds
-    of the weights.
+    With fp32 moments, as in `bf16`, results are bitwise equal to `optax.adamw`. With one scale per tensor, as in
+    `fp8_lm`, the optimizer is `fp8lm_adamw`. Automatic weight scaling, as in `moss`, adds `fp8jax.with_weight_bounds`,
+    which tracks upper bounds of the weights.
 
     Args:
         recipe: a recipe, or the name of one of `fp8jax.recipes`.
@@ -58,8 +58,8 @@ def optimizer(
         As `compressed_adamw`, or with `clip` as `fp8jax.with_clipping`.
 
     Raises:
-        ValueError: no recipe has this name, `clip` is not positive, or as for `compressed_adamw`; or a recipe with
-            automatic weight scaling has moments, masters or decays whose steps cannot be bounded.
+        ValueError: no recipe has this name, `clip` is not positive, or as for `compressed_adamw`; or a recipe has
+            automatic weight scaling with moments, masters or decays for which updates cannot be bounded.
         TypeError: `recipe` is neither.
 
     Examples:
@@ -70,7 +70,7 @@ def optimizer(
         recipe = recipes.get(recipe)
     if not isinstance(recipe, Recipe):
         hint = f"call it: {getattr(recipe, '__name__', 'recipe')}()" if callable(recipe) else "as recipes.coat()"
-        raise TypeError(f"optimizer takes a recipe or its name, not {recipe!r}; {hint}")
+        raise TypeError(f"optimizer expects a recipe or the name of a preset, got {recipe!r}; {hint}")
     if min_size is None:
         is_cost_selected = recipe.linear.skip_unprofitable and not recipe.has_per_tensor_moments
         min_size = _MIN_PROFITABLE_SIZE if is_cost_selected else MIN_SIZE
@@ -101,7 +101,7 @@ def _with_weight_bounds(
 ) -> FusedTransformation:
     """The optimizer `tx` of a recipe with automatic weight scaling, with tracking of weight bounds."""
     advice = (
-        "give track_weight_bounds=False, and fp8jax.track_weight_amax() last in an optax.chain, which measures updates"
+        "set track_weight_bounds=False, and chain fp8jax.track_weight_amax() last with optax.chain; it measures updates"
     )
     for feature, is_present in (
         ("moments with one scale a tensor", recipe.has_per_tensor_moments),
@@ -109,7 +109,7 @@ def _with_weight_bounds(
     ):
         if is_present:
             raise ValueError(
-                f"{recipe.name} has automatic weight scaling and {feature}, which no step follows; {advice}"
+                f"{recipe.name} has automatic weight scaling and {feature}, which no optimizer step can track; {advice}"
             )
     try:
         limit = max_adam_step(learning_rate, b1, b2, decay)

@@ -10,7 +10,7 @@
     fast = fp8jax.transform(loss, "te_current")
     grads = jax.grad(lambda adapters: fast(fp8jax.lora.adapt(base, adapters), batch))(adapters)
 
-Differentiate with respect to `adapters`, and give the optimizer only these.
+Differentiate with respect to `adapters`, and pass only these to the optimizer.
 """
 
 from fp8jax.ops.products.lora import AdaptedWeight, Adapter, adapt, init_adapter, merge_adapter

@@ -70,7 +70,7 @@ def moss() -> Recipe:
     No microscaled product runs. If level 1 is a row (k1 in section 3.1), the largest power of two of a row is 1. The
     others are folded into its codes, so operands are e4m3 with one fp32 scale per row, bit for bit. They run as fast as
     other FP8 products and save no exponents; `moss_mx` multiplies two-level codes. Scales of rows need no pass over the
-    tensor and do not span tokens. The paper does not specify gradients; ours are scaled likewise
+    tensor and do not span tokens. The paper does not specify gradients; ours have the same kind of scales
     (results/pages/moss_snr.md).
 
     Automatic scaling needs an optimizer that bounds the weights: `fp8jax.optimizer` of this recipe, or
@@ -218,7 +218,7 @@ def fp8_lm() -> Recipe:
 def fp8_lm_two_phase() -> Recipe:
     """`fp8_lm` with a two-phase reduction of gradients: each device receives codes and sums them in fp32.
 
-    Nothing saturates, so there is no factor and no state. Meshes may have both axes. With fsdp, a layer's parameters
+    Sums cannot saturate, so there is no factor and no state. Meshes may have both axes. With fsdp, a layer's parameters
     are gathered as codes when it runs. It runs on any GPU.
     """
     return dataclasses.replace(fp8_lm(), name="fp8_lm_two_phase", comm=Comm("e4m3"))
@@ -253,9 +253,9 @@ DEVICES = (
     Device(
         120,
         "coat",
-        "products of linear layers in FP8 with one scale a tensor, by cuBLASLt (with XLA_FLAGS="
-        "--xla_gpu_enable_triton_gemm=false), contexts and optimizer states in 8 bits; attention, embedding and head in"
-        " bf16. Compiled for such a GPU, but not run by us on one",
+        "matmuls of linear layers in FP8 with one scale per tensor, by cuBLASLt (with "
+        "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false), contexts and optimizer states in 8 bits; attention, embedding "
+        "and head in bf16. Compiled for this GPU, but not tested on one",
     ),
     Device(
         100,
@@ -272,7 +272,7 @@ DEVICES = (
     Device(
         89,
         "coat",
-        "products of linear layers in FP8 with one scale a tensor, by cuBLASLt (with XLA_FLAGS="
+        "matmuls of linear layers in FP8 with one scale per tensor, by cuBLASLt (with XLA_FLAGS="
         "--xla_gpu_enable_triton_gemm=false; not measured by us), contexts and optimizer states in 8 bits; attention, "
         " embedding and head in bf16",
     ),
@@ -285,10 +285,12 @@ DEVICES = (
     Device(
         80,
         "coat_optimizer",
-        "optimizer states in 8 bits alone: no FP8 products, and INT8 blocks gain little on an A100, whose cores are "
-        "too slow for their scales (arXiv 2503.08040, appendix B); everything else in bf16",
+        "only optimizer states in 8 bits: there are no FP8 matmuls, and INT8 blocks gain little on an A100, whose "
+        "CUDA cores are too slow for their scales (arXiv 2503.08040, appendix B); everything else in bf16",
     ),
-    Device(0, "coat_optimizer", "optimizer states in 8 bits alone: there are no kernels for 8-bit products here"),
+    Device(
+        0, "coat_optimizer", "only optimizer states in 8 bits: there are no kernels for 8-bit matmuls on this device"
+    ),
 )
 
 
@@ -324,7 +326,7 @@ def for_shapes(recipe: Recipe | str | None = None) -> Recipe:
     """
     whole = for_device() if recipe is None else resolve(recipe)
     if not isinstance(whole, Recipe):
-        raise TypeError(f"for_shapes takes a whole recipe or a preset's name, not {recipe!r}")
+        raise TypeError(f"for_shapes expects a Recipe or the name of a preset, got {recipe!r}")
     return dataclasses.replace(whole, linear=dataclasses.replace(whole.linear, skip_unprofitable=True))
 
 
@@ -335,7 +337,7 @@ def device(capability: int | None = None) -> Device:
         digits = str(getattr(gpu, "compute_capability", "0")).replace(".", "")
         capability = int(digits) if gpu.platform == "gpu" and digits.isdigit() else 0
     if capability < 0:
-        raise ValueError(f"a compute capability is 80 for an A100 and 90 for an H200, not {capability}")
+        raise ValueError(f"unknown compute capability; use 80 for an A100 or 90 for an H200, got {capability}")
     return next(entry for entry in DEVICES if capability >= entry.min_capability)
 
 
@@ -351,7 +353,7 @@ def get(name: str) -> Recipe:
     if name == AUTO:
         return for_shapes()
     if name not in _PRESETS:
-        raise ValueError(f"unknown recipe {name!r}; recipes are {', '.join(NAMES)}, and {AUTO}")
+        raise ValueError(f"unknown recipe {name!r}; use one of {', '.join(NAMES)}, and {AUTO}")
     return _PRESETS[name]()
 
 
@@ -371,8 +373,10 @@ def resolve(recipe: Any) -> Any:
     name = getattr(recipe, "__name__", None)
     if name in _PRESETS and recipe is _PRESETS[name]:
         call = f"fp8jax.recipes.{name}"
-        raise TypeError(f"{call} is a function that makes a recipe: call it, {call}(), or give its name, {name!r}")
-    raise TypeError(f"a recipe is a fp8jax.Recipe, its part Linear or Context, or a preset's name, not {recipe!r}")
+        raise TypeError(f"{call} is a function that returns a recipe; call it, {call}(), or pass its name, {name!r}")
+    raise TypeError(
+        f"a recipe must be a fp8jax.Recipe, its part Linear or Context, or the name of a preset, got {recipe!r}"
+    )
 
 
 def linear_part(recipe: Recipe | Linear | str) -> Linear:
@@ -383,7 +387,7 @@ def linear_part(recipe: Recipe | Linear | str) -> Linear:
     """
     preset = resolve(recipe)
     if isinstance(preset, Context):
-        raise TypeError(f"products follow a Recipe or its part Linear, not {preset!r}")
+        raise TypeError(f"products need a Recipe or its part Linear, got {preset!r}")
     return preset.linear if isinstance(preset, Recipe) else preset
 
 
@@ -395,7 +399,7 @@ def context_part(recipe: Recipe | Context | str) -> Context:
     """
     preset = resolve(recipe)
     if isinstance(preset, Linear):
-        raise TypeError(f"norms and activations follow a Recipe or its part Context, not {preset!r}")
+        raise TypeError(f"norms and activations need a Recipe or its part Context, got {preset!r}")
     return preset.context if isinstance(preset, Recipe) else preset
 
 

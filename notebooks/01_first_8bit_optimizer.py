@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Your first 8-bit optimizer
 #
-# Adam stores two fp32 moments, 8 bytes per parameter. `fp8jax.compressed_adamw` stores them as 8-bit floats with one scale
-# for each group of 128, which takes 2.1 bytes per parameter. This notebook trains the same small network with both and
-# compares losses and bytes. It runs in under a minute on a CPU.
+# Adam stores two fp32 moments, 8 bytes per parameter. `fp8jax.compressed_adamw` stores them as 8-bit floats with one
+# scale for each group of 128, which needs 2.1 bytes per parameter. This notebook trains the same small network with
+# both and compares losses and bytes. It runs in under a minute on a CPU.
 #
 # Any Colab runtime works. A T4 has no FP8 and computes bf16 as fp32, but 8-bit states save the same memory there. Keep the
 # model in fp16 or fp32 on a T4.
@@ -66,7 +66,7 @@ def loss(params, key):
 
 
 # %% [markdown]
-# The only change is `fp8jax.compressed_adamw` in place of `optax.adamw`. It works in any optax chain.
+# The only change is `fp8jax.compressed_adamw` instead of `optax.adamw`. It works in any optax chain.
 
 # %%
 def train(adamw, steps=300):

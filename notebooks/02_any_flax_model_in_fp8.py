@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Any Flax model in FP8
 #
-# `fp8jax.nnx.quantize(model, recipe)` returns a copy of a model whose linear layers multiply 8-bit codes, forward and
-# backward. They save only the codes of their inputs for the backward pass. The model's source does not change. This
-# notebook quantizes a small Transformer and trains it beside the original. It runs in under a minute on a CPU. XLA widens
-# FP8 products on a CPU, which saves no time.
+# `fp8jax.nnx.quantize(model, recipe)` returns a copy of a model with linear layers that multiply 8-bit codes, forward
+# and backward. They save only the codes of their inputs for the backward pass. The model's source does not change. This
+# notebook quantizes a small Transformer and compares its training with that of the original. It runs in under a minute
+# on a CPU. XLA widens FP8 products on a CPU, which saves no time.
 #
 # On Colab, an L4, H100 or G4 multiplies FP8. An A100 decodes the codes and multiplies in bf16, a T4 in fp16. On these two,
 # use 8-bit optimizer states alone (notebook 1), or the recipe of `fp8jax.recipes.for_device()` (notebook 3).
@@ -86,8 +86,8 @@ quantized = fp8jax.nnx.quantize(model, recipe)
 print(fp8jax.explain(model, recipe, jnp.zeros((2, LENGTH), jnp.int32)))
 
 # %% [markdown]
-# In the training text, the last two tokens determine the next one with probability 0.9. The training loop is that of any
-# Flax model.
+# In the training text, the last two tokens determine the next one with probability 0.9. The training loop is the same
+# as for any Flax model.
 
 # %%
 table = jax.random.randint(jax.random.key(1), (VOCAB, VOCAB), 0, VOCAB)

@@ -98,9 +98,9 @@ class Transformer(nnx.Module):
 
 
 # %% [markdown]
-# In the training text, the last two tokens determine the next one with probability 0.9. One training step serves every
-# recipe. Some recipes have scaling state, like the thresholds of `int8_fallback`. `fp8jax.nnx.value_and_grad` collects its
-# statistics, and `fp8jax.nnx.Optimizer` updates it.
+# In the training text, the last two tokens determine the next one with probability 0.9. One training step works for
+# every recipe. Some recipes have scaling state, like the thresholds of `int8_fallback`. `fp8jax.nnx.value_and_grad`
+# collects its statistics, and `fp8jax.nnx.Optimizer` updates it.
 
 # %%
 table = jax.random.randint(jax.random.key(1), (VOCAB, VOCAB), 0, VOCAB)

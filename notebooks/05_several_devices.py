@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Several devices
 #
-# Under `jit`, sharded arrays need no change: codes and scales do not depend on the sharding. To send gradients in 8 bits, a
-# step sums them itself inside `jax.shard_map`. Without several GPUs, this notebook uses eight virtual CPU devices, and
-# shows losses and bytes, not speed. It runs in under a minute.
+# Under `jit`, sharded arrays need no change: codes and scales do not depend on the sharding. To send gradients in 8
+# bits, the training step sums them inside `jax.shard_map`. Without several GPUs, this notebook uses eight virtual CPU
+# devices, and shows losses and bytes, not speed. It runs in under a minute.
 
 # %%
 # On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
@@ -62,7 +62,7 @@ loss = lambda p, x: jnp.mean((network(p, x) - network(teacher, x)) ** 2)
 
 # %% [markdown]
 # Gradients are sent in fp32, or as 8-bit codes in one of two algorithms. `two_phase` sends codes and sums them in fp32.
-# `one_phase` sums the codes. The part `Comm` of a recipe chooses.
+# `one_phase` sums the codes. The part `Comm` of a recipe selects the algorithm.
 
 # %%
 forms = {

@@ -93,7 +93,7 @@ moments = {name: [np.asarray(x[name]).reshape(-1, 128) for x in (adam.mu, adam.n
 # %% [markdown]
 # The histogram shows how many decades a group of 128 spans, from its smallest to its largest second moment. The dashed
 # line is the span of the normal numbers of e4m3, 4.5 decades. Smaller values are rounded coarsely or to zero. The groups of
-# `down` need one decade and waste the rest. Those of `up` mix inputs of all sizes and do not fit.
+# `down` need one decade and waste the rest. The groups of `up` mix inputs of all sizes and do not fit.
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3))
@@ -108,7 +108,7 @@ plt.show()
 
 # %% [markdown]
 # The next histograms show the codes of the second moments. Without expansion, narrow groups crowd below the largest code
-# and wide groups lose their small members to 0. With expansion, both fill the format. The power k of each group is stored
+# and small elements of wide groups become 0. With expansion, both fill the format. The power k of each group is stored
 # with its scale. A k above 1 stretches a group, and a k below 1 squeezes it.
 
 # %%

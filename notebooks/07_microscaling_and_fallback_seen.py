@@ -146,8 +146,8 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# In training, the threshold of a layer is state. After each step it moves so that 10 to 30 % of the blocks fall back. Here
-# the inputs get outliers half way through the training, and the thresholds follow.
+# In training, the threshold of a layer is state. After each step it moves so that 10 to 30 % of the blocks fall back.
+# Here the inputs get outliers halfway through the training, and the thresholds follow.
 
 # %%
 LAYERS = 2

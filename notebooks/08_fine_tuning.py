@@ -1,9 +1,9 @@
 # %% [markdown]
-# # Fine-tuning from a folder of Hugging Face
+# # Fine-tuning a Hugging Face checkpoint
 #
 # The training program reads checkpoints of Hugging Face (Llama, Mistral, Qwen, OLMo, GPT-2), trains them on conversations
-# with any recipe, and writes them back. This notebook first makes a tiny checkpoint, so that nothing is downloaded. Set
-# `FOLDER` to another checkpoint, and the rest stays as it is. It runs in two minutes on a CPU.
+# with any recipe, and writes them back. This notebook first makes a tiny checkpoint, so that nothing is downloaded. To
+# use another checkpoint, change only `FOLDER`. It runs in two minutes on a CPU.
 
 # %%
 # On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
@@ -66,8 +66,8 @@ def program(name, *options):
     done.check_returncode()
 
 # %% [markdown]
-# The base model is trained for a few steps on Python source files and exported. Everything below works with a folder of
-# `hf download`, too.
+# The base model is trained for a few steps on Python source files and exported. Everything below also works with a
+# folder from `hf download`.
 
 # %%
 shape = ("--layers", 2, "--dim", 64, "--heads", 4, "--kv-heads", 2, "--mlp-dim", 128)
@@ -120,7 +120,8 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The last cell exports the model in 8 bits, in the layout of compressed-tensors, which vLLM reads.
+# The last cell exports the model in 8 bits, in the layout of compressed-tensors, which vLLM reads. A model of this
+# size learns the form of an answer, but often names the wrong person.
 
 # %%
 program("hub", "--run", WORK / "runs" / "tuned", "--recipe", "coat", "--out", WORK / "eight", "--eight", "channel")

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Speed and memory on a GPU
 #
-# This notebook trains one Llama in bf16 and in 8 bits and measures both: time of a step, memory of a step, bytes of the
-# optimizer state, loss. The 8-bit recipe is the one for this device (notebook 3).
+# This notebook trains one Llama in bf16 and in 8 bits. It measures the time and memory of a step, the bytes of the
+# optimizer state, and the loss. The 8-bit recipe is the one for this device (notebook 3).
 #
 # It needs a GPU with FP8 (L4, RTX PRO 6000, H100, H200) to show a gain in speed. On Colab, choose one under
 # Runtime > Change runtime type. It also runs on a CPU, with a tiny model. There only the optimizer state becomes smaller:
@@ -103,7 +103,7 @@ class Llama(nnx.Module):
 
 
 # %% [markdown]
-# One training step serves both. Each token is usually the last one plus one, which a model learns in a few steps.
+# One training step works for both. Each token is usually the last one plus one, which a model learns in a few steps.
 
 
 # %%
@@ -166,7 +166,7 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# `explain` says which layers are in 8 bits and what each operation gains:
+# `explain` shows which layers are in 8 bits, and the gain of each operation:
 
 # %%
 print(fp8jax.explain(Llama(nnx.Rngs(0)), RECIPE, jnp.zeros((BATCH, LENGTH), jnp.int32)))

@@ -1,1 +1,1 @@
-"""GPU kernels on plain arrays, one operation and one backend per file. Nothing of fp8jax is imported here."""
+"""GPU kernels on plain arrays, one operation and one backend per file. This package does not import fp8jax."""

@@ -66,7 +66,8 @@ TASKS = {
         dist.all_reduce_gradients dist.reduce_scatter_gradients dist.init_factors dist.Factors
         dist.gather_weights dist.gather_quantized dist.fsdp_gather_weight dist.regather_policy
         dist.gather_linear dist.gather_sequence dist.scatter_sequence dist.sequence_collectives
-        dist.TokenExchange dist.expert_collectives dist.partition dist.Partition dist.slices dist.plan dist.Plan""",
+        dist.TokenExchange dist.TokenGather dist.expert_collectives dist.partition dist.Partition dist.slices dist.plan
+        dist.Plan""",
     "Quantized tensors and formats": """
         quantize QuantSpec QTensor formats.get formats.ALL formats.Format formats.E4M3 formats.E5M2 formats.E2M1
         formats.INT8 formats.INT10 formats.E8M0 formats.DE8 formats.UDE8 formats.FP16 formats.BF16

@@ -1,4 +1,4 @@
-"""What the arms of benchmarks of whole steps are called, and what their names say: "RECIPE[, PART]..."."""
+"""The names of arms in benchmarks of whole steps, and their meaning: "RECIPE[, PART]..."."""
 
 import dataclasses
 from collections.abc import Collection
@@ -33,7 +33,7 @@ def parse(name: str, known: Collection[str] = ()) -> tuple[fp8jax.Recipe, frozen
     """The recipe of an arm, changed as its name says, and those of the known parts that the name has.
 
     Raises:
-        ValueError: there is no such recipe, or a part is unknown.
+        ValueError: the recipe does not exist, or a part is unknown.
     """
     preset, *parts = name.split(", ")
     recipe, found = fp8jax.recipes.get(preset), set[str]()
@@ -45,7 +45,7 @@ def parse(name: str, known: Collection[str] = ()) -> tuple[fp8jax.Recipe, frozen
         where, settings = ("weights", master) if master else CHANGES.get(part, ("", {}))
         if not where:
             listed = ", ".join(map(repr, [*CHANGES, f"bf16+int8{MASTERS}", *known]))
-            raise ValueError(f"arm {name!r}: {part!r} is none of {listed}")
+            raise ValueError(f"arm {name!r}: {part!r} is unknown; use one of {listed}")
         recipe = dataclasses.replace(recipe, **{where: dataclasses.replace(getattr(recipe, where), **settings)})
     return recipe, frozenset(found)
 
@@ -57,7 +57,7 @@ class Settings(NamedTuple):
         recipe: of its layers and optimizer.
         remat: what it recomputes.
         kernels: whether ours run.
-        chunked: whether the loss takes logits in chunks; None as training does.
+        chunked: whether the loss computes logits in chunks; None as training does.
     """
 
     recipe: fp8jax.Recipe
@@ -79,7 +79,7 @@ def settings(name: str) -> Settings:
 
 
 def coat_recipes() -> dict[str, fp8jax.Recipe | None]:
-    """The recipes of COAT's tables by name; None for the model as it is."""
+    """The recipes of COAT's tables by name; None for the unchanged model."""
     coat = fp8jax.recipes.coat()
     faithful = dataclasses.replace(coat, context=fp8jax.recipes.Context("e4m3:group16"))
     deepseek = dataclasses.replace(fp8jax.recipes.deepseek(), context=coat.context)

@@ -44,7 +44,7 @@ class CardArm(driver.Arm):
         model: the shape.
         batch: sequences on each GPU.
         length: tokens of a sequence.
-        gpus: devices over which batches and state are cut (FSDP).
+        gpus: devices over which batches and state are sharded (FSDP).
     """
 
     def __init__(self, name: str, model: LlamaConfig, batch: int, length: int, gpus: int = 1) -> None:
@@ -72,7 +72,7 @@ class CardArm(driver.Arm):
         self._shapes, self._where = shapes, where
 
     def _layer(self, recipe: fp8jax.Recipe) -> Callable[..., jax.Array]:
-        """A layer as a function of its parameters, whose products are the recipe's."""
+        """A layer as a function of its parameters, with the recipe's products."""
         kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": self.dtype, "rows": self.rows}
         graph, self.shapes = nnx.split(nnx.eval_shape(lambda: Block(self.config, rngs=nnx.Rngs(0), **kinds)))
 
@@ -138,7 +138,7 @@ class CardArm(driver.Arm):
 
     @property
     def operations(self) -> float:
-        """Of products and causal attention of a step, none that is computed again."""
+        """FLOPs of the products and the causal attention of a step, without recomputation."""
         shapes = self._shapes
         released = None if self.block is None else {"layers": shapes["layers"].params, **shapes["rest"]}
         return self.count * speed.operations(self.config, released or shapes["params"], {}, self.length)

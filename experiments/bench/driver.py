@@ -1,4 +1,4 @@
-"""What benchmarks share: their options and results files, and arms of whole steps, compiled and timed in turns.
+"""Shared parts of benchmarks: options, results files, and arms of whole steps, which are compiled and timed in turns.
 
 An arm of a step holds a state, and is timed by `timed`. One of a kernel or a layer is a function of operands, and is
 timed by `timing.seconds`.
@@ -28,7 +28,7 @@ class Arm:
     Attributes:
         begin: makes the first state; jitted, so that `prepare` can compile it.
         build: compiles the step, which takes the state and `inputs` and gives the next state and a value.
-        inputs: what the step takes besides the state.
+        inputs: the arguments of the step other than the state.
         state: None before the first step and after `stop`.
     """
 
@@ -43,7 +43,7 @@ class Arm:
         return self.build()
 
     def prepare(self) -> None:
-        """Compiles the step, and what makes its state."""
+        """Compiles the step and the function that creates its state."""
         self.program  # noqa: B018
         if not timing.dry():
             self.begin = self.begin.lower().compile()
@@ -115,7 +115,7 @@ def built(names: Sequence[str], make: Callable[[str], Any], limit: float = math.
             if arm is not None:
                 print(f"  {name}: traced, and the one before ran, in {time.perf_counter() - start:.0f} s", flush=True)
     if names[0] not in arms:
-        raise RuntimeError(f"{names[0]!r}, which all arms are compared with, does not run")
+        raise RuntimeError(f"{names[0]!r}, the baseline of all arms, does not run")
     return arms
 
 
@@ -145,7 +145,7 @@ def rate_row(case: str, name: str, metric: str, seconds: timing.Seconds, work: f
 
 @jax.jit
 def relative_error(found: Any, wanted: Any) -> jax.Array:
-    """The largest norm of the difference over the norm of what is wanted, of two trees of arrays."""
+    """The largest relative error, norm(actual - expected) / norm(expected), over the leaves of two trees of arrays."""
 
     def one(a: jax.Array, b: jax.Array) -> jax.Array:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -191,7 +191,8 @@ class ResultsFile:
         self._write(is_complete=False)
 
     def end(self, *metrics: str) -> None:
-        """Writes the whole file, with geometric means of some metrics' ratios, and a plot of all ratios beside it."""
+        """Writes the whole file, with geometric means of the ratios of some metrics, and a plot of all ratios next to
+        it."""
         self.rows += [row for metric in metrics for row in timing.means(self.rows, metric, self._last_resort)]
         path = self._write(is_complete=True)
         timing.plot(self.rows, self._title, path.with_suffix(".png"), self._last_resort)
@@ -211,7 +212,7 @@ class ResultsFile:
 
 
 def without_out(arguments: Sequence[str]) -> list[str]:
-    """A command line without --out: where results were written says nothing of them."""
+    """A command line without --out, which does not affect the results."""
     before = ["", *arguments]
     return [a for a, last in zip(arguments, before, strict=False) if last != "--out" and not a.startswith("--out")]
 
@@ -226,7 +227,9 @@ def parser(
     file: str | None = None,
 ) -> argparse.ArgumentParser:
     """The command line that all have: --name, of the results file, and --out; the others, if they have a default."""
-    options = argparse.ArgumentParser(prog=name, description=(doc or "").partition("\n\n")[0])
+    options = argparse.ArgumentParser(
+        prog=f"python -m experiments.bench {name}", description=(doc or "").partition("\n\n")[0]
+    )
     if rounds is not None:
         options.add_argument("--rounds", type=int, default=rounds)
     if steps is not None:

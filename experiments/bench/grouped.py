@@ -94,7 +94,7 @@ def jax_dw(a: Any, b: Any, sizes: Any) -> Any:
 
 
 class Case:
-    """The three products of a projection, (rows, K) by (experts, N, K), with what prepares their activations.
+    """The three products of a projection, (rows, K) by (experts, N, K), including the preparation of activations.
 
     Args:
         layer: of experts.

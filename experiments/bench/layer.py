@@ -63,7 +63,7 @@ class LayerArm:
         return y_NxD, back(dy_NxD)
 
     def forward(self, params: Any, codes: Any, x_NxD: jax.Array, _: jax.Array) -> Any:
-        """The output, and what is kept for the backward pass besides parameters and their codes."""
+        """The output, and the residuals other than parameters and their codes."""
         y_NxD, back = self._vjp(params, codes, x_NxD)
         weights = {leaf.shape[-2:] for leaf in jax.tree.leaves(params)}
         weights |= {shape[::-1] for shape in weights} | {leaf.shape for leaf in jax.tree.leaves(params)}
@@ -172,7 +172,8 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
 
 
 def weights(arm: LayerArm) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What makes the codes of all weights of a layer once, and its operands. All recipes here quantize them alike."""
+    """The function that quantizes all weights of a layer once, and its operands. All recipes here quantize them
+    alike."""
     make = functools.partial(fp8jax.quantize_weight, recipe=fp8jax.recipes.coat())
     return lambda kernels: [make(w) for w in kernels], (list(_kernels(arm.operands[0]).values()),)
 

@@ -1,9 +1,9 @@
-"""A training step of adapters of a Llama 3.1 8B whose own weights are not trained, held in bf16 and as 8-bit codes.
+"""A training step of adapters of a Llama 3.1 8B with frozen weights, in bf16 and as 8-bit codes.
 
 An arm is "RECIPE on BASE": the recipe's products with a base held so; "bf16 on e4m3" decodes the codes to 16 bits for
 each product and saves memory alone. One sequence a step, all linear layers of blocks have adapters of rank 16, blocks
 are computed again in the backward pass; embedding and head are in bf16 in all arms. Weights are random: time and memory
-do not depend on what they say. "needs" are arguments and temporaries of the compiled step.
+do not depend on their values. "needs" are arguments and temporaries of the compiled step.
 """
 
 import argparse

@@ -104,6 +104,12 @@ MODELS = {
                          ("bf16", "coat_fast"), "text", 16, 1024, 50_304),
     "gpt124m": UserModel("GPT-2 124M, 32 x 1,024 tokens", functools.partial(_sized, plain.PlainGPT, (768, 12, 12)),
                          ("bf16", "coat_fast", "auto:coat_fast"), "text", 32, 1024, 50_304),
+    **{
+        f"gpt8x{width}": UserModel(f"GPT of 8 layers, width {width:,}, 8 x 512 tokens",
+                                   functools.partial(_sized, plain.PlainGPT, (width, 8, width // 64)),
+                                   ("bf16", "coat_fast", "auto:coat_fast"), "text", 8, 512, 32_000)
+        for width in (256, 512, 1024)
+    },
 }  # fmt: skip
 
 
@@ -141,7 +147,7 @@ def main(argv: list[str]) -> None:
     torch = dict[str, TorchArms]()
     for name, user in ((name, MODELS[name]) for name in options.models if options.torch):
         if user.llama is None or options.gpus > 1:
-            parser.error(f"--torch builds the Llama of one GPU, not {name} on {options.gpus}: leave it out")
+            parser.error(f"--torch builds the Llama of one GPU, not {name} on {options.gpus}; omit it")
         torch[name] = step_torch.measured(options.torch, user.llama, user.batch, user.length, options.rounds,
                                           options.steps)  # fmt: skip
     timing.need_gpu()

@@ -11,7 +11,8 @@ experts by a random router. "deepseek" has the context of coat. Ratios are the b
 recipe's.
 
 With `--gpus` the experts are cut over GPUs. Each has tokens of its own, and room for 1.25 times the rows that it sends.
-Sent are the bytes of rows that a GPU sends to others in both passes.
+Sent are the bytes of tokens, or of their rows, that a GPU sends to others in both passes. GPUs gather the tokens of all
+unless they are more than a token has experts, in bf16 too.
 """
 
 import concurrent.futures
@@ -31,7 +32,7 @@ from experiments.bench.layer import LayerArm
 from experiments.models.llama import LlamaConfig
 from experiments.models.moe import ExpertProducts, MoE
 from experiments.train import tensor
-from experiments.train.experts import AXIS, ExpertSharing, RecipeProducts
+from experiments.train.experts import AXIS, ExpertSharing, RecipeProducts, exchanged
 
 BF16, XLA = "bf16", "bf16, JAX's ragged_dot"
 TOKENS = 16_384
@@ -114,11 +115,10 @@ def make_layer(config: LlamaConfig, products: ExpertProducts, tokens: int, gpus:
 
 
 def sent_megabytes(config: LlamaConfig, products: ExpertProducts, tokens: int, gpus: int) -> float:
-    """Megabytes of rows that a GPU sends forward and backward."""
+    """Megabytes of tokens or rows that a GPU sends forward and backward."""
     assert isinstance(products, RecipeProducts)
     assert products.sharing is not None
-    rows = tokens * config.experts_per_token
-    sent = fp8jax.dist.expert_collectives(rows, config.dim, gpus, products.sharing.wire_format, dispatches=2)
+    sent = exchanged(config, gpus, products.sharing.wire_format, tokens)
     return sum(each.sent_bytes for each in sent) / 1e6
 
 

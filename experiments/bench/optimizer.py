@@ -3,10 +3,10 @@
 The implementations of a case run in turns, in another order in each round: 10 steps untimed, then 10 timed;
 medians. Each keeps the state that it donates. "speed" is that of such a burst, in which the GPU's clock is still high;
 "speed, sustained" that of 3 rounds of 60 steps untimed and as many timed. Bytes only is the fastest of three launches
-of a kernel that moves what a step with moments in 8 bits does. What a ratio compares with in another case was timed
-apart.
+of a kernel that moves what a step with moments in 8 bits does. The baselines of ratios across cases were timed
+separately.
 
-The second moment is rounded stochastically, as b2 asks for, except in arms that say to nearest. FP8-LM has working
+The second moment is rounded stochastically, as b2 requires, except in arms named "to nearest". FP8-LM has working
 copies in bf16, and gradients in bf16 or as e4m3 codes, as a reduction in 8 bits leaves them. PyTorch's optimizers, its
 fused AdamW and those of bitsandbytes and torchao, run one after another, after all others, where they are installed.
 """
@@ -112,7 +112,7 @@ def move(size: int, warps: int, state: Any, grads: Any) -> Any:
 
 
 class State:
-    """The state that steps take, donate and return."""
+    """The state that steps receive, donate and return."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

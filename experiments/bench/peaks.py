@@ -1,8 +1,8 @@
-"""The least time that the kernels of a compiled program take, at the peaks of an H100's data sheet.
+"""The minimum time of the kernels of a compiled program, at the peak rates of an H100's data sheet.
 
 Products by their operations, all else by the bytes of its operands and results, each array once a kernel. Left out are
 attention, whose operations are no part of a program's text, and kernels that run only where another has found a value
-beyond its scale ("mend") or read a sample ("compute_amaxes").
+beyond its scale ("requantize") or read a sample ("compute_amaxes").
 """
 
 import collections
@@ -16,7 +16,7 @@ FLOPS, BYTES = {EIGHT: 1979e12, SIXTEEN: 989.5e12}, 3.35e12  # a second, dense
 _ARRAY = re.compile(r"\b(pred|bf16|f8|[fsu](?=\d))(?:e\w+)?(\d*)\[([\d,]*)\]")
 _TARGET, _PLACE = re.compile(r'custom_call_target="([^"]*)"'), re.compile(r'op_name="([^"]*)"')
 _NAMES, _CALLS = re.compile(r"%([\w.$-]+)"), re.compile(r"calls=%?([\w.$-]+)")
-_SELDOM = ("mend", "compute_amaxes")
+_SELDOM = ("requantize", "compute_amaxes")
 _PASSES = ("fusion", "copy", "convert", "reduce", "scatter", "gather", "transpose", "concatenate", "sort")
 
 

@@ -1,10 +1,10 @@
-"""AdamW in 8 bits beside its peers: the same gradients for all, and how far each one's updates lie from exact ones.
+"""8-bit AdamW compared with other libraries: the error of updates from the same gradients.
 
 Each optimizer, at its defaults but for the learning rate, betas and no weight decay, gets the gradients of a stream one
 step after the other; its update is compared with AdamW's in float64. The figure is the norm of the difference over the
 norm of the exact update, over all leaves that are compressed, the worst of some steps (50, 100, 110, 200, 210, 300,
-400). Parameters stand at 0, so that nothing but the moments differs; `fp8lm_adamw` keeps weights of its own, in fp16.
-What is not installed, or needs a GPU that is not there, is left out, and told.
+400). Parameters stand at 0, so that nothing but the moments differs; `fp8lm_adamw` keeps its own weights, in fp16.
+Optimizers that are not installed, or need a missing GPU, are skipped with a message.
 
 Streams: normal noise whose scales are log-normal over the elements (sigma 1 and 3), which from step 200 on is 100 times
 larger or smaller; of equal scales, with 1 or 16 of 128 columns whose gradient is 0 from step 50 on (dead), with one
@@ -207,7 +207,8 @@ def _bytes(torch: Any, x: Any) -> int:
 
 
 def errors(updates: Tree, truth: Tree) -> tuple[float, int]:
-    """The worst error of the checked steps, infinite where an update is not finite, and the number of such steps."""
+    """The largest error of the checked steps, infinite if an update is not finite, and the number of steps with such
+    updates."""
     names = [k for k, u in truth.items() if u[0].size >= SMALLEST]
     count = len(truth[names[0]])
     broken = sum(not all(np.isfinite(updates[k][t]).all() for k in names) for t in range(count))
@@ -227,7 +228,7 @@ def peer(name: str) -> Callable[..., Any]:
 
 
 def available(device: str) -> dict[str, Callable[..., Any]]:
-    """The peers that can run here; others are told of."""
+    """The optimizers that can run here; others are reported."""
     found = dict[str, Callable[..., Any]]()
     for name, (package, *_) in PEERS.items():
         try:

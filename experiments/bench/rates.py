@@ -46,7 +46,7 @@ def arms(shape: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="rates", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.bench rates", description=__doc__)
     parser.add_argument("--device", help='what of the GPU\'s name the table knows it by (default: "H100" and the like)')
     parser.add_argument("--table", type=Path, default=cost_model.RATES_PATH)
     options = parser.parse_args(argv)

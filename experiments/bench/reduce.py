@@ -1,13 +1,13 @@
 """Means of gradients over all GPUs of a host in every form of `fp8jax.dist.all_reduce_gradients`, against bf16 sums.
 
 A gradient of one parameter in fp32 or bf16 becomes its mean, in the same dtype or left as codes; local passes count.
-The size is that of the gradient in bf16. "sent" is what a GPU sends, from the compiled program. Predicted before the
-first run, for 256 MiB on two H200s: codes summed by NCCL 1.3 times as fast as bf16 from bf16 gradients to codes and 1.2
-from fp32 to fp32; two phases 1.0 and 1.0, because two collectives have two latencies and the largest magnitude is a
-pass of its own.
+The size is that of the gradient in bf16. "sent" is the number of bytes that a GPU sends, from the compiled program.
+Predicted before the first run, for 256 MiB on two H200s: codes summed by NCCL 1.3 times as fast as bf16 from bf16
+gradients to codes and 1.2 from fp32 to fp32; two phases 1.0 and 1.0, because two collectives have two latencies and the
+largest magnitude is a pass of its own.
 
 A ratio of time is the time of bf16 over that of the form, of bytes the form's over those of bf16. Forms run in turns,
-each a program of its own, started again and again without waiting; medians. With bf16 gradients the form bf16 copies
+each as a separate program that is started repeatedly without waiting; medians. With bf16 gradients the form bf16 copies
 its operand first, because the benchmark keeps it, and so takes longer than its sum alone; with fp32 gradients no form
 does. Small sizes measure how fast programs of several GPUs start.
 """

@@ -5,7 +5,8 @@ All parameters are trained; layers run in a loop and compute all but their input
 ", offloaded" keeps layers' inputs in the host's memory until the backward pass. Masters are fp32;
 ", bf16+int8 masters" keeps them by parts (weights in bf16, 8 bits more beside them), ", bf16 weights" none: layers'
 weights are bf16 and rounded stochastically. "coat_optimizer" has products in bf16 and moments in 8 bits, "bf16" moments
-in fp32. "memory" is what the compiled program needs, its arguments included, on each GPU. What does not fit is not run.
+in fp32. "memory" is the memory of the compiled program, including its arguments, on each GPU. Arms that do not fit are
+not run.
 """
 
 import math
@@ -44,16 +45,16 @@ DRY = LlamaConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=2, mlp_dim=128)
 def largest(make: Callable[[int], CardArm], room: float) -> CardArm:
     """The arm with the most sequences on each GPU that fits into so many GB, by its compiled programs.
 
-    The first two say what a sequence takes, and each further one what is left or lacks.
+    The first two show the memory of a sequence, and each further one the remaining or missing memory.
 
     Raises:
-        ValueError: not even one sequence fits, or there is no limit.
+        ValueError: no sequence fits, or there is no limit.
     """
     if math.isinf(room):
-        raise ValueError("the device does not say how much memory it has: give --fit, in GB")
+        raise ValueError("the device does not report its memory; set --fit, in GB")
     found = last = make(1)
     if found.needs > room:
-        raise ValueError(f"one sequence needs {found.needs:.1f} GB, and there are {room:.1f}")
+        raise ValueError(f"one sequence needs {found.needs:.1f} GB, but there are only {room:.1f}")
     batch, too_many, one = SECOND, math.inf, 0.0
     for _ in range(MOST_TRIES):
         arm = make(batch)
@@ -91,7 +92,9 @@ def rates(case: str, name: str, arms: Mapping[str, CardArm], times: Mapping[str,
 
 def main(argv: list[str]) -> None:
     parser = driver.parser("release", __doc__, rounds=3, steps=3)
-    parser.add_argument("--model", choices=sizes.NAMES, default="7b", help="8b has a vocabulary of 128,256")
+    parser.add_argument(
+        "--model", choices=sizes.NAMES, default="7b", metavar="SIZE", help="default: 7b; 8b has a vocabulary of 128,256"
+    )
     parser.add_argument("--arm", nargs="+", default=list(ARMS))
     parser.add_argument("--batch", type=int, default=1, help="sequences on each GPU; 0: as many as fit")
     parser.add_argument("--length", type=int, default=2048)

@@ -3,9 +3,9 @@
 The step is that of `experiments.train`: loss, gradients, clipping and AdamW, weights in fp32. "bf16" keeps for the
 backward pass what Flax's modules keep; the baseline is "bf16, recomputed", which keeps of a block what its products and
 attention give and computes the rest again, as a good engineer would have it. Recipes recompute what `--remat auto` of
-`experiments.train` does. The host reads what a step gives when it has started the next. "temporaries" are what the
-compiled program needs beside its arguments, "memory" all of it, on each GPU. Where torch and torchao are importable,
-the same model by torch.compile stands beside it (`experiments.bench.step_torch`).
+`experiments.train` does. The host reads the result of a step after it has started the next one. "temporaries" is the
+memory of the compiled program without its arguments, "memory" the total, on each GPU. If torch and torchao are
+importable, the same model is also run with torch.compile (`experiments.bench.step_torch`).
 """
 
 import argparse
@@ -71,7 +71,7 @@ def largest_batch(name: str, llama: LlamaConfig, length: int, where: str, gigaby
 
 
 def axes(where: str, count: int) -> dict[str, int]:
-    """The sizes of mesh axes: those that a name gives, as in "fsdp=2,tensor=2", or all devices along one axis."""
+    """The sizes of mesh axes: those in the name, such as "fsdp=2,tensor=2", or all devices along one axis."""
     return mesh.parse(where) if "=" in where else {name: count if name == where else 1 for name in mesh.AXES}
 
 
@@ -130,11 +130,11 @@ class StepArm(driver.Arm):
 
     @property
     def flops(self) -> float:
-        """Of the products and the causal attention of a step, forward and backward."""
+        """FLOPs of the products and the causal attention of a step, forward and backward."""
         return self.tokens_per_step * speed.operations(self.config, self.shapes.params, {}, self.length)
 
     def exchanged(self) -> dict[str, float]:
-        """MB that a device gives or gets in collectives of a step, by kind and dtype; loops count once."""
+        """MB that a device sends or receives in collectives of a step, by kind and dtype; loops count once."""
         if self.count == 1:
             return {}
         totals: dict[str, float] = collections.defaultdict(float)
@@ -151,7 +151,7 @@ class StepArm(driver.Arm):
 
 def main(argv: list[str]) -> None:
     parser = driver.parser("step", __doc__, rounds=5, steps=5)
-    parser.add_argument("--model", default="1b", choices=sizes.NAMES)
+    parser.add_argument("--model", default="1b", choices=sizes.NAMES, metavar="SIZE", help="default: 1b")
     parser.add_argument("--vocab", type=int, default=VOCAB, help="entries of the vocabulary")
     parser.add_argument("--batch", type=int, default=8, help="sequences for each GPU")
     parser.add_argument(
@@ -194,7 +194,7 @@ def main(argv: list[str]) -> None:
 def measure(
     llama: LlamaConfig, options: argparse.Namespace, torch: Mapping[str, step_torch.TorchTimes] | None = None
 ) -> None:
-    """Times the arms of each mesh in turns and writes OUT/CARD/NAME.json, with what was found of torch's."""
+    """Times the arms of each mesh in turns and writes OUT/CARD/NAME.json, including the results of torch."""
     notes = [
         *driver.notes_of(__doc__),
         "The optimizer is `step` of `fp8jax.with_clipping`: one pass, none for the clipped gradients. Arms run in "

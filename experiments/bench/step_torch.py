@@ -39,7 +39,7 @@ def missing(arm: str) -> str | None:
 
 
 def available(arms: Iterable[str] = tuple(ARMS)) -> Iterator[str]:
-    """The arms that can run; others are told of."""
+    """The arms that can run; others are reported."""
     for arm in arms:
         reason = missing(arm)
         if reason is None:
@@ -49,7 +49,7 @@ def available(arms: Iterable[str] = tuple(ARMS)) -> Iterator[str]:
 
 
 class TorchTimes(NamedTuple):
-    """What was measured of an arm.
+    """The measurements of an arm.
 
     Attributes:
         late: time of a step in a loop that reads each loss when the next step has started.
@@ -65,7 +65,7 @@ class TorchTimes(NamedTuple):
 def measured(
     arms: Sequence[str], llama: LlamaConfig, batch: int, length: int, rounds: int, steps: int
 ) -> dict[str, TorchTimes]:
-    """Times and memory of the arms that can run here, in a process of their own, which leaves the GPU empty.
+    """Times and memory of the arms that can run here, in a separate process, which leaves the GPU empty.
 
     Args:
         arms: names of `ARMS`.
@@ -168,7 +168,7 @@ class TorchArm:
         return self().block_until_ready()
 
     def close(self) -> None:
-        """Gives the GPU's memory back, for JAX to take."""
+        """Releases the GPU's memory for JAX."""
         del self.model, self.optimizer, self.parameters, self.tokens
         self.torch._dynamo.reset()
         self.torch.cuda.empty_cache()

@@ -23,7 +23,7 @@ L2_BYTES = 50 << 20
 
 
 def copies(bytes_of_one: int) -> int:
-    """Sets of operands of one program: larger than the L2 cache, and enough to hide what starting a program takes."""
+    """Sets of operands of one program: larger than the L2 cache, and enough to hide the start of a program."""
     return int(max(8, -(-3 * L2_BYTES // bytes_of_one)))
 
 
@@ -51,7 +51,7 @@ def traced(function: Callable[..., Any], *operands: Any, **options: Any) -> Any:
 
 
 def lowered(function: Callable[..., Any], *operands: Any, **options: Any) -> Callable[[], Any]:
-    """The same in two parts: lowered now, and what compiles it, in any thread."""
+    """The same in two parts: the program is lowered now, and the returned function compiles it, in any thread."""
     if dry():
         program = DryProgram(function, *operands)
         return lambda: program
@@ -61,10 +61,10 @@ def lowered(function: Callable[..., Any], *operands: Any, **options: Any) -> Cal
 def compiled(
     functions: Mapping[str, Callable[..., Any]], sets: Sequence[tuple[Any, ...]], workers: int = 12
 ) -> dict[str, Callable]:
-    """Each function, jitted over all sets of operands, compiled and run once; those that fail are told of and left out.
+    """Each function, jitted over all sets of operands, compiled and run once; those that fail are reported and skipped.
 
-    So many compile at the same time as there are workers. Where XLA measures which of cuBLASLt's algorithms to take,
-    several disturb each other.
+    The number of workers limits the number of simultaneous compilations. If XLA measures the algorithms of cuBLASLt,
+    simultaneous compilations disturb each other.
     """
 
     def build(function: Callable[..., Any]) -> Callable[[], Any]:
@@ -209,7 +209,8 @@ def compared(rows: Sequence[Row], metric: str, last_resort: str | None = None) -
 
 
 def means(rows: Sequence[Row], metric: str, last_resort: str | None = None) -> list[Row]:
-    """Geometric means of the ratios of each implementation over all cases that are `compared`; their number is told."""
+    """Geometric means of the ratios of each implementation over all cases that are `compared`; their number is
+    printed."""
     cases = {r["case"] for r in rows}
     means = []
     for impl, mine in compared(rows, metric, last_resort).items():
@@ -265,7 +266,7 @@ def dry() -> bool:
 
 
 def need_gpu() -> None:
-    """Exits where there is no GPU: benchmarks never fall back. Prints the device and XLA's flags."""
+    """Exits without a GPU: benchmarks never fall back. Prints the device and XLA's flags."""
     device = jax.devices()[0]
     if device.platform != "gpu" and not dry():
         sys.exit(f"this benchmark needs a GPU, found {device.device_kind}; it never falls back")

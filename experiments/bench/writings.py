@@ -21,7 +21,7 @@ RATE, CLIP, DECAY = 3e-4, 1.0, 0.1
 
 
 class Training(NamedTuple):
-    """What makes a state, and a step from it, inputs and labels to the next one and the loss.
+    """A function that creates a state, and a step from a state, inputs and labels to the next state and the loss.
 
     An observed step returns the loss and its statistics in place of the loss.
     """
@@ -55,7 +55,7 @@ def _optimizer(arm: str) -> Any:
 
 
 def _key() -> jax.Array:
-    """Of a generator that compiles fast."""
+    """Creates a key of a generator that compiles fast."""
     return jax.random.key(0, impl="rbg")
 
 

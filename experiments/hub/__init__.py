@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face, in and out of `experiments.models`: docs/howto/hugging_face.md says of which families.
+"""Checkpoints of Hugging Face, in and out of `experiments.models`: docs/howto/hugging_face.md lists the families.
 
 Imports run one way: `files`, `fields` -> `families` -> `quantized` -> `load`, `save`.
 """

@@ -66,20 +66,20 @@ def write(settings: Export) -> list[str]:
     """Does what the command line asks for; returns as `save.save`.
 
     Raises:
-        UserError: something the user can put right.
+        UserError: an error that the user can fix.
     """
     if (settings.run is None) == (settings.model is None):
-        raise UserError("give either --run with --recipe, or --model")
+        raise UserError("pass either --run with --recipe, or --model")
     dtype = None if settings.dtype == "same" else jnp.dtype(settings.dtype)
     if not 0 < settings.shard_gb < math.inf:
         raise UserError(f"--shard-gb must be positive and finite, got {settings.shard_gb}")
     limit, activations = int(settings.shard_gb * 1e9), settings.activations
     eight = None if settings.eight == "none" else settings.eight
     if activations and eight in (None, "deepseek", "recipe-deepseek"):
-        raise UserError("--activations is for --eight recipe, tensor, channel and block")
+        raise UserError("--activations requires --eight recipe, tensor, channel or block")
     if settings.run is not None:
         if settings.recipe is None:
-            raise UserError("--run needs --recipe, one of those that were trained")
+            raise UserError("--run needs --recipe; pass one of the trained recipes")
         return export.from_run(
             settings.run,
             settings.recipe,
@@ -91,7 +91,7 @@ def write(settings: Export) -> list[str]:
         )
     assert settings.model is not None
     if settings.recipe is not None:
-        raise UserError("--recipe is for --run; --model takes --eight tensor, channel, block or deepseek")
+        raise UserError("--recipe requires --run; with --model, use --eight tensor, channel, block or deepseek")
     loaded = load.load(settings.model)
     how = None if eight is None else save.eight_bits(eight, activations=activations)
     return save.save(

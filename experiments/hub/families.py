@@ -1,7 +1,7 @@
 """The families of checkpoints: to add one, add a record to `ALL`, and a case to tests/experiments/hub_cases.py.
 
-A record says how config.json makes a `LlamaConfig` and the reverse, and what each tensor there is called here. Matrices
-lie there as (outputs, inputs), here as (inputs, outputs), and layers are stacked here.
+A record describes how config.json becomes a `LlamaConfig` and the reverse, and the name of each tensor in both.
+Matrices lie there as (outputs, inputs), here as (inputs, outputs), and layers are stacked here.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Tensor:
         part: which part of the leaf's outputs it is, and of how many equal parts.
         turned: whether it is (outputs, inputs).
         linear: whether it is the weight of a linear layer other than the head, which 8-bit formats quantize.
-        router: whether it is that of a router, which readers of 8-bit formats must be told to leave alone.
+        router: whether it belongs to a router, which readers of 8-bit formats must not quantize.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Tensor:
         return [(*shape[:-1], shape[-1] // self.part[1]) for shape in of_one]
 
     def shape(self, flat: Mapping[str, Any]) -> tuple[int, ...]:
-        """The shape of the tensor of one layer and expert, as it is stored."""
+        """The stored shape of the tensor of one layer and expert."""
         shapes = self.shapes(flat)
         whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
         return whole[::-1] if self.turned else whole
@@ -60,7 +60,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What checkpoints of a `model_type` have in common.
+    """The common properties of checkpoints of a `model_type`.
 
     Attributes:
         name: `model_type`.
@@ -82,7 +82,7 @@ class Family:
 
 
 def _llama(fields: Fields, bias: str = "", **settings: Any) -> LlamaConfig:
-    """What all families but GPT-2 name alike."""
+    """The names that all families except GPT-2 share."""
     theta, scaling = fields.rope()
     fields.only("hidden_act", "silu", default="silu")
     fields.only("attention_bias", False)
@@ -341,8 +341,8 @@ def read(path: Path, content: dict[str, Any]) -> tuple[Family, LlamaConfig]:
     if family is None or named[0] not in (None, family.architecture):
         known = ", ".join(x.architecture for x in ALL)
         raise UserError(
-            f"{path}: model_type {content.get('model_type')!r} with architecture {named[0]!r} is not known; "
-            f"known are {known}"
+            f"{path}: model_type {content.get('model_type')!r} with architecture {named[0]!r} is not supported; "
+            f"supported are {known}"
         )
     fields = Fields(path, content)
     try:
@@ -355,7 +355,7 @@ def read(path: Path, content: dict[str, Any]) -> tuple[Family, LlamaConfig]:
 
 
 def of(config: LlamaConfig) -> Family:
-    """The family that can hold a model of this shape: the first whose config.json says all of it.
+    """The family for a model of this shape: the first one with a config.json that can describe it.
 
     Raises:
         UserError: there is none.

@@ -1,4 +1,4 @@
-"""Reading a config.json so that no field is passed over: each is taken, known to be harmless, or refused by name."""
+"""Reads a config.json without ignoring any field: each one is used, known to be harmless, or rejected by name."""
 
 import math
 from pathlib import Path
@@ -63,11 +63,11 @@ class Fields:
         """As `number`, of a whole one."""
         value = self.number(name, default)
         if value is not None and not isinstance(value, int):
-            raise UserError(f"{self.path}: {name} is {value!r}, not a whole number")
+            raise UserError(f"{self.path}: {name} is {value!r}, not an integer")
         return value
 
     def only(self, name: str, *allowed: Any, default: Any = None) -> Any:
-        """As `take`, of a field of which only some values are understood.
+        """As `take`, for a field with only some supported values.
 
         Raises:
             UserError: it has another one.
@@ -79,7 +79,7 @@ class Fields:
         return value
 
     def layers(self, kind: str) -> None:
-        """Refuses layers of another kind than this one, such as "full_attention"."""
+        """Rejects layers of any other kind, such as "full_attention"."""
         kinds = self.take("layer_types", [])
         if set(kinds) - {kind}:
             raise UserError(f"{self.path}: layer_types has {sorted(set(kinds))}; only {kind} is supported")
@@ -110,7 +110,7 @@ class Fields:
         elif kind != "default":
             raise UserError(f"{self.path}: rope type {kind!r} is not supported; only 'default' and 'llama3' are")
         if parts:
-            raise UserError(f"{self.path}: rope {kind} with {parts} is not understood")
+            raise UserError(f"{self.path}: rope {kind} with {parts} is not supported")
         return theta, scaling
 
     def close(self) -> None:

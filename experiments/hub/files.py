@@ -34,7 +34,7 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor on disk: its file, its name and dtype as the file says them, its shape, and where its bytes begin.
+    """A tensor on disk: its file, its name and dtype in the file, its shape, and the offset of its bytes.
 
     `digest` is that of `fp8jax.ops.products.peft_files`, or "" in a file without digests.
     """
@@ -69,7 +69,9 @@ class Stored:
         except OSError as error:
             raise UserError(f"{self.file} cannot be read ({error.strerror or error})") from None
         if values.size != count:
-            raise UserError(f"{self.file} ends within {self.name}: it is not the file that was opened; load it again")
+            raise UserError(
+                f"{self.file} ends within {self.name}: the file was changed while it was read; load it again"
+            )
         values = values.reshape(self.shape)
         if self.digest and peft_files.digest(values) != self.digest:
             raise UserError(f"{self.file} is damaged: the values of {self.name} do not match their digest")
@@ -77,10 +79,10 @@ class Stored:
 
 
 def resolve(source: str | Path) -> Path:
-    """A folder; or the folder of the local cache that `hf download OWNER/NAME` has filled. Nothing is downloaded.
+    """A folder, or the folder in the local cache that `hf download OWNER/NAME` created. Nothing is downloaded.
 
     Raises:
-        UserError: there is neither.
+        UserError: neither exists.
     """
     if Path(source).is_dir():
         return Path(source)
@@ -90,8 +92,8 @@ def resolve(source: str | Path) -> Path:
         return Path(huggingface_hub.snapshot_download(str(source), local_files_only=True))
     except Exception as error:  # the library's own, and ValueError for what can be no name
         raise UserError(
-            f"{source} is no folder, and no model in the local cache ({type(error).__name__}); "
-            f"`hf download OWNER/NAME` fills the cache"
+            f"{source} is neither a folder nor a model in the local cache ({type(error).__name__}); download it with "
+            "`hf download OWNER/NAME`"
         ) from None
 
 
@@ -121,12 +123,12 @@ def tensors(folder: Path) -> dict[str, Stored]:
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
             other = sorted(p.name for p in [*folder.glob("*.bin"), *folder.glob("*.safetensors")])
-            there = f"; what is there is {', '.join(other[:3])}" if other else ""
+            there = f"; it contains {', '.join(other[:3])}" if other else ""
             raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}{there}")
         return _header(folder / SINGLE)
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
-        raise UserError(f"{folder / INDEX}: weight_map is no object of file names")
+        raise UserError(f"{folder / INDEX}: weight_map is not an object with file names")
     found: dict[str, Stored] = {}
     for name in sorted(set(places.values())):
         if not _is_name(name):
@@ -153,7 +155,7 @@ def _header(path: Path) -> dict[str, Stored]:
         metadata = header.pop("__metadata__", None)
         found = peft_files.read(metadata, header)
     except Exception as error:  # SafetensorError, OSError, and ValueError of digests
-        raise UserError(f"{path} is damaged or no safetensors file ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{path} is damaged or not a safetensors file ({str(error).splitlines()[0]})") from None
     return {
         name: Stored(path, name, x["dtype"], tuple(x["shape"]), 8 + length + x["data_offsets"][0], found.get(name, ""))
         for name, x in header.items()
@@ -165,14 +167,14 @@ def entry(settings: Mapping[str, Any], contents: Mapping[str, bytes]) -> dict[st
 
     Args:
         settings: what config.json says of the model, as JSON.
-        contents: of the files beside the weights, by name.
+        contents: of the files that are stored with the weights, by name.
     """
     files = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     return {FOLDER: json.dumps({"config": settings, "files": files})}
 
 
 def check(folder: Path, settings: Mapping[str, Any] | None = None) -> None:
-    """Compares the files beside the weights with what they were when the weights were written.
+    """Compares the files stored with the weights with their state when the weights were written.
 
     A folder of another program has nothing to compare with. config.json may turn the check off.
 
@@ -217,7 +219,7 @@ def _written(folder: Path) -> dict[str, Any]:
         if text is not None and not all(isinstance(found[name], dict) for name in ("config", "files")):
             raise ValueError(f"{FOLDER} in its metadata is damaged")
     except Exception as error:  # SafetensorError, OSError, and of a damaged entry
-        raise UserError(f"{path} is damaged or no safetensors file ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{path} is damaged or not a safetensors file ({str(error).splitlines()[0]})") from None
     result: dict[str, Any] = found
     return result
 
@@ -240,7 +242,7 @@ def read_sidecar(folder: Path, name: str) -> bytes | None:
     home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     roots = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(target.is_relative_to(root) for root in roots):
-        raise UserError(f"{path} is a link to {target}, outside of the folder; put the file in its place, or remove it")
+        raise UserError(f"{path} is a link to {target}, outside of the folder; replace it by the file, or remove it")
     try:
         return read_bytes(target)
     except OSError as error:

@@ -50,7 +50,7 @@ def load(
     dtype: jax.typing.DTypeLike | None = None,
     codes: bool = False,
 ) -> Loaded:
-    """Reads a checkpoint, one parameter after the other: beside the parameters only one of them is in memory twice.
+    """Reads a checkpoint, one parameter after the other, so that only one parameter at a time is in memory twice.
 
     Args:
         source: a folder, or the name of a model in the local cache.
@@ -62,8 +62,8 @@ def load(
 
     Raises:
         UserError: the checkpoint is of an unknown family, has unknown settings, lacks tensors or has others, or a file
-            is damaged, by its own form or by the digests that `save` writes. The message names the file and what is
-            wrong.
+            is damaged, by its own form or by the digests that `save` writes. The message names the file and the
+            problem.
     """
     folder = files.resolve(source)
     content = files.read_json(folder / "config.json")
@@ -86,7 +86,7 @@ def load(
 
 
 def settings(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of the model: its shape, the format of its weights, and what ends a text.
+    """The content of a config.json: the model's shape, the format of its weights, and the end-of-text tokens.
 
     Raises:
         UserError: as `families.read` and `quantized.read`.
@@ -112,7 +112,7 @@ def abstract_params(config: LlamaConfig) -> Any:
 
 
 def shardings(abstract: Any, mesh: jax.sharding.Mesh | None) -> Any:
-    """Where parameters go."""
+    """The placement of parameters."""
     if mesh is not None:
         return meshes.state(mesh, abstract)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -150,7 +150,7 @@ class Part:
 
 
 def find(folder: Path, family: Family, config: LlamaConfig, storage: EightBits | None = None) -> dict[str, list[Part]]:
-    """Where each parameter is stored, by its path here: a part for each layer, or one.
+    """The stored tensors of each parameter, by path: one for each layer, or a single one.
 
     Raises:
         UserError: tensors are missing, or left over, or have other shapes; tied tables differ; or weights are stored in
@@ -177,8 +177,8 @@ def find(folder: Path, family: Family, config: LlamaConfig, storage: EightBits |
     if left:
         listed = f"{', '.join(sorted(left)[:5])}{' ...' if len(left) > 5 else ''}"
         raise UserError(
-            f"{next(iter(left.values())).file}: {len(left)} tensors that {family.architecture} with this config.json "
-            f"does not have: {listed}"
+            f"{next(iter(left.values())).file}: {len(left)} tensors that do not belong to {family.architecture} with "
+            f"this config.json: {listed}"
         )
     return parts
 
@@ -217,7 +217,7 @@ def _split(
     expected = tensor.shape(flat)
     if stored.shape != expected:
         raise UserError(
-            f"{stored.file}: {stored.name} is {list(stored.shape)}, but by config.json it is {list(expected)}"
+            f"{stored.file}: {stored.name} is {list(stored.shape)}, but config.json requires {list(expected)}"
         )
     start = 0
     for path, shape in zip(tensor.paths, tensor.shapes(flat), strict=True):
@@ -229,8 +229,8 @@ def _split(
 def _check_tied(head: Stored, table: Stored) -> None:
     if head.shape != table.shape or head.kind != table.kind or head.read().tobytes() != table.read().tobytes():
         raise UserError(
-            f"{head.file}: {head.name} is not {table.name}, but config.json says that they are tied; "
-            "set tie_word_embeddings to false there, or remove the tensor"
+            f"{head.file}: {head.name} differs from {table.name}, but config.json ties them; set tie_word_embeddings "
+            "to false in config.json, or remove the tensor"
         )
 
 
@@ -247,7 +247,9 @@ def _read(
         with np.errstate(over="ignore"):
             place[...] = values
         if whole.dtype == np.float16 and values.dtype != np.float16 and np.isinf(place).any():
-            raise UserError(f"{part.stored.file}: {part.stored.name} has values beyond float16; load as bfloat16")
+            raise UserError(
+                f"{part.stored.file}: {part.stored.name} has values outside the range of float16; load as bfloat16"
+            )
     return whole
 
 

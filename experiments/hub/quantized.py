@@ -1,4 +1,4 @@
-"""Weights of linear layers as 8-bit codes in a checkpoint: which formats there are, and what is stored of a matrix.
+"""Weights of linear layers as 8-bit codes in a checkpoint: the formats, and the stored arrays of a matrix.
 
 Both formats store float8_e4m3fn codes (outputs, inputs) and fp32 scales that codes are multiplied by, as fp8jax does:
 
@@ -44,13 +44,13 @@ class EightBits:
 
     @property
     def scale(self) -> str:
-        """What the name of a scale ends with."""
+        """The suffix of the name of a scale."""
         return "weight_scale_inv" if self.method == "fp8" else "weight_scale"
 
     def fits(self, outputs: int, inputs: int) -> bool:
-        """Whether readers of the format decode such a matrix rightly.
+        """Whether readers of the format decode this matrix correctly.
 
-        transformers 5 takes the blocks of "fp8" from the count of scales, and finds others where 128 does not divide.
+        transformers 5 derives the blocks of "fp8" from the number of scales, which is wrong if 128 does not divide.
         """
         return self.method != "fp8" or (outputs % self.block[0] == 0 and inputs % self.block[1] == 0)
 
@@ -88,7 +88,7 @@ class EightBits:
 
 
 def read(path: Path, fields: dict[str, Any] | None) -> EightBits | None:
-    """What a config.json says of 8-bit weights; None where it says nothing.
+    """The storage of 8-bit weights in a config.json; None without one.
 
     Raises:
         UserError: weights in another format than those in the module's docstring.
@@ -149,7 +149,7 @@ def read_scale(storage: EightBits, codes: Stored, scale: Stored) -> np.ndarray:
     outputs, inputs = codes.shape
     wanted, values = storage.shape(outputs, inputs), scale.read().astype(np.float32)
     if values.shape != wanted and not (storage.strategy != "block" and values.size == math.prod(wanted)):
-        raise UserError(f"{scale.file}: {scale.name} is {list(values.shape)}, but scales are {list(wanted)}")
+        raise UserError(f"{scale.file}: {scale.name} is {list(values.shape)}, but its scales must be {list(wanted)}")
     if not (np.isfinite(values) & (values > 0)).all():
         raise UserError(f"{scale.file}: {scale.name} has scales that are not positive and finite")
     return values.reshape(wanted if storage.strategy == "block" else (-1, 1))
@@ -164,13 +164,15 @@ def decode(storage: EightBits, codes: np.ndarray, scale: np.ndarray) -> np.ndarr
 
 
 def frozen(storage: EightBits, codes: np.ndarray, scale: np.ndarray, put: Any) -> FrozenWeight:
-    """Matrices as they are stored, (..., outputs, inputs), as weights for products here.
+    """Converts stored matrices (..., outputs, inputs) to weights for products.
 
     Raises:
         UserError: blocks are not 128 x 128.
     """
     if storage.strategy == "block" and storage.block != (128, 128):
-        raise UserError(f"blocks of {storage.block} are read as values only, not as codes; 128 x 128 are")
+        raise UserError(
+            f"blocks of {storage.block} can be read as values, but not as codes; codes need blocks of 128 x 128"
+        )
     spec = fp8jax.QuantSpec.parse(SPECS[storage.strategy])
     return FrozenWeight(to_bytes(fp8jax.QTensor(put(codes), put(scale), None, None, spec)))
 

@@ -48,7 +48,7 @@ class EncodedAs:
     Attributes:
         storage: the format.
         how: what makes codes of a weight: a spec of the transposed matrix; or the `Linear` of a recipe, whose codes are
-            those of its forward product. Either takes the parameter as it is, as layers do.
+            those of its forward product. Both use the parameter unchanged, as layers do.
         made: codes by path here that were made before, (..., outputs, inputs), as a trained model's layers hold them.
     """
 
@@ -59,7 +59,7 @@ class EncodedAs:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """Tensors that are made together: their names, shapes and dtypes, and what makes them."""
+    """Tensors that are computed together: their names, shapes and dtypes, and the function that computes them."""
 
     kinds: dict[str, tuple[tuple[int, ...], np.dtype]]
     make: Callable[[], list[np.ndarray]]
@@ -81,7 +81,7 @@ def save(
     beside: dict[str, str] | None = None,
     fields: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Writes a checkpoint that transformers loads; what is in memory beside the parameters is one shard.
+    """Writes a checkpoint that transformers can load. In addition to the parameters, only one shard is in memory.
 
     A killed write leaves no folder of this name, but one with ".partial" after it. The metadata of the weights have
     digests of tensors and of the other files, which `load` compares.
@@ -90,7 +90,7 @@ def save(
         folder: made now; it must not be there.
         config: the model's shape.
         params: its parameters, as `load` gives them.
-        like: a checkpoint of the same shape, of which config.json, tokenizer and generation settings are kept.
+        like: a checkpoint of the same shape; its config.json, tokenizer and generation settings are kept.
         dtype: of what is written; None keeps each parameter's.
         eight: 8-bit codes for linear layers; the rest as `dtype`.
         shard_bytes: most bytes of a file, unless one tensor has more.
@@ -106,20 +106,20 @@ def save(
         DiskError: a file cannot be written.
     """
     if folder.exists():
-        raise UserError(f"{folder} exists; give another folder, or move it away")
+        raise UserError(f"{folder} exists; use another folder, or move it away")
     content, family = {}, None
     if like is not None:
         content = files.read_json(like / "config.json")
         family, shape = families.read(like / "config.json", content)
         if shape != config:
-            raise UserError(f"{like} is of another shape, {shape}, than the model, {config}")
+            raise UserError(f"{like} has another shape, {shape}, than the model, {config}")
     family = family or families.of(config)
     if eight is not None and any(tensor.linear and not tensor.turned for tensor in family.tensors(config)):
-        raise UserError(f"{family.architecture} has no linear layers that 8-bit formats know; write bfloat16")
+        raise UserError(f"{family.architecture} has no linear layers that an 8-bit format supports; use bfloat16")
     flat = flatten(params)
     wanted = flatten(load.abstract_params(config))
     for path in sorted(set(wanted) ^ set(flat)):
-        raise UserError(f"the parameters {'lack' if path in wanted else 'have'} {path}, unlike a model of {config}")
+        raise UserError(f"the parameters {'lack' if path in wanted else 'have'} {path}, unlike a model with {config}")
     tensors = list(family.tensors(config))
     kept = [] if eight is None else _kept(tensors, config, flat, eight.storage)
     parts = [part for tensor in tensors for part in _parts(tensor, config, flat, dtype, eight, kept)]
@@ -149,7 +149,7 @@ def save(
         os.replace(partial, folder)
     except OSError as error:
         raise DiskError(
-            f"{folder} cannot be written ({error.strerror or error}); {partial} is what there is"
+            f"{folder} cannot be written ({error.strerror or error}); the partial result is {partial}"
         ) from error
     return kept
 
@@ -207,7 +207,7 @@ def _parts(
 
 
 def _held(tensor: Tensor, x: Any, at: tuple[int, ...]) -> Any:
-    """What a tensor holds of a leaf."""
+    """The content of a tensor from a leaf."""
     x, (part, count) = x[at], tensor.part
     size = x.shape[-1] // count
     return x if count == 1 else x[..., part * size : (part + 1) * size]
@@ -219,7 +219,7 @@ def _values(tensor: Tensor, flat: dict[str, Any], at: tuple[int, ...], dtype: np
     with np.errstate(over="ignore"):
         cast = whole.astype(dtype)
     if not np.isfinite(cast.astype(np.float32)).all() and np.isfinite(whole.astype(np.float32)).all():
-        raise UserError(f"{tensor.name.format(*at)} has values beyond {dtype.name}; write bfloat16")
+        raise UserError(f"{tensor.name.format(*at)} has values outside the range of {dtype.name}; use bfloat16")
     return [np.ascontiguousarray(cast.T if tensor.turned else cast)]
 
 
@@ -268,12 +268,12 @@ def eight_bits(name: str, *, activations: bool = False) -> EncodedAs:
     """A format by name: "tensor", "channel" and "block" of compressed-tensors, "deepseek" of blocks.
 
     Raises:
-        UserError: there is no such format.
+        UserError: the format does not exist.
     """
     if name == "deepseek":
         return EncodedAs(EightBits("fp8", "block"), quantized.SPECS["block"])
     if name not in quantized.SPECS:
-        raise UserError(f"unknown 8-bit format {name!r}; the formats are {', '.join([*quantized.SPECS, 'deepseek'])}")
+        raise UserError(f"unknown 8-bit format {name!r}; use one of {', '.join([*quantized.SPECS, 'deepseek'])}")
     return EncodedAs(EightBits("compressed-tensors", name, activations=activations), quantized.SPECS[name])
 
 
@@ -288,10 +288,10 @@ def of_recipe(recipe: fp8jax.Recipe, *, deepseek: bool = False, activations: boo
     name = None if spec is None else strategies.get(spec)
     if name is None:
         raise UserError(
-            f"recipe {recipe.name} multiplies by weights in {spec or 'the format of computation'}, which no format "
-            f"holds; those are {', '.join(quantized.SPECS.values())}"
+            f"recipe {recipe.name} multiplies by weights in {spec or 'the format of computation'}, which no export "
+            f"format supports; the formats are {', '.join(quantized.SPECS.values())}"
         )
     if deepseek and name != "block":
-        raise UserError(f"recipe {recipe.name} has a scale a {name}, and the deepseek format one a block")
+        raise UserError(f"recipe {recipe.name} has one scale per {name}, but the deepseek format needs one per block")
     storage = EightBits("fp8", "block") if deepseek else EightBits("compressed-tensors", name, activations=activations)
     return EncodedAs(storage, recipe.linear)

@@ -34,13 +34,13 @@ def read(folder: Path, vocab: int) -> tokenizers.Tokenizer:
     if largest is not None and ids[largest] >= vocab:
         raise UserError(
             f"{path} has ids up to {ids[largest]} ({largest!r}), but the checkpoint's embedding table has {vocab} "
-            "rows: it is of another model, or tokens were added and no rows"
+            "rows. It belongs to another model, or tokens were added without rows"
         )
     return tokenizer
 
 
 def ends(folder: Path) -> tuple[int, ...]:
-    """Ids that end a text, by generation_config.json or else config.json; empty where neither says so.
+    """Ids that end a text, by generation_config.json or else config.json; empty if neither has them.
 
     Raises:
         UserError: what is there is no id.
@@ -53,6 +53,6 @@ def ends(folder: Path) -> tuple[int, ...]:
             continue
         ids = ids if isinstance(ids, list) else [ids]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise UserError(f"{folder / name}: eos_token_id is {ids}, not one id or several")
+            raise UserError(f"{folder / name}: eos_token_id is {ids}, not an id or a list of ids")
         return tuple(ids)
     return ()

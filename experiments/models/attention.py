@@ -96,7 +96,7 @@ class Attention(nnx.Module):
     def extend(
         self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, cache: Cache
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What further positions give, with the keys and values of a layer's cache (B, S, K, C) after them."""
+        """The output for further positions, and the updated cache of keys and values (B, S, K, C) of a layer."""
         q_BxTxHxC, k_BxTxKxC, v_BxTxKxC = self.heads(x_NxD, cos_TxC, sin_TxC)
         at = (0, cache.length, 0, 0)
         keys = jax.lax.dynamic_update_slice(cache.keys, k_BxTxKxC.astype(cache.keys.dtype), at)

@@ -149,7 +149,7 @@ class Block(nnx.Module):
 
 
 class Around(Protocol):
-    """Calls a layer of a model whose parameters are not whole."""
+    """Calls a layer of a model with sharded parameters."""
 
     def __call__(self, layer: Block, call: Callable[[Block], jax.Array]) -> jax.Array:
         """What `call` gives of the whole layer, of the layer as it is."""
@@ -173,8 +173,8 @@ class Llama(nnx.Module):
         boundary: how devices share sequences, inside `jax.shard_map`; `config` then has a device's heads and channels.
         expert_products: how experts multiply, and what is kept of their inputs; None as `ExpertProducts`.
         router_losses: whether a call sets variables of routers' losses, see `experiments.models.moe.router_losses`.
-        unroll: layers in one turn of the loop over them. What a loop reads of stacked weights and saves for the
-            backward pass, XLA copies; more layers in a turn take longer to compile. None: all on a GPU, else one.
+        unroll: layers in one turn of the loop over them. XLA copies the stacked weights that a loop reads and the
+            residuals that it saves. More layers per iteration need more time to compile. None: all on a GPU, else one.
         rngs: source of the initial parameters.
 
     Raises:
@@ -245,7 +245,7 @@ class Llama(nnx.Module):
     def decode(self, x_NxD: jax.Array, length: int, segments_BxT: jax.Array | None = None) -> jax.Array:
         """Embedded sequences of a length T, one after the other in N, to what the head reads, (N, D)."""
         if segments_BxT is not None and self.config.learned_positions:
-            raise ValueError("segments need rotary positions, which are relative; this model has learned ones")
+            raise ValueError("segments need rotary (relative) positions, but this model has learned positions")
         x_NxD, *angles = self.placed(x_NxD, length)
         tables = (*angles, segments_BxT) if segments_BxT is not None else tuple(angles)
 

@@ -25,8 +25,8 @@ from experiments.models.shape import LlamaConfig
 class ExpertProducts:
     """How experts multiply, and what is kept of their inputs for the backward pass: JAX's own product, and arrays."""
 
-    def share(self, routes: "Routes") -> Any:
-        """Routes to the experts of all devices; on one device as they are."""
+    def share(self, routes: "Routes", experts_NxK: jax.Array) -> Any:
+        """Routes to the experts of all devices, of these choices; on one device as they are."""
         return routes
 
     def multiply(self, x_RxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -348,6 +348,6 @@ class MoE(nnx.Module):
         routes = Routes.from_choices(experts_NxK, config.experts)
         if self.has_losses:
             self.balance_loss[...], self.z_loss[...] = balance_loss(logits_NxE, routes.sizes_E), z_loss(logits_NxE)
-        routes = products.share(routes)
+        routes = products.share(routes, experts_NxK)
         matrices = self.experts.gate_up.kernel[...], self.experts.down.kernel[...]
         return products.mlp(x_NxD, tokens, of_norm, *matrices, routes.per_row(weights_NxK), routes)

@@ -1,4 +1,4 @@
-"""A Llama as users of Equinox write it: a module takes one token or one sequence, `jax.vmap` the others."""
+"""A Llama as users of Equinox write it: a module processes one token or one sequence, `jax.vmap` the others."""
 
 import equinox as eqx
 import jax

@@ -18,7 +18,7 @@ class TokenChoice:
     """How a token is chosen by its logits.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the largest.
+        temperature: logits are divided by it; 0 selects the largest logit.
         top_k: of so many largest logits, and of those equal to the last of them; 0 of all.
         top_p: of the fewest most probable tokens that together have this probability.
     """
@@ -70,7 +70,7 @@ def extend(
         model: computes the logits.
         prompt_BxT: token ids, int; at least one a row.
         length: most tokens of prompt and continuation together.
-        choice: of each token; None takes the most probable one.
+        choice: of each token; None selects the most probable one.
         seed: the same seed gives the same text.
         stop: ids that end a text.
 
@@ -87,10 +87,10 @@ def extend(
     if not 0 < start < length:
         raise ValueError(f"a prompt needs 1 to {length - 1} tokens (length - 1), got {start}")
     if 0 < config.learned_positions < length:
-        raise ValueError(f"the model has {config.learned_positions} positions, not {length}; ask for fewer tokens")
+        raise ValueError(f"the model has {config.learned_positions} positions, not {length}; request fewer tokens")
     if prompt_BxT.min() < 0 or prompt_BxT.max() >= config.vocab:
         ids = f"{prompt_BxT.min()} to {prompt_BxT.max()}"
-        raise ValueError(f"a prompt has ids from {ids}, and the model knows 0 to {config.vocab - 1}")
+        raise ValueError(f"a prompt has ids from {ids}, but the model has ids from 0 to {config.vocab - 1}")
     graphdef, variables = nnx.split(model)
     # Arrays alone: variables belong to the trace that made them, and the loop has one of its own.
     arrays = nnx.to_pure_dict(variables)

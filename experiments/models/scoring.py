@@ -1,4 +1,4 @@
-"""Log-probabilities that a causal model gives to tokens.
+"""Log-probabilities of tokens under a causal model.
 
 Shapes stand in the names: N sequences, T positions, V vocabulary. Sequences go through the model one at a time, so that
 no scale of a model in 8 bits spans two of them, and no figure depends on what else is evaluated.
@@ -20,7 +20,7 @@ ROWS = 4
 
 
 class Windows(NamedTuple):
-    """Sequences cut from a text, and which of their targets count.
+    """Sequences from a text, and a mask of the targets that count.
 
     Attributes:
         tokens_NxT: int32 (N, T + 1); position t is the input of target t + 1.
@@ -88,7 +88,7 @@ def cut(tokens: np.ndarray, length: int) -> Windows:
         ValueError: fewer than two tokens.
     """
     if len(tokens) < 2:
-        raise ValueError("a text needs two tokens: one to begin with, and one to score")
+        raise ValueError("a text needs at least two tokens: a first one, and one to score")
     if len(tokens) <= length:
         counts = np.arange(length) < len(tokens) - 1
         return Windows(np.resize(tokens, (1, length + 1)).astype(np.int32), counts[None])

@@ -20,13 +20,14 @@ class LlamaConfig:
         rope_theta: base of the rotary frequencies.
         norm_eps: added to the mean square in RMSNorm, to the variance in LayerNorm.
         norm: "rms", with a scale; "layer", with neither scale nor bias; or "layer_bias", with both.
-        norm_after: whether norms are of what attention and MLP give, before it is added, not of what they read.
+        norm_after: whether norms apply to the outputs of attention and MLP, before they are added, instead of their
+            inputs.
         qk_norm: RMSNorm of queries and keys before their rotation: "" for none, "head" for one of each head's
             channels, "width" for one over all heads.
         channels: of a head; None divides `dim` by `heads`.
         bias: products that add a bias: "", "qkv", or "all" but the head.
         mlp: "swiglu", or "gelu" without a gate, by its tanh formula.
-        experts: MLPs of a layer, of which a router chooses some for each token; 0 for one MLP and no router.
+        experts: MLPs of a layer; a router selects some of them for each token. 0 for one MLP and no router.
         experts_per_token: how many of them.
         normalize_choices: whether a token's experts have weights whose sum is 1, not their probabilities.
         window: positions that one sees, itself included; None sees all before.

@@ -62,7 +62,7 @@ def get(name: str, vocab: int, *, tied: bool = False) -> LlamaConfig:
         ValueError: no such size; the message lists those that exist.
     """
     if name not in NAMES:
-        raise ValueError(f"unknown model size {name!r}; the sizes are {', '.join(NAMES)}")
+        raise ValueError(f"unknown model size {name!r}; use one of {', '.join(NAMES)}")
     if name in _WITH_EXPERTS:
         return dataclasses.replace(_WITH_EXPERTS[name], vocab=vocab, tied=tied)
     dim, layers, heads, kv_heads, mlp_dim = _TABLE[name]

@@ -7,7 +7,7 @@ from experiments import papers, startup
 
 
 def main() -> int:
-    """Prints the commands; 0 if help was asked for, else 2: each table has a command of its own."""
+    """Prints the commands. Returns 0 if help was requested, else 2: each table has its own command."""
     asked = not startup.HELP.isdisjoint(sys.argv[1:])
     out = sys.stdout if asked else sys.stderr
     print((papers.__doc__ or "").strip(), file=out)

@@ -45,7 +45,7 @@ def through(x: jax.Array, spec: fp8jax.QuantSpec) -> jax.Array:
 
 
 class QuantizedInput(nnx.Module):
-    """A layer whose input is stored in 8 bits."""
+    """A layer with its input stored in 8 bits."""
 
     def __init__(self, layer: nnx.Module, spec: fp8jax.QuantSpec) -> None:
         self.layer, self.spec = layer, spec
@@ -55,7 +55,7 @@ class QuantizedInput(nnx.Module):
 
 
 class QuantizedSwiGLU(nnx.Module):
-    """A SwiGLU whose activation and product have their inputs stored in 8 bits."""
+    """A SwiGLU with the inputs of its activation and product stored in 8 bits."""
 
     def __init__(self, glu: SwiGLU, spec: fp8jax.QuantSpec) -> None:
         self.glu, self.spec = glu, spec
@@ -87,7 +87,7 @@ class Tap(nnx.Module):
 
 
 def probe(model: Llama, tokens_BxT: jax.Array, *, backward: bool = True) -> tuple[np.ndarray, np.ndarray | None]:
-    """Output of the last layer and, if asked for, the loss's gradient before the first: fp32 (B x T, D) each."""
+    """Output of the last layer and, if requested, the gradient of the loss before the first: fp32 (B x T, D) each."""
     graphdef, variables = nnx.split(model)
     state = nnx.to_pure_dict(variables)
     embedded_NxD = model.embed(tokens_BxT[:, :-1].reshape(-1))
@@ -116,7 +116,7 @@ def by_token(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def table_10(model: Llama, tokens_BxT: jax.Array) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Squared errors of each token, forward and backward, against the model as it is."""
+    """Squared errors of each token, forward and backward, relative to the unchanged model."""
     linear = fp8jax.nnx.quantize(model, fp8jax.recipes.te_current())
     arms = {PER_GROUP: fp8jax.nnx.quantize(model, fp8jax.recipes.deepseek()), PER_TENSOR: linear}
     for size in GROUPS:

@@ -53,12 +53,13 @@ def saved_bytes(fn: Callable, *args: Any) -> np.ndarray:
 
 
 def in_u(count: Callable[[int], np.ndarray]) -> np.ndarray:
-    """What a token adds to the bytes counted at a length, in U."""
+    """The bytes that a token adds at a given length, in U."""
     return (count(2 * LENGTH) - count(LENGTH)) / (LENGTH * WIDTH * 2)
 
 
 def layer(recipe: fp8jax.Recipe | None, recompute: bool = False) -> np.ndarray:
-    """What one layer keeps, in U: activations or their codes, and scales; with `recompute`, under `save_products`."""
+    """The residuals of one layer, in U: activations or their codes, and scales; with `recompute`, under
+    `save_products`."""
 
     def count(length: int) -> np.ndarray:
         config = LlamaConfig(vocab=32, dim=WIDTH, layers=1, heads=HEADS, kv_heads=HEADS, mlp_dim=INNER)
@@ -79,7 +80,7 @@ def activations(length: int, width: int = WIDTH) -> jax.ShapeDtypeStruct:
 
 
 def operators(recipe: fp8jax.Recipe | None) -> dict[str, np.ndarray]:
-    """What each operator of a layer keeps, in U; of linear layers what the others leave of the total.
+    """The residuals of each operator of a layer, in U; linear layers have the rest of the total.
 
     As in the paper the output of flash attention counts for the layer that reads it.
     """

@@ -198,7 +198,7 @@ def rows(
 
 
 def notes(pairs: dict[str, Pairs]) -> list[str]:
-    """What was measured, and how it differs from the paper."""
+    """The measurements, and their differences from the paper."""
     counts = {part: sum(m.size for m, _ in of_part) for part, of_part in pairs.items()}
     return [
         f"Moments of the {counts[LAYERS]:,} parameters in matrices of the layers of the 5m Llama after {common.STEPS} "

@@ -1,7 +1,7 @@
 """COAT's Table 12 and Figure 4(b) on one GPU: `python -m experiments.papers.coat_speed`.
 
-What the first stage of group scaling adds to RMSNorm, and what the ways to find a tensor's scale take. Xi et al., COAT,
-ICLR 2025, section 5.2, appendix J. Table 7 is a view of `bench layer` (results/papers.toml).
+The cost that the first stage of group scaling adds to RMSNorm, and the time of each way to find a tensor's scale. Xi et
+al., COAT, ICLR 2025, section 5.2, appendix J. Table 7 is a view of `bench layer` (results/papers.toml).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the tables share: how results are written, and the training run that real moments are taken from."""
+"""Shared parts of the tables: writing of results, and the training run that provides real moments."""
 
 import argparse
 import contextlib
@@ -82,7 +82,7 @@ def write(
         bench: name of the file, and of the module in `experiments.papers`.
         title: headline in RESULTS.md.
         rows: the figures.
-        notes: what was measured on what, and why it differs from the paper's.
+        notes: what was measured, on which device, and why it differs from the paper.
         figure: saved beside them, if there is one.
         results: folder, made where missing.
         arguments: of the command that regenerates it.
@@ -174,7 +174,7 @@ class Dump:
 
 @contextlib.contextmanager
 def hold(path: Path) -> Iterator[None]:
-    """Holds a path, by a lock file beside it. Another process that wants it waits."""
+    """Locks a path with a lock file next to it. Another process that wants it waits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -196,7 +196,7 @@ def dump(out: Path, flags: str = FLAGS, step: int | None = None) -> Dump:
     with hold(run):
         code = cli.main([*arguments, "--out", str(out)])
     if code:
-        raise UserError(f"the training run ended with code {code}")
+        raise UserError(f"the training run exited with code {code}")
     trained = evaluate.load(run, "bf16")
     with Checkpoints(run / "bf16" / "checkpoints", trained.config.run.keep) as checkpoints:
         state, _ = checkpoints.restore(step or trained.step, jax.eval_shape(trained.task.init))

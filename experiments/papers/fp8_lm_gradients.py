@@ -31,7 +31,7 @@ E4M3 = ml_dtypes.float8_e4m3fn
 
 
 class Reduced(NamedTuple):
-    """What a reduction gave: the mean, and the part of its elements that lay beyond the range of codes."""
+    """The result of a reduction: the mean, and the share of its elements outside of the range of codes."""
 
     mean: np.ndarray
     overflow: float
@@ -77,7 +77,7 @@ def automatic(g: np.ndarray) -> Reduced:
 
 
 def two_phases(g: np.ndarray) -> Reduced:
-    """Codes added exactly, and their mean quantized anew with a scale of its own largest magnitude."""
+    """Codes are added exactly. Their mean is quantized again with a scale from its own amax."""
     scale = np.abs(g).max() / MAX
     mean = sum(encode(one / scale).astype(np.float64) for one in g) * scale / len(g)
     second = np.abs(mean).max() / MAX

@@ -2,7 +2,7 @@
 
 Which of master weight, gradient, first and second moment tolerates which storage: a small Llama is trained with fp32
 arithmetic, and one or more of the four pass through a format between steps. Peng et al., FP8-LM, 2023, section 2.2.
-On a GPU `--model 125m --data books.txt --seq-len 512 --lr 1e-3`, of 85M parameters, takes minutes; it writes
+On a GPU `--model 125m --data books.txt --seq-len 512 --lr 1e-3`, with 85M parameters, needs minutes; it writes
 results/fp8_lm_precision_125m.json.
 """
 

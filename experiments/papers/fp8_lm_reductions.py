@@ -92,7 +92,7 @@ def table(_: argparse.Namespace) -> common.Table:
     have = jax.device_count()
     counts = [n for n in (2, 4, 8, 16) if n <= (2 if timing.dry() else have)]
     if not counts:
-        raise UserError("gradients travel between two devices at least, and here is one")
+        raise UserError("the reduction needs at least two devices, but there is one")
     steps = 2 if timing.dry() else fp8_lm_gradients.STEPS
     gradients = dict(fp8_lm_gradients.real_gradients(counts[-1], steps))
     rows = measure(gradients, counts)

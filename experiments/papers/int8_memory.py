@@ -32,7 +32,8 @@ def recipes() -> dict[str, fp8jax.Recipe | None]:
 
 
 def rows() -> list[Row]:
-    """What each operator of a layer keeps, the totals with scales, and how much less than three baselines that is."""
+    """The residuals of each operator of a layer, the totals with scales, and the reductions relative to three
+    baselines."""
     table, totals = [], {}
     with mock.patch.object(jax.nn, "dot_product_attention", flash.dot_product_attention):
         for name, recipe in recipes().items():

@@ -1,4 +1,4 @@
-"""Training in 8 bits beside bf16, seed by seed: `python -m experiments.papers.parity --study NAME`.
+"""Training in 8 bits compared with bf16, seed by seed: `python -m experiments.papers.parity --study NAME`.
 
     python -m experiments.papers.parity --data 'books/*.txt' --arms coat fast --limit 380
     python -m experiments.papers.parity --judge
@@ -312,8 +312,8 @@ def read(study: Study, results: Path) -> tuple[Runs, dict[str, dict[str, Any]]]:
         for name, here in stated.items():
             if here != (there := stated[first]):
                 raise UserError(
-                    f"{paths[name]} and {paths[first]} are of another {key}, {here} and {there}: "
-                    "all arms have one; train one of them again"
+                    f"{paths[name]} and {paths[first]} have different values of {key}, {here} and {there}, but all "
+                    "arms must have the same; train one of them again"
                 )
     runs = {}
     for name, content in files.items():
@@ -405,7 +405,7 @@ def source(of: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def write(name: str, results: Path) -> None:
-    """Writes the page of what the study's folder holds.
+    """Writes the page for the content of the study's folder.
 
     Raises:
         UserError: runs do not go together, or bf16's are missing.
@@ -413,7 +413,7 @@ def write(name: str, results: Path) -> None:
     study = STUDIES[name]
     runs, files = read(study, results)
     if BASE not in runs or len(runs) < 2:
-        raise UserError(f"{results / study.folder} has no runs of bf16 and of another arm: train them first")
+        raise UserError(f"{results / study.folder} has no runs with bf16 and another arm; train them first")
     gaps = compare(study, runs)
     table = rows(study, runs, gaps)
     arms = {label: arm for label, arm, _ in study.pairs}
@@ -471,7 +471,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     short = [name for name in arms if len(files.get(name, {"runs": ()})["runs"]) < len(study.seeds_of(name))]
     if short:
-        print(f"not finished: {', '.join(short)}; give the same command again")
+        print(f"not finished: {', '.join(short)}; run the same command again")
     return 1 if short else 0
 
 

@@ -159,7 +159,9 @@ def damaged(arm: ParityArm) -> Iterator[None]:
     with mock.patch.object(product, "matmul", replaced):
         yield
     if not met:
-        raise RuntimeError(f"the recipe {arm.recipe.name!r} has no {arm.product} product of codes: nothing was damaged")
+        raise RuntimeError(
+            f"the recipe {arm.recipe.name!r} has no {arm.product} product of codes, so no operand was changed"
+        )
 
 
 def coarse(q: fp8jax.QTensor, lost_bits: int) -> fp8jax.QTensor:
@@ -257,7 +259,7 @@ def programs(arm: ParityArm, setting: Setting) -> tuple[Any, Any, int]:
 
     Returns:
         `train(seed, text, starts)`: tokens (N,) and int32 starts (steps, batch) of sequences in it, to a state and
-            fp32 losses (steps,); NaN from the first step on whose loss or gradient is not finite.
+            fp32 losses (steps,); NaN from the first step with a non-finite loss or gradient.
         `validate(state, sequences)`: int32 (count, batch, length + 1) to fp32 losses (count,).
         Number of parameters.
     """
@@ -433,7 +435,7 @@ def fixed_batch_run(arm: ParityArm, setting: FixedBatch) -> Callable[[int], list
 
 
 def gpu_turn(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """Holds the GPU among processes that fill one folder. In time slices of several, each run takes longer."""
+    """Holds the GPU among processes that fill one folder. If several runs share a GPU, each takes longer."""
     return common.hold(folder / f".gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
 
 
@@ -495,7 +497,7 @@ def train_arm(
         content["recipe"] = read_settings(content["recipe"])
     changed = [key for key, value in header.items() if content.get(key, value) != value]
     if changed:
-        raise UserError(f"{path} was made with another {', '.join(changed)}: delete it, or give other --results")
+        raise UserError(f"{path} was written with another {', '.join(changed)}; delete it, or use other --results")
     content["runs"] = runs_of(content)
     missing = [seed for seed in seeds if str(seed) not in content["runs"]]
     if not missing or not has_time(0):

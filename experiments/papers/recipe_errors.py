@@ -102,9 +102,9 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
     files = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     for key in ("text", "device", "setting"):
         if len({json.dumps(of[key], sort_keys=True) for of in files.values()}) > 1:
-            raise UserError(f"the files in {folder} differ in {key}: delete them, and train again")
+            raise UserError(f"the files in {folder} differ in {key}; delete them and train again")
     if BASE not in files:
-        raise UserError(f"{folder} has no {BASE}.json: train it first")
+        raise UserError(f"{folder} has no {BASE}.json; train it first")
     return files
 
 
@@ -129,7 +129,7 @@ def gap(file: Mapping[str, Any], base: Mapping[str, Any]) -> np.ndarray:
 
 
 def rows(files: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
-    """Each preset's loss beside that of bf16, and its lowest SNR in each role with the layer, in the second half."""
+    """Each preset's loss and that of bf16, and its lowest SNR in each role with the layer, in the second half."""
     table, worst = "Loss, and SNR of the coarsest layer of each role", "Which layer is the coarsest of each role"
     for preset, file in files.items():
         if preset != BASE:
@@ -144,7 +144,7 @@ def rows(files: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def draw(files: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """A row for each preset: its loss beside that of bf16, then for each role the SNR of each layer over steps."""
+    """A row for each preset: its loss and that of bf16, then for each role the SNR of each layer over steps."""
     drawn = {preset: file for preset, file in files.items() if preset != BASE or len(files) == 1}
     figure = Figure(figsize=(2.2 * (1 + len(ROLES)), 1.0 + 1.1 * len(drawn)), dpi=100, layout="constrained")
     grid = figure.subplots(len(drawn), 1 + len(ROLES), squeeze=False)
@@ -169,7 +169,7 @@ def draw(files: Mapping[str, Mapping[str, Any]]) -> Figure:
             shown = np.array(list(values.values()))
             image = ax.imshow(shown, aspect="auto", interpolation="nearest", vmin=10, vmax=45)
     if image is not None:
-        figure.colorbar(image, ax=grid, label="dB", location="bottom", shrink=0.3, aspect=40)
+        figure.colorbar(image, ax=grid, label="dB", location="top", shrink=0.3, aspect=40, fraction=0.02, pad=0.01)
     return figure
 
 

@@ -4,7 +4,7 @@ One command makes each file of results/CARD/, on one card at one commit. A file 
 is left as it is, so that a run that was cut short goes on where it stopped; nobody edits one. `--list` says what is
 there and, from git, what changed since; `--dry` runs the benchmarks' code on a CPU, small and without measuring.
 
-Each job takes the GPUs that it is for; those of a host that has more run side by side. The files of one GPU take an
-hour and a half of an H100, and with four of one host a quarter of it. With `--cpu` the papers' tables are made that
-need none; with `--data TEXT` the studies train, two on each GPU, since nothing is timed.
+Each job uses its number of GPUs; on a host with more GPUs, jobs run in parallel. The files of one GPU need an hour and
+a half on an H100, and a quarter of that with four on one host. With `--cpu` the papers' tables are made that need none;
+with `--data TEXT` the studies train, two on each GPU, since nothing is timed.
 """

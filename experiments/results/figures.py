@@ -29,7 +29,8 @@ _FOLDER = Path(__file__).parent
 
 
 def rows(result: Result, field: str, selector: str) -> np.ndarray:
-    """The field of the rows that a selector names, as the module says. NaN stands for a value that is not finite."""
+    """The field of the rows that a selector names, as described in the module docstring. NaN stands for a value that is
+    not finite."""
     impl, metric, baseline, case = (part.strip() for part in (*re.split(r" >(?= )", selector), "", "", "")[:4])
     impls, cases = impl.split(" or "), tuple(case.split(" or "))
 
@@ -136,14 +137,14 @@ def tables() -> list[Table]:
             elif fields["again"] in known:
                 row = known[fields["again"]]._replace(what=fields["what"])
             else:
-                raise ValueError(f"tables.toml: no row {fields['again']!r} before {fields['what']!r}")
+                raise ValueError(f"tables.toml: there is no row {fields['again']!r} before {fields['what']!r}")
             rows.append(row)
         found.append(Table(content["section"], content.get("title", ""), content["text"], tuple(rows)))
     return found
 
 
 def headlines(bench: str, result: Result) -> list[dict[str, str]]:
-    """What RESULTS.md says of a results file: "label", "ours", "paper" and "rival"."""
+    """A row of RESULTS.md for a results file: "label", "ours", "paper" and "rival"."""
     of_bench = {row.label: row for table in tables() for row in table.rows if row.bench == bench}
     return [
         {"label": label, "ours": ours, "paper": row.paper, "rival": filled(row.rival, result) or ""}
@@ -215,7 +216,7 @@ def with_figures(text: str, results: Mapping[str, Mapping[str, Result]], missing
         line = FIGURE.sub(lambda _: next(written_figures), line)  # noqa: B023
         if "{card}" in line:
             if len(cards) != 1:
-                raise ValueError(f"figures of the cards {', '.join(sorted(cards))}, not of one, in: {line}")
+                raise ValueError(f"figures of the cards {', '.join(sorted(cards))}, not of a single one, in: {line}")
             line = line.replace("{card}", cards.pop())
         lines.append(line)
     return "\n".join(lines).replace("{sources}", "; ".join(sources))

@@ -1,4 +1,4 @@
-"""README's picture: the step of a user's Llama beside torch.compile's, on one card."""
+"""README's picture: the step of a user's Llama and that of torch.compile, on one card."""
 
 import io
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def draw(of_cards: Mapping[str, figures.Result]) -> str:
     values = {(row["impl"], row["metric"]): row["value"] for row in result["rows"]}
     bars = [impl for impl in BARS if all((impl, metric) in values for metric, _, _ in PANELS)][::-1]
     if not bars:
-        raise ValueError(f"no bar for README's picture: the file of {card} has none of {', '.join(BARS)}")
+        raise ValueError(f"no bar for the picture in README: the file of {card} has no row of {', '.join(BARS)}")
     colors = [GREEN if impl == "coat_fast" else GREY for impl in bars]
     # Text stays text, and equal figures give equal files.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fp8jax", "font.size": 9}):

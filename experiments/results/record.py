@@ -1,4 +1,4 @@
-"""Results files: what is written of a figure, the commit and the card of each row, and what changed since, by git.
+"""Results files: the stored figures, the commit and card of each row, and later changes, from git.
 
 A file is RESULTS/CARD/NAME.json, of one command on one card at one commit. `FP8JAX_COMMIT` names the commit where the
 code runs without its history, as on a machine that gets a copy of the files.
@@ -27,7 +27,7 @@ MEASURED = ("pallas_kernels", "fp8jax")
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """A remark on figures of certain commits. The figures stay as they are, except for `former` and `left_out`.
+    """A remark on figures of certain commits. The figures do not change, except for `former` and `left_out`.
 
     Attributes:
         note: a sentence under the table.
@@ -81,7 +81,7 @@ def commit() -> str:
     """
     if given := os.environ.get("FP8JAX_COMMIT"):
         if not re.fullmatch(r"[0-9a-f]{7,40}\+?", given):
-            raise ValueError(f"FP8JAX_COMMIT={given!r} is no commit's hash: give what `git rev-parse HEAD` prints")
+            raise ValueError(f"FP8JAX_COMMIT={given!r} is not a commit hash; use the output of `git rev-parse HEAD`")
         return given[:10] + ("+" if given.endswith("+") else "")
     return _head(ROOT)
 
@@ -123,7 +123,7 @@ def since(of: str, root: Path = ROOT) -> str:
 
 
 def card(device: str) -> str:
-    """The folder of what a device measured, by its name: "h100" of "NVIDIA H100 80GB HBM3", "h200x2" of two."""
+    """The folder for the measurements of a device, by its name: "h100" of "NVIDIA H100 80GB HBM3", "h200x2" of two."""
     count, _, name = device.rpartition(" x ")
     words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in ("nvidia", "tesla", "geforce")]
     last = next((i for i, word in enumerate(words) if re.search(r"\d", word)), len(words) - 1)
@@ -152,7 +152,7 @@ def write(
         command: that made it.
         device: what measured it; several are "2 x NAME".
         rows: figures; each gets this process's commit and the device, but where it names others.
-        notes: what was measured on what, and why it differs from a paper's.
+        notes: what was measured, on which device, and why it differs from a paper.
         versions: of packages besides the usual.
         complete: whether it is all that the command gives.
         date: None for today.
@@ -205,7 +205,7 @@ def remarked(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_unknown(result: dict[str, Any]) -> dict[str, Any]:
-    """A result without rows whose code nobody can look up: of an unknown commit, or of one with local changes."""
+    """A result without rows from code that cannot be looked up: an unknown commit, or one with local changes."""
     known = [row for row in result["rows"] if all(name != UNKNOWN and not name.endswith("+")
                                                   for name in row["commit"].split(", "))]  # fmt: skip
     if not (count := len(result["rows"]) - len(known)):

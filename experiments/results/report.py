@@ -19,10 +19,10 @@ from experiments.results.jobs import SETTLED
 HEAD = """# Results
 
 `python -m experiments.results.report` writes this page from the files in `results/`; do not edit it. `make results`
-measures them: each file by one command on one card at one commit, named below each table, with a link to all rows.
-A ratio of speed is the baseline's time over ours: above 1 we are faster. Each benchmark runs its baseline in the same
-process, with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/startup.py). Figures of a rival are of the
-same run. A blank cell means that we do not have the figure.
+measures them. Each file comes from one command on one card at one commit. These are listed below each table, with a
+link to all rows. A speed ratio is the baseline's time divided by ours: above 1, fp8jax is faster. Each benchmark runs
+its baseline in the same process, with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/startup.py). The
+figures of a competitor are from the same run. A blank cell means that we do not have the figure.
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"
@@ -38,7 +38,7 @@ Results = Mapping[str, Mapping[str, Result]]
 
 
 def number(value: Any) -> str:
-    """Four significant digits; "-" for what there is not."""
+    """Four significant digits; "-" for a missing value."""
     if value is None:
         return "-"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -184,7 +184,7 @@ def _commits(result: Result) -> list[str]:
 
 
 def commits_of(commits: Sequence[str]) -> str:
-    """Commits in words; a + says that files differed from it."""
+    """Commits in words; a + means that files differed from it."""
     known = [commit.rstrip("+") + (" with changes" if commit.endswith("+") else "") for commit in commits]
     if known == [record.UNKNOWN]:
         return "commit unknown"
@@ -230,7 +230,7 @@ def _figures_table(rows: Sequence[figures.Row], results: Results) -> str:
         ours = "<br>".join(figure for figure, _ in found.values()) or "not measured yet"
         cards = "<br>".join(map(card_name, found))
         lines.append([row.what, ours, row.paper, "<br>".join(rivals) if any(rivals) else "", cards])
-    head = ["what", "ours", "the paper's", "a rival's", "card"]
+    head = ["case", "ours", "paper", "competitor", "device"]
     used = [i for i in range(len(head)) if any(line[i] for line in lines)]
     return table([head[i] for i in used], [[line[i] for i in used] for line in lines])
 
@@ -274,9 +274,9 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def written(folder: Path, readme: Path | None = None) -> dict[Path, str]:
-    """What the files of a folder give, by path.
+    """The pages that result from the files of a folder, by path.
 
-    These are RESULTS.md beside the folder and all its pages. With a README they are also the picture, README and the
+    These are RESULTS.md next to the folder and all its pages. With a README they are also the picture, README and the
     pages of docs/ beside it that people write, with their figures.
 
     Raises:
@@ -298,7 +298,7 @@ def written(folder: Path, readme: Path | None = None) -> dict[Path, str]:
 
 
 def quoting(readme: Path) -> list[Path]:
-    """README and the pages of docs/ beside it that people write."""
+    """README and the hand-written pages of docs/ next to it."""
     made = ("_build", "api", "results", "examples")
     pages = [path for path in sorted((readme.parent / "docs").rglob("*.md")) if not set(made) & set(path.parts)]
     return [path for path in [readme, *pages] if path.name != "changelog.md"]
@@ -315,7 +315,7 @@ def with_blocks(pages: Mapping[Path, str], blocks: Mapping[str, str]) -> dict[Pa
     def filled(match: re.Match[str]) -> str:
         start, name, end = match.groups()
         if name not in blocks:
-            raise ValueError(f"a page has figures {name!r}, which docs.toml lacks; it has {', '.join(blocks)}")
+            raise ValueError(f"a page has figures {name!r}, which are not in docs.toml; use one of {', '.join(blocks)}")
         unused.pop(name, None)
         return f"{start}{blocks[name]}\n{end}"
 

@@ -177,7 +177,7 @@ class Slots:
         self._gpus, self._free, self._change = gpus, list(range(len(gpus))), threading.Condition()
 
     def take(self, count: int) -> list[int]:
-        """Waits for slots on so many GPUs, and takes one of each."""
+        """Waits for slots on this many GPUs, and acquires one of each."""
         with self._change:
             self._change.wait_for(lambda: len({self._gpus[i] for i in self._free}) >= count)
             first = {self._gpus[i]: i for i in sorted(self._free, reverse=True)}
@@ -186,7 +186,7 @@ class Slots:
             return taken
 
     def give_back(self, taken: Sequence[int]) -> None:
-        """Lets others take slots again."""
+        """Releases the slots."""
         with self._change:
             self._free += taken
             self._change.notify_all()

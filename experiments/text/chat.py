@@ -33,13 +33,13 @@ class Template:
             several = [x for x in text if isinstance(x, dict)]
             text = next((x.get("template") for x in several if x.get("name") == "default"), None)
         if not isinstance(text, str):
-            raise UserError(f"{folder} has no template of conversations; give texts, or a checkpoint that chats")
+            raise UserError(f"{folder} has no chat template; use texts, or a checkpoint with a chat template")
         try:
             jinja2 = importlib.import_module("jinja2")
             sandbox = importlib.import_module("jinja2.sandbox")
             importlib.import_module("jinja2.ext")
         except ModuleNotFoundError:
-            raise UserError("conversations are written by the package jinja2: pip install jinja2") from None
+            raise UserError("conversations need the package jinja2: pip install jinja2") from None
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _answers(jinja2)]
         )
@@ -48,7 +48,7 @@ class Template:
         try:
             self._template = environment.from_string(text)
         except jinja2.TemplateError as error:
-            raise UserError(f"{folder}: its template of conversations is none ({error})") from None
+            raise UserError(f"{folder}: its chat template is not valid ({error})") from None
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         self._tokens = {name: token for name in names if (token := token_of(settings, name)) is not None}
 
@@ -63,11 +63,11 @@ class Template:
                 messages=[dict(m) for m in messages], add_generation_prompt=ask, tools=None, **self._tokens
             )
         except Exception as error:  # of jinja2, and what templates raise
-            raise UserError(f"{where}: the template of conversations refuses it ({error})") from None
+            raise UserError(f"{where}: the chat template rejects it ({error})") from None
         return text
 
     def spans(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and where in it the assistant's messages are, with what ends them.
+        """The text of a conversation, and the spans of the assistant's messages, including their end tokens.
 
         Raises:
             UserError: as `render`; or the template writes the beginning of a conversation otherwise when it goes on, so
@@ -81,8 +81,8 @@ class Template:
             end = text if i == len(messages) - 1 else self.render(messages[: i + 1], where)
             if not (end.startswith(start) and text.startswith(end)):
                 raise UserError(
-                    f"{where}: the template writes what comes before message {i} otherwise when that is there, so that "
-                    "its beginning is not known; keep the conversation up to one answer, or give texts"
+                    f"{where}: the chat template formats the messages before message {i} differently if message {i} "
+                    "follows, so its start is unknown. End the conversation after one answer, or use texts"
                 )
             found.append((len(start), len(end)))
         return text, found
@@ -100,7 +100,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     try:
         settings = parse_json(read_text(path))
         if not isinstance(settings, dict):
-            raise ValueError("no JSON object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error})") from None
     return settings

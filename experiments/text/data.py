@@ -1,7 +1,7 @@
-"""From files on disk to batches of tokens: discovery, the split, and a loader whose position can be saved.
+"""From files on disk to batches of tokens: file discovery, the split, and a loader with a position that can be saved.
 
-The text and its tokens are held in memory. Nothing depends on where the files lie or on the recipe: the split goes by
-each document's content, the order of batches by the seed alone.
+The text and its tokens are held in memory. Nothing depends on the location of the files or on the recipe. The split
+depends on the content of each document, and the order of batches only on the seed.
 """
 
 import dataclasses
@@ -76,12 +76,12 @@ def find_files(patterns: Sequence[str]) -> list[tuple[Path, bool]]:
         if path.is_file():
             matches = [(path, True)]
         elif path.exists() and not path.is_dir():
-            raise UserError(f"--data {pattern}: {irregular(path.stat().st_mode)}; copy its content to a file")
+            raise UserError(f"--data {pattern}: {irregular(path.stat().st_mode)}; copy its content to a regular file")
         elif path.is_dir():
             below = sorted(p for p in path.rglob("*") if p.is_file())
             matches = [(p, False) for p in below if not any(x.startswith(".") for x in p.relative_to(path).parts)]
             if not matches:
-                raise UserError(f"--data {pattern}: the folder holds no files")
+                raise UserError(f"--data {pattern}: the folder contains no files")
         elif glob.has_magic(pattern):
             names = sorted(glob.glob(str(path), recursive=True))
             matches = [(Path(name), False) for name in names if Path(name).is_file()]
@@ -118,7 +118,7 @@ def read_corpus(patterns: Sequence[str], valid_fraction: float) -> Corpus:
 
     Whole documents go to validation, in the order of a hash of their content, until they hold `valid_fraction` of the
     text; a document that would alone overshoot by half is passed over, and one stays for training. A single document,
-    or documents of which none is small enough, give the tail of the text instead. Empty documents and exact copies are
+    or documents that are all too large, are split at the end of the text instead. Empty documents and exact copies are
     dropped, so that a copy cannot stand in both splits.
 
     Args:
@@ -134,14 +134,14 @@ def read_corpus(patterns: Sequence[str], valid_fraction: float) -> Corpus:
     for path, named in files:
         text = read_text(path)
         if text is None and named:
-            raise UserError(f"--data {path}: the file is binary or not UTF-8; convert it to UTF-8 text or leave it out")
+            raise UserError(f"--data {path}: the file is binary or not UTF-8; convert it to UTF-8 text or exclude it")
         if text is None:
             skipped.append(str(path))
         elif text.strip():
             documents.setdefault(hashlib.sha256(text.encode()).hexdigest(), text)
     if not documents:
         where = " ".join(patterns) or "the standard library"
-        raise UserError(f"the corpus is empty: {len(files)} files in {where}, none with text; give text with --data")
+        raise UserError(f"the corpus is empty: {len(files)} files in {where}, none with text; pass text with --data")
 
     target = valid_fraction * sum(map(len, documents.values()))
     chosen, held = set[str](), 0
@@ -168,8 +168,8 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, seq_len: int) -> Tokens:
         if len(split) < seq_len + 1:
             raise UserError(
                 f"the {name} text has {len(split)} tokens, one sequence needs {seq_len + 1} (--seq-len and one more); "
-                f"give more text with --data{', a larger --valid-fraction' if name == 'validation' else ''} "
-                "or a shorter --seq-len"
+                f"pass more text with --data{', a larger --valid-fraction' if name == 'validation' else ''} or a "
+                "shorter --seq-len"
             )
     return tokens
 
@@ -208,7 +208,7 @@ def train_batches(tokens: np.ndarray, seq_len: int, batch: int, seed: int) -> gr
 def valid_batches(tokens: np.ndarray, seq_len: int, batch: int, most: int) -> np.ndarray:
     """Fixed validation batches, int32 (count, rows, seq_len + 1), or packed, spread evenly over the split.
 
-    At most `most` batches of `batch` rows; a split with fewer sequences gives one batch of all of them.
+    At most `most` batches of `batch` rows; a split with fewer sequences is a single batch.
     """
     windows = _rows(tokens, seq_len)
     rows = min(batch, len(windows))

@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length, none of whose tokens sees another document.
+"""Documents packed into rows of one length. Tokens attend only to their own document.
 
 A batch of rows is int32 (B, 3, T + 1): tokens; 1 where a token is an answer, which the loss is the mean over; and the
 number of the document in its row, from 1 on, 0 where the row is filled up. A plain batch is tokens alone, (B, T + 1).
@@ -83,7 +83,9 @@ def split(documents: Sequence[Document], valid_fraction: float) -> tuple[list[Do
     for document in documents:
         known.setdefault(hashlib.sha256(document.ids.tobytes() + document.answers.tobytes()).hexdigest(), document)
     if len(known) < 2:
-        raise UserError(f"--data: {len(known)} different documents; give at least one for training and one more")
+        raise UserError(
+            f"--data: {len(known)} different documents; pass at least one for training and one for validation"
+        )
     target, held, valid = valid_fraction * sum(len(d.ids) for d in known.values()), 0, set[str]()
     for key in sorted(known):
         if held < target and len(valid) < len(known) - 1:
@@ -118,8 +120,8 @@ def pack(documents: Sequence[Document], valid_fraction: float, seq_len: int, *, 
                     left_out += 1
         if not pieces:
             raise UserError(
-                f"--seq-len {seq_len}: no document of a split has an answer within so many tokens; give a larger one, "
-                "or more documents"
+                f"--seq-len {seq_len}: no document of a split has an answer within this length; use a larger "
+                "--seq-len, or more documents"
             )
         rows.append(_packed(pieces, seq_len + 1))
     return Packed(rows[0], rows[1], len(documents), cut, left_out)

@@ -25,7 +25,7 @@ class TextRecord(NamedTuple):
     Attributes:
         where: FILE, or FILE:LINE, for messages.
         text: None of a conversation.
-        messages: of a conversation, as its template takes them.
+        messages: of a conversation, as its template expects them.
     """
 
     where: str
@@ -58,12 +58,12 @@ def read(patterns: Sequence[str], field: str) -> tuple[list[TextRecord], int, li
             found += _rows(path, field)
         elif (text := data.read_text(path)) is None:
             if named:
-                raise UserError(f"--data {path}: the file is binary or not UTF-8; convert it, or leave it out")
+                raise UserError(f"--data {path}: the file is binary or not UTF-8; convert it, or exclude it")
             skipped.append(str(path))
         elif text.strip():
             found.append(TextRecord(str(path), text))
     if not found:
-        raise UserError(f"--data {' '.join(patterns)}: no text and no conversation in {len(files)} files")
+        raise UserError(f"--data {' '.join(patterns)}: there is no text or conversation in {len(files)} files")
     return found, len(files), skipped
 
 
@@ -85,7 +85,7 @@ def _lines(path: Path, field: str) -> Iterator[TextRecord]:
         try:
             value = parse_json(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"{where}: no JSON ({error.msg} at column {error.colno})") from None
+            raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
         except ValueError as error:
             raise UserError(f"{where}: {error}") from None
         yield record(value, field, where)
@@ -95,7 +95,7 @@ def _rows(path: Path, field: str) -> Iterator[TextRecord]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError:
-        raise UserError(f"--data {path}: parquet is read by the package pyarrow: pip install pyarrow") from None
+        raise UserError(f"--data {path}: parquet files need the package pyarrow: pip install pyarrow") from None
     try:
         file = parquet.ParquetFile(path)
         columns = [name for name in (MESSAGES, field) if name in file.schema_arrow.names]
@@ -113,26 +113,26 @@ def _rows(path: Path, field: str) -> Iterator[TextRecord]:
 
 
 def record(value: Any, field: str, where: str) -> TextRecord:
-    """A record from what a line or row holds.
+    """Converts the content of a line or row to a record.
 
     Raises:
         UserError: it holds neither a conversation with an answer, nor a text; or its text has a character that no token
             stands for.
     """
     if not isinstance(value, Mapping):
-        raise UserError(f"{where}: a JSON object is needed, not {_shown(value, 60)}")
+        raise UserError(f"{where}: expected a JSON object, got {_shown(value, 60)}")
     messages = value.get(MESSAGES)
     if messages is None:
         text = value.get(field)
         if not isinstance(text, str) or not text:
             has = ", ".join(map(str, value)) or "nothing"
             what = "is empty" if text == "" else f"is {_shown(text, 40)}" if field in value else ""
-            told = f"{field} {what}, no text" if what else f"neither {MESSAGES} nor {field} (it has {has})"
-            raise UserError(f"{where}: {told}; --field names the field of the text")
+            told = f"{field} {what}, not a text" if what else f"neither {MESSAGES} nor {field} (it has {has})"
+            raise UserError(f"{where}: {told}; set --field to the name of the text field")
         _check_characters(text, f"{where}: {field}")
         return TextRecord(where, text)
     if not isinstance(messages, list) or not messages:
-        raise UserError(f"{where}: {MESSAGES} is no list of messages")
+        raise UserError(f"{where}: {MESSAGES} is not a list of messages")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise UserError(f"{where}: message {i} has no text as its content")
@@ -140,7 +140,7 @@ def record(value: Any, field: str, where: str) -> TextRecord:
         if message.get("role") not in _ROLES:
             raise UserError(f"{where}: message {i} has the role {message.get('role')!r}; roles are {', '.join(_ROLES)}")
     if not any(message["role"] == "assistant" for message in messages):
-        raise UserError(f"{where}: no message is of the assistant, so there is no answer to learn")
+        raise UserError(f"{where}: no message has the role assistant, so there is no answer to train on")
     return TextRecord(where, None, tuple(messages))
 
 
@@ -153,8 +153,8 @@ def _shown(value: Any, most: int) -> str:
 
 def _check_characters(text: str, where: str) -> None:
     if "\0" in text:
-        raise UserError(f"{where} holds the character U+0000, which separates documents; remove it")
+        raise UserError(f"{where} contains the character U+0000, which separates documents; remove it")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{where} is no Unicode text ({error.reason})") from None
+        raise UserError(f"{where} is not valid Unicode text ({error.reason})") from None

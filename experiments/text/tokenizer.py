@@ -20,7 +20,7 @@ _SEPARATOR_TEXT = "<|document|>"
 
 
 class Tokenizer(Protocol):
-    """What the loader and the sampler need of a tokenizer."""
+    """The interface of a tokenizer for the loader and the sampler."""
 
     @property
     def vocab(self) -> int:
@@ -40,7 +40,7 @@ class Bytes:
 
     def encode(self, documents: Sequence[str]) -> np.ndarray:
         if any("\0" in document for document in documents):
-            raise UserError("a text holds the character U+0000, which separates documents; remove it")
+            raise UserError("a text contains the character U+0000, which separates documents; remove it")
         joined = b"".join(b"\0" + document.encode() for document in documents)
         return np.frombuffer(joined, np.uint8).astype(np.uint16)
 
@@ -87,7 +87,7 @@ class BytePair:
         try:
             return cls(tokenizers.Tokenizer.from_str(read_text(path)))
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"tokenizer {path} cannot be read ({error}); --resume never trains a new one") from None
+            raise UserError(f"tokenizer {path} cannot be read ({error}); train a new one with --resume never") from None
 
     def save(self, path: Path) -> None:
         """As `files.write_text`."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters in a model whose own weights are held as 8-bit codes: what `--lora-rank` makes of a Llama.
+"""Low-rank adapters in a model with weights stored as 8-bit codes: what `--lora-rank` makes of a Llama.
 
 Linear layers of blocks become `AdaptedLinear`, all other parameters `BaseVariable`, so that adapters alone are
 parameters: gradients, optimizer states and checkpoints are theirs. The base is made from given parameters, or from the
@@ -43,7 +43,7 @@ class AdaptedLinear(nnx.Module):
     """x w + scale (x a) b, with `w` not trained, and without an adapter where rules leave it alone.
 
     Args:
-        linear: the layer that it takes the place of.
+        linear: the layer that it replaces.
         path: of that layer, "layers/mlp/up".
         lora: settings. recipe: of the products with the base. rngs: of the adapter's first values.
     """
@@ -92,7 +92,7 @@ class AdaptedLinear(nnx.Module):
 def of_base(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
     """What of a recipe holds beside weights that are not trained: products and optimizer states.
 
-    Weights have scales of their own. Contexts are left out, since blocks are computed again.
+    Weights have their own scales. Contexts are left out, since blocks are computed again.
 
     Raises:
         UserError: products have scales that are states of each layer, or are of integers beside a floating base, or
@@ -101,7 +101,7 @@ def of_base(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
     linear = recipe.linear if recipe.linear.w_scaling is None else dataclasses.replace(recipe.linear, w_scaling=None)
     if any(part.collects_stats for part in linear.stateful_strategies.values()):
         raise UserError(
-            f"--lora-rank: {recipe.name} has {linear.scaling} scaling, which keeps a state in each layer; take a "
+            f"--lora-rank: {recipe.name} has {linear.scaling} scaling, which keeps a state in each layer; use a "
             "recipe with current scaling, such as te_current, fast or int8_block"
         )
     codes = [linear.spec(name) for name in ("x", "dy")]
@@ -110,8 +110,8 @@ def of_base(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
         for spec in codes:
             if spec is not None and _floating(spec.format) != _floating(held):
                 raise UserError(
-                    f"--base {lora.base}: {recipe.name} multiplies {spec.format}, and units multiply floating codes or "
-                    f"integers; give --base {spec.format}, or take recipe bf16"
+                    f"--base {lora.base}: {recipe.name} multiplies {spec.format}, and a product cannot mix "
+                    f"floating-point and integer codes. Use --base {spec.format}, or --recipe bf16"
                 )
     return dataclasses.replace(recipe, linear=linear, context=fp8jax.recipes.Context())
 
@@ -121,7 +121,7 @@ def _floating(name: str) -> bool:
 
 
 def adapt(model: Llama, lora: Lora, recipe: fp8jax.Recipe, rngs: nnx.Rngs) -> Llama:
-    """A model with adapters, all other weights of which are held as `lora.base` says; also of an abstract one.
+    """A model with adapters. All other weights are stored as `lora.base` says; also of an abstract one.
 
     Raises:
         UserError: no layer has a path that the targets match, the rank is too large, or codes of the recipe and of the
@@ -185,7 +185,7 @@ def values_of(params: Any) -> Any:
 
 
 def with_codes(base: Any, params: Any, lora: Lora) -> Any:
-    """A base whose layers hold those codes that given parameters have.
+    """A base with the codes of the given parameters in its layers.
 
     Raises:
         UserError: they are of another spec than the base's.
@@ -196,7 +196,7 @@ def with_codes(base: Any, params: Any, lora: Lora) -> Any:
         *layer, _ = (key.key for key in path)
         if lora.base == "bf16" or w.codes.spec != fp8jax.QuantSpec.parse(lora.base):
             raise UserError(
-                f"--base {lora.base}: the checkpoint holds codes, {w.codes.spec}; give --base {w.codes.spec}"
+                f"--base {lora.base}: the checkpoint contains codes with spec {w.codes.spec}; use --base {w.codes.spec}"
             )
         held: Any = {"held": dict(enumerate(jax.tree.leaves(w)))}
         bias = {k: v for k, v in functools.reduce(lambda tree, step: tree[step], layer, base).items() if k == "bias"}

@@ -1,9 +1,10 @@
 """Checkpoints of a training state, written by Orbax and checked leaf by leaf.
 
 Orbax writes atomically (a killed save leaves no checkpoint of that step), in the background, and keeps the newest N. It
-does not notice a flipped byte in an array, and casts silently when a leaf is asked for in another dtype. So each leaf's
-shape, dtype and digest travel in the checkpoint's metadata, and `restore` compares them. With a key in the environment
-variable FP8JAX_CHECKPOINT_KEY the metadata is signed (HMAC-SHA-256), and only checkpoints of this key are read.
+does not detect a flipped byte in an array, and casts silently if a leaf is requested in another dtype. Therefore the
+metadata of a checkpoint contain the shape, dtype and digest of each leaf, and `restore` compares them. With a key in
+the environment variable FP8JAX_CHECKPOINT_KEY the metadata is signed (HMAC-SHA-256), and only checkpoints of this key
+are read.
 
 The state is stored as a flat dict from a leaf's path to its array: any pytree can be saved, and names in messages are
 the names on disk. The whole state passes through the memory of a single process. Of several, each writes and reads its
@@ -127,20 +128,18 @@ class Checkpoints:
         self.folder = folder.absolute()
         if hosts.several() and os.environ.get(KEY):
             raise UserError(
-                f"{KEY} signs checkpoints of one process; several have sums of their arrays, which show damage but no "
-                "forgery: leave it out"
+                f"{KEY} can sign only checkpoints of one process. Those of several processes have checksums, which "
+                f"detect damage but not forgery. Unset {KEY}"
             )
         if os.path.lexists(self.folder) and not self.folder.is_dir():
             what = "a link to nothing" if self.folder.is_symlink() and not self.folder.exists() else "a file"
-            raise UserError(f"{folder} is {what}, where the checkpoints' folder should be; move it away")
+            raise UserError(f"{folder} is {what}, but the checkpoint folder must be there; move it away")
         if clean:
             # Orbax's own cleaning goes on in the background after `close`, and takes saves of the next object.
             with hosts.agreement():
                 for remains in self.folder.glob("*.orbax-checkpoint-tmp") if hosts.first() else ():
                     if remains.is_symlink() or not remains.is_dir():
-                        raise UserError(
-                            f"{remains} is no folder, where Orbax writes a checkpoint to a folder; move it away"
-                        )
+                        raise UserError(f"{remains} is not a folder, but Orbax needs a folder there; move it away")
                     shutil.rmtree(remains)
         self._policy = ocp.training.preservation_policies.LatestN(keep)
         self._links = contextlib.ExitStack()
@@ -161,7 +160,7 @@ class Checkpoints:
             except Exception as error:  # Orbax, JSON and file system raise what they like on damaged files
                 if isinstance(error, OSError) and not steps:
                     why = error.strerror or error
-                    raise DiskError(f"{self.folder} cannot be made or read ({why}); make it writable") from None
+                    raise DiskError(f"{self.folder} cannot be created or read ({why}); make it writable") from None
                 if hosts.gone(error) or not steps:
                     raise
                 cause = error
@@ -294,7 +293,7 @@ class Checkpoints:
         if is_signed != bool(key):
             raise UserError(
                 f"checkpoint {self.folder / str(step)} is {'signed' if is_signed else 'not signed'}: "
-                f"{f'give its key in {KEY}' if is_signed else f'leave out {KEY}, or move it away'}"
+                f"{f'set {KEY} to its key' if is_signed else f'unset {KEY}, or move it away'}"
             )
         if not hmac.compare_digest(str(seal).encode(), _seal(meta).encode()):
             if key:
@@ -305,7 +304,7 @@ class Checkpoints:
         return meta
 
     def restore(self, step: int, abstract: _State) -> tuple[_State, dict[str, Any]]:
-        """The state as it was saved, bit for bit, and the metadata.
+        """The saved state, bit for bit, and the metadata.
 
         Args:
             step: an existing checkpoint.
@@ -325,12 +324,16 @@ class Checkpoints:
         added = {name for name in wanted if name.startswith(_ADDED) and name not in leaves}
         for name in sorted(set(wanted) - added ^ set(leaves)):
             which = "lacks" if name in wanted else "has an unknown leaf"
-            raise UserError(f"checkpoint {self.folder / str(step)} {which} {name}: it is of another model or recipe")
+            raise UserError(
+                f"checkpoint {self.folder / str(step)} {which} {name}: it belongs to another model or recipe"
+            )
         for name, leaf in ((k, x) for k, x in wanted.items() if k not in added):
             old = f"{leaves[name]['dtype']}{leaves[name]['shape']}"
             new = f"{leaf.dtype}{list(leaf.shape)}"
             if old != new:
-                raise UserError(f"checkpoint {self.folder / str(step)}: {name} is {old}, this program expects {new}")
+                raise UserError(
+                    f"checkpoint {self.folder / str(step)}: {name} is {old}, but this program expects {new}"
+                )
         try:
             with hosts.agreement():
                 stored = self._load(step, {k: x for k, x in wanted.items() if x.size and k not in added})
@@ -356,10 +359,10 @@ class Checkpoints:
     def resume(
         self, abstract: _State, config: dict[str, Any], tell: Callable[[str], None]
     ) -> tuple[_State, dict[str, Any]] | None:
-        """State and metadata of the newest checkpoint that is whole, as `restore`; None where there is none at all.
+        """State and metadata of the newest intact checkpoint, as `restore` returns them; None without a checkpoint.
 
-        Damaged ones that are newer are told, and moved out of the way to `damaged-STEP` beside this folder. So are
-        older ones whose metadata cannot be read.
+        Newer damaged checkpoints are reported and moved to `damaged-STEP` next to this folder, as are older ones with
+        unreadable metadata.
 
         Args:
             abstract: as `restore`.
@@ -367,7 +370,7 @@ class Checkpoints:
             tell: called with one line for each damaged checkpoint.
 
         Raises:
-            UserError: the checkpoint is of another configuration, or none is whole.
+            UserError: the checkpoint belongs to another configuration, or none is intact.
         """
         with self._saving():
             self._wait()
@@ -387,7 +390,7 @@ class Checkpoints:
                 self._orbax = self._open()
             return state, meta
         for why in damaged.values():
-            fix = f"Give the key of this run in {KEY}, or start" if os.environ.get(KEY) else "Start"
+            fix = f"Set {KEY} to the key of this run, or start" if os.environ.get(KEY) else "Start"
             raise UserError(f"{why}, and no older one is whole. {fix} afresh with --resume never")
         return None
 
@@ -418,7 +421,7 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder.parent).free / 2**20
         return DiskError(
             f"a checkpoint could not be written to {self.folder} ({why}; {free:,.1f} MiB are free there); {saved}. "
-            "Put that right, and give the same command again"
+            "Fix this and run the same command again"
         )
 
 

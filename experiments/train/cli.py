@@ -96,7 +96,7 @@ def _explain(error: Exception, command: str) -> tuple[int, str] | None:
         case UserError():
             return error.exit_code, f"error: {error}"
         case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS):
-            return 3, f"error: {error}. Make that writable, or give another --out"
+            return 3, f"error: {error}. Make it writable, or use another --out"
         case OSError():
             return 3, f"error: {error}"
         case ModuleNotFoundError() if line := packages.explain(error, _PROGRAM):
@@ -118,7 +118,7 @@ def _explain(error: Exception, command: str) -> tuple[int, str] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What all recipes of a run share.
+    """The objects that all recipes of a run share.
 
     Attributes:
         config: settings.
@@ -158,7 +158,7 @@ def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[s
             try:
                 config.run.out.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UserError(f"--out {config.run.out}: cannot make it: {error.strerror}") from None
+                raise UserError(f"--out {config.run.out}: cannot create it: {error.strerror}") from None
             if hosts.first():
                 stack.enter_context(lock.hold(config.folder))
         session = _begin(config, recipes.values(), devices, console, stop)
@@ -177,7 +177,7 @@ def _begin(
     console: Console,
     stop: StopSignals,
 ) -> Session:
-    """Makes the run's folder, reads the text, and says what is trained. All processes agree on it."""
+    """Creates the run's folder, reads the text, and prints a description of the run. All processes agree on it."""
     details = report.Details(console, config.run.verbose)
     with hosts.agreement():
         if hosts.first():
@@ -215,7 +215,7 @@ def _begin(
 
 
 def _compare(session: Session, recipes: Mapping[str, fp8jax.Recipe], results: Sequence[Result]) -> None:
-    """Prints the table of a run's recipes and what they gained in sentences, and draws their losses."""
+    """Prints the table of a run's recipes and a summary of their gains, and plots their losses."""
     config, console, backend = session.config, session.console, jax.default_backend()
     metrics = {}
     for name in recipes:
@@ -342,7 +342,7 @@ def _read_finished(folder: Path, identity: Mapping[str, Any], console: Console) 
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); move it away") from None
     except ValueError as error:
-        console.print(f"{path} is damaged ({error!r}): made again from the newest checkpoint, if any")
+        console.print(f"{path} is damaged ({error!r}); it is recreated from the newest checkpoint, if any")
         return None
     check_same(known, identity, folder)
     return result
@@ -374,7 +374,7 @@ def _make_task(session: Session, recipe: fp8jax.Recipe) -> Task:
 
 
 class Programs(NamedTuple):
-    """The compiled step of a recipe, and what it takes.
+    """The compiled step of a recipe, and its resources.
 
     Attributes:
         step: the compiled step.
@@ -394,7 +394,7 @@ class Programs(NamedTuple):
 
 
 def _compile(session: Session, task: Task, label: str) -> Programs:
-    """Compiles the step of a task, and shows what it takes.
+    """Compiles the step of a task, and shows its resources.
 
     Nothing of the state is in memory yet: what does not fit has been shown before it fails.
     """
@@ -431,7 +431,7 @@ def _compile(session: Session, task: Task, label: str) -> Programs:
 
 
 def computed_by(told: Sequence[Any], kept: Sequence[str]) -> list[str]:
-    """Lines on what computes the operations of a step and what they save, with a warning where no kernel runs."""
+    """Lines with the implementation and the residuals of each operation of a step, and a warning if no kernel runs."""
     advice = choice.missing_kernels_advice() if told else None
     warning = [] if advice is None else [f"WARNING: {advice}"]
     return [*warning, *summary(told), *(f"saved {line}" for line in kept)]
@@ -480,7 +480,7 @@ def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:
 
 
 def _write_text(session: Session, task: Task, state: TrainState, base: Any) -> str:
-    """What the model makes of the first tokens of the validation text."""
+    """The model's continuation of the first tokens of the validation text."""
     config = session.config
     length = min(config.run.sample_tokens, config.data.seq_len)
     prompt = start.prompt(session.tokens, min(24, length // 2))

@@ -1,4 +1,4 @@
-"""What a run ends with: a table that compares its recipes, and sentences on what the first one's rivals gained."""
+"""The end of a run: a table that compares its recipes, and sentences on the gains over the first one."""
 
 import json
 import statistics
@@ -50,7 +50,7 @@ def comparison_table(results: Sequence[Result], *, has_speed: bool) -> Table:
 def sentences(
     results: Sequence[Result], quantized: Mapping[str, str], spreads: Mapping[str, float], backend: str
 ) -> list[str]:
-    """What the recipes gained over the first one.
+    """The gains of the recipes over the first one.
 
     Args:
         results: of all recipes of a run.
@@ -60,7 +60,8 @@ def sentences(
     """
     baseline, *rivals = results
     if not rivals:
-        return [f"{baseline.recipe} alone was trained. Compare it: --recipe bf16 {baseline.recipe}."]
+        rival = "coat" if baseline.recipe == "bf16" else baseline.recipe
+        return [f"{baseline.recipe} alone was trained. Compare it: --recipe bf16 {rival}."]
     lines = [_memory_sentence(result, baseline) for result in rivals if _moments(result) < _moments(baseline)]
     if backend == "cpu":
         names = [result.recipe for result in results if result.recipe in quantized]
@@ -85,7 +86,7 @@ def spread(metrics: Sequence[Mapping[str, Any]]) -> float:
 
 
 def has_comparable_speeds(spreads: Mapping[str, float], backend: str) -> bool:
-    """Whether a table may compare speeds. Those of products in 8 bits on a CPU say nothing about a GPU."""
+    """Whether a table may compare speeds. Speeds of 8-bit products on a CPU do not predict those on a GPU."""
     return backend != "cpu" and all(value <= _MAX_SPREAD for value in spreads.values())
 
 

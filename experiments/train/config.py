@@ -44,7 +44,7 @@ class Config:
 
     @property
     def folder(self) -> Path:
-        """Where everything of this run is written."""
+        """The folder of this run."""
         return self.run.out / self.run.run
 
     def validate(self) -> None:
@@ -55,45 +55,45 @@ class Config:
             raise UserError(f"--warmup {self.optim.warmup} must be below --steps {self.optim.steps}")
         if self.optim.schedule == "wsd" and not self.optim.warmup <= self.optim.decay_start < self.optim.steps:
             raise UserError(
-                f"--decay {self.optim.decay}: wsd falls from step {self.optim.decay_start} on, which must lie between "
+                f"--decay {self.optim.decay} starts at step {self.optim.decay_start} with wsd, which must be between "
                 f"--warmup {self.optim.warmup} and --steps {self.optim.steps}"
             )
         if self.data.batch % self.optim.microbatches:
             raise UserError(f"--microbatches {self.optim.microbatches} must divide --batch {self.data.batch}")
         if self.optim.release and self.optim.microbatches > 1:
             raise UserError(
-                f"--release {self.optim.release} updates layers as their gradients appear, which so cannot be summed: "
-                f"leave out --microbatches {self.optim.microbatches}, and take a smaller --batch"
+                f"--release {self.optim.release} updates layers as their gradients are computed, so gradients cannot "
+                f"be accumulated. Omit --microbatches {self.optim.microbatches}, and use a smaller --batch"
             )
         if self.optim.release and self.run.on_bad_step == "skip":
             raise UserError(
-                f"--release {self.optim.release} updates layers before all gradients are known, so no step can be "
-                "skipped: give --on-bad-step rewind or stop"
+                f"--release {self.optim.release} updates layers before all gradients are known, so steps cannot be "
+                "skipped. Use --on-bad-step rewind or stop"
             )
         if self.optim.release and self.lora.lora_rank:
-            raise UserError(f"--release {self.optim.release} trains all weights: leave out --lora-rank, or it")
+            raise UserError(f"--release {self.optim.release} trains all weights; omit --lora-rank or --release")
         if self.data.tokenizer == "bpe" and self.data.vocab < 257:
             raise UserError(f"--vocab must be at least 257 (256 bytes and a separator), got {self.data.vocab}")
         if not self.recipe:
             raise UserError("--recipe needs at least one name")
         if len(set(self.recipe)) < len(self.recipe):
-            raise UserError(f"--recipe names a recipe twice: {' '.join(self.recipe)}")
+            raise UserError(f"--recipe contains a recipe twice: {' '.join(self.recipe)}")
         name = self.run.run
         if not name or name.startswith(".") or Path(name).name != name:
             raise UserError(
-                f"--run is a name without a leading dot, not a path, got {name!r}; --out is the runs' folder"
+                f"--run must be a name without a leading dot, not a path, got {name!r}; set the folder with --out"
             )
         self.model.shape(vocab=256)
         if self.model.init:
             given = [k for k, v in dataclasses.asdict(self.model).items() if k != "init" and v != getattr(Model, k)]
             given += [k for k in ("tokenizer", "vocab") if getattr(self.data, k) != getattr(Data, k)]
             if given:
-                raise UserError(f"{flag(given[0])} is the checkpoint's own: leave it out with --init")
+                raise UserError(f"{flag(given[0])} is set by the checkpoint; omit it with --init")
         if self.optim.release and self.run.partition:
-            raise UserError(f"--partition {self.run.partition} is of a step of its own: leave out --release, or it")
+            raise UserError(f"--partition {self.run.partition} is not supported with --release; omit one of them")
         if self.optim.head and self.run.logits == "whole":
             raise UserError(
-                f"--head {self.optim.head} takes logits a chunk of tokens at a time: leave out --logits whole, or it"
+                f"--head {self.optim.head} computes logits in chunks of tokens; omit --logits whole or --head"
             )
         self.lora.validate()
         self._validate_processes()
@@ -109,9 +109,9 @@ class Config:
         """Raises UserError for what is not computed by devices that share sequences."""
         if self.optim.release:
             raise UserError(
-                f"--mesh {self.run.mesh}: with tensor={devices} each device has its part of a layer's gradients, whose "
-                f"sums are made after the backward pass, and --release {self.optim.release} updates layers within it; "
-                f"give fsdp={devices} in place of tensor={devices}, or leave out --release"
+                f"--mesh {self.run.mesh}: with tensor={devices} gradients are summed over devices after the backward "
+                f"pass, but --release {self.optim.release} updates layers during it. Use fsdp={devices} instead of "
+                f"tensor={devices}, or omit --release"
             )
 
     def _validate_processes(self) -> None:
@@ -119,15 +119,15 @@ class Config:
         if where in ("", "auto"):
             if number is not None or count is not None:
                 raise UserError(
-                    f"--process-id {number} and --process-count {count} are for --coordinator HOST:PORT; "
-                    f"{'auto finds them itself' if where else 'give that address, or leave them out'}"
+                    f"--process-id {number} and --process-count {count} require --coordinator HOST:PORT; "
+                    f"{'omit them: auto detects them' if where else 'set it, or omit them'}"
                 )
             return
         host, _, port = where.rpartition(":")
         if not host or not port.isdecimal():
-            raise UserError(f"--coordinator is HOST:PORT, as in node0:12345, or auto, got {where!r}")
+            raise UserError(f"--coordinator must be HOST:PORT, such as node0:12345, or auto, got {where!r}")
         if number is None or count is None:
-            raise UserError(f"--coordinator {where} needs --process-id and --process-count, too")
+            raise UserError(f"--coordinator {where} also needs --process-id and --process-count")
         if count < 1 or not 0 <= number < count:
             raise UserError(f"--process-id {number} must be from 0 to --process-count {count} - 1")
 
@@ -221,8 +221,8 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) ->
     changed = [f"{k} was {before.get(k)!r}, now {v!r}" for k, v in now.items() if before.get(k) != v]
     if changed:
         raise UserError(
-            f"{where} was made with another configuration: {'; '.join(changed)}. "
-            "Give the old values to resume, a new --run to train beside it, or --resume never to start this run afresh"
+            f"{where} was trained with another configuration: {'; '.join(changed)}. Use the old values to resume, a "
+            "new --run to train a second run, or --resume never to restart this run"
         )
 
 
@@ -231,7 +231,7 @@ def parse(argv: Sequence[str] | None = None, description: str | None = None) -> 
 
     Args:
         argv: the command line; None takes the process's own.
-        description: what the help says; `--help` has parts of it.
+        description: the text of the help; `--help` has parts of it.
 
     Raises:
         SystemExit: the command line does not parse (2), or help was asked for (0).

@@ -11,7 +11,8 @@ import fp8jax
 from experiments.models.moe import ExpertProducts, Norm, Routes, recomputed
 from experiments.models.shape import LlamaConfig
 from fp8jax.core.groups import Groups
-from fp8jax.dist import TokenExchange
+from fp8jax.dist import TokenExchange, TokenGather, expert_collectives
+from fp8jax.dist.collectives import Collective
 from fp8jax.ops.autodiff.residuals import (
     ArrayFacts,
     CotangentFacts,
@@ -74,6 +75,42 @@ class SharedRoutes:
         return self.exchange.dispatch(self.routes.per_row(weights_NxK)[:, None], "fp32")[:, 0]
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["gather"], meta_fields=["wire_format"])
+@dataclasses.dataclass(frozen=True)
+class GatheredRoutes:
+    """Routes to the experts of several devices, each of which gathers the tokens of all.
+
+    Attributes:
+        gather: which tokens are rows of this device's experts.
+        wire_format: of what is gathered, as `fp8jax.dist.TokenGather.dispatch` takes it.
+    """
+
+    gather: TokenGather
+    wire_format: Linear | str
+
+    @property
+    def sizes_E(self) -> jax.Array:
+        """Rows of each expert of this device."""
+        return self.gather.group_sizes
+
+    def permute(self, x_NxD: jax.Array) -> jax.Array:
+        """As of `Routes`."""
+        return self.gather.dispatch(x_NxD, self.wire_format)
+
+    def combine(self, y_RxD: jax.Array) -> jax.Array:
+        """As of `Routes`."""
+        return self.gather.combine(y_RxD, self.wire_format)
+
+    def per_row(self, weights_NxK: jax.Array) -> jax.Array:
+        """As of `Routes`."""
+        return self.gather.dispatch_weights(weights_NxK)
+
+
+def gathers_tokens(devices: int, experts_per_token: int) -> bool:
+    """Whether devices send less if each gathers the tokens of all than if a token goes to each of its experts."""
+    return devices <= experts_per_token
+
+
 @dataclasses.dataclass(frozen=True)
 class RecipeProducts(ExpertProducts):
     """Products by `fp8jax.ragged_dot`, also in 16 bits; kept are codes as the recipe's context says, else arrays.
@@ -86,13 +123,16 @@ class RecipeProducts(ExpertProducts):
     recipe: fp8jax.Recipe
     sharing: ExpertSharing | None = None
 
-    def share(self, routes: Routes) -> Any:
+    def share(self, routes: Routes, experts_NxK: jax.Array) -> Any:
         if self.sharing is None:
             return routes
-        rows = routes.order_R.size
-        capacity = math.ceil(self.sharing.capacity * rows) or None
+        rows, devices = experts_NxK.size, jax.lax.axis_size(AXIS)
+        capacity, wire_format = math.ceil(self.sharing.capacity * rows) or None, self.sharing.wire_format
+        if gathers_tokens(devices, experts_NxK.shape[1]):
+            gather = TokenGather.from_choices(experts_NxK, routes.sizes_E.size, AXIS, capacity=capacity)
+            return GatheredRoutes(gather, wire_format)
         exchange = TokenExchange.from_sizes(routes.sizes_E, AXIS, rows, capacity=capacity)
-        return SharedRoutes(routes, exchange, self.sharing.wire_format)
+        return SharedRoutes(routes, exchange, wire_format)
 
     def multiply(self, x_RxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
         linear = self.recipe.linear
@@ -105,19 +145,25 @@ class RecipeProducts(ExpertProducts):
         weights_R: jax.Array, routes: Routes,
     ) -> jax.Array:  # fmt: skip
         linear = self.recipe.linear
-        if not linear.is_quantized or linear.is_stochastic or type(routes) is not Routes:
+        if not linear.is_quantized or linear.is_stochastic or isinstance(routes, SharedRoutes):
             return super().mlp(x_NxD, tokens, norm, gate_up_ExDx2F, down_ExFxD, weights_R, routes)
         # Codes are made of tokens before they are permuted, and of gate and up where they are multiplied.
-        index_R, groups = routes.order_R // routes.rows_NxK.shape[1], routes.sizes_E
+        groups = routes.sizes_E
         if norm is not None:
             x_NxD = recomputed(_apply_norm, self, x_NxD, tokens, norm)
-        rule = _DecodeTokens(self, x_NxD.dtype), _DecodeTokens.Saved(tokens, norm)
-        facts = ArrayFacts(rule, row_source=(jax.lax.stop_gradient(x_NxD), index_R))
+        if isinstance(routes, GatheredRoutes):
+            x_RxD, facts = routes.gather.dispatch_with_facts(x_NxD, routes.wire_format)
+            combine = routes.combine
+        else:
+            index_R = routes.order_R // routes.rows_NxK.shape[1]
+            rule = _DecodeTokens(self, x_NxD.dtype), _DecodeTokens.Saved(tokens, norm)
+            x_RxD, facts = routes.permute(x_NxD), ArrayFacts(rule, row_source=(jax.lax.stop_gradient(x_NxD), index_R))
+            combine = functools.partial(sum_rows, index=index_R, rows=routes.rows_NxK)
         dot = lambda x, w, facts: fp8jax.ragged_dot(x, w, groups, recipe=linear, input_facts=InputFacts(facts))  # noqa: E731
-        gate_up_Rx2F = dot(routes.permute(x_NxD), gate_up_ExDx2F, facts)
-        row_groups = Groups.from_sizes(groups, index_R.size)
+        gate_up_Rx2F = dot(x_RxD, gate_up_ExDx2F, facts)
+        row_groups = Groups.from_sizes(groups, weights_R.size)
         h_RxF, facts = grouped_glu(gate_up_Rx2F, row_groups, self.recipe, weights=weights_R)
-        return sum_rows(dot(h_RxF, down_ExFxD, facts), index_R, routes.rows_NxK)
+        return combine(dot(h_RxF, down_ExFxD, facts))
 
     def encode(self, x: jax.Array) -> Any:
         spec = self.recipe.context.spec
@@ -155,6 +201,22 @@ class _DecodeTokens:
 
     def backward(self, *_: Any) -> Any:
         raise TypeError("tokens that are decoded are no operation")
+
+
+def exchanged(
+    llama: LlamaConfig, devices: int, wire_format: Linear | str, tokens: int, dtype: str = "bf16", times: int = 1
+) -> list[Collective]:
+    """What a layer's devices send of their tokens, forward and backward, in which tokens travel again.
+
+    Args:
+        tokens: of one device.
+        dtype: of the tokens.
+        times: number of layers.
+    """
+    gathers = gathers_tokens(devices, llama.experts_per_token)
+    kind: Any = "all-gather" if gathers else "ragged-all-to-all"
+    rows = tokens if gathers else tokens * llama.experts_per_token
+    return expert_collectives(rows, llama.dim, devices, wire_format, dtype, kind=kind, times=times, dispatches=2)
 
 
 def check_devices(llama: LlamaConfig, devices: int) -> None:

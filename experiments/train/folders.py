@@ -22,16 +22,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         saved = parse_json(read_text(folder / "config.json"))
         if not isinstance(saved, dict):
-            raise ValueError("no JSON object")
+            raise ValueError("it is not a JSON object")
         return saved
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{folder / 'config.json'} cannot be read ({error}); start afresh with --resume never"
+            f"{folder / 'config.json'} cannot be read ({error}); restart the run with --resume never"
         ) from None
 
 
 def prepare(config: Config, console: Console) -> None:
-    """Makes the run's folder; refuses one of another configuration, moves an old one aside where that is asked for."""
+    """Creates the run's folder. Rejects a folder with another configuration, or moves an old one aside if requested."""
     folder = config.folder
     if config.run.resume == "never" and folder.exists():
         number = 1
@@ -41,8 +41,8 @@ def prepare(config: Config, console: Console) -> None:
             folder.rename(aside)
         except OSError as error:
             raise DiskError(
-                f"{folder} cannot be moved to {aside} ({error.strerror or error}); make {folder.parent} writable, "
-                "or give another --out"
+                f"{folder} cannot be moved to {aside} ({error.strerror or error}); make {folder.parent} writable, or "
+                "use another --out"
             ) from None
         console.print(f"moved the old run to {aside}")
     if has_progress(folder):
@@ -50,7 +50,7 @@ def prepare(config: Config, console: Console) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--run {config.run.run}: cannot make {folder}: {error.strerror}") from None
+        raise UserError(f"--run {config.run.run}: cannot create {folder}: {error.strerror}") from None
 
 
 def get_tokenizer(config: Config, corpus: data.Corpus) -> Tokenizer:

@@ -1,4 +1,5 @@
-"""The model that a recipe trains: how a Llama is written for it, what it computes again, and what its loss holds."""
+"""The model that a recipe trains: the form of the Llama, the operations that are recomputed, and the logits of the
+loss."""
 
 import dataclasses
 from typing import Any
@@ -41,7 +42,7 @@ class Form:
     sharing: ExpertSharing | None = None
 
     def build_plain(self, rngs: nnx.Rngs) -> Llama:
-        """The model as it is written, with no word of 8 bits."""
+        """The original model, without 8-bit code."""
         weights = self.recipe.weights
         # Masters by parts, and scaled ones, which the optimizer keeps, are made of fp32.
         master = weights.master if weights.master in ("fp32", "bf16") else "fp32"
@@ -60,7 +61,7 @@ class Form:
         )
 
     def build(self, rngs: nnx.Rngs, params: Any = None) -> Llama:
-        """The model as it is trained, of these parameters, a nested dict, or of new ones."""
+        """The model for training, with these parameters, a nested dict, or with new ones."""
         model = self.build_plain(rngs)
         if params is not None:
             own = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -76,7 +77,7 @@ class Form:
 
 
 def changes_layers(recipe: fp8jax.Recipe) -> bool:
-    """Whether a recipe changes a model's layers: it has quantized products or says what operations keep."""
+    """Whether a recipe changes a model's layers: it has quantized products, or defines residuals."""
     return bool(recipe.linear.is_quantized) or recipe.context != type(recipe.context)()
 
 

@@ -15,16 +15,16 @@ ESSENTIAL = (
     ("data", "PATH ...", "text files, folders or globs, .jsonl or .parquet; else Python's standard library"),
     ("model", "SIZE", "size of the Llama"),
     ("init", "DIR", "Hugging Face checkpoint to start from, in place of --model"),
-    ("lora_rank", "N", "train adapters of this rank, and hold the base in 8 bits"),
+    ("lora_rank", "N", "train adapters of this rank on an 8-bit base"),
     ("steps", "N", "updates of each recipe"),
     ("batch", "N", "sequences of a step"),
     ("seq_len", "N", "tokens of a sequence"),
     ("lr", "X", "peak learning rate"),
-    ("mesh", "AXES", "devices by axis, such as data=2,fsdp=4; else data parallel over all"),
+    ("mesh", "AXES", "devices by axis, such as data=2,fsdp=4; by default data parallel over all"),
     ("run", "NAME", "name of the run; its files are OUT/RUN"),
     ("out", "DIR", "folder of all runs"),
     ("resume", "auto|never", "never: move an old run of this name aside, and start afresh"),
-    ("verbose", "", "print settings, memory and kernels, too, which are in OUT/RUN/log.txt"),
+    ("verbose", "", "also print settings, memory and kernels, as in OUT/RUN/log.txt"),
 )
 
 

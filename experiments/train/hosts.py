@@ -40,15 +40,15 @@ _NETWORK = re.compile(r"[A-Z_]+: .*(gloo|nccl|coordination service|barrier)", re
 _relayed: subprocess.Popen[str] | None = None
 _ending = threading.Lock()
 _CANNOT = (
-    "{} cannot join the others ({}); give --coordinator HOST:PORT, or auto on a cluster that jax.distributed knows, "
-    "such as Slurm"
+    "{} cannot join the others ({}); set --coordinator HOST:PORT, or use auto on a cluster that jax.distributed "
+    "supports, such as Slurm"
 )
 # Bytes of the message that a process sends to the others.
 _MESSAGE = 1000
 
 
 class Agreed(UserError):
-    """What one process found wrong, as every process raises it."""
+    """An error of one process, which every process raises."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -127,7 +127,7 @@ class _Place(NamedTuple):
 
 
 def _place(settings: Run) -> _Place:
-    """Where a process stands, by its command line or by its cluster."""
+    """The address and number of a process, from its command line or its cluster."""
     if settings.coordinator != "auto":
         assert settings.process_id is not None
         assert settings.process_count is not None
@@ -137,7 +137,7 @@ def _place(settings: Run) -> _Place:
         None, None, None, None, None, settings.patience
     )
     if address is None or processes is None or number is None:
-        raise UserError(_CANNOT.format("--coordinator auto: this process", "there is no cluster"))
+        raise UserError(_CANNOT.format("--coordinator auto: this process", "no cluster was detected"))
     return _Place(address, number, processes, devices)
 
 
@@ -154,7 +154,7 @@ def _relay(place: _Place, silence: int, who: str) -> dict[str, Any]:
     lines = process.stdout
     said, what = (lines.readline().strip() or "error its relay has ended").split(" ", 1)
     if said == "error":
-        raise UserError(f"{who} cannot listen at port {port} ({what}); give another port")
+        raise UserError(f"{who} cannot listen on port {port} ({what}); use another port")
     _relayed = process
 
     def hear() -> None:
@@ -226,8 +226,8 @@ def check_same(values: Mapping[str, Any]) -> None:
         differs = [name for name, a, b in zip(values, every[0], other, strict=True) if (a != b).any()]
         if differs:
             raise Agreed(
-                f"process {process} was started with another {', '.join(differs)} than process 0; start all processes "
-                "with the same command line and the same text, but for --process-id",
+                f"process {process} was started with another {', '.join(differs)} than process 0. Start all processes "
+                "with the same text and the same command line, except for --process-id",
                 UserError.exit_code,
             )
 
@@ -262,7 +262,7 @@ def _silence(settings: Run) -> int:
 
 
 def gone_message(who: str, why: str) -> str:
-    """What a process says that ends because another one has."""
+    """The message of a process that ends because another one has ended."""
     return (
         f"error: {who} ends: another one has ended, or cannot be reached ({why}). Start all again: training goes on "
         "from the newest checkpoint"

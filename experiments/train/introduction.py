@@ -1,4 +1,4 @@
-"""What the training program says of a run before it begins."""
+"""The output of the training program before a run starts."""
 
 import dataclasses
 import platform
@@ -34,7 +34,7 @@ def print_header(
     llama: LlamaConfig,
     num_devices: int,
 ) -> None:
-    """What is trained, on what, and where its files are, in five lines."""
+    """The model, the data and the files of a run, in five lines."""
     kind = jax.devices()[0].device_kind
     kind = "CPU" if kind == "cpu" else kind
     same = " on the same batches" if len(config.recipe) > 1 else ""
@@ -70,7 +70,7 @@ def show_setup(
     devices: jax.sharding.Mesh,
     recipes: Iterable[fp8jax.Recipe],
 ) -> None:
-    """All settings of a run, and what it reads and runs on."""
+    """All settings of a run, its data and its devices."""
     for name, section in (("data", config.data), ("model", config.model), ("optim", config.optim), ("run", config.run)):
         values = {k: v for k, v in dataclasses.asdict(section).items() if v not in (None, "")}
         if name == "model" and config.model.init:
@@ -103,7 +103,7 @@ def show_setup(
 
 
 def show_plan(details: Details, task: Task, abstract: TrainState, base: Any, compiled: Any) -> None:
-    """What the arrays of a step take, by what they are."""
+    """The memory of the arrays of a step, by kind."""
     parameters = count(abstract.params)
     if task.lora is not None:
         held = jax.tree.leaves(base)

@@ -17,8 +17,8 @@ from experiments.files import parse_json, read_text, write_json
 def hold(folder: Path) -> Iterator[None]:
     """Keeps other processes out of a run.
 
-    The system lets go of the lock when this process ends, however it ends: what a killed one leaves blocks nobody. Lock
-    and owner lie beside the folder, which may be moved aside.
+    The system lets go of the lock when this process ends, however it ends: what a killed one leaves blocks nobody. The
+        lock and owner files are next to the folder, because the folder may be moved aside.
 
     Args:
         folder: of the run; its parent must exist.
@@ -33,11 +33,11 @@ def hold(folder: Path) -> Iterator[None]:
         lock.acquire(blocking=False)
     except filelock.Timeout:
         raise BusyError(
-            f"{folder} is being trained by {_read_owner(owner)}. Wait for it, stop it, or give another --run"
+            f"{folder} is being trained by {_read_owner(owner)}. Wait for it, stop it, or use another --run"
         ) from None
     except OSError as error:
         raise DiskError(
-            f"{folder.parent} cannot be written ({error.strerror or error}); make it writable, or give another --out"
+            f"{folder.parent} cannot be written ({error.strerror or error}); make it writable, or use another --out"
         ) from None
     try:
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}

@@ -21,7 +21,7 @@ from experiments.train.task import TrainState
 
 
 class BadStep(Exception):
-    """A loss, gradient or scale was not finite, or the loss jumped. The message names the step and what to try."""
+    """A loss, gradient or scale was not finite, or the loss jumped. The message names the step and possible fixes."""
 
 
 def evaluate(
@@ -179,11 +179,11 @@ class Loop:
     def _leave_out(self, bad: _Dispatched, values: dict[str, Any], state: TrainState) -> tuple[TrainState, bool]:
         """What `_settle` returns after a bad step, which is not in the state.
 
-        Skipping takes the next batch for the same step. Rewinding takes it for the step after the newest checkpoint
+        Skipping uses the next batch for the same step. Rewinding takes it for the step after the newest checkpoint
         (Chowdhery et al., PaLM, 2022, section 5.1).
 
         Raises:
-            BadStep: the policy or its limit says so.
+            BadStep: the policy or its limit requires it.
         """
         policy, most = self.settings.on_bad_step, self.settings.max_bad_steps
         what = f"step {bad.number}: loss {values['loss']}, gradient norm {values['grad_norm']}; {self._reason(values)}"

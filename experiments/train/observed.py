@@ -22,7 +22,7 @@ _MOST_LABELS, _MOST_FAULTS = 48, 5
 
 
 def observed(step: Callable[..., Any]) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
-    """A training step whose metrics have the statistics of its tensors as "telemetry"."""
+    """A training step with the statistics of its tensors as "telemetry" in its metrics."""
     with_telemetry = fp8jax.telemetry(step)
 
     def call(*args: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -46,7 +46,7 @@ def to_row(step: int, found: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Faults:
-    """The faults of a run, each told once."""
+    """The faults of a run, each reported once."""
 
     def __init__(self) -> None:
         self._known: set[tuple[Any, ...]] = set()

@@ -18,7 +18,7 @@ from experiments.train.sections import Optim
 
 
 def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
-    """Clipping by global norm, the recipe's AdamW with decay on matrices only, and what follows bounds of weights.
+    """Clipping by global norm, the recipe's AdamW with decay for matrices only, and tracking of weight bounds.
 
     Returns:
         An optax transformation; for `--release` a `ReleasedOptimizer`.
@@ -41,7 +41,8 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
         if recipe.linear.stateful_strategies or recipe.comm.gradients is not None:
             what = "scalings with a state" if recipe.linear.stateful_strategies else "sums of gradients of its own"
             raise UserError(
-                f"--release {optim.release}: recipe {recipe.name} has {what}; take coat, fast or te_current"
+                f"--release {optim.release}: recipe {recipe.name} has {what}, which is not supported; use coat, fast "
+                "or te_current"
             )
         adamw = make(layer_axes=parallel.stacked)
         return ReleasedOptimizer(make(layer_axes=np.int32(1)), adamw, optim.clip, optim.release == "twice")

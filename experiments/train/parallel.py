@@ -161,8 +161,8 @@ def _check_factors(comm: Comm, mesh: Any) -> None:
     axes = [name for name in meshes.ROWS if mesh.shape.get(name, 1) > 1]
     if comm.auto_scale and (len(axes) > 1 or experts.AXIS in axes):
         raise ValueError(
-            "comm.auto_scale has one factor a parameter; give --mesh one axis, data=N or fsdp=N, or take two "
-            "phases, as the recipe fp8_lm_two_phase does"
+            "comm.auto_scale has one factor per parameter. Use --mesh with one axis, data=N or fsdp=N, or a recipe "
+            "with two phases, such as fp8_lm_two_phase"
         )
 
 

@@ -1,10 +1,10 @@
-"""Between a process of a run and JAX's coordinator: a small program that knows when another process ends.
+"""A small program between a process of a run and JAX's coordinator that detects when another process ends.
 
-XLA ends a process by SIGABRT when its connection to the coordinator breaks, before Python learns of it. So each process
-starts this program (without JAX, which would take seconds) and reaches the coordinator through it. These relays are
-joined in a star around that of process 0, at the run's address. One whose process has ended, or has sent nothing for
-`patience` seconds, leaves the star; each of the others then tells its process so, and keeps that process's connection
-open while it ends by itself. A thread would wait for Python's lock; this waits for nobody.
+XLA ends a process by SIGABRT when its connection to the coordinator breaks, before Python learns of it. Each process
+therefore starts this program (without JAX, which would need seconds) and connects to the coordinator through it. These
+relays are joined in a star around that of process 0, at the run's address. One whose process has ended, or has sent
+nothing for `patience` seconds, leaves the star; each of the others then tells its process so, and keeps that process's
+connection open while it ends by itself. A thread would wait for Python's lock; this waits for nobody.
 
     python relay.py NUMBER HOST PORT SERVICE PATIENCE
 

@@ -1,4 +1,4 @@
-"""Training steps whose layers are updated inside the backward pass: `--release` of `experiments.train`.
+"""Training steps that update layers inside the backward pass: `--release` of `experiments.train`.
 
 Layers run one after the other in a loop, as of `fp8jax.fused_backward`; the embedding, the last norm and the head have
 their gradients and one step, as ever. The state is that of the plain step. Quantized are the layers' products, by the

@@ -1,4 +1,4 @@
-"""What the user sees and keeps: terminal output, metrics.jsonl, TensorBoard events, the table and the loss curves."""
+"""The output for the user: terminal output, metrics.jsonl, TensorBoard events, the table and the loss curves."""
 
 import contextlib
 import io
@@ -40,7 +40,7 @@ def print_text(console: Console, text: str, indent: int = 0, style: str | None =
 
 
 class Details:
-    """What few users look for: a run's log.txt has it, and with --verbose the terminal, too.
+    """Details for few users: they are in a run's log.txt, and with --verbose also in the terminal.
 
     Args:
         console: of the terminal.
@@ -233,12 +233,12 @@ class RunLog:
         routers = "" if balance_loss is None else f" balance {balance_loss:.3f} z {z_loss:.3f}"
         lost = "" if saturated is None else f" saturated {sum(r.get('saturated', 0) for r in shown):.0f}"
         if self._bar:
-            note = f"loss {mean:.3f}{lost}  {speed:,.0f} tokens/s{used}"
+            note = f"mean loss {mean:.3f}{lost}  {speed:,.0f} tokens/s{used}"
             self._bar.update(self._task, completed=step, note=note)
         elif step % self._every == 0 or step == self._steps:
             seconds = (time.monotonic() - self._started) / (step - self._resumed) * (self._steps - step)
             self._console.print(
-                f"step {step}/{self._steps} loss {mean:.3f} tokens/s {speed:.0f}{used} lr {lr:.2e} "
+                f"step {step}/{self._steps} mean_loss {mean:.3f} tokens/s {speed:.0f}{used} lr {lr:.2e} "
                 f"grad_norm {grad_norm:.2f}{routers}{lost} left {clock(seconds)} recipe {self._recipe}"
             )
 

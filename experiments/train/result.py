@@ -14,7 +14,7 @@ RECENT = 50
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What is known of a finished recipe; result.json holds it.
+    """The result of a finished recipe, which is stored in result.json.
 
     Attributes:
         recipe: its name.
@@ -38,7 +38,7 @@ class Result:
 
 
 def read_result(path: Path) -> tuple[Result, dict[str, Any]]:
-    """What result.json holds: the result, and the configuration that it is of.
+    """The content of result.json: the result and its configuration.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
@@ -46,20 +46,20 @@ def read_result(path: Path) -> tuple[Result, dict[str, Any]]:
     """
     saved = parse_json(read_text(path))
     if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
-        raise ValueError("no configuration in it")
+        raise ValueError("it contains no configuration")
     fields = saved.get("result")
     if not isinstance(fields, dict) or set(fields) != {field.name for field in dataclasses.fields(Result)}:
-        raise ValueError("not the fields of a result")
+        raise ValueError("it does not have the fields of a result")
     state_bytes = fields["state_bytes"]
     counts: dict[str, Any] = state_bytes if isinstance(state_bytes, dict) else {"state_bytes": state_bytes}
     counts = {name: fields[name] for name in ("steps", "parameters")} | {"mu": None, "nu": None} | counts
     for name, value in counts.items():
         if type(value) is not int or value < 0:
-            raise ValueError(f"{name} is {value!r}, not a number of them")
+            raise ValueError(f"{name} is {value!r}, not a count")
     for name in ("train_loss", "valid_loss", "tokens_per_s"):
         if type(fields[name]) not in (int, float) or not math.isfinite(fields[name]):
-            raise ValueError(f"{name} is {fields[name]!r}, no finite number")
+            raise ValueError(f"{name} is {fields[name]!r}, not a finite number")
     for name in ("recipe", "text"):
         if not isinstance(fields[name], str):
-            raise ValueError(f"{name} is {fields[name]!r}, no text")
+            raise ValueError(f"{name} is {fields[name]!r}, not a text")
     return Result(**fields), saved["config"]

@@ -1,8 +1,8 @@
 """The sections of the training program's configuration: frozen dataclasses, a command line's options each.
 
-The section that a field stands in says what changing it means. `Data`, `Model`, `Optim` and `Lora` (and the recipe and
-the seed) change the mathematics: a checkpoint made with other values is refused. `Run` only says where, how often and
-how long the program reports: it may change between a start and its resumption.
+The section of a field determines the effect of a change. `Data`, `Model`, `Optim` and `Lora` (and the recipe and the
+seed) change the mathematics: a checkpoint made with other values is refused. `Run` only says where, how often and how
+long the program reports: it may change between a start and its resumption.
 """
 
 import dataclasses
@@ -53,55 +53,55 @@ def check_ranges(section: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Text and how it is cut."""
+    """The text and how it is split into sequences."""
 
     data: tuple[str, ...] = ()
-    """Files, folders and globs of UTF-8 text, or of .jsonl or .parquet, with a text or a conversation ("messages") in a
-    line or row; these are packed, and do not see each other. None: the sources and docs of Python's own standard
-    library."""
+    """Files, folders and globs of UTF-8 text, or of .jsonl or .parquet with one text or conversation ("messages") per
+    line or row. Texts of these are packed into rows and attend only to themselves. None: the sources and docs of
+    Python's standard library."""
     field: str = "text"
-    """Field of a line or row that holds its text."""
+    """Field of a line or row that contains its text."""
     tokenizer: Literal["bytes", "bpe"] = "bytes"
-    """Bytes, or byte-pair encoding trained on the training split and saved with the run."""
+    """Bytes, or byte-pair encoding, trained on the training split and saved with the run."""
     vocab: int = 4096
-    """Vocabulary of the byte-pair encoding; bytes always have 256."""
+    """Vocabulary size of the byte-pair encoding; for bytes it is always 256."""
     seq_len: Count = 256
     """Tokens of one sequence."""
     batch: Count = 8
     """Sequences of one step."""
     valid_fraction: Annotated[float, Range("between 0 and 1", lambda x: 0 < x < 1)] = 0.05
-    """Share of the text that is kept back for validation."""
+    """Share of the text that is held out for validation."""
     eval_batches: Count = 16
-    """Most validation batches of one evaluation; the same for all recipes of a run."""
+    """Largest number of validation batches per evaluation; the same for all recipes of a run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Which Llama. Numbers given here replace the size's own."""
+    """The model. Numbers given here replace those of the size."""
 
     init: str = ""
     """Folder of a Hugging Face checkpoint to start from, or its name in the local cache: with its shape, tokenizer and
-    template of conversations, of which answers are learned."""
+    chat template. Only answers count in the loss."""
     model: Annotated[str, tyro.conf.arg(help=f"A size: {', '.join(sizes.NAMES)}.")] = "5m"
     layers: int | None = None
-    """Blocks, one after the other."""
+    """Number of blocks."""
     dim: int | None = None
     """Width of the residual stream."""
     heads: int | None = None
-    """Attention heads; they share the width."""
+    """Attention heads; their number divides the width."""
     kv_heads: int | None = None
-    """Heads of keys and values; they divide --heads."""
+    """Key and value heads; their number divides --heads."""
     mlp_dim: int | None = None
-    """Width of the MLP's hidden layer, of each expert."""
+    """Width of the hidden layer of the MLP, or of each expert."""
     experts: int | None = None
     """Experts of a layer."""
     experts_per_token: int | None = None
-    """How many of them compute a token."""
+    """Number of experts that process a token."""
     tied: bool = False
-    """Use the embedding table as output head too."""
+    """Also use the embedding table as output head."""
 
     def shape(self, vocab: int) -> LlamaConfig:
-        """The Llama that this section asks for.
+        """The model configuration of this section.
 
         Raises:
             UserError: unknown size, or an impossible shape.
@@ -124,20 +124,20 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
-    """AdamW with a linear warm-up and a schedule. The recipe says how its state is stored."""
+    """AdamW with a linear warmup and a schedule. The recipe determines the storage of its state."""
 
     steps: Count = 200
-    """Updates of each recipe."""
+    """Training steps of each recipe."""
     lr: Positive = 1e-3
     """Peak learning rate."""
     final_lr: Annotated[float, Range("a share of --lr, from 0 to 1", lambda x: 0 <= x <= 1)] = 0.1
-    """Learning rate that the schedule ends at, after the last step, as a share of the peak; not of constant."""
+    """Learning rate after the last step, as a share of the peak; not used by constant."""
     warmup: CountOrZero = 20
-    """Steps of the warm-up."""
+    """Warmup steps."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """After the warm-up; wsd (warm-up, stable, decay) is constant, and falls linearly at the end."""
+    """Schedule after the warmup; wsd (warmup, stable, decay) is constant, with a linear decay at the end."""
     decay: Annotated[float, Range("a share of --steps, above 0 and at most 1", lambda x: 0 < x <= 1)] = 0.2
-    """Share of the steps, the last ones, in which wsd falls."""
+    """Share of the steps, at the end, in which wsd decays."""
     b1: BelowOne = 0.9
     """Decay of the first moment."""
     b2: BelowOne = 0.95
@@ -145,59 +145,59 @@ class Optim:
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NotNegative = 0.1
-    """Applied to matrices, not to norms."""
+    """Weight decay, applied to matrices, not to norms."""
     clip: Positive = 1.0
     """Largest global norm of the gradient."""
     balance_coefficient: NotNegative = 0.001
-    """Of the load-balancing loss of routers, which is added to the loss (Switch Transformer, eq. 4)."""
+    """Coefficient of the load-balancing loss of routers (Switch Transformer, eq. 4)."""
     z_coefficient: NotNegative = 0.001
-    """Of the z-loss of routers, which is added to the loss (ST-MoE, eq. 5)."""
+    """Coefficient of the z-loss of routers (ST-MoE, eq. 5)."""
     microbatches: Count = 1
-    """Parts that a batch is computed in, one after the other, to save memory; their gradients are averaged."""
+    """Number of microbatches per batch, processed one after the other to save memory; their gradients are averaged."""
     master: str = ""
-    """Master weights in place of the recipes' own: fp32, bf16+stochastic, or in parts, bf16+int8 (24 bits) or
-    bf16+int16 (32), of which the model computes with the first."""
+    """Master weights, instead of those of the recipes: fp32, bf16+stochastic, or split ones, bf16+int8 (24 bits) or
+    bf16+int16 (32 bits). The model computes with the bf16 part."""
     head: Literal["", "fp8"] = ""
-    """Products of the output head in FP8, of all recipes: with `coat` and 128,256 entries a step of 1b takes 0.9 of its
-    time on an H100 (results/pages/step_vocab.md), and codes move each logit a little. Losses of training and validation
-    have it, `evaluate` and `generate` a head in 16 bits. Empty: as the recipes have it, in 16 bits."""
+    """Compute the output head in FP8, for all recipes. With `coat` and 128,256 entries, a step of 1b takes 0.9 of its
+    time on an H100 (results/pages/step_vocab.md), and each logit changes a little. Training and validation losses use
+    this head; `evaluate` and `generate` use 16 bits. Empty: the head of the recipes, in 16 bits."""
     release: Literal["", "previous", "twice"] = ""
-    """Update each layer inside the backward pass, so that gradients of one are held and not of all; steps are taken
-    whatever the loss. Clipped by each layer's share of the previous step's norm; or twice: by the norm of a backward
-    pass before it."""
+    """Update each layer inside the backward pass, so that only the gradients of one layer are in memory. Steps are
+    applied for any loss. previous: clip each layer to its share of the previous step's norm. twice: clip by the norm of
+    an additional backward pass."""
 
     @property
     def decay_start(self) -> int:
-        """The step from which wsd falls."""
+        """The first step of the decay of wsd."""
         return self.steps - round(self.decay * self.steps)
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters on weights that are not trained. Without a rank all weights are trained."""
+    """Low-rank adapters on frozen weights. With rank 0, all weights are trained."""
 
     lora_rank: CountOrZero = 0
-    """Rank of the adapters of linear layers, which alone are trained and saved; 0 for none."""
+    """Rank of the adapters of linear layers. Only adapters are trained and saved. 0 for none."""
     lora_alpha: Positive = 16.0
-    """What adapters add is multiplied by alpha / rank."""
+    """The adapters' contribution is multiplied by alpha / rank."""
     lora_dropout: BelowOne = 0.0
-    """Share of the inputs of adapters that are dropped in training."""
+    """Dropout rate for the inputs of adapters in training."""
     lora_targets: str = ".*"
-    """Regular expression of whole paths of layers with an adapter, such as "layers/attention/(q|v)"."""
+    """Regular expression for the whole path of layers with an adapter, such as "layers/attention/(q|v)"."""
     base: str = "e4m3"
-    """What weights of linear layers are held in: bf16, or codes of a byte each, under scales of tensors, outputs,
-    blocks or groups along the contraction: e4m3, e4m3:token, e4m3:block128, e4m3:group128, int8, int8:block128."""
+    """Storage of frozen weights of linear layers: bf16, or one-byte codes with scales per tensor, output, block or
+    group along the contraction: e4m3, e4m3:token, e4m3:block128, e4m3:group128, int8, int8:block128."""
 
     def validate(self) -> None:
         """Raises UserError that names the first impossible value and the fix."""
         check_ranges(self)
         if not self.lora_rank and self != Lora():
             changed = [k for k, v in dataclasses.asdict(self).items() if v != getattr(Lora, k)]
-            raise UserError(f"{flag(changed[0])} is for adapters: give --lora-rank, too, such as 16")
+            raise UserError(f"{flag(changed[0])} requires adapters; also set --lora-rank, such as 16")
         try:
             re.compile(self.lora_targets)
         except re.error as error:
-            raise UserError(f"--lora-targets {self.lora_targets!r} is no regular expression: {error}") from None
+            raise UserError(f"--lora-targets {self.lora_targets!r} is not a regular expression: {error}") from None
         if self.base == "bf16":
             return
         try:
@@ -205,75 +205,79 @@ class Lora:
         except ValueError as error:
             raise UserError(f"--base: {error}") from None
         if fp8jax.formats.get(spec.format).bits != 8 or spec.rounding != "nearest":
-            raise UserError(f"--base has 8-bit codes rounded to nearest, or is bf16, not {self.base}")
+            raise UserError(f"--base must be bf16, or an 8-bit spec that rounds to nearest, got {self.base}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Where the run lives and how it reports."""
+    """The files of the run and its reports."""
 
     run: str = "train"
-    """Name of the run: its files are OUT/RUN."""
+    """Name of the run; its files are in OUT/RUN."""
     out: Path = Path("runs")
     """Folder of all runs."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the newest checkpoint, if any. never: move an old run of this name aside and start afresh."""
+    """auto: continue from the newest checkpoint, if any. never: move an old run of this name aside and start a new
+    one."""
     log_every: Count = 10
-    """Steps between lines of progress."""
+    """Steps between progress lines."""
     checkpoint_every: Count = 50
-    """Steps between checkpoints; there is one after the last step, too."""
+    """Steps between checkpoints; the last step also writes one."""
     keep: Count = 2
-    """Newest checkpoints that stay on disk."""
+    """Number of newest checkpoints to keep on disk."""
     eval_every: Count = 50
-    """Steps between validations; there is one after the last step, too."""
+    """Steps between validations; there is also one after the last step."""
     sample_tokens: CountOrZero = 160
-    """Length of the text that the trained model writes at the end, its prompt included; 0 for none."""
+    """Length of the sample that the trained model generates at the end, including the prompt; 0 for none."""
     mesh: str = ""
-    """Devices by axis, as data=2,fsdp=4: both split the batch, fsdp parameters and moments, too. Those along tensor
-    share sequences: each computes some of a layer's heads and channels, and holds their parameters. Those along expert
-    split the batch, and each holds some of the experts. Empty: data parallel over all of them, or over as many as
-    divide a microbatch. Several processes use all of theirs."""
+    """Devices by axis, such as data=2,fsdp=4. Both axes split the batch; fsdp also shards parameters and moments.
+    Devices along tensor work on the same sequences: each computes a part of the heads and channels of a layer, and
+    stores their parameters. Devices along expert split the batch, and each stores a part of the experts. Empty: data
+    parallel over all devices, or over as many as divide a microbatch. Several processes use all of their devices."""
     expert_capacity: Annotated[float, Range("at least 1, or 0", lambda x: x == 0 or 1 <= x < inf)] = 0.0
-    """With --mesh expert=N: rows of tokens that a device has room for, in multiples of those that it sends. No row is
-    dropped: where more arrive, the loss is NaN and training stops. 0: room for the rows of all N devices."""
+    """With --mesh expert=N: the number of token rows that a device can receive, as a multiple of the rows that it
+    sends. No row is dropped: if more arrive, the loss is NaN and training stops. 0: space for the rows of all N
+    devices."""
     partition: Literal["", "tensors", "slices"] = ""
-    """How devices along data, which have the same parameters, share what the optimizer holds (ZeRO's first stage):
-    whole tensors, each layer's on one device, or slices of each. Empty: all have all of it."""
+    """How the optimizer state is sharded over devices along data, which have the same parameters (ZeRO stage 1): whole
+    tensors, with each layer's state on one device, or slices of each tensor. Empty: no sharding."""
     remat: Literal["auto", "none", "products", "blocks"] = "auto"
-    """What the backward pass computes again: nothing, all of a block but its products and attention, or whole blocks.
-    auto: products on a GPU where neither the recipe's contexts save operations nor kernels write what layers read, else
-    none."""
+    """What the backward pass recomputes: nothing, everything in a block except matmuls and attention (products), or
+    whole blocks. auto: products on a GPU if neither the recipe's contexts save operations nor kernels write the inputs
+    of layers; none otherwise."""
     logits: Literal["auto", "whole", "chunked"] = "auto"
-    """Logits of all tokens of a microbatch at once, or of a chunk of tokens at a time, which takes less memory.
-    auto: chunked where a device would have more than 2 GiB of them in fp32, as of 16,384 tokens and 32,768 entries."""
+    """Compute the logits of all tokens of a microbatch at once, or in chunks of tokens, which needs less memory. auto:
+    chunked if a device would have more than 2 GiB of fp32 logits, such as for 16,384 tokens and 32,768 entries."""
     unroll: Annotated[int | None, Range("at least 1", lambda n: n >= 1)] = None
-    """Layers in one turn of the loop over them: more run faster on a GPU and take longer to compile.
-    None: all on a GPU, else one."""
+    """Unrolled layers per iteration of the loop over layers. More are faster on a GPU, but need more time to compile.
+    None: all on a GPU, one elsewhere."""
     profile: CountOrZero = 0
-    """Steps to trace, after the first two, to OUT/RUN/RECIPE/profile, for TensorBoard or Perfetto; 0 for none."""
+    """Number of steps to trace, after the first two, to OUT/RUN/RECIPE/profile, for TensorBoard or Perfetto; 0 for
+    none."""
     telemetry: CountOrZero = 0
-    """Steps between those whose tensors are observed, the first one included: SNR, saturation and more by layer and
-    operand, as rows of metrics.jsonl and as heat maps, OUT/RUN/RECIPE/telemetry_ROLE.png; 0 for none."""
+    """Steps between observations of tensors, starting with the first step: SNR, saturation and more by layer and
+    operand, in metrics.jsonl and as heat maps, OUT/RUN/RECIPE/telemetry_ROLE.png; 0 for none."""
     on_bad_step: Literal["stop", "skip", "rewind"] = "stop"
-    """After a step whose loss, gradients or scales are not finite, or whose loss jumps. skip: leave its batch out.
-    rewind: go back to the newest checkpoint, and on with the batch after the bad one."""
+    """Action after a bad step: its loss, gradients or scales are not finite, or its loss jumps. skip: skip its batch.
+    rewind: return to the newest checkpoint and continue with the batch after the bad one."""
     max_bad_steps: Count = 10
-    """With skip, most bad steps in a row; with rewind, in the whole run. One more stops it."""
+    """Largest number of bad steps: with skip, in a row; with rewind, in the whole run. One more stops the run."""
     max_loss_jump: NotNegative = 0.0
-    """A loss jumps if it is so many spreads above the median of the last 128 (6 is usual); 0 looks for no jumps."""
+    """A loss jumps if it is more than this many spreads above the median of the last 128 losses (6 is usual); 0
+    disables the check."""
     verbose: bool = False
-    """Print what OUT/RUN/log.txt has, too: settings, what each array is stored in, memory, kernels."""
+    """Also print the content of OUT/RUN/log.txt: settings, storage of each array, memory, kernels."""
     wandb: str = ""
-    """Project of Weights & Biases to log to as well, where its package is installed."""
+    """Weights & Biases project for additional logging; needs the package wandb."""
     coordinator: str = ""
-    """HOST:PORT of process 0, where several processes train together, on one host or several; each is given the same
-    command line but for --process-id, and sees the same --out. auto: what jax.distributed finds (Slurm, Open MPI)."""
+    """HOST:PORT of process 0, if several processes train together, on one or several hosts. All have the same command
+    line except for --process-id, and the same --out. auto: detected by jax.distributed (Slurm, Open MPI)."""
     process_id: int | None = None
     """Number of this process, from 0."""
     process_count: int | None = None
-    """How many processes there are."""
+    """Number of processes."""
     patience: Count = 120
-    """Seconds that processes wait for each other at the start, and until one that is silent counts as gone."""
+    """Seconds that processes wait for each other at the start, and after which a silent process counts as dead."""
 
 
 def flag(field: str) -> str:

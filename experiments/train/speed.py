@@ -1,4 +1,4 @@
-"""How fast a run is beside what its GPUs could do, and traces of its steps."""
+"""The speed of a run relative to the peak of its GPUs, and traces of its steps."""
 
 from pathlib import Path
 from types import TracebackType
@@ -56,7 +56,7 @@ def operations(llama: LlamaConfig, params: Any, base: Any, length: int) -> float
 
 
 def share_of_peak(llama: LlamaConfig, params: Any, base: Any, length: int, devices: int) -> float | None:
-    """What part of the devices' peak in bf16 one token a second is; None where that is not known."""
+    """The share of the devices' bf16 peak that one token per second uses; None if it is unknown."""
     one = peak(jax.devices()[0].device_kind)
     return None if one is None else operations(llama, params, base, length) / (one * devices)
 

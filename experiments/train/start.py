@@ -1,4 +1,4 @@
-"""What training starts from: devices, texts, and a checkpoint of Hugging Face with `--init`, its shape and weights.
+"""The start of training: devices, texts, and a Hugging Face checkpoint with `--init`, its shape and weights.
 
 `experiments.hub` reads it; without `--init` nothing of it is imported.
 """
@@ -53,7 +53,7 @@ class CheckpointTokenizer:
         return str(self.model.decode(list(map(int, ids))))
 
     def document(self, ids: Sequence[int]) -> Document:
-        """A whole text, all of which is to be learned, with what begins and ends it."""
+        """A whole text with its start and end tokens; all of it counts in the loss."""
         whole = [*([] if self.begins is None else [self.begins]), *ids, *([] if self.ends is None else [self.ends])]
         return Document(np.array(whole, np.int32), np.ones(len(whole), np.int8))
 
@@ -99,7 +99,9 @@ def shape(config: Config, vocab: int = 256) -> LlamaConfig:
         return _check_experts(config, config.model.shape(vocab))
     llama = _shape_of(resolve(config))
     if llama.learned_positions:
-        raise UserError(f"--init {config.model.init}: documents are packed, and this model has learned positions")
+        raise UserError(
+            f"--init {config.model.init}: packed documents need rotary positions, but this model has learned positions"
+        )
     return _check_experts(config, llama)
 
 
@@ -111,17 +113,20 @@ def _shape_of(folder: Path) -> LlamaConfig:
 def _check_experts(config: Config, llama: LlamaConfig) -> LlamaConfig:
     """The shape; raises UserError for settings that its experts, or a model without them, do not have."""
     if llama.experts and config.lora.lora_rank:
-        raise UserError(f"--lora-rank {config.lora.lora_rank}: experts have no adapters; train all weights, without it")
+        raise UserError(
+            f"--lora-rank {config.lora.lora_rank}: adapters for experts are not supported; omit --lora-rank to train "
+            "all weights"
+        )
     if llama.experts and config.optim.release:
-        raise UserError(f"--release {config.optim.release}: it leaves out the losses of routers; leave out --release")
+        raise UserError(f"--release {config.optim.release}: router losses are not supported; omit --release")
     for name in () if llama.experts else ("balance_coefficient", "z_coefficient"):
         if getattr(config.optim, name) != getattr(Optim, name):
-            raise UserError(f"{flag(name)} is for models with experts: leave it out, or take --model moe-50m")
+            raise UserError(f"{flag(name)} requires a model with experts; omit it, or use --model moe-50m")
     return llama
 
 
 def params(config: Config, mesh: jax.sharding.Mesh | None) -> Any:
-    """The parameters of the checkpoint, as they are stored; None without one.
+    """The stored parameters of the checkpoint; None without one.
 
     Of a base in 8 bits, weights that are stored in 8 bits are `FrozenWeight`s.
 
@@ -196,7 +201,7 @@ def encode(config: Config, corpus: data.Corpus, spelled: Tokenizer) -> data.Toke
     documents = [_whole(text, spelled) for text in corpus.train]
     if talks:
         if not isinstance(spelled, CheckpointTokenizer):
-            raise UserError(f"{talks[0].where}: conversations need the template of a checkpoint: give --init")
+            raise UserError(f"{talks[0].where}: conversations need the chat template of a checkpoint; set --init")
         template = chat.Template(spelled.folder)
         documents += [conversation(record, template, spelled.model) for record in talks]
     sizes = config.data

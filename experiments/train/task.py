@@ -129,7 +129,7 @@ class Task:
 
     @property
     def _takes_chunks(self) -> bool:
-        """Whether the loss takes logits a chunk of tokens at a time."""
+        """Whether the loss computes logits in chunks of tokens."""
         return self.chunked or self.recipe.head.is_quantized
 
     def init(self, params: Any = None) -> TrainState:
@@ -162,10 +162,10 @@ class Task:
         )
 
     def base(self, params: Any = None) -> Any:
-        """The weights that are not trained, a nested dict, empty without adapters: what `step` takes.
+        """The frozen weights, a nested dict, empty without adapters: what `step` takes.
 
         Args:
-            params: of a model of this shape without adapters; None takes those of the seed. Of a `FrozenWeight` in it
+            params: of a model of this shape without adapters; None uses those of the seed. Of a `FrozenWeight` in it
                 the codes are the base's, as they are.
 
         Raises:
@@ -189,7 +189,7 @@ class Task:
         return whole
 
     def model(self, params: Any, model_state: Any) -> Llama:
-        """The model as it is evaluated: it changes no state."""
+        """The model for evaluation, which changes no state."""
         model = nnx.merge(self.graphdef, params, model_state)
         model.eval()
         return model
@@ -344,7 +344,7 @@ class Task:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """`step` with layers that are updated inside the backward pass, whether all is finite or not."""
         if self.rows is not None and self.rows.mesh.shape[tensor.AXIS] > 1:
-            raise ValueError("gradients are summed over tensor after the backward pass: leave out --release")
+            raise ValueError("gradients are summed over the tensor axis after the backward pass; omit --release")
         form = dataclasses.replace(self._form, remat=False)
         parts: Any = nnx.split(nnx.eval_shape(lambda: form.build_plain(nnx.Rngs(0))), nnx.Param, ...)
         graphdef, _, others = parts

@@ -83,14 +83,18 @@ def of_heads(llama: LlamaConfig, devices: int) -> LlamaConfig:
 def check(llama: LlamaConfig, devices: int) -> None:
     """Raises ValueError that names what the devices cannot share, and the fix."""
     if llama.experts:
-        raise ValueError(f"{devices} devices along tensor do not share experts: take fsdp={devices}, or data={devices}")
+        raise ValueError(
+            f"{devices} devices along tensor are not supported for experts; use fsdp={devices} or data={devices}"
+        )
     for name, what in (("heads", "query heads"), ("kv_heads", "key and value heads"), ("mlp_dim", "MLP channels")):
         size = getattr(llama, name)
         if size % devices:
             fits = [n for n in range(1, size + 1) if size % n == 0]
-            raise ValueError(f"{devices} devices along tensor do not divide {size} {what}; tensor may be {fits}")
+            raise ValueError(
+                f"{devices} devices along tensor do not divide {size} {what}; use tensor with one of {fits}"
+            )
     if llama.qk_norm == "width":
-        raise ValueError("a norm over the channels of all heads (qk_norm 'width') is not shared: take tensor=1")
+        raise ValueError("a norm over the channels of all heads (qk_norm 'width') cannot be sharded; use tensor=1")
 
 
 def check_base(llama: LlamaConfig, base: str, devices: int) -> None:
@@ -104,8 +108,8 @@ def check_base(llama: LlamaConfig, base: str, devices: int) -> None:
     for what, size in (inputs | outputs).items():
         if size > unit and (size // devices) % unit:
             raise ValueError(
-                f"{devices} devices along tensor have {size // devices} of {size} {what} each, which ends within a "
-                f"group of {unit} of --base {spec}; take --base {spec.format}, or another tensor"
+                f"{devices} devices along tensor have {size // devices} of {size} {what} each, not a multiple of the "
+                f"group of {unit} of --base {spec}. Use --base {spec.format}, or another size of tensor"
             )
 
 
@@ -119,8 +123,8 @@ def check_tokens(recipe: fp8jax.Recipe, devices: int, tokens: int) -> None:
     if tokens % (devices * unit):
         blocks = f", in blocks of {unit} with recipe {recipe.name}" if unit > 1 else ""
         raise ValueError(
-            f"{devices} devices along tensor do not divide the {tokens} tokens of a replica{blocks}; give sequences "
-            f"whose tokens are multiples of {devices * unit}"
+            f"{devices} devices along tensor do not divide the {tokens} tokens of a replica{blocks}; use a multiple "
+            f"of {devices * unit} tokens"
         )
 
 

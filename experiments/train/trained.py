@@ -29,7 +29,7 @@ class Trained:
         recipe: it was trained with.
         task: its program in training.
         params: parameters as the model computes with them, in the format that is held.
-        model_state: what the model has besides.
+        model_state: further state of the model.
         step: of the checkpoint.
         tokenizer: of the run.
         weights: the master weights, which may be more exact than the parameters; None: these.
@@ -66,7 +66,7 @@ def load(folder: Path, name: str) -> Trained:
     except ValueError as error:
         raise UserError(f"--recipe: {error}") from None
     if not (folder / "config.json").is_file():
-        raise UserError(f"--run {folder}: no run of experiments.train is there (config.json is missing)")
+        raise UserError(f"--run {folder}: there is no run of experiments.train (config.json is missing)")
     here = sorted(p.parent.name for p in folder.glob("*/checkpoints") if any(x.name.isdigit() for x in p.iterdir()))
     if name not in here:
         raise UserError(f"--recipe {name}: {folder} has checkpoints of {', '.join(here) or 'no recipe'}")
@@ -92,7 +92,7 @@ def load(folder: Path, name: str) -> Trained:
             check_same(saved, {k: v for k, v in now.items() if k in saved}, checkpoints.folder / str(step))
             state, _ = checkpoints.restore(step, jax.eval_shape(task.init))
         except DamagedError as error:
-            raise UserError(f"{error}. Move that folder away to evaluate the checkpoint before it") from None
+            raise UserError(f"{error}. Move this folder away to evaluate the previous checkpoint") from None
     if lora is None:
         weights = jax.jit(fp8jax.master_weights)(state.opt_state, state.params)
         return Trained(config, recipe, task, state.params, state.model_state, step, tokenizer, weights)

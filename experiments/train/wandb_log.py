@@ -16,12 +16,12 @@ def check(project: str) -> None:
         try:
             importlib.import_module("wandb")
         except ModuleNotFoundError:
-            raise UserError(f"--wandb {project} needs the package wandb: pip install wandb; or leave it out") from None
+            raise UserError(f"--wandb {project} needs the package wandb: pip install wandb; or omit it") from None
 
 
 @contextlib.contextmanager
 def rows(project: str, folder: Path, settings: Mapping[str, Any]) -> Iterator[Callable[[dict[str, Any]], None] | None]:
-    """What logs a row of a recipe's run, which goes on where it is resumed; None without a project.
+    """A function that logs a row of a recipe's run, which continues if it is resumed; None without a project.
 
     Args:
         project: name of the project, or "".

@@ -19,25 +19,25 @@ from jax.interpreters import ad, batching, mlir
 Tree = TypeVar("Tree")
 
 # `checkpoint_name` of a guard. If a policy of `jax.checkpoint` does not save it, its inputs appear to be read again.
-GUARD_NAME = "fp8jax_token"
+GUARD_NAME = "fp8jax_guard"
 
 CAST_TO_CODES_ERROR = (
-    "a gradient through 8-bit codes would be 0: the cast to codes was differentiated, or an operation in 8 bits twice. "
-    "Take fp8jax.save_quantized(x, name), whose gradient passes to x, or fp8jax.linear for a product, once; or "
-    "jax.lax.stop_gradient(x) where no gradient is wanted"
+    "a gradient through 8-bit codes would be 0: the cast to codes was differentiated, or an 8-bit operation was "
+    "differentiated twice. Use fp8jax.save_quantized(x, name), which passes the gradient to x, or fp8jax.linear, "
+    "which can be differentiated once. Use jax.lax.stop_gradient(x) if you need no gradient"
 )
 CAST_FROM_CODES_ERROR = (
     "a gradient with respect to FP8 codes would itself be FP8, and NaN beyond its range: the cast from codes was "
-    "differentiated. Differentiate with respect to the values that q.dequantize() returns"
+    "differentiated. Differentiate with respect to the result of q.dequantize()"
 )
 SECOND_DERIVATIVE_ERROR = (
-    "{} computes or saves in 8 bits and was differentiated twice: the gradient of its gradient would be 0. Give this "
-    "part of the model recipe 'bf16', or differentiate it once: jax.lax.stop_gradient around an inner gradient makes "
-    "it a constant for the outer one, as first-order MAML does"
+    "{} computes or saves in 8 bits and was differentiated twice: the gradient of its gradient would be 0. Use the "
+    "recipe 'bf16' for this part of the model, or differentiate it once. For first-order methods such as first-order "
+    "MAML, apply jax.lax.stop_gradient to the inner gradient"
 )
 FORWARD_MODE_ERROR = (
-    "{} has a derivative in reverse mode only; jax.jvp, jax.linearize, jax.jacfwd and jax.hessian go forward. Take "
-    "jax.grad, jax.vjp or jax.jacrev, or leave this part of the model as it is written"
+    "{} supports reverse-mode differentiation only, but jax.jvp, jax.linearize, jax.jacfwd and jax.hessian use "
+    "forward mode. Use jax.grad, jax.vjp or jax.jacrev, or do not quantize this part of the model"
 )
 
 
@@ -116,7 +116,7 @@ def _leading_operands(*operands: Any, count: int, **_: Any) -> list[Any]:
 
 
 # Returns its first `count` operands; differentiating any operand is an error.
-_error_if_differentiated_p = Primitive("fp8jax_refused")
+_error_if_differentiated_p = Primitive("fp8jax_error_if_differentiated")
 _error_if_differentiated_p.multiple_results = True
 _error_if_differentiated_p.def_abstract_eval(_leading_operands)
 _error_if_differentiated_p.def_impl(_leading_operands)
@@ -129,9 +129,12 @@ batching.primitive_batchers[_error_if_differentiated_p] = lambda operands, dims,
 )
 ad.primitive_jvps[_error_if_differentiated_p] = _raise_value_error
 
-# `fp8jax_once` returns its first operands. `fp8jax_lost` stands for its tangent: a linear map, known only to be
-# non-zero.
-_differentiable_once_p, _forbidden_tangent_p = Primitive("fp8jax_once"), Primitive("fp8jax_lost")
+# `fp8jax_differentiable_once` returns its first operands. `fp8jax_forbidden_tangent` stands for its tangent: a linear
+# map, known only to be non-zero.
+_differentiable_once_p, _forbidden_tangent_p = (
+    Primitive("fp8jax_differentiable_once"),
+    Primitive("fp8jax_forbidden_tangent"),
+)
 for _primitive in (_differentiable_once_p, _forbidden_tangent_p):
     _primitive.multiple_results = True
     _primitive.def_abstract_eval(_leading_operands)
@@ -163,10 +166,12 @@ def check_differentiable_dtypes(name: str, result: Array, *inputs: Array | None)
         return result
     for x in inputs:
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} takes arrays of a floating dtype, not {x.dtype}{list(x.shape)}: cast it to bf16")
+            raise TypeError(
+                f"{name} expects arrays with a floating-point dtype, got {x.dtype}{list(x.shape)}; cast it to bfloat16"
+            )
     names = ", ".join(sorted({str(dtype) for dtype in dtypes}))
     reason = (
-        f"{name} was differentiated in {names}: gradients in 8 bits would be 0 or NaN. Cast to bf16; to save a value "
-        "in 8 bits and pass its gradient take fp8jax.save_quantized(x, name)"
+        f"{name} was differentiated in {names}: gradients in 8 bits would be 0 or NaN. Cast to bfloat16. To save a "
+        "value in 8 bits and pass its gradient, use fp8jax.save_quantized(x, name)"
     )
     return error_if_differentiated(reason, result, inputs)

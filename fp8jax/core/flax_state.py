@@ -26,8 +26,8 @@ def _from_state_dict(q: QTensor, state: dict[str, Any]) -> QTensor:
     leaves = {key: x for key, x in _leaves_by_key(q).items() if x is not None}
     if set(leaves) != set(state):
         raise ValueError(
-            f"this state holds {', '.join(state)}, but its template {', '.join(leaves)}: "
-            "it was stored in another way; restore it into a template of its own kind"
+            f"the state contains {', '.join(state)}, but its template contains {', '.join(leaves)}: it was stored "
+            "with a different layout. Restore it into a template with the same layout"
         )
     restored = {key: convert(x, state[key], key) for key, x in leaves.items()}
     return q.tree_unflatten(q.tree_flatten()[1], [restored.get(key) for key in _leaves_by_key(q)])

@@ -74,13 +74,13 @@ class Format:
     def __post_init__(self) -> None:
         if self.packing not in (None, *_PACKINGS):
             names = ", ".join(map(repr, _PACKINGS))
-            raise ValueError(f"format {self.name!r}: unknown packing {self.packing!r}; it is {names} or None")
+            raise ValueError(f"format {self.name!r}: unknown packing {self.packing!r}; use {names} or None")
         if self.packing == "four_in_five" and (self.bits, self.is_float, self.codebook) != (10, False, None):
-            raise ValueError(f"format {self.name!r}: packing 'four_in_five' is for 10-bit integers; give packing=None")
+            raise ValueError(f"format {self.name!r}: packing 'four_in_five' requires 10-bit integers; set packing=None")
         if self.is_fp4 and (self.bits, self.mantissa_bits, self.dtype) != (4, 1, np.uint8):
-            raise ValueError(f"format {self.name!r}: packing 'two_in_one' is for e2m1 codes; give packing=None")
+            raise ValueError(f"format {self.name!r}: packing 'two_in_one' requires e2m1 codes; set packing=None")
         if self.is_float and self.bits not in (4, 8, 16, 32):
-            raise ValueError(f"format {self.name!r}: XLA makes no floating-point numbers of {self.bits} bits")
+            raise ValueError(f"format {self.name!r}: XLA has no floating-point dtype with {self.bits} bits")
         if self.bits > 8 * self.dtype.itemsize:
             raise ValueError(f"format {self.name!r}: {self.bits} bits do not fit into {self.dtype}")
 
@@ -389,7 +389,7 @@ def get(name: str) -> Format:
     for fmt in ALL:
         if fmt.name == name:
             return fmt
-    raise ValueError(f"unknown number format {name!r}; formats are {', '.join(f.name for f in ALL)}")
+    raise ValueError(f"unknown number format {name!r}; use one of {', '.join(f.name for f in ALL)}")
 
 
 def __dir__() -> list[str]:

@@ -43,7 +43,7 @@ class Master:
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
-            raise ValueError(f"unknown master {self.name!r}; it is one of {', '.join(NAMES)}")
+            raise ValueError(f"unknown master {self.name!r}; use one of {', '.join(NAMES)}")
 
     @property
     def param_format(self) -> formats.Format:

@@ -100,7 +100,7 @@ def add_phase(dither: Array, phase: Array) -> Array:
 def key_to_seed(key: Array) -> Array:
     """A seed, two uint32 words, from a key of `jax.random`.
 
-    It takes a fifth of the operations of `jax.random.bits`, which XLA would recompute in each pass that reads them.
+    It needs a fifth of the operations of `jax.random.bits`, which XLA would recompute in each pass that reads them.
     """
     data = jax.random.key_data(key).ravel()  # any key implementation
     first = jnp.uint32(0)

@@ -1,4 +1,4 @@
-"""JAX's `dot_general` as it was when this library was imported.
+"""JAX's `dot_general` at the time when this library was imported.
 
 Libraries that add adapters or quantization patch `jax.lax.dot_general` and `jnp.einsum` at run time: the module
 attribute, or the function's code, as Qwix does. They mean to patch the model's matmuls, not our matmuls of codes.

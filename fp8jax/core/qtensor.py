@@ -79,19 +79,19 @@ class QTensor:
     - `scale` and `expansion` have the rank of `codes` and one entry per block (`spec.block_shape`), `microscale` one
       per group (`spec.micro_shape`), counted from the start of each dimension of the global shape;
     - scales are positive and of dtype `spec.scale_format`; a block of zeros has scale 1;
-    - `expansion` is None unless `spec.expand`; else bf16 in [1/16, 16];
+    - `expansion` is None unless `spec.expand`; otherwise bf16 in [1/16, 16];
     - `microscale` is None unless there are two levels of scales; else bytes of `spec.microscale_format`, E8M0 for "mx"
       and e4m3 for "nv" and "nvblock". uint8, unlike an E8M0 dtype, has a zero and survives `zeros_like`;
     - no two leaves share a buffer;
     - the last block along an axis is as short as when the codes were computed (`short_blocks`).
 
-    Non-finite inputs stay visible and do not enter the statistics of their block. NaN becomes the format's NaN, Inf its
-    Inf, or NaN if it has none. If a format has neither (integers, code books, e2m1), the scale of the block becomes
+    Non-finite inputs stay visible and do not affect the statistics of their block. NaN becomes the format's NaN, Inf
+    its Inf, or NaN if it has none. If a format has neither (integers, code books, e2m1), the scale of the block becomes
     NaN, with two levels the microscale. The same holds for a negative value in an unsigned format.
 
-    The path of the codes' leaf is `storage_key`, such as "codes:e4m3:group128+expand:v1". Libraries that save trees by
-    path (Orbax, Flax's serialization, a flat dict) then raise an error that names both keys if the template has other
-    storage. To convert a state, restore it into a template of its own kind, dequantize, and quantize again.
+    The path of the leaf with the codes is `storage_key`, such as "codes:e4m3:group128+expand:v1". Libraries that save
+    trees by path (Orbax, Flax's serialization, a flat dict) then raise an error that names both keys if the template
+    has other storage. To convert a state, restore it into a template of the same kind, dequantize, and quantize again.
 
     Maps over a state and a tree with one leaf per parameter must treat QTensors as leaves, as in
     `optax.tree.map_params` with a tree of shardings: pass `is_leaf=lambda x: isinstance(x, QTensor)`. `shardings`
@@ -136,18 +136,18 @@ class QTensor:
     def _short_blocks(self) -> ShortBlocks:
         if self.short_blocks is not None:
             return self.short_blocks
-        # Inside jax.shard_map a shard may have blocks of its own.
+        # Inside jax.shard_map a shard may have its own blocks.
         manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
         return ShortBlocks() if manual else ShortBlocks.from_shape(getattr(self.codes, "shape", None), self.spec)
 
     def with_codes(self, codes: Any) -> "QTensor":
-        """A copy with other codes of the same blocks, such as their bytes."""
+        """A copy with other codes for the same blocks, such as their bytes."""
         _, static = self.tree_flatten()
         return self.tree_unflatten(static, (codes, *(getattr(self, name) for name in METADATA_FIELDS)))
 
     @property
     def storage_key(self) -> str:
-        """A string of all that decoding depends on: format, blocks, expansion, packed length and storage version.
+        """A string with everything that affects decoding: format, blocks, expansion, packed length and storage version.
 
         It does not include rounding mode, exponent rule or `flush_to_zero`: they do not affect decoding.
         """
@@ -191,10 +191,10 @@ class QTensor:
         return jax.tree.map(sharding_of, self)
 
     def check_blocks(self) -> None:
-        """Checks that blocks are where they were when the codes were computed; also of an abstract QTensor.
+        """Checks that the blocks have not moved since the codes were computed; works for an abstract QTensor, too.
 
         Raises:
-            ValueError: the arrays were joined, cut or stacked one by one along an axis that is divided into blocks.
+            ValueError: the arrays were concatenated, sliced or stacked one by one along an axis with blocks.
         """
         short, expected = ShortBlocks.from_shape(self.codes.shape, self.spec), self.spec.leaf_shapes(self.shape)
         shapes = {name: getattr(self, name).shape for name in expected if getattr(self, name) is not None}
@@ -209,8 +209,9 @@ class QTensor:
             f"blocks of {self.spec} do not fit codes of shape {self.codes.shape}"
             + "".join(f"; {name} has shape {shape}, not {expected[name]}" for name, shape in wrong.items())
             + ("" if wrong else f"; last blocks had lengths {self._short_blocks().lengths}, not {short.lengths}")
-            + ". The arrays of QTensors were joined, cut or stacked one by one: do it to what dequantize() returns, at "
-            "multiples of the block, or along axes that blocks do not cut; decode each part of a stack by jax.vmap"
+            + ". The arrays of a QTensor were concatenated, sliced or stacked one by one. Apply the operation to the "
+            "result of dequantize(), slice at multiples of the block, or use an axis without blocks. Decode a stack "
+            "with jax.vmap"
         )
 
     def validate(self) -> None:
@@ -270,8 +271,8 @@ def _check_leaf_order(spec: QuantSpec, leaves: tuple[Any, ...]) -> None:
     names = ("codes", *METADATA_FIELDS)
     listed = ", ".join(f"{name} {dtype}" for name, dtype in zip(names, want, strict=True) if dtype is not None)
     raise ValueError(
-        f"leaves of dtypes {', '.join(str(dtype) for dtype in got if dtype is not None)} are not in the order of those "
-        f"of a QTensor of {spec}, which are {listed}; restore into a template, such as jax.eval_shape(tx.init, params)"
+        f"leaves of dtypes {', '.join(str(dtype) for dtype in got if dtype is not None)} do not have the order of a "
+        f"QTensor with spec {spec}: {listed}. Restore into a template, such as jax.eval_shape(tx.init, params)"
     )
 
 
@@ -380,7 +381,7 @@ def quantize_with_scale(
         need = "needs a key" if spec.rounding == "stochastic" else "takes no key"
         raise ValueError(f"rounding {spec.rounding!r} {need}")
     if scale is not None and (spec.expand or spec.has_microscales):
-        raise ValueError(f"{spec} takes its scales from the tensor; given scales need another granularity")
+        raise ValueError(f"{spec} computes its scales from the tensor. To pass scales, use another granularity")
     return _quantize(x, spec, scale=scale, key=key, seed=seed, previous=previous, dither=dither)
 
 
@@ -421,7 +422,7 @@ def from_bytes(q: QTensor) -> QTensor:
 
 
 def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
-    """Codes of 4 or 8 bits as another dtype of one byte; wider codes as they are."""
+    """Codes of 4 or 8 bits as another dtype of one byte; wider codes unchanged."""
     if codes.dtype.itemsize > 1:
         return codes
     if _bits(codes.dtype) == 4:

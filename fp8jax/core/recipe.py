@@ -39,29 +39,34 @@ class Comm:
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
-            raise ValueError(f"unknown comm.form {self.form!r}; it is one of {', '.join(FORMS)}")
+            raise ValueError(f"unknown comm.form {self.form!r}; use one of {', '.join(FORMS)}")
         one_phase = self.form == "one_phase"
         spec = self.spec
         if spec is None:
             if one_phase or self.auto_scale:
                 raise ValueError(
-                    f"comm.form {self.form!r} and auto_scale={self.auto_scale} are for 8-bit gradients, but "
-                    f"comm.gradients is {self.gradients!r}; give 'e4m3', or leave both out"
+                    f"comm.form {self.form!r} and auto_scale={self.auto_scale} require 8-bit gradients, but "
+                    f"comm.gradients is {self.gradients!r}. Set comm.gradients='e4m3', or omit both"
                 )
             return
         if not formats.get(spec.format).is_matmul_format:
-            raise ValueError(f"comm.gradients {self.gradients!r}: codes on the wire are 'e4m3', 'e5m2' or 'int8'")
+            raise ValueError(
+                f"comm.gradients {self.gradients!r} is not an 8-bit wire format; use 'e4m3', 'e5m2' or 'int8'"
+            )
         if spec.granularity not in ("tensor", "group") or spec.axis != -1 or spec.expand:
             raise ValueError(
-                f"comm.gradients {self.gradients!r}: scales are shared by a tensor or by groups of its last axis, "
-                "without expansion, as 'e4m3' or 'e4m3:group128'"
+                f"comm.gradients {self.gradients!r} is not supported. Use a spec with one scale per tensor or per "
+                "group of the last axis, without expansion, such as 'e4m3' or 'e4m3:group128'"
             )
         if spec.rounding != "nearest" or spec.scale_format != "fp32":
             raise ValueError(f"comm.gradients {self.gradients!r} must round to nearest and have fp32 scales")
         if one_phase and not formats.get(spec.format).is_float:
-            raise ValueError(f"comm.form 'one_phase' adds codes, and sums of {spec.format} wrap around; take 'e4m3'")
+            raise ValueError(f"comm.form 'one_phase' sums codes, and sums of {spec.format} wrap around; use 'e4m3'")
         if self.auto_scale and not one_phase:
-            raise ValueError("comm.auto_scale is for sums that may saturate, of form 'one_phase'; two phases never do")
+            raise ValueError(
+                "comm.auto_scale applies only to comm.form 'one_phase', whose sums can saturate; omit it, or set "
+                "form='one_phase'"
+            )
 
     @property
     def spec(self) -> QuantSpec | None:
@@ -103,7 +108,7 @@ class Weights:
         if formats.get(self.compute).dtype.itemsize > formats.get(self.master.partition("+")[0]).dtype.itemsize:
             raise ValueError(f"weights.compute {self.compute!r} is wider than the master weights, {self.master!r}")
         if self.split_master and self.split_master.param_format.name == "fp16" and self.compute == "bf16":
-            raise ValueError(f"weights.compute 'bf16' is not the high part of {self.master!r}; give 'fp16'")
+            raise ValueError(f"weights.compute 'bf16' is not the high part of {self.master!r}; use 'fp16'")
 
     @property
     def split_master(self) -> Master | None:
@@ -166,13 +171,15 @@ class Context:
     def __post_init__(self) -> None:
         check_booleans(self, "recompute_activations", prefix="context.")
         if self.amax not in AMAXES:
-            raise ValueError(f"unknown context.amax {self.amax!r}; it is one of {', '.join(AMAXES)}")
+            raise ValueError(f"unknown context.amax {self.amax!r}; use one of {', '.join(AMAXES)}")
         if self.residual is None:
             if self.amax != "exact":
-                raise ValueError(f"context.amax {self.amax!r} needs a format: give context.residual, as e4m3:group16")
+                raise ValueError(
+                    f"context.amax {self.amax!r} needs a format; set context.residual, such as 'e4m3:group16'"
+                )
             if self.recompute_activations:
                 raise ValueError(
-                    "context.recompute_activations=True needs a format: give context.residual, such as e4m3:group16"
+                    "context.recompute_activations=True needs a format; set context.residual, such as 'e4m3:group16'"
                 )
             return
         spec = QuantSpec.parse(self.residual)
@@ -180,12 +187,12 @@ class Context:
             raise ValueError(f"context.residual {self.residual!r} must have scales along the channels, its last axis")
         if spec.rounding != "nearest":
             raise ValueError(
-                f"context.residual {self.residual!r} would need a key in every layer; leave out '+stochastic'"
+                f"context.residual {self.residual!r} would need a PRNG key in every layer; omit '+stochastic'"
             )
 
     @functools.cached_property
     def spec(self) -> QuantSpec | None:
-        """The `QuantSpec` of saved inputs; None if they are saved as they are."""
+        """The `QuantSpec` of saved inputs; None if they are saved unquantized."""
         if self.residual is None:
             return None
         return dataclasses.replace(QuantSpec.parse(self.residual), scale_format="bf16")
@@ -220,24 +227,28 @@ class Optimizer:
     def __post_init__(self) -> None:
         check_expand(self.expand)
         if not formats.get(self.mu).is_signed:
-            raise ValueError(f"mu {self.mu!r} has no signs, but first moments do; take 'de8' or 'e4m3'")
+            raise ValueError(f"mu {self.mu!r} is unsigned, but first moments are signed; use 'de8' or 'e4m3'")
         if self.nu_rounding not in NU_ROUNDINGS:
-            raise ValueError(f"unknown nu_rounding {self.nu_rounding!r}; it is one of {', '.join(NU_ROUNDINGS)}")
+            raise ValueError(f"unknown nu_rounding {self.nu_rounding!r}; use one of {', '.join(NU_ROUNDINGS)}")
         if self.nu_rounding == "stochastic" and self.nu == "fp32":
-            raise ValueError("nu_rounding 'stochastic' is for codes and bf16, but nu is 'fp32'; leave it 'auto'")
+            raise ValueError(
+                "nu_rounding 'stochastic' requires an 8-bit or bf16 nu, but nu is 'fp32'; use nu_rounding='auto'"
+            )
         compressed = [m for m in (self.mu, self.nu) if formats.get(m).needs_scale]
         for moment in compressed:
             if formats.get(moment).bits not in (8, 16):
-                raise ValueError(f"{moment!r} codes have {formats.get(moment).bits} bits; give moments 8 or 16 bits")
+                raise ValueError(
+                    f"{moment!r} codes have {formats.get(moment).bits} bits; use a format with 8 or 16 bits"
+                )
         size = self.group_size
         if compressed and size is None and self.expand:
-            raise ValueError("optimizer.expand raises groups to powers; give a group_size, or expand=False")
+            raise ValueError("optimizer.expand=True needs groups; set optimizer.group_size, or expand=False")
         if compressed and size is not None and (not size >= 1 or size // 1 != size):
             raise ValueError(f"optimizer.group_size must be a positive integer, not {size!r}")
         if not compressed and (self.expand or self.group_size is not None):
             raise ValueError(
-                f"group_size={self.group_size}, expand={self.expand} apply to 8-bit moments, but mu is {self.mu!r} and "
-                f"nu is {self.nu!r}; give group_size=None, expand=False"
+                f"group_size={self.group_size}, expand={self.expand} require 8-bit moments, but mu is {self.mu!r} and "
+                f"nu is {self.nu!r}; set group_size=None and expand=False"
             )
 
     def spec(self, moment: str) -> QuantSpec | None:
@@ -277,7 +288,7 @@ class Linear:
         x_wgrad: input in wgrad, (inputs, tokens).
         dy_wgrad: gradient of the output in wgrad, (outputs, tokens).
         x_residual: saved input, (tokens, inputs): "same" for the forward operand's codes, None for the input itself, or
-            a spec of its own.
+            another spec.
         scaling: source of per-tensor scales: any of `fp8jax.core.scaling.NAMES`. "current": the tensor's amax.
             "two_stage": its amax through bf16 maxima of groups (COAT's group scaling). "delayed": the amax of the last
             `amax_history_length` steps, stored in the state of `fp8jax.scaled_linear`.
@@ -328,22 +339,31 @@ class Linear:
             is_operand = formats.get(spec.format).is_matmul_format or spec.is_block_scaled
             if field != "x_residual" and (not is_operand or spec.expand):
                 raise ValueError(
-                    f"linear.{field} {text!r} is no operand of a matrix unit; take an 8-bit format, unexpanded, or "
-                    f"'e2m1:nv16'"
+                    f"linear.{field} {text!r} is not supported as a matmul operand; use an 8-bit format without "
+                    "expansion, or 'e2m1:nv16'"
                 )
             if field in ("x", "w", "w_dgrad", "x_wgrad") and spec.rounding == "stochastic":
-                raise ValueError(f"linear.{field} {text!r}: only gradients and what is saved round stochastically")
+                raise ValueError(
+                    f"linear.{field} {text!r}: stochastic rounding is supported only for gradients and residuals; "
+                    "omit '+stochastic'"
+                )
             if spec.granularity == "channel" or spec.axis != -1 or spec.layer_axes:
                 raise ValueError(f"linear.{field} {text!r} must have scales along the contraction, its last axis")
         for product, (a, b) in self.products().items():
             if (a is None) != (b is None):
                 raise ValueError(
-                    f"linear: the {product} product has one quantized operand, {a or b}; give both or none"
+                    f"linear: the {product} product has one quantized operand, {a or b}; quantize both or neither"
                 )
             if a and b and formats.get(a.format).is_float != formats.get(b.format).is_float:
-                raise ValueError(f"linear: the {product} product mixes integers and floating point, {a} and {b}")
+                raise ValueError(
+                    f"linear: the {product} product mixes integer and floating-point operands, {a} and {b}; use one "
+                    "kind for both"
+                )
             if a and b and formats.get(a.format).is_fp4 != formats.get(b.format).is_fp4:
-                raise ValueError(f"linear: the {product} product mixes 4 and 8 bits, {a} and {b}")
+                raise ValueError(
+                    f"linear: the {product} product mixes 4-bit and 8-bit operands, {a} and {b}; use the same width "
+                    "for both"
+                )
         self._check_rotation()
         sources = {
             "w_dgrad": self.w,
@@ -356,16 +376,16 @@ class Linear:
                 continue
             if getattr(self, field) == SAME and source and QuantSpec.parse(source).granularity not in TRANSPOSABLE:
                 raise ValueError(
-                    f"linear.{field} cannot be the same as {source!r}, whose scales do not transpose; name a spec"
+                    f"linear.{field} cannot be the same as {source!r}, whose scales cannot be transposed; pass a spec"
                 )
         for field in ("scaling", "w_scaling"):
             if getattr(self, field) not in (*NAMES, *([None] if field == "w_scaling" else [])):
                 names = ", ".join(NAMES)
-                raise ValueError(f"unknown linear.{field} {getattr(self, field)!r}; it is one of {names}")
+                raise ValueError(f"unknown linear.{field} {getattr(self, field)!r}; use one of {names}")
         self._check_stateful_strategies()
         if unknown := set(self.fast_accumulation) - set(self.products()):
             names = ", ".join(self.products())
-            raise ValueError(f"linear.fast_accumulation names {sorted(unknown)}; products are {names}")
+            raise ValueError(f"linear.fast_accumulation contains unknown products: {sorted(unknown)}. Use {names}")
         check_booleans(self, "skip_unprofitable", prefix="linear.")
         for field in ("amax_history_length", "weight_amax_interval"):
             if getattr(self, field) < 1:
@@ -382,8 +402,8 @@ class Linear:
             if spec is None or spec.is_folded:
                 raise ValueError(
                     f"linear.rotation={self.rotation} transforms the quantized operands of wgrad, but linear.{field} "
-                    f"is {getattr(self, field)!r} ({spec}); name a spec that is quantized and does not fold, such as "
-                    f"'e4m3:token', or give rotation=None"
+                    f"is {getattr(self, field)!r} ({spec}). Pass a quantized spec that does not fold, such as "
+                    "'e4m3:token', or set rotation=None"
                 )
 
     def _check_stateful_strategies(self) -> None:
@@ -397,17 +417,15 @@ class Linear:
             if any(spec is not None and spec.granularity not in strategy.granularities for spec in specs):
                 per = " or ".join(map(repr, strategy.granularities))
                 raise ValueError(
-                    f"{name} scaling is per {strategy.granularities[0]}; give {listed} specs of granularity {per}"
+                    f"{name} scaling is per {strategy.granularities[0]}; use granularity {per} for {listed}"
                 )
             if None in specs:
                 raise ValueError(f"{name} scaling needs {listed} quantized")
             if strategy.is_threshold and any(spec is not None and spec.format != "int8" for spec in specs):
-                raise ValueError(
-                    f"{name} scaling is for int8 blocks, not for linear.{listed} {getattr(self, listed)!r}"
-                )
+                raise ValueError(f"{name} scaling requires int8 blocks, got linear.{listed} {getattr(self, listed)!r}")
             if strategy.is_threshold and (self.spec("w") != self.spec("x") or self.x_residual is None):
                 raise ValueError(
-                    f"{name} scaling needs x and w in the same blocks and codes to save, not x={self.x!r}, "
+                    f"{name} scaling needs the same blocks for x and w and a quantized x_residual, got x={self.x!r}, "
                     f"w={self.w!r}, x_residual={self.x_residual!r}"
                 )
 
@@ -439,7 +457,7 @@ class Linear:
         return {operand: part for operand, part in self._strategies.items() if isinstance(part, Stateful)}
 
     def _check_shares_token_scales(self, context: str | None) -> bool:
-        """Whether wgrad reuses microscaled codes, whose token scales must be shared between its operands."""
+        """Whether wgrad reuses microscaled codes, so that their token scales must be shared between its operands."""
         if not self.x_wgrad == self.dy_wgrad == SAME or context is None or self.dy is None:
             return False
         specs = QuantSpec.parse(context), QuantSpec.parse(self.dy)
@@ -453,8 +471,9 @@ class Linear:
             and not (specs[1].is_folded and specs[1].outer_scale == "token")
         ):
             raise ValueError(
-                f"linear.x_wgrad cannot be the same as {context!r} with dy {self.dy!r}: an fp32 scale for each token "
-                f"shifts no exponents; give dy an outer scale of tokens, such as 'e4m3:mx32+token', or name a spec"
+                f"linear.x_wgrad cannot be the same as {context!r} with dy {self.dy!r}: a per-token fp32 scale cannot "
+                "be folded into exponents. Use a dy spec with an outer scale per token, such as 'e4m3:mx32+token', or "
+                "pass a spec for linear.x_wgrad"
             )
         return True
 
@@ -466,7 +485,7 @@ class Linear:
 
     @property
     def folded_specs(self) -> tuple[str, ...]:
-        """The two-level specs (MOSS) that are folded into rows, which no product reads as they are."""
+        """The two-level specs (MOSS) that are folded into rows. No product reads them unfolded."""
         specs = [self.spec("x_residual"), *(spec for pair in self.products().values() for spec in pair)]
         return tuple(dict.fromkeys(str(spec) for spec in specs if spec is not None and spec.is_folded))
 
@@ -524,7 +543,7 @@ RECOMPUTED = "computed again"
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A way to train, as independent parts; combine them with `dataclasses.replace`.
+    """The formats of a training run, in independent parts that can be combined with `dataclasses.replace`.
 
     Attributes:
         name: name in logs and tables.
@@ -535,10 +554,10 @@ class Recipe:
         comm: format of gradients between devices.
         head: operands of the products of output heads; by default they stay in 16 bits. A head with
             `fp8jax.linear_cross_entropy` as its loss then follows `linear`.
-        unquantized_blocks: numbers of blocks at the start and at the end of a model whose products stay in 16 bits. A
-            layer's block is the first number in its path, as 3 in "layers/3/mlp/up". A `jax.lax.scan` over a
-            whole stack of layers, as in a scanned model, is split at its first and last blocks. Layers of other loops,
-            and those without a number, have no block. Rules that name a layer come first.
+        unquantized_blocks: numbers of blocks, at the start and at the end of a model, with products in 16 bits. A
+            layer's block is the first number in its path, as 3 in "layers/3/mlp/up". A `jax.lax.scan` over a whole
+            stack of layers, as in a scanned model, is split at its first and last blocks. Layers of other loops, and
+            those without a number, have no block. Rules that name a layer come first.
     """
 
     name: str
@@ -553,7 +572,7 @@ class Recipe:
     def __post_init__(self) -> None:
         counts = self.unquantized_blocks
         if not (isinstance(counts, tuple) and len(counts) == 2 and all(type(n) is int and n >= 0 for n in counts)):
-            raise ValueError(f"unquantized_blocks are two numbers of blocks, such as (1, 1), not {counts!r}")
+            raise ValueError(f"unquantized_blocks must be two block counts, such as (1, 1), got {counts!r}")
         for field in dataclasses.fields(self)[1:-1]:
             if not isinstance(getattr(self, field.name), field.type):  # type: ignore[arg-type]
                 name = field.type.__name__  # type: ignore[union-attr]
@@ -563,12 +582,12 @@ class Recipe:
         is_fp8lm = len(scaled) == 2 and self.optimizer.nu == SCALED_MASTER and self.optimizer.mu in ("e4m3", "e5m2")
         if scaled and (not is_fp8lm or master in ("fp32", "bf16")):
             raise ValueError(
-                f"optimizer.group_size=None stores {' and '.join(scaled)} with one scale a tensor, which goes with "
-                f"{fp8lm_advice} and weights.master 'fp16' (FP8-LM), or by parts, not with {self.optimizer} and "
-                f"{master!r}; give a group_size"
+                f"optimizer.group_size=None stores {' and '.join(scaled)} with one scale per tensor, which requires "
+                f"{fp8lm_advice} and weights.master 'fp16' (FP8-LM) or split master weights, not {self.optimizer} and "
+                f"{master!r}; set optimizer.group_size"
             )
         if master == SCALED_MASTER and not is_fp8lm:
-            raise ValueError(f"weights.master 'fp16' goes with {fp8lm_advice}, not {self.optimizer}")
+            raise ValueError(f"weights.master 'fp16' requires {fp8lm_advice}, not {self.optimizer}")
 
     @property
     def has_per_tensor_moments(self) -> bool:
@@ -629,7 +648,7 @@ class Recipe:
 def describe_folding(specs: Iterable[str]) -> str:
     """A sentence for tables about operands with these specs, which fold."""
     return (
-        f"MOSS's scales, folded into rows: what is asked for as {' and '.join(specs)} is multiplied and kept with one "
-        "fp32 scale a row (in the weight's gradient, with one for all); no microscaled product runs, unless a spec has "
-        "the option exact"
+        f"microscales are folded into row scales: operands with spec {' and '.join(specs)} are multiplied and saved "
+        "with one fp32 scale per row (in the weight gradient, one per tensor). No microscaled product runs unless a "
+        "spec has the option 'exact'"
     )

@@ -1,8 +1,8 @@
 """Scaling strategies: the source of a quantized operand's scale. To add one, add a class and a line in `NAMES`.
 
-A `Scaling` without state computes the scale from the tensor. A `Stateful` one keeps an fp32 array per operand beside
-the parameters. Layers read it in each call, and advance it once a step. Recipes name strategies (`Linear.scaling`,
-`Linear.w_scaling`), and `find_scaling` looks the names up.
+A `Scaling` without state computes the scale from the tensor. A `Stateful` one keeps an fp32 array per operand in
+addition to the parameters. Layers read it in each call, and advance it once a step. Recipes name strategies
+(`Linear.scaling`, `Linear.w_scaling`), and `find_scaling` looks the names up.
 """
 
 import dataclasses
@@ -91,7 +91,7 @@ class Scaling:
 
     Class attributes:
         operands: the operands "x", "w" and "dy" of a linear layer that it serves; the others use `Current`.
-        is_default: whether the quantizer computes the same scale by itself.
+        is_default: whether the quantizer computes the same scale without help.
         amax_rounding: what `reduce_amax` does, for kernels: "exact" nothing, "up" rounds up to bf16, None anything
             else.
     """
@@ -144,7 +144,7 @@ class TwoStage(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Stateful(Scaling):
-    """A strategy with state: one fp32 array per operand, whose shape stays the same throughout training.
+    """A strategy with state: one fp32 array per operand, with a constant shape.
 
     `init` creates it, `expected_amax` reads it, and `update` advances it once a step by the step's statistics. Those of
     calls, microbatches and replicas are merged first. A layer stores each operand's state and its statistics since the
@@ -249,7 +249,8 @@ class Threshold(Stateful):
 
     Blocks of the input have their own scales. A block whose amax exceeds the threshold also gets a residual
     (`fp8jax.ops.quantization.fallback`). The threshold starts at 1. After each step it is divided by a factor if the
-    fraction of such blocks was below the range, and multiplied if it was above. State: fp32 scalar. A statistic is two
+    fraction of these blocks was below the range, and multiplied by it if the fraction was above. State: fp32 scalar. A
+    statistic is two
     counts: blocks that fell back, and all blocks.
 
     Attributes:
@@ -273,10 +274,11 @@ class Threshold(Stateful):
     def __post_init__(self) -> None:
         if not 0 <= self.min_fraction <= self.max_fraction <= 1:
             raise ValueError(
-                f"a share of blocks lies in [0, 1], and no range is from {self.min_fraction} to {self.max_fraction}"
+                f"fallback fractions must satisfy 0 <= min <= max <= 1, got min {self.min_fraction} and max "
+                f"{self.max_fraction}"
             )
         if not self.update_factor > 1:
-            raise ValueError(f"the factor of a threshold must be above 1, not {self.update_factor}")
+            raise ValueError(f"update_factor must be greater than 1, got {self.update_factor}")
 
     @classmethod
     def from_settings(cls, settings: Any) -> Self:
@@ -307,8 +309,9 @@ class Threshold(Stateful):
 class Automatic(Stateful):
     """Automatic weight scaling (MOSS, section 3.2, equation 10): a bound on the weight, without a pass over it.
 
-    State: the bound, an fp32 scalar. `track_weight_amax`, last in the optimizer's chain, grows it by what is applied
-    and measures the weight every `weight_amax_interval` steps. The layer receives it after each update. No weight
+    State: the bound, an fp32 scalar. `track_weight_amax`, last in the optimizer's chain, increases it by the applied
+        updates and measures the weight every `weight_amax_interval` steps. The layer receives it after each update. No
+        weight
     exceeds its bound, so none saturates. Until a model gets its bounds it holds 0, and measures its weights in each
     call.
 
@@ -331,7 +334,7 @@ class Automatic(Stateful):
 
     def init(self, x: Array | None = None) -> Array:
         if x is None:
-            raise ValueError("automatic scaling measures the weight at the start: give init_scaling the weight")
+            raise ValueError("automatic scaling measures the initial weight; pass the weight to init_scaling")
         return self.measure_amax(x)
 
     def scale(self, state: Array, x: Array, fmt: Format) -> Array:
@@ -371,7 +374,7 @@ def find_scaling(name: str | Scaling, settings: Any = None, operand: str | None 
     if isinstance(name, Scaling):
         return name
     if name not in NAMES:
-        raise ValueError(f"{name!r} is one of no known scalings: {', '.join(NAMES)}")
+        raise ValueError(f"{name!r} is not a known scaling; use one of {', '.join(NAMES)}")
     kind = NAMES[name]
     if operand is not None and operand not in kind.operands:
         return Current()

@@ -27,21 +27,21 @@ def check_booleans(record: object, *fields: str, prefix: str = "") -> None:
     """Raises ValueError for a field that is neither True nor False."""
     for field in fields:
         if not isinstance(value := getattr(record, field), bool):
-            raise ValueError(f"{prefix}{field} is True or False, not {value!r}")
+            raise ValueError(f"{prefix}{field} must be True or False, got {value!r}")
 
 
 def check_expand(expand: bool | str) -> None:
     """Raises ValueError for an unknown kind of range expansion."""
     if expand not in EXPANSIONS:
-        raise ValueError(f"unknown expand {expand!r}; it is one of {', '.join(map(repr, EXPANSIONS))}")
+        raise ValueError(f"unknown expand {expand!r}; use one of {', '.join(map(repr, EXPANSIONS))}")
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantSpec:
     """How a tensor is quantized. Hashable and static under `jax.jit`.
 
-    The string form, accepted wherever a spec is, is `format[:granularity[size]][+option...]`. Options are `expand`,
-    `coat`, `stochastic`, `exact`, for the outer scale of "mx" `token` and `ocp`, and with `ocp` also `roundup`.
+    A spec also has a string form, `format[:granularity[size]][+option...]`. The options are `expand`, `coat`,
+    `stochastic` and `exact`; for the outer scale of "mx" also `token` and `ocp`; and with `ocp` also `roundup`.
     Examples: `"e4m3"`, `"int8:token"`, `"e4m3:group128+expand"`, `"e4m3:mx32+ocp+roundup"` (mxfp8), `"e2m1:nv16"`
     (nvfp4). `str(spec)` returns it. It does not cover all fields of the constructor.
 
@@ -96,13 +96,13 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         if re.search("[:+]", str(self.format)):
-            raise ValueError(f"{self.format!r} is a whole spec, and no format: take QuantSpec.parse({self.format!r})")
+            raise ValueError(f"{self.format!r} is a full spec, not a format; use QuantSpec.parse({self.format!r})")
         fmt = formats.get(self.format)
         check_expand(self.expand)
         if not fmt.needs_scale:
-            raise ValueError(f"format {self.format!r} is stored by a cast, without scales; take a narrower one")
+            raise ValueError(f"format {self.format!r} is stored by a cast, without scales; use a narrower format")
         if self.format == "e8m0":
-            raise ValueError("format 'e8m0' holds scales, not tensors: it has no zero and no sign")
+            raise ValueError("format 'e8m0' is for scales only: it has no zero and no sign. Use another format")
         for field, allowed in (
             ("granularity", GRANULARITIES),
             ("scale_format", SCALE_FORMATS),
@@ -112,38 +112,43 @@ class QuantSpec:
         ):
             value = getattr(self, field)
             if value not in allowed:
-                raise ValueError(f"unknown {field} {value!r}; it is one of {', '.join(allowed)}")
+                raise ValueError(f"unknown {field} {value!r}; use one of {', '.join(allowed)}")
         check_booleans(self, "flush_to_zero", "fold_scales")
         if self.granularity not in SIZED_GRANULARITIES and self.group_size is not None:
             raise ValueError(f"group_size={self.group_size} contradicts granularity {self.granularity!r}")
         if self.granularity in SIZED_GRANULARITIES and (self.group_size is None or self.group_size < 1):
             sizes = {"mx": 32, "nv": 16, "nvblock": 16}
             example = f"{self.granularity}{sizes.get(self.granularity, 128)}"
-            need = f"needs a positive group_size, not {self.group_size!r}: write {example}, say"
+            need = f"needs a positive group_size, not {self.group_size!r}; use for example {example}"
             raise ValueError(f"granularity {self.granularity!r} {need}")
         if self.layer_axes < 0:
-            raise ValueError(f"layer_axes counts leading axes and cannot be {self.layer_axes}")
+            raise ValueError(f"layer_axes must be a number of leading axes, got {self.layer_axes}")
         if self.granularity != "mx" and self.outer_scale != "tensor":
             raise ValueError(f"outer_scale={self.outer_scale!r} applies to granularity 'mx', not {self.granularity!r}")
         if not self.fold_scales and (self.granularity != "mx" or self.outer_scale == "none"):
             raise ValueError(
-                "fold_scales=False, option 'exact', is for granularity 'mx' with an outer scale, not "
-                f"{self.granularity!r} with {self.outer_scale!r}; leave it out, codes of other scales are never folded"
+                "fold_scales=False, option 'exact', requires granularity 'mx' with an outer scale, got "
+                f"{self.granularity!r} with {self.outer_scale!r}. Omit it: codes with other scales are never folded"
             )
         if self.exponent_rounding == "up" and self.outer_scale != "none":
             raise ValueError(
-                f"exponent_rounding='up', option 'roundup', is for powers of two without an outer scale, such as "
-                f"'e4m3:mx32+ocp+roundup', not granularity {self.granularity!r} with {self.outer_scale!r}: leave it out"
+                "exponent_rounding='up', option 'roundup', requires power-of-two scales without an outer scale, such "
+                f"as 'e4m3:mx32+ocp+roundup', got granularity {self.granularity!r} with {self.outer_scale!r}; omit it"
             )
         if self.has_microscales and (self.expand or not fmt.is_float):
             what = "range expansion" if self.expand else f"format {self.format!r}"
-            raise ValueError(f"granularity {self.granularity!r} scales floating-point codes twice; it takes no {what}")
+            raise ValueError(
+                f"granularity {self.granularity!r} has two levels of floating-point scales and does not support {what}"
+            )
         if self.has_microscales and not self.flush_to_zero:
-            raise ValueError(f"flush_to_zero=False is not for granularity {self.granularity!r}, whose scales may be 0")
+            raise ValueError(
+                f"flush_to_zero=False is not supported with granularity {self.granularity!r}, whose scales can be 0; "
+                "omit it"
+            )
 
     @classmethod
     def parse(cls, text: "str | QuantSpec") -> "QuantSpec":
-        """The spec that a string names; a spec is returned as it is.
+        """Parses the string form; returns a spec unchanged.
 
         Raises:
             ValueError: the string is not of the form in the class docstring.
@@ -155,7 +160,7 @@ class QuantSpec:
         fields = dict(_OPTIONS[o] for o in options if o in _OPTIONS)
         if match is None or len(fields) < len(options):
             raise ValueError(
-                f"{text!r} is not format[:granularity[size]][+option...], as in 'e4m3:group128+expand'; "
+                f"{text!r} does not match format[:granularity[size]][+option...], such as 'e4m3:group128+expand'; the "
                 f"options are {', '.join(_OPTIONS)}"
             )
         size = int(match[3]) if match[3] else None
@@ -173,7 +178,7 @@ class QuantSpec:
         return self.nbytes(side) / math.prod(side) if size else formats.get(self.format).bytes_per_element
 
     def nbytes(self, shape: Sequence[int]) -> float:
-        """Bytes of codes and metadata of an array of this shape."""
+        """Bytes of codes and metadata for an array of this shape."""
         sizes = {
             "codes": 1 if self.is_packed else formats.get(self.format).dtype.itemsize,
             "scale": formats.get(self.scale_format).bytes_per_element,
@@ -225,7 +230,7 @@ class QuantSpec:
         return formats.get(self.format).packing is not None
 
     def leaf_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the arrays of a `QTensor` of this shape, by name, without those that it does not have."""
+        """Shapes of the arrays of a `QTensor` with this shape, by name."""
         block_shape = self.block_shape(shape)
         micro_shape = self.micro_shape(shape) if self.has_microscales else None
         shapes = {"codes": self.stored_shape(shape), "scale": blocks.counts(shape, block_shape)}
@@ -236,7 +241,7 @@ class QuantSpec:
         return shapes
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the codes of an array of this shape; it differs only for packed formats."""
+        """Shape of the codes for an array of this shape; it differs only for packed formats."""
         if not self.is_packed:
             return tuple(shape)
         axis, bits = self._axis(shape), formats.get(self.format).bits
@@ -250,7 +255,7 @@ class QuantSpec:
         """
         if self.layer_axes > len(shape):
             raise ValueError(
-                f"{self} stacks {self.layer_axes} leading axes; an array of shape {tuple(shape)} has fewer"
+                f"{self} stacks {self.layer_axes} leading axes, but an array of shape {tuple(shape)} has fewer"
             )
         full_shape = tuple(1 if i < self.layer_axes else max(n, 1) for i, n in enumerate(shape))
         kind = self.outer_granularity
@@ -276,10 +281,12 @@ class QuantSpec:
     def _square(self, shape: Sequence[int]) -> tuple[int, ...]:
         ndim = len(shape)
         if ndim < self.layer_axes + 2:
-            raise ValueError(f"{self} needs two axes that are not stacked; the array has shape {tuple(shape)}")
+            raise ValueError(f"{self} needs two axes that are not stacked, but the array has shape {tuple(shape)}")
         return tuple((self.group_size or 1) if i >= ndim - 2 else 1 for i in range(ndim))
 
     def _axis(self, shape: Sequence[int]) -> int:
         if not -len(shape) <= self.axis < len(shape):
-            raise ValueError(f"{self} runs along axis {self.axis}, which an array of shape {tuple(shape)} lacks")
+            raise ValueError(
+                f"{self} uses axis {self.axis}, which is out of range for an array of shape {tuple(shape)}"
+            )
         return self.axis % len(shape)

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 
 _GAP = 2
+_SHORT = 12  # columns
 
 
 def terminal_width() -> int:
@@ -26,13 +27,12 @@ def table(rows: Sequence[Sequence[str]], names: int, width: int | None = None) -
     """
     width = terminal_width() if width is None else width
     head, *body = [tuple(row) for row in rows]
-    full_widths = _widths([head, *body])
-    if _total_width(full_widths) <= 1.125 * width or not body:
-        return "\n".join(_format_rows([head, *body], _fit_widths(full_widths, width)))
+    if _total_width(_widths([head, *body])) <= 1.125 * width or not body:
+        return "\n".join(_format_rows([head, *body], _fit_widths([head, *body], width)))
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in body:
         groups.setdefault(row[names:], []).append(row[:names])
-    widths = _fit_widths(_widths([head[:names], *(row[:names] for row in body)]), width)
+    widths = _fit_widths([head[:names], *(row[:names] for row in body)], width)
     label = max(map(len, head[names:]))
     sections: list[str] = []
     for shared, names_of_group in groups.items():
@@ -56,7 +56,7 @@ def sectioned_table(
     width = terminal_width() if width is None else width
     indented = [[(f"  {row[0]}", *row[1:]) for row in rows] for _, rows in sections]
     rows = [tuple(head), *(row for section in indented for row in section)]
-    widths = _fit_widths(_widths(rows), width)
+    widths = _fit_widths(rows, width)
     blocks = ["\n".join(_format_rows([tuple(head)], widths))]
     for (title, _), section in zip(sections, indented, strict=True):
         blocks.append("\n".join([*_wrap(title, width), *_format_rows(section, widths)]))
@@ -99,7 +99,7 @@ def _merge_at_position(number_sets: list[list[tuple[str, ...]]], position: int) 
 
 
 def _braces(numbers: Sequence[str]) -> str:
-    """Numbers in braces, as ranges; one number as it is."""
+    """Numbers in braces, as ranges; a single number unchanged."""
     if len(numbers) == 1:
         return numbers[0]
     ordered = sorted(numbers, key=int)
@@ -120,7 +120,7 @@ def sentence(text: str, width: int | None = None, indent: int = 0) -> str:
 
 
 def _wrap(text: str, width: int, indent: int = 0) -> list[str]:
-    """Lines of a text, broken at spaces; a word that is too long is broken after "/", "," or "_"."""
+    """Lines of a text, broken at spaces; a longer word is broken after "/", "," or "_", or before a capital."""
     indent = min(indent, width // 2)
     lines = [" " * (len(text) - len(text.lstrip()))]
     for piece in re.findall(r"\S+\s*", text):
@@ -128,7 +128,8 @@ def _wrap(text: str, width: int, indent: int = 0) -> list[str]:
             lines.append(" " * indent)
         lines[-1] += piece
         while len(lines[-1].rstrip()) > width:
-            break_at = max(lines[-1].rfind(mark, indent + 1, width) for mark in "/,_") + 1 or width
+            marks = [match.end() for match in re.finditer(r"[/,_]|[a-z](?=[A-Z])", lines[-1])]
+            break_at = max((end for end in marks if indent + 1 < end <= width), default=width)
             lines[-1:] = [lines[-1][:break_at], " " * indent + lines[-1][break_at:]]
     return [line.rstrip() for line in lines]
 
@@ -141,19 +142,31 @@ def _total_width(widths: Sequence[int]) -> int:
     return sum(widths) + _GAP * (len(widths) - 1)
 
 
-def _fit_widths(widths: Sequence[int], width: int) -> list[int]:
-    """Column widths, with the widest shrunk until all fit."""
-    widths = list(widths)
+def _fit_widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Column widths that fit. The column whose narrowing adds the fewest lines is narrowed first."""
+    widths = _widths(rows)
     while _total_width(widths) > width and max(widths) > 4:
-        widths[widths.index(max(widths))] -= 1
+        narrowed = [[w - (i == j) for j, w in enumerate(widths)] for i in range(len(widths))]
+        heights = [sum(max(map(len, _wrap_row(row, candidate))) for row in rows) for candidate in narrowed]
+        # Short cells, such as a number with its unit, are broken last.
+        widths = min(
+            zip(widths, heights, narrowed, strict=True), key=lambda item: (item[0] <= _SHORT, item[1], -item[0])
+        )[2]
     return widths
+
+
+def _wrap_row(row: Sequence[str], widths: Sequence[int]) -> list[list[str]]:
+    """The lines of each cell. The last cell with a text extends over the empty ones after it."""
+    last = max((i for i, cell in enumerate(row) if cell), default=0)
+    widths = [*widths[:last], _total_width(widths[last:]), *widths[last + 1 :]]
+    # Later lines of a cell are indented as its first one.
+    return [_wrap(cell, width, len(cell) - len(cell.lstrip())) for cell, width in zip(row, widths, strict=True)]
 
 
 def _format_rows(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
     lines = []
     for row in rows:
-        # Later lines of a cell are indented as its first one.
-        cells = [_wrap(cell, width, len(cell) - len(cell.lstrip())) for cell, width in zip(row, widths, strict=True)]
+        cells = _wrap_row(row, widths)
         for i in range(max(map(len, cells))):
             line = (" " * _GAP).join(
                 (cell[i] if i < len(cell) else "").ljust(width) for cell, width in zip(cells, widths, strict=True)

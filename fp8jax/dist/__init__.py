@@ -16,6 +16,7 @@ from fp8jax.dist.sequence import gather_linear as gather_linear
 from fp8jax.dist.sequence import gather_sequence as gather_sequence
 from fp8jax.dist.sequence import scatter_sequence as scatter_sequence
 from fp8jax.dist.sequence import sequence_collectives as sequence_collectives
+from fp8jax.dist.token_gather import TokenGather as TokenGather
 from fp8jax.dist.weight_gather import fsdp_gather_weight as fsdp_gather_weight
 from fp8jax.dist.weight_gather import gather_quantized as gather_quantized
 from fp8jax.dist.weight_gather import regather_policy as regather_policy
@@ -25,6 +26,7 @@ __all__ = [
     "Partition",
     "Plan",
     "TokenExchange",
+    "TokenGather",
     "all_reduce_gradients",
     "expert_collectives",
     "fsdp_gather_weight",

@@ -6,7 +6,8 @@ pass. Rows that travel back are terms of sums over a token's experts. They keep 
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,7 @@ class TokenExchange:
         """
         devices, names = manual.check_manual_axes(_CALLER, axes, (), _ADVICE), manual.axis_names(axes)
         if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-            raise TypeError(f"{_CALLER} takes group_sizes of integers, not {group_sizes.dtype}")
+            raise TypeError(f"{_CALLER} expects integer group_sizes, got {group_sizes.dtype}")
         if group_sizes.ndim != 1 or group_sizes.shape[0] % devices:
             raise ValueError(
                 f"{_CALLER}: {devices} devices along {names} do not divide the experts of group_sizes, of shape "
@@ -176,16 +177,18 @@ class TokenExchange:
 
     def _check(self, method: str, x: Array, num_rows: int) -> None:
         if x.ndim != 2 or x.shape[0] != num_rows:
-            raise ValueError(f"{_CALLER}.{method} takes ({num_rows}, channels), not {x.shape}")
+            raise ValueError(f"{_CALLER}.{method} expects ({num_rows}, channels), got {x.shape}")
 
     def _send_to_experts(self, x: Array, wire: WireFormat) -> Array:
         if wire.spec is None:
             return self._move(wire.cast(x), self.sent, self.received, self.capacity).astype(x.dtype)
-        leaves, structure = jax.tree.flatten(_quantize(x, wire, self.groups, self.axes))
+        leaves, structure = jax.tree.flatten(quantize_to_send(x, wire, self.groups, self.axes))
         # Codes and scales are one message.
-        message = jnp.concatenate([to_bytes(leaf) for leaf in leaves], axis=1)
+        widths, width = _message_widths(leaves)
+        padding = jnp.zeros((self.num_rows, width - sum(widths)), jnp.uint8)
+        message = jnp.concatenate([*map(to_bytes, leaves), padding], axis=1)
         message = self._move(message, self.sent, self.received, self.capacity)
-        parts = split(message, [leaf.shape[1] * leaf.dtype.itemsize for leaf in leaves])
+        parts = split(message, [*widths, width - sum(widths)])[: len(leaves)]
         leaves = [_from_bytes(part, leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
         q: QTensor = jax.tree.unflatten(structure, leaves)
         return q.dequantize(x.dtype)
@@ -241,8 +244,8 @@ def _packed_rows(slices: _Slices, length: int, fill: int) -> Array:
     return jnp.where(place < ends[:, -1:], rows, fill)
 
 
-def _quantize(x: Array, wire: WireFormat, groups: Groups, axes: tuple[str, ...] = ()) -> QTensor:
-    """Codes of rows. Devices along the axes share scales of groups."""
+def quantize_to_send(x: Array, wire: WireFormat, groups: Groups, axes: tuple[str, ...] = ()) -> QTensor:
+    """Codes of rows, with scales per row. Devices along the axes share scales of groups."""
     spec = wire.spec
     assert spec is not None
     if spec.granularity == "block":  # the rows of a block would depend on the number of devices
@@ -253,6 +256,13 @@ def _quantize(x: Array, wire: WireFormat, groups: Groups, axes: tuple[str, ...] 
     # Each row travels with all of its scales, also with the constant one above its powers of two.
     spec = dataclasses.replace(spec, outer_scale="token", exponent_rounding="down", fold_scales=False)
     return QTensor(q.codes, jnp.broadcast_to(q.scale, (x.shape[0], 1)), None, q.microscale, spec)
+
+
+def _message_widths(leaves: Sequence[Any]) -> tuple[list[int], int]:
+    """The bytes in a row of each array, and those in a row of a message of all of them."""
+    widths = [leaf.shape[1] * leaf.dtype.itemsize for leaf in leaves]
+    # XLA's kernel for GPUs moves 8 bytes at once if 8 divides the bytes of a row, else 4, 2 or 1.
+    return widths, -(-sum(widths) // 8) * 8
 
 
 def _from_bytes(raw: Array, dtype: Any) -> Array:
@@ -267,36 +277,42 @@ def expert_collectives(
     wire_format: WireFormatLike,
     dtype: str = "bf16",
     *,
+    kind: Literal["ragged-all-to-all", "all-gather"] = "ragged-all-to-all",
     times: int = 1,
     dispatches: int = 1,
 ) -> list[Collective]:
-    """The collectives of one `TokenExchange.dispatch` and one `combine`, forward and backward, on GPUs and TPUs.
+    """The collectives of one `dispatch` and one `combine`, forward and backward, on GPUs and TPUs.
 
-    Bytes are those of rows that a device sends. Group sizes and amax of experts are left out. Devices are assumed to
-    send as many rows to each device.
+    Choices, their weights, group sizes and amax are left out. In a ragged all-to-all bytes are those of rows that a
+    device sends, and devices are assumed to send as many rows to each device.
 
     Args:
-        rows, width: shape of the rows of one device.
+        rows, width: shape of the rows of one device; of `TokenGather` its tokens.
         devices: number of devices that share experts.
         wire_format: as in both methods.
         dtype: dtype of the rows.
+        kind: "ragged-all-to-all" for `TokenExchange`, "all-gather" for `TokenGather`.
         times: number of calls of each.
         dispatches: number of dispatches in a forward pass: 2 if the backward pass dispatches again.
 
     Raises:
         ValueError: as for both methods.
     """
-    result = []
+    result, is_gather = [], kind == "all-gather"
     for operand, count in (("x", dispatches * times), ("dy", times)):
-        wire, name = operand_wire_format("expert_collectives", wire_format, operand), "u8"
+        wire = operand_wire_format("expert_collectives", wire_format, operand)
         if wire.spec is None:
-            nbytes, name = _nbytes(rows, width, wire.dtype or dtype), HLO_NAMES[wire.dtype or dtype]
+            sent = {HLO_NAMES[wire.dtype or dtype]: _nbytes(rows, width, wire.dtype or dtype)}
         else:
-            quantize = functools.partial(_quantize, wire=wire, groups=Groups(*jnp.zeros((2, 1), jnp.int32)))
-            q = jax.eval_shape(quantize, jax.ShapeDtypeStruct((rows, width), jnp.float32))
-            nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(q))
-        result.append(Collective("ragged-all-to-all", name, nbytes, devices, count))
-    return [*result, Collective("ragged-all-to-all", HLO_NAMES[dtype], _nbytes(rows, width, dtype), devices, 2 * times)]
+            quantize = functools.partial(quantize_to_send, wire=wire, groups=Groups(*jnp.zeros((2, 1), jnp.int32)))
+            leaves = jax.tree.leaves(jax.eval_shape(quantize, jax.ShapeDtypeStruct((rows, width), jnp.float32)))
+            sent = {"u8": rows * _message_widths(leaves)[1]}
+            if is_gather:  # scales travel apart
+                scales = sum(4 * leaf.size for leaf in leaves if leaf.dtype == jnp.float32)
+                sent = {"u8": sum(leaf.size for leaf in leaves if leaf.dtype.itemsize == 1), "f32": scales}
+        result += [Collective(kind, name, nbytes, devices, count) for name, nbytes in sent.items()]
+    sums = Collective(kind, HLO_NAMES[dtype], _nbytes(rows, width, dtype), devices, 2 * times)
+    return [*result, sums._replace(kind="reduce-scatter", nbytes=devices * sums.nbytes) if is_gather else sums]
 
 
 def _nbytes(rows: int, width: int, name: str) -> int:

@@ -67,8 +67,8 @@ def gather_weights(
         block = spec.block_shape(shape)[dim], (spec.micro_shape(shape)[dim] if spec.granularity == "mx" else 1)
         if any(b < shape[dim] and w.shape[dim] % b for b in block):
             raise ValueError(
-                f"gather_weights: shards of {jax.tree_util.keystr(path) or 'the weight'} are {w.shape[dim]} long along "
-                f"dimension {dim}, which ends within a block of {spec}; shard another dimension"
+                f"gather_weights: shards of {jax.tree_util.keystr(path) or 'the weight'} are {w.shape[dim]} long "
+                f"along dimension {dim}, which is not a multiple of the block of {spec}; shard another dimension"
             )
         gathered.append(_gather(spec, names, dim, shape, comm, jnp.dtype(dtype or w.dtype), w))
     return flat[1].unflatten(gathered)
@@ -133,5 +133,5 @@ def _weight_spec(wire_format: QuantSpec | Recipe | Linear | str, ndim: int) -> Q
         return QuantSpec.parse(wire_format)
     spec = recipes.linear_part(wire_format).spec("w")
     if spec is None:
-        raise ValueError("gather_weights: the recipe does not quantize weights; name a spec, as 'e4m3'")
+        raise ValueError("gather_weights: the recipe does not quantize weights; pass a spec, such as 'e4m3'")
     return dataclasses.replace(spec, axis=-2, layer_axes=ndim - 2)

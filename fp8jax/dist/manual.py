@@ -17,8 +17,8 @@ def axis_names(axes: Axes) -> tuple[str, ...]:
 
 
 _GRADIENTS_ADVICE = (
-    "Under jit alone XLA has summed gradients already, in their own dtype. Take the loss and its gradient inside: "
-    "jax.shard_map(step, mesh=mesh, axis_names={names}, in_specs=(P(), P({axes})), out_specs=P())"
+    "Under jit alone, XLA has already summed the gradients, in their own dtype. Compute the loss and its gradient "
+    "inside jax.shard_map(step, mesh=mesh, axis_names={names}, in_specs=(P(), P({axes})), out_specs=P())"
 )
 
 
@@ -39,8 +39,8 @@ def check_manual_axes(caller: str, axes: Axes, tree: Any, advice: str = _GRADIEN
     missing = [name for name in requested if kinds.get(name) != AxisType.Manual]
     if missing or not requested:
         raise ValueError(
-            f"{caller} over {requested} must be called inside jax.shard_map, manual over these mesh axes; here "
-            f"{', '.join(map(repr, missing)) or 'no axis'} is not. "
+            f"{caller} over {requested} must be called inside jax.shard_map that is manual over these mesh axes; "
+            f"not manual: {', '.join(map(repr, missing)) or 'none'}. "
             f"{advice.format(names=set(requested), axes=requested)}"
         )
     if set(requested) <= varying_axes(lax.axis_index(requested)):
@@ -49,7 +49,8 @@ def check_manual_axes(caller: str, axes: Axes, tree: Any, advice: str = _GRADIEN
             if unvarying:
                 raise ValueError(
                     f"{caller}: {jax.tree_util.keystr(path) or 'the gradient'} does not vary over {unvarying}: "
-                    "jax.shard_map has summed it already, in its own dtype. Differentiate by parameters that vary, "
-                    f"jax.lax.pcast(params, {requested}, to='varying'), or give jax.shard_map check_vma=False"
+                    "jax.shard_map has already summed it, in its own dtype. Differentiate with respect to parameters "
+                    f"that vary, jax.lax.pcast(params, {requested}, to='varying'), or pass check_vma=False to "
+                    "jax.shard_map"
                 )
     return math.prod(mesh.shape[name] for name in requested)

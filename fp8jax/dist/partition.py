@@ -73,7 +73,7 @@ def slices(tree: Any, devices: int, nbytes: Callable[[Any], int] | None = None) 
 
 def _leaf_sizes(tree: Any, devices: int, nbytes: Callable[[Any], int] | None) -> tuple[list[Any], Any, list[int]]:
     if devices < 1:
-        raise ValueError(f"a partition needs at least one device, not {devices}")
+        raise ValueError(f"a partition needs at least one device, got {devices}")
     leaves, structure = jax.tree.flatten(tree)
     count = nbytes or (lambda x: math.prod(x.shape) * x.dtype.itemsize)
     return leaves, structure, [int(count(x)) for x in leaves]

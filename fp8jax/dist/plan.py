@@ -126,15 +126,14 @@ def plan(
     """
     recipe = resolve(recipe)
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"plan takes a whole Recipe, not {recipe!r}")
+        raise TypeError(f"plan expects a Recipe, got {recipe!r}")
     data, fsdp, tensor, expert = axes = [mesh.get(name, 1) for name in ("data", "fsdp", "tensor", "expert")]
     if min(axes) < 1:
         raise ValueError(
-            f"a mesh has at least one device along each axis, not data={data}, fsdp={fsdp}, tensor={tensor}, "
-            f"expert={expert}"
+            f"every mesh axis needs at least one device, got data={data}, fsdp={fsdp}, tensor={tensor}, expert={expert}"
         )
     if partition not in ("", "tensors", "slices"):
-        raise ValueError(f"partition {partition!r} is not 'tensors' or 'slices'")
+        raise ValueError(f"partition {partition!r} is unknown; use 'tensors' or 'slices'")
     expert_dims, tensor_dims, depths = (
         jax.tree.leaves(jax.tree.broadcast(tree, params)) for tree in (expert_dims, tensor_dims, layer_axes)
     )

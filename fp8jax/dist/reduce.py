@@ -84,7 +84,7 @@ def all_reduce_gradients(
 
     All devices quantize with one scale, from the largest amax of any device. In two phases, each device receives its
     chunk of all codes, sums it exactly, and quantizes the mean with a new scale. All devices then gather these codes.
-    Nothing saturates. For e4m3 and int8 the bits do not depend on the order of devices. In one phase, NCCL adds the
+    Sums cannot saturate. For e4m3 and int8 the bits do not depend on the order of devices. In one phase, NCCL adds the
     codes. Each addition rounds to 8 bits and saturates at the largest code. Off CUDA, codes are added in fp32 and
     rounded once; for two devices the bits are the same. `Factors.saturated` has the fraction at the largest code, which
     controls `Factors.mu`.
@@ -172,10 +172,10 @@ def resolve(comm: Comm | Recipe | str) -> Comm:
     """
     settings = Comm(comm) if isinstance(comm, str) else comm.comm if isinstance(comm, Recipe) else comm
     if not isinstance(settings, Comm):
-        raise TypeError(f"comm is a fp8jax.recipes.Comm, a recipe, or a string as 'e4m3', not {comm!r}")
+        raise TypeError(f"comm must be a fp8jax.recipes.Comm, a recipe or a string such as 'e4m3', got {comm!r}")
     if settings.gradients is None:
         raise ValueError(
-            "comm.gradients is None, which leaves the reduction to XLA; name a format, as 'e4m3' or 'bf16'"
+            "comm.gradients is None, which leaves the reduction to XLA; pass a format, such as 'e4m3' or 'bf16'"
         )
     return settings
 
@@ -210,16 +210,18 @@ class _Reduction:
         if auto_mesh_axes := auto_axis_sizes(jax.sharding.get_abstract_mesh()):
             names = ", ".join(map(repr, auto_mesh_axes))
             warnings.warn(
-                f"{caller}: XLA gathers whole gradients that are cut over the Auto mesh axes {names}, in their own "
-                f"dtype, to pack them; make these axes Explicit, or name them in jax.shard_map's axis_names, too",
+                f"{caller}: XLA gathers the gradients that are sharded over the Auto mesh axes {names}, in their own "
+                "dtype, before they are packed. Make these axes Explicit, or add them to axis_names of jax.shard_map",
                 stacklevel=3,
             )
         if factors is not None and comm.form != "one_phase":
-            raise ValueError(f"factors are for sums that may saturate, in form 'one_phase'; {comm.form!r} has none")
+            raise ValueError(
+                f"factors apply only to form 'one_phase', whose sums can saturate, not to {comm.form!r}; omit them"
+            )
         if comm.form == "one_phase" and choice.on_cuda() and choice.capability() < SUM_CAPABILITY:
             raise ValueError(
-                f"comm.form 'one_phase': NCCL sums FP8 from compute capability 9.0 on, and this GPU has "
-                f"{choice.capability() / 10}; take 'two_phase'"
+                "comm.form 'one_phase' needs compute capability 9.0 or newer, where NCCL sums FP8, but this GPU has "
+                f"{choice.capability() / 10}; use 'two_phase'"
             )
         flat: Any = jax.tree_util.tree_flatten_with_path(grads)
         paths, leaves = [jax.tree_util.keystr(p) or "the gradient" for p, _ in flat[0]], [x for _, x in flat[0]]
@@ -227,7 +229,7 @@ class _Reduction:
         specs: list[QuantSpec | None] = []
         for path, x, depth in zip(paths, leaves, depths, strict=True):
             if not jnp.issubdtype(x.dtype, jnp.floating):
-                raise TypeError(f"{caller}: {path} has dtype {x.dtype}, which is no gradient's")
+                raise TypeError(f"{caller}: {path} has dtype {x.dtype}, which is not a gradient dtype")
             is_small = comm.spec is None or x.size < max(min_size, 1) or x.ndim == 0
             specs.append(None if is_small else dataclasses.replace(comm.spec, layer_axes=depth))
         return cls(caller, paths, leaves, flat[1], manual.axis_names(axes), replicas, comm, factors, specs)
@@ -268,9 +270,9 @@ class _Reduction:
             flat: Any = jax.tree_util.tree_leaves_with_path(tree)
             for i, (saturated, _) in stats.items():
                 place = current_place(jax.tree_util.keystr(flat[i][0], simple=True, separator="/"))
-                sums = {"saturated": saturated, "size": jnp.ones_like(saturated)}
-                maxima = {} if mus[i] is None else {"factor": mus[i]}
-                results[i] = observe(results[i], place, "gradient", Observation(sums, maxima))
+                statistics = {"saturated": saturated, "size": jnp.ones_like(saturated)}
+                statistics |= {} if mus[i] is None else {"factor": mus[i]}
+                results[i] = observe(results[i], place, "gradient", Observation.from_scalars(statistics))
             tree = self.treedef.unflatten(results)
         if self.factors is None:
             return tree
@@ -368,8 +370,8 @@ def _scatter_dim(reduction: _Reduction, i: int, spec: PartitionSpec) -> int | No
             continue
         if tuple(common) != reduction.axes:
             raise ValueError(
-                f"{reduction.caller}: {path} is sharded over {common} of {reduction.axes}; "
-                "reduce over these alone first"
+                f"{reduction.caller}: {path} is sharded over {common} of {reduction.axes}; reduce over the other axes "
+                "first"
             )
         quantized = reduction.specs[i]
         unit = (quantized.group_size or 1) if quantized is not None and dim == len(shape) - 1 else 1

@@ -1,6 +1,7 @@
 """Activations at the boundary of tensor and sequence parallelism, which travel as codes (FP8-LM, figure 2).
 
-Between the linear layers of a block each device has a shard of the sequence, within them a shard of the channels.
+Between the linear layers of a block, each device has a shard of the sequence. Within them, it has a shard of the
+channels.
 """
 
 import functools
@@ -87,7 +88,7 @@ def _resolve(wire_format: WireFormatLike) -> QuantSpec | Linear | str:
     try:
         return require_stateless(wire_format)
     except ValueError as error:
-        raise ValueError(f"{error}; as a wire format, 'bf16' needs no state") from None
+        raise ValueError(f"{error}. The wire format 'bf16' needs no state") from None
 
 
 def _check_wire_spec(caller: str, spec: QuantSpec) -> None:
@@ -95,14 +96,16 @@ def _check_wire_spec(caller: str, spec: QuantSpec) -> None:
     has_default_layout = (spec.expand, spec.layer_axes, spec.rounding, spec.axis) == (False, 0, "nearest", -1)
     if not formats.get(spec.format).is_matmul_format or spec.granularity == "channel" or not has_default_layout:
         raise ValueError(
-            f"{caller}: codes of {spec} do not travel; take an operand of products that rounds to nearest, with scales "
-            "of the tensor, tokens, groups or blocks along the channels, as 'e4m3' or 'e4m3:group128'; or 'bf16'"
+            f"{caller}: {spec} is not a supported wire format. Use a matmul format that rounds to nearest, with "
+            "scales per tensor, token, group or block along the channels, such as 'e4m3' or 'e4m3:group128', or use "
+            "'bf16'"
         )
 
 
 _ADVICE = (
     "Map the block over the mesh: jax.shard_map(block, mesh=mesh, in_specs=..., out_specs=P(None, {axes})). Under jit "
-    "alone constrain codes of jax.lax.with_sharding_constraint's shard, and then those of the whole"
+    "alone, apply jax.lax.with_sharding_constraint to the codes: first with the sharded layout, then with the "
+    "gathered one"
 )
 
 
@@ -202,11 +205,12 @@ def scatter_sequence(
     gradients: WireFormatLike | None = None,
     dim: int = -2,
 ) -> Array:
-    """A device's shard, along the sequence, of a sum over devices whose terms travel as codes; inside `jax.shard_map`.
+    """Returns a device's shard, along the sequence, of a sum over devices. The terms are sent as codes. Call it inside
+    `jax.shard_map`.
 
     If the contraction of a product is sharded, each device has one term of the sum. All devices quantize theirs under
     shared scales, from the largest amax of any device. Each device receives the codes of its shard of the sequence, and
-    sums them in fp32. Nothing saturates, and no sum is rounded to 8 bits. In the backward pass the gradient of the
+    sums them in fp32. Sums cannot saturate and are not rounded to 8 bits. In the backward pass the gradient of the
     shard is gathered as by `gather_sequence`, in the format of the preceding product's gradient.
 
     Args:
@@ -342,7 +346,9 @@ def _gather_codes(q: QTensor, shape: tuple[int, ...], axes: tuple[str, ...], dim
 
 def _normalize_dim(caller: str, x: Array, dim: int) -> int:
     if x.ndim < 2 or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
-        raise ValueError(f"{caller} cuts a dimension before the channels, the last: not {dim} of an array {x.shape}")
+        raise ValueError(
+            f"{caller} splits a dimension before the last one (channels), not dimension {dim} of an array {x.shape}"
+        )
     return dim % x.ndim
 
 
@@ -353,8 +359,9 @@ def _check_shard_blocks(caller: str, wire_format: WireFormat, length: int, dim: 
     assert wire_format.spec.group_size is not None
     if dim != ndim - 2 or length % wire_format.spec.group_size:
         raise ValueError(
-            f"{caller}: parts of {length} along dimension {dim} end within a block of {wire_format.spec}; "
-            f"cut dimension -2 at multiples of {wire_format.spec.group_size}, or let 'bf16' travel"
+            f"{caller}: shards of length {length} along dimension {dim} are not a multiple of the block of "
+            f"{wire_format.spec}. Split dimension -2 at multiples of {wire_format.spec.group_size}, or use the wire "
+            "format 'bf16'"
         )
 
 

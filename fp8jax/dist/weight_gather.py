@@ -1,7 +1,7 @@
 """FSDP inside `jax.shard_map`: whole weights for one layer at a time, and the scatter of their gradients.
 
-Products read codes, which are gathered as they are, forward and again backward. The gradient of the whole weight is
-scattered in its own backward pass.
+Products read codes, which are gathered in the forward pass and again in the backward pass. The gradient of the whole
+weight is scattered in its own backward pass.
 """
 
 import functools

@@ -15,11 +15,11 @@ from fp8jax.rewrite.planned import PlannedCall
 from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.transform import Transformed
 
-# Embedding tables, scales and the like are no matrices of matmuls.
+# Embedding tables, scales and the like are not matrices of matmuls.
 _NON_MATRIX_NAMES = re.compile(r"(.*/)?(\w*(embed|pos_|position|token|scale|bias|gamma|beta|mask)\w*|pos)")
 _ALTERNATIVES_TEXT = (
-    "fp8jax.transform(fn, rules) takes any function of parameters; fp8jax.linear(x, w, recipe=...), fp8jax.einsum and "
-    "fp8jax.dot_general are products to call; fp8jax.compressed_adamw takes parameters of any kind"
+    "use fp8jax.transform(fn, rules) for any function of parameters, or call fp8jax.linear(x, w, recipe=...), "
+    "fp8jax.einsum or fp8jax.dot_general; fp8jax.compressed_adamw accepts any pytree of parameters"
 )
 
 # For each of Flax's libraries, its name and the functions to use, by the name of their sibling in the other.
@@ -63,26 +63,24 @@ def wrong_model_message(expectation: str, model: Any) -> str:
         (name for name in _FLAX_FUNCTIONS if f"flax.{name}.module" in {base.__module__ for base in kind.__mro__}), None
     )
     if isinstance(model, type):
-        description = f"the class {model.__name__}; make an instance of it"
+        description = f"the class {model.__name__}; pass an instance"
     elif flax is not None:
         library, functions = _FLAX_FUNCTIONS[flax]
         function = expectation.partition(" ")[0].rpartition(".")[2]
         description = (
-            f"{kind.__name__}, a module of Flax {library}: take {functions.get(function, functions['quantize'])}"
+            f"{kind.__name__}, a module of Flax {library}; use {functions.get(function, functions['quantize'])}"
         )
     elif "equinox" in bases or "haiku" in bases:
         description = f"{kind.__name__}, of {'Equinox' if 'equinox' in bases else 'Haiku'}; {_ALTERNATIVES_TEXT}"
     elif isinstance(model, dict):
-        description = (
-            f"dict; give the model that has these parameters, not the parameters. Without Flax, {_ALTERNATIVES_TEXT}"
-        )
+        description = f"dict; pass the model, not its parameters. Without Flax, {_ALTERNATIVES_TEXT}"
     else:
         description = f"{kind.__name__}. Without Flax, {_ALTERNATIVES_TEXT}"
     return f"{expectation}, not {description}"
 
 
 class CallLeaf(NamedTuple):
-    """The kind of one leaf of a call or of its results.
+    """The kind of one leaf of the arguments or results of a call.
 
     Attributes:
         kind: "parameter", "array" of the module, "argument" array, "setting", or for a result that is an input
@@ -175,7 +173,7 @@ def transform_call(
 
     Args:
         call: the call as a function of its leaves.
-        original: the method, which gives the function its name.
+        original: the method that the function is named after.
         names, requires_product, is_module_method, checks_rules, state_axes: as of `CallInfo`.
     """
 
@@ -214,7 +212,7 @@ def static_fingerprint(*settings: Any) -> Hashable:
     Settings that compare as equal may differ in these: 1 and True, or an object that has changed.
 
     Raises:
-        TypeError: such an object has no attributes, or one is not hashable.
+        TypeError: the object has no attributes, or one is not hashable.
     """
     identity_compared = [x for x in settings if type(x).__hash__ is object.__hash__ and not callable(x)]
     attributes = tuple(tuple(sorted(vars(x).items())) for x in identity_compared)

@@ -34,8 +34,8 @@ class Product:
         operands: dtypes of the two operands, by JAX's names or XLA's.
         occurrences: how often it stands in the program.
         executions: how often it runs; loops of unknown length count once.
-        requested_formats: in compiled programs the formats that fp8jax asked for, such as "e4m3 x e5m2"; "" if it is no
-            product of fp8jax.
+        requested_formats: in compiled programs the formats that fp8jax requested, such as "e4m3 x e5m2"; "" if it is
+            not a product of fp8jax.
         kernel: name of a Mosaic or Triton kernel, or "".
     """
 
@@ -74,7 +74,7 @@ class Program:
         backend: what it was compiled for, such as "cpu".
         traced: in the jaxpr.
         compiled: in the optimized program of XLA, with its custom calls.
-        choices: the operations of fp8jax that were traced, and what computes each.
+        choices: the traced operations of fp8jax and their implementations.
         residuals: what linear layers save for the backward pass, each kind once.
     """
 
@@ -210,7 +210,7 @@ _REMEDY_BY_REASON = (
     ("no kernel for scales", "scales of tensors, rows, groups of 128 or blocks of 128x128 have kernels"),
     ("int8 kernels take", _INT8_ROWS),
     ("Ampere, Ada or Hopper", _INT8_ROWS),
-    ("two int8 operands", "products take two operands of FP8 or two of int8"),
+    ("two int8 operands", "products need two FP8 or two int8 operands"),
     ("jax >= 0.11", "on this GPU codes save memory, no time"),
 )
 
@@ -221,7 +221,7 @@ def _explain_widening(reasons: list[str], backend: str) -> tuple[str, str]:
         return f"XLA has no such product for {backend}", "the codes save memory there, no time"
     decode_reasons = [reason for reason in reasons if "decoded" in reason]
     if not decode_reasons:
-        reason = "XLA did not make cuBLASLt's FP8 product of what was written for it"
+        reason = "XLA did not match the pattern of cuBLASLt's FP8 matmul"
         return reason, "set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false before JAX starts"
     text = " and ".join(decode_reasons)
     return text, next(

@@ -1,4 +1,4 @@
-"""`explain`: what the rules make of a Flax model, and what its compiled program multiplies."""
+"""`explain`: the effect of rules on a Flax model, and the products of its compiled program."""
 
 import contextlib
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
@@ -21,20 +22,21 @@ from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import LayerChoice, Rule, Rules, RuleSet, as_rule_set
+from fp8jax.rewrite.transform import Transformed
 
 _RULES_TYPES = (str, Recipe, Linear, Rule, list, tuple, RuleSet)
 _REASONS: tuple[tuple[tuple[type, ...], str], ...] = (
     (
         (nnx.Embed, nn.Embed),
-        "the lookup of an embedding, and its use as a head (attend), are left alone",
+        "an embedding lookup, and its use as an output head (attend), are not quantized",
     ),
     (
         (nnx.MultiHeadAttention, nn.MultiHeadDotProductAttention),
-        "the products of attention itself, QK and AV, are left alone; its projections are layers of their own",
+        "the attention products QK and AV are not quantized; the projections are separate layers",
     ),
     (
         (nnx.Conv, nnx.ConvTranspose, nn.Conv, nn.ConvTranspose, nn.ConvLocal),
-        "convolutions are left alone",
+        "convolutions are not quantized",
     ),
 )
 _RECOMPUTE_NOTE = "layers that read the result of a norm or an activation save nothing of it if it is recomputed"
@@ -43,14 +45,14 @@ _FindShape = Callable[[str, Any], tuple[int, ...]]
 
 
 def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: Any) -> Explanation:
-    """What the rules make of a model: what is quantized, what is left as written and why, what is saved and gained.
+    """Explains the effect of rules on a model: what is quantized, what is not and why, what is saved and gained.
 
     With sample inputs, a loss (the mean square of the outputs) and its gradient are compiled for the default device.
-    `.program` of the result has their products. No training state is changed.
+    `.program` of the result lists their products. No training state is changed.
 
     Args:
-        model: an NNX or Linen model, as `fp8jax.nnx.quantize` and `fp8jax.linen.quantize` take it.
-        rules: as they take them. Leave them out for a quantized NNX model.
+        model: an NNX or Linen model, as for `fp8jax.nnx.quantize` and `fp8jax.linen.quantize`.
+        rules: as for these functions. Omit them for a quantized NNX model.
         sample: arguments of a call of the model, arrays or `jax.ShapeDtypeStruct`. A Linen model needs them, because
             its layers exist only while it runs. An NNX model needs them for the activations between its layers, and
             for output heads and routers.
@@ -60,22 +62,29 @@ def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: An
         An `Explanation`; print it.
 
     Raises:
-        TypeError: the model is neither an NNX nor a Linen model, a Linen model comes without sample inputs, or rules
-            are missing.
+        TypeError: the model is neither an NNX nor a Linen model, a Linen model is passed without sample inputs, or
+            rules are missing.
         ValueError: as `quantize`.
     """
     is_quantized = isinstance(type(model), nnx_modules.QuantizedMeta)
     if rules is None:
         usage = "the arguments of a call of a quantized model: explain(model, x)"
         raise TypeError(f"explain takes {usage if is_quantized else 'rules or a recipe: explain(model, rules, x)'}")
+    if is_quantized and not isinstance(rules, _RULES_TYPES):
+        return _explain_nnx(model, (rules, *sample), keywords)
+    if isinstance(model, nnx.Module | nn.Module) and isinstance(rules, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{type(model).__name__} has no recipe, and explain got an array of shape {rules.shape} instead of rules; "
+            'call explain(model, rules, x), such as explain(model, "coat", x)'
+        )
     if isinstance(model, nnx.Module):
-        if is_quantized and not isinstance(rules, _RULES_TYPES):
-            return _explain_nnx(model, (rules, *sample), keywords)
         rule_set = as_rule_set(rules)
         model = nnx_modules.quantize(model, rule_set)
         return _explain_nnx(model, sample, keywords) if sample or keywords else _explain_rules(model, rule_set)
     if isinstance(model, nn.Module):
         return _explain_linen(model, as_rule_set(rules), sample, keywords)
+    if isinstance(model, Transformed):
+        raise TypeError("explain takes an NNX or Linen module; a transformed function has its own: fast.explain(*args)")
     raise TypeError(wrong_model_message("explain takes an NNX or Linen module", model))
 
 
@@ -105,7 +114,7 @@ def _explain_nnx(model: Any, sample: Any, keywords: Any) -> Explanation:
 
 def _explain_linen(model: nn.Module, rules: RuleSet, sample: Any, keywords: Any) -> Explanation:
     if not sample and not keywords:
-        raise TypeError("a Linen model has layers only while it runs: give explain sample inputs too")
+        raise TypeError("a Linen model creates its layers when it runs; pass sample inputs to explain, too")
     quantized: Any = linen_modules.quantize(model, rules)
     arrays, rebuild = _split_arrays((sample, keywords))
 
@@ -127,7 +136,7 @@ def _explain_linen(model: nn.Module, rules: RuleSet, sample: Any, keywords: Any)
 
     def inspect() -> Program:
         with training.suppress_training_checks(), _silenced_notices(quantized):
-            # The quantized model may have variables of its own, such as those of delayed scaling.
+            # The quantized model may have its own variables, such as those of delayed scaling.
             state = dict(init_shapes(quantized))
             return inspect_program(jax.grad(loss), state.pop("params"), state, arrays)
 
@@ -154,15 +163,19 @@ def _explain_rules(model: nnx.Module, rules: RuleSet) -> Explanation:
     for path in norms if rules.has_contexts else ():
         choice = rules.choose(path)
         rows.append(PlanEntry(path, type(modules[path]).__name__, (), choice, choice.reason, ""))
-    no_product_reason = "whether a product reads it is known in a call"
+    no_product_reason = "whether a product reads it is known only in a call"
     rows += _layers_without_product(modules, rules, _nnx_shape, no_product_reason, {row.path for row in rows})
     is_recomputed = any(row.context is not None and row.context.recompute_activations for row in rows)
     notes = [_RECOMPUTE_NOTE] if is_recomputed else []
     unknown = {
         "activations and attention between layers": rules.has_contexts,
-        "output heads and routers that their names do not tell": rules.has_default,
+        "output heads and routers whose names are not recognized": rules.has_default,
     }
-    notes += [f"{what} are known in a call: give explain sample inputs" for what, is_open in unknown.items() if is_open]
+    notes += [
+        f"{what} are known only in a call; pass sample inputs to explain"
+        for what, is_open in unknown.items()
+        if is_open
+    ]
     return Explanation(tuple(rows), notes=tuple(notes))
 
 

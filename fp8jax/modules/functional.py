@@ -85,9 +85,8 @@ class ModuleMethod(NamedTuple):
         name: of the method.
         rules: on the paths of layers.
         prefix: the path of the module in its model.
-        requires_product: whether a call without a product that a recipe could take raises.
-        restore_classes: gives the modules of a graph the classes that the user wrote, and returns a function that
-            undoes it.
+        requires_product: whether a call without a product that can be quantized raises an error.
+        restore_classes: restores the user's classes of the modules in a graph, and returns a function that undoes this.
     """
 
     original: Callable
@@ -146,7 +145,7 @@ def run(
     read_states: Callable[[Sequence[Any], Mapping[str, Any]], Mapping[str, ParameterState]],
     notices: Notices | None = None,
 ) -> Any:
-    """The results of a call, and what its products observed, by the paths of parameters.
+    """The results of a call, and the statistics of its products, by parameter path.
 
     The module and modules among the arguments change as by the method: values of variables, new variables and modules,
     settings.
@@ -223,7 +222,7 @@ def _split_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any
             raise
         method_name = f"{type(module).__name__}.{method.name}"
         raise TypeError(
-            f"an argument of {method_name} that is no array and no module must be hashable: {error}"
+            f"an argument of {method_name} that is neither an array nor a module must be hashable: {error}"
         ) from None
     return SplitCall(Call(transformed_call, params, other_arrays), raw, variables)
 
@@ -251,7 +250,8 @@ def _classify_leaf(method: ModuleMethod, path: Any, variable: Any, x: Any) -> Ca
 
 
 def is_parameter(variable: Any, path: Sequence[Any], rules: RuleSet, prefix: str = "") -> bool:
-    """Whether a recipe may take products with a variable. Those with an adapter it takes only if a rule asks."""
+    """Whether a recipe may quantize products with a variable. Products of a variable with an adapter are quantized only
+    if a rule matches."""
     if not isinstance(variable, nnx.LoRAParam):
         return isinstance(variable, (nnx.Param, FrozenParam))
     steps = [*filter(None, [prefix]), *map(str, path)]

@@ -42,7 +42,7 @@ class LinenClassConfig(NamedTuple):
 
 
 def quantize(module: Model, rules: Rules) -> Model:
-    """A copy of a model whose matmuls with parameters use a recipe.
+    """Returns a copy of a model that computes its matmuls with parameters by a recipe.
 
     `init` and `apply` are called as before. Parameters keep their names, shapes and values: checkpoints fit both ways.
     Each method called from outside is lifted to a function of variables, random keys and arguments, and transformed by
@@ -62,30 +62,30 @@ def quantize(module: Model, rules: Rules) -> Model:
 
     A recipe, unlike a rule, does not quantize embeddings, heads and routers. They are found by name, or by a result
     that is returned or goes into softmax, top_k, argmax or sort. A result with the shape of a floating-point argument
-    is no head, nor is any matmul if only heads would be left.
+    is not a head, nor is any matmul if only heads would be left.
 
     `fp8jax.explain(model, rules, *sample)` lists every matmul. A call raises if its rules match nothing.
 
     Args:
         module: any unbound Linen module; it is not changed.
         rules: a `Recipe` or a preset's name, for all matmuls but those of embeddings, output heads and routers. Or a
-            sequence of `fp8jax.Rule` on paths such as `"layers_0/attention/query"`, which such a recipe may follow; the
-            first match wins. A recipe that quantizes no matmul, such as "bf16", changes nothing.
+            sequence of `fp8jax.Rule` on paths such as `"layers_0/attention/query"`, with an optional recipe at the end;
+            the first match is used. A recipe that quantizes no matmul, such as "bf16", changes nothing.
 
     Returns:
         The copy, an instance of a subclass of the model's class.
 
     Raises:
-        TypeError: the model is no Linen module, or the rules have another type.
+        TypeError: the model is not a Linen module, or the rules have another type.
         ValueError: the model is bound or quantized already. From `init` or `apply`: a rule matches nothing or there is
             no matmul of data with a parameter. Or a matmul asks for a precision that no quantized matmul has.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(wrong_model_message("fp8jax.linen.quantize takes a Linen module", module))
     if module.scope is not None:
-        raise ValueError("quantize the module before it is bound to variables")
+        raise ValueError("the module is bound to variables; quantize it before it is bound")
     if hasattr(type(module), "_fp8jax_settings"):
-        raise ValueError("the model is quantized already; give the rules to the model it was made from")
+        raise ValueError("the model is already quantized; pass the rules with the original model")
     copy = _quantized_copy(module, LinenClassConfig(as_rule_set(rules)))
     type(copy)._fp8jax_notices.texts.clear()  # equal models share a class
     return copy
@@ -97,7 +97,7 @@ def unquantize(module: Model) -> Model:
     Its variables have no scaling collections: `{k: v for k, v in variables.items() if not k.startswith("fp8jax_")}`.
 
     Raises:
-        TypeError: the model is no Linen module.
+        TypeError: the model is not a Linen module.
         ValueError: it is not quantized.
     """
     if not isinstance(module, nn.Module):
@@ -121,9 +121,9 @@ class DotGeneral:
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         if name := products.find_patched_matmul():
             raise ValueError(
-                f"a quantized layer runs while another library has changed {name}: what this adds to the layer's "
-                "product, such as a LoRA adapter, would be lost. Merge adapters into the weights before the model is "
-                "quantized, or take adapters that are modules, as nnx.LoRA, or leave the model as it is written"
+                f"a quantized layer is called while another library replaces {name}. Its addition to the layer's "
+                "product, such as a LoRA adapter, would be lost. Merge adapters into the weights before you quantize "
+                "the model, use adapters that are modules, such as nnx.LoRA, or do not quantize the model"
             )
         key = key_from_data(lhs) if self.linear.is_stochastic else None
         return dot_general(lhs, rhs, *args, recipe=self.linear, key=key, **kwargs)
@@ -137,7 +137,7 @@ def make_dot_general_cls(recipe: Recipe | Linear | str) -> type[DotGeneral]:
         recipe: a `Recipe`, its part `Linear`, or a preset's name.
 
     Returns:
-        A class whose instances are called like `jax.lax.dot_general`; the same class for the same recipe.
+        Returns a class with instances that are called like `jax.lax.dot_general`; the same class for the same recipe.
     """
     linear_recipe = linear_part(recipe)
 
@@ -202,7 +202,9 @@ def _quantized_subclass(cls: Any, settings: LinenClassConfig) -> Any:
 
     def __reduce__(self: Any) -> Any:
         if self.scope is not None:
-            raise TypeError("a module that is bound to variables is not pickled: pickle the model and the variables")
+            raise TypeError(
+                "a module that is bound to variables cannot be pickled; pickle the unbound model and the variables"
+            )
         return _quantized_copy, (_copy_as(cls, self), settings)
 
     def __getattribute__(self: Any, name: str) -> Any:

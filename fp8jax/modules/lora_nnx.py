@@ -32,16 +32,16 @@ def lora(
     dtype: DTypeLike = jnp.bfloat16,
     rngs: nnx.Rngs | jax.Array,
 ) -> Model:
-    """A copy of a quantized model with frozen parameters, and adapters for the layers that have a recipe.
+    """Returns a copy of a quantized model with frozen parameters and with adapters for the layers that have a recipe.
 
         model = fp8jax.nnx.lora(fp8jax.nnx.quantize(model, "te_current"), rank=16, alpha=32, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.LoRAParam)
         grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, batch)
 
-    Parameters become `FrozenParam`s: gradients and optimizer states of `nnx.Param` and of `nnx.LoRAParam` are those of
-    adapters. Weights of layers with a recipe are stored in codes of 8 bits and multiplied as in `fp8jax.lora.linear`.
-    The recipe "bf16" decodes them for 16-bit matmuls. The adapters of a parameter NAME are `nnx.LoRAParam`s in its
-    module, `NAME_adapter_a` and `NAME_adapter_b`. Save `nnx.state(model)` as usual, or `fp8jax.nnx.adapters(model)`.
+    Parameters become `FrozenParam`s, so gradients and optimizer states of `nnx.Param` and `nnx.LoRAParam` contain only
+    adapters. Weights of layers with a recipe are stored as 8-bit codes and multiplied as in `fp8jax.lora.linear`. The
+    recipe "bf16" decodes them for 16-bit matmuls. The adapters of a parameter NAME are `nnx.LoRAParam`s in its module,
+    `NAME_adapter_a` and `NAME_adapter_b`. Save `nnx.state(model)` as usual, or `fp8jax.nnx.adapters(model)`.
 
     Args:
         model: a model that `quantize` returned, with current scaling; it is not changed.
@@ -52,8 +52,8 @@ def lora(
         rngs: `nnx.Rngs` or a key, for the initial adapters.
 
     Raises:
-        TypeError: the model is no NNX module.
-        ValueError: it is not quantized, or has adapters already. No layer has a recipe, or a recipe has a scaling that
+        TypeError: the model is not an NNX module.
+        ValueError: it is not quantized, or already has adapters. No layer has a recipe, or a recipe has a scaling that
             keeps states. `targets` match no layer. Or as in `fp8jax.freeze` and `fp8jax.lora.init_adapter`.
     """
     if not isinstance(model, nnx.Module):
@@ -61,22 +61,22 @@ def lora(
     settings = get_settings(model)
     if settings is None:
         raise ValueError(
-            "the model is not quantized: give fp8jax.nnx.lora what fp8jax.nnx.quantize returns; for products in 16 "
-            "bits, fp8jax.nnx.quantize(model, 'bf16')"
+            "the model is not quantized; call fp8jax.nnx.quantize first. For products in 16 bits, use "
+            "fp8jax.nnx.quantize(model, 'bf16')"
         )
     adapted_model = nnx.clone(model)
     found_modules = get_modules(adapted_model)
     if any(isinstance(v, FrozenParam) for m in found_modules.values() for v in get_params(m).values()):
-        raise ValueError("the model has adapters already; merge them with fp8jax.nnx.merge_lora")
+        raise ValueError("the model already has adapters; merge them with fp8jax.nnx.merge_lora")
     selected = select_params(found_modules, settings.rules)
     if not selected:
         raise ValueError(
-            "no layer of the model follows a recipe, and only such layers have adapters; for products in 16 bits, "
-            "fp8jax.nnx.quantize(model, 'bf16')"
+            "no layer of the model has a recipe, and only layers with a recipe can have adapters. For products in 16 "
+            "bits, use fp8jax.nnx.quantize(model, 'bf16')"
         )
     for path, (_, _, linear) in selected.items():
         if observed_operands(linear):
-            raise ValueError(f"{path} has {linear.scaling} scaling, which keeps a state: take a recipe without")
+            raise ValueError(f"{path} has {linear.scaling} scaling, which keeps a state; use a recipe without a state")
     layer_names = {path: get_layer_names(selected, path) for path in selected}
     matching_paths = {
         path
@@ -144,12 +144,12 @@ def adapters(model: nnx.Module) -> dict[str, Adapter]:
         for name, adapter in collect_adapters(vars(module)).items()
     }
     if not adapters_by_path:
-        raise ValueError("the model has no adapters; fp8jax.nnx.lora adds them")
+        raise ValueError("the model has no adapters; add them with fp8jax.nnx.lora")
     return adapters_by_path
 
 
 def merge_lora(model: Model, dtype: DTypeLike | None = None) -> Model:
-    """A quantized model with trainable parameters again, to which the adapters are added.
+    """Returns a quantized model with trainable parameters, with the adapters added to them.
 
     Args:
         model: a model that `lora` returned; it is not changed.

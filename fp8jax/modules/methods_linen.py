@@ -61,9 +61,9 @@ class QuantizedRoot(NamedTuple):
 
     Attributes:
         rules: the rules that choose a recipe for each layer.
-        path: the path of the model whose paths the rules match.
+        path: the path of the model that rule paths are relative to.
         field_path: the module's path in its model, if that was never bound.
-        is_submodule: whether it is a submodule of this model, called by itself.
+        is_submodule: whether it is a submodule of this model that is called directly.
     """
 
     rules: RuleSet
@@ -76,7 +76,7 @@ class QuantizedRoot(NamedTuple):
         return self._replace(is_submodule=False) in scope.flags.get("fp8jax", ())
 
     def with_flag(self, scope: Any) -> Any:
-        """The flags of a scope in such a run."""
+        """The flags of a scope in this run."""
         return scope.flags.copy({"fp8jax": (*scope.flags.get("fp8jax", ()), self._replace(is_submodule=False))})
 
     def model_path(self, scope_path: Path) -> Path:
@@ -131,7 +131,7 @@ def init_method(method: Callable, root: QuantizedRoot) -> Callable:
     def run(lifted: LiftedCall, other_collections: Any) -> Any:
         new_variables: tuple[dict[str, Any], ...] = tuple({} for _ in other_collections)
         planned_call = lifted.call.plan_call()
-        layer_axes = {use.path: use.layer_axes for use in planned_call.uses}
+        state_axes = {use.path: use.state_axes for use in planned_call.uses}
         for path, tracked_scaling in planned_call.init().items():
             scope_index, param_path = lifted.param_locations[path]
             if not lifted.is_mutable[scope_index]:
@@ -139,7 +139,7 @@ def init_method(method: Callable, root: QuantizedRoot) -> Callable:
                     _get_layer_name(param_path), tracked_scaling.linear, is_initializing=True, has_other_layers=False
                 )
             _add_variables(
-                new_variables[scope_index], get_variables_path(param_path), tracked_scaling, layer_axes[path]
+                new_variables[scope_index], get_variables_path(param_path), tracked_scaling, state_axes[path]
             )
         return None, (tuple({} for _ in other_collections), new_variables)
 
@@ -377,7 +377,7 @@ def _read_state(
     if missing or ("dy" in stats_names(linear) and "slot" not in statistics):
         has_other_layers = bool(collections.get(SCALING))
         raise missing_variables_error(layer, linear, is_initializing=False, has_other_layers=has_other_layers)
-    stored = ParameterState.from_variables(linear, use.layer_axes, variables)
+    stored = ParameterState.from_variables(linear, use.state_axes, variables)
     return read_in_call(stored, weight, layer, training.LINEN, is_mutable=is_mutable)
 
 

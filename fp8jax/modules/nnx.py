@@ -9,6 +9,7 @@ import contextlib
 import copyreg
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -25,8 +26,9 @@ from fp8jax.modules.scaled import STATE_PREFIX, LayerScaling, ParameterStateModu
 from fp8jax.rewrite import suggestion, training
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.frozen_params import as_array
+from fp8jax.rewrite.heads import OUTPUT_HEAD_REASON
 from fp8jax.rewrite.planned import CallPlan, Notices
-from fp8jax.rewrite.rules import Rules, RuleSet, as_rule_set
+from fp8jax.rewrite.rules import HEAD_PATTERN, Rules, RuleSet, as_rule_set
 from fp8jax.rewrite.states import ParameterState, observed_operands
 from fp8jax.rewrite.suggestion import Suggestion
 from fp8jax.rewrite.telemetry import Telemetry
@@ -148,7 +150,7 @@ copyreg.pickle(QuantizedMeta, _reduce)
 
 @functools.cache
 def make_quantized_class(original: Any, settings: QuantizedClassConfig) -> type:
-    """The subclass of a module's class whose methods are transformed."""
+    """The subclass of a module's class with transformed methods."""
     names = ("__module__", "__qualname__", "__doc__")
     body = {name: getattr(original, name) for name in names}
     body |= {"_fp8jax_original_class": original, "_fp8jax_settings": settings}
@@ -224,40 +226,40 @@ def _restore_original_classes(module: nnx.Module) -> Callable[[], None]:
 
 
 def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__",)) -> Model:
-    """A copy of a model whose matmuls with parameters use a recipe.
+    """Returns a copy of a model that computes its matmuls with parameters by a recipe.
 
-    Parameters keep their names, shapes and values: checkpoints fit both ways. Calls of the copy are transformed like by
-    `fp8jax.transform`. This covers layers of Flax and your own, in `nnx.jit`, `nnx.scan`, `nnx.remat`, loops and stacks
-    of `nnx.vmap`. With a `Context`, norms and activations before such matmuls are replaced too. A call changes
-    variables, modules and random keys as before. Build the `nnx.Optimizer` from the copy. The copy is an instance of
-    the model's class and can be pickled; `unquantize` returns the original.
+    Parameters keep their names, shapes and values, so checkpoints of one load into the other. Calls of the copy are
+    transformed as by `fp8jax.transform`. This covers layers of Flax and your own layers, in `nnx.jit`, `nnx.scan`,
+    `nnx.remat`, loops and stacks of `nnx.vmap`. With a `Context`, norms and activations before these matmuls are
+    replaced too. A call changes variables, modules and random keys as before. Build the `nnx.Optimizer` from the copy.
+    The copy is an instance of the model's class and can be pickled; `unquantize` returns the original.
 
-    Submodules are transformed too when called from outside, as `model.layers[0](x)`. A method that is not in `methods`,
-    or a call that branches on values of arrays, runs as written, with transformed submodules. A call outside of a
-    compiled function is jitted, once per structure of its arguments, like under `nnx.jit`. Python numbers among them
-    are static.
+    Submodules are transformed too if they are called from outside, as in `model.layers[0](x)`. A method that is not in
+    `methods`, or a call that branches on values of arrays, runs as written, with transformed submodules. A call outside
+    of a compiled function is jitted, once per structure of its arguments, like under `nnx.jit`. Python numbers among
+    them are static.
 
     Delayed scaling and `int8_fallback` add variables, which `fp8jax.nnx.value_and_grad` and `Optimizer` train. They are
     in `dot_general` or `einsum_op` of a Flax layer. In other classes they are in `fp8jax_NAME` for each parameter NAME
     of two axes or more. Each matrix in its last two axes, such as that of an expert, has a state. A product of the
     whole parameter uses the first state. Matmuls with other batch axes run as written.
 
-    A recipe, unlike a rule, does not quantize embeddings, output heads and routers. They are found by name, or by a
-    result that is returned (heads) or goes into softmax, top_k or argmax (routers).
+    A recipe, unlike a rule, does not quantize embeddings, output heads and routers. These are found by name, or by
+        their result: it is returned (heads), or goes into softmax, top_k or argmax (routers).
 
     Args:
         model: any NNX module; it is not changed.
         rules: a `Recipe` or a preset's name, for all layers but embeddings, output heads and routers. Or a sequence of
-            `fp8jax.Rule` on paths such as `"layers/attention/q"`, which such a recipe may follow; the first match wins.
-            If a module has several matrices, a rule may name one, as `"mlp/w1"`. A recipe that quantizes no matmul,
-            such as "bf16", changes nothing.
+            `fp8jax.Rule` on paths such as `"layers/attention/q"`, with an optional recipe at its end; the first match
+            is used. If a module has several matrices, a rule may name one, as `"mlp/w1"`. A recipe that quantizes no
+            matmul, such as "bf16", changes nothing.
         methods: the names of methods that are transformed, of the model and its submodules.
 
     Returns:
         The copy. `fp8jax.explain(copy, *sample)` lists each part of a call.
 
     Raises:
-        TypeError: the model is no NNX module, or the rules have another type.
+        TypeError: the model is not an NNX module, or the rules have another type.
         ValueError: a rule matches no layer, the model has none or is quantized already, or no module has one of
             `methods`. From a call: nothing can be quantized. Or a matmul asks for a precision that no quantized matmul
             has.
@@ -270,10 +272,10 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     quantized_paths = [path for path, m in submodules.items() if isinstance(type(m), QuantizedMeta)]
     if quantized_paths:
         what = min(quantized_paths, key=len) or "the model"  # submodules come first
-        raise ValueError(f"{what} is quantized already; give the rules to the model it was made from")
+        raise ValueError(f"{what} is already quantized; pass the rules with the original model")
     for name in methods:
         if not any(callable(getattr(m, name, None)) for m in submodules.values()):
-            raise ValueError(f"no module of the model has the method {name!r} that methods= names")
+            raise ValueError(f"no module of the model has a method {name!r}; correct methods=")
     quantized = nnx.clone(model)
     submodules = get_modules(quantized)
     products, record = select_params(submodules, ordered_rules), training.TrainingRecord()
@@ -308,13 +310,13 @@ def _check_kernel_variables(submodules: dict[str, Any]) -> None:
     for path, module in submodules.items():
         if isinstance(module, LAYERS) and not isinstance(module.kernel, nnx.Variable):
             raise ValueError(
-                f"the kernel of {path or 'the model'} is a {type(module.kernel).__name__}, not an nnx.Variable: another"
-                " library has changed the model. Quantize the model as it was written"
+                f"the kernel of {path or 'the model'} is a {type(module.kernel).__name__}, not an nnx.Variable: "
+                "another library has changed the model. Quantize the unchanged model"
             )
 
 
 def _find_context_paths(submodules: dict[str, Any], rules: RuleSet) -> Iterator[str]:
-    """The paths of layers and norms whose recipe compresses residuals."""
+    """The paths of layers and norms with a recipe that compresses residuals."""
     for path, module in submodules.items():
         if get_params(module) and rules.choose(path).context.residual is not None:
             yield path
@@ -355,7 +357,12 @@ def select_params(submodules: dict[str, Any], rules: RuleSet) -> dict[str, tuple
         [*(first for first, *_ in paths.values()), *(norms if matrices else [])],
         aliases={first: alternative_paths for first, *alternative_paths in paths.values()},
     )
-    choices = {path: rules.choose(first, aliases=also).linear for path, (first, *also) in paths.items()}
+    # Calls find heads by their results. One that is named as such has its state from the start.
+    has_states = rules.head is not None and rules.head.stateful_strategies
+    heads = {
+        first: OUTPUT_HEAD_REASON for first, *_ in paths.values() if has_states and re.fullmatch(HEAD_PATTERN, first)
+    }
+    choices = {path: rules.choose(first, heads, also).linear for path, (first, *also) in paths.items()}
     return {p: (*matrices[p], linear) for p, linear in choices.items() if linear is not None}
 
 
@@ -419,7 +426,7 @@ def get_settings(module: Any) -> QuantizedClassConfig | None:
 
 
 def unquantize(model: Model) -> Model:
-    """The original model with the parameters of a quantized one.
+    """Returns the original model with the parameters of a quantized one.
 
     Args:
         model: a model that `quantize` returned; it is not changed.
@@ -433,7 +440,7 @@ def unquantize(model: Model) -> Model:
     if not any(get_settings(m) for m in get_modules(model).values()):
         raise ValueError("the model is not quantized")
     if any(isinstance(v, FrozenParam) for m in get_modules(model).values() for v in get_params(m).values()):
-        raise ValueError("the model has adapters: take fp8jax.nnx.unquantize(fp8jax.nnx.merge_lora(model))")
+        raise ValueError("the model has adapters; use fp8jax.nnx.unquantize(fp8jax.nnx.merge_lora(model))")
     unquantized = nnx.clone(model)
     for module in get_modules(unquantized).values():
         _remove_state_modules(module)
@@ -460,7 +467,7 @@ def suggest(
         ValueError: as `fp8jax.suggest`; or the model is quantized already.
     """
     if any(get_settings(m) for m in get_modules(model).values()):
-        raise ValueError("the model is quantized already: give suggest fp8jax.nnx.unquantize(model)")
+        raise ValueError("the model is already quantized; pass fp8jax.nnx.unquantize(model) to suggest")
     parts: Any = nnx.split(model, nnx.Param, ...)
     graph, params, others = parts
     call = lambda params, others, *args: loss_fn(nnx.merge(graph, params, others), *args)  # noqa: E731

@@ -31,9 +31,9 @@ from fp8jax.rewrite.states import (
 # The state of a parameter's products in a layer of a user's own class has this prefix and the parameter's name.
 STATE_PREFIX = "fp8jax_"
 _CLOSED_OVER_MESSAGE = (
-    "{layer} has {names} scaling, whose state a call changes, and the model is from outside of a transformed function, "
-    "such as the one that is differentiated: pass the model to this function as an argument, or call model.eval() "
-    "first if its scales are to stay as they are"
+    "{layer} has {names} scaling, and each call updates its state, but a transformed function, such as the one that "
+    "is differentiated, closes over the model. Pass the model to this function as an argument, or call model.eval() "
+    "first to keep the scales unchanged"
 )
 
 
@@ -42,14 +42,14 @@ class ScalingVariable(nnx.Variable):
 
 
 class GradientStatistic(nnx.Variable):
-    """A slot whose cotangent is the largest magnitude of a gradient; never an argument of an optimizer.
+    """A slot variable with the amax of a gradient as its cotangent; never an argument of an optimizer.
 
     Its value is the largest cotangent since the last step, if `fp8jax.nnx.value_and_grad` or `grad` took the gradients.
     """
 
 
 class QuantizedWeightVariable(nnx.Variable):
-    """Codes or scales of a weight; they follow from parameters, and are no state of their own."""
+    """Codes or scales of a weight; they follow from parameters and are not separate state."""
 
 
 class WeightVariables(nnx.Module):
@@ -66,14 +66,13 @@ class WeightVariables(nnx.Module):
 class ParameterStateModule(nnx.Module):
     """The codes and the scaling state of one parameter's products, as an NNX model stores them.
 
-    It replaces the product function of a layer of Flax, and is called as this function; or it is an attribute of its
-    own.
+    It replaces the product function of a layer of Flax, and is called as this function; or it is a separate attribute.
 
     Attributes:
         linear: the recipe of the products.
         weight: the path of the parameter in its layer.
         original: the layer's value in this place; None also for JAX's own function.
-        jax_function: JAX's function that it replaces; None in an attribute of its own.
+        jax_function: JAX's function that it replaces; None in a separate attribute.
         prequantized: the weight quantized for all microbatches of a step by `fp8jax.nnx.quantize_weights`, or None.
     """
 
@@ -213,16 +212,17 @@ def get_scalings(model: Any) -> list[tuple[tuple[Any, ...], LayerScaling]]:
 def advance_scaling(
     model: nnx.Module, grads: Any = None, *, axis_name: AxisNames = None, apply_if: ArrayLike | None = None
 ) -> Any:
-    """Ends a step of a model whose scaling observes its operands, such as delayed scaling, in place.
+    """Ends a step, in place, of a model with a scaling that observes its operands, such as delayed scaling.
 
         loss, grads = fp8jax.nnx.value_and_grad(loss_fn)(model, batch)
         fp8jax.nnx.advance_scaling(model)
         optimizer.update(model, grads)
 
-    Under gradient accumulation call it once a step: `fp8jax.nnx.value_and_grad` merges the statistics of microbatches.
-    If you take gradients by `nnx.grad` with respect to `nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)`, merge the
-    statistics by maximum, and give them in `grads`. Under data parallelism in `jax.shard_map` give `axis_name`. A layer
-    that was not called since its last step keeps its states.
+    With gradient accumulation, call it once per step: `fp8jax.nnx.value_and_grad` merges the statistics of
+        microbatches.
+    If you call `nnx.grad` with respect to `nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)`, merge the statistics by
+    maximum, and pass them in `grads`. For data parallelism in `jax.shard_map`, pass `axis_name`. A layer that was not
+    called since its last step keeps its states.
 
     A program that trains a model and never calls this function causes a warning.
 
@@ -231,17 +231,17 @@ def advance_scaling(
         grads: gradients of a step, with or without statistics, or None.
         axis_name: mesh axes of replicas inside `jax.shard_map`. Their observations are merged: largest magnitudes by
             maximum, counts by sum.
-        apply_if: bool scalar; if it is False, as after a step that was skipped, states stay as they are. None is True.
+        apply_if: bool scalar; if it is False, as after a step that was skipped, states stay unchanged. None is True.
 
     Returns:
         The gradients without the statistics.
 
     Raises:
-        ValueError: the model has no such scaling.
+        ValueError: no scaling of the model observes its operands.
     """
     layers = [module for _, module in get_scalings(model) if observed_operands(module.linear)]
     if not layers:
-        raise ValueError("the model has no layer with delayed scaling, or another that observes its operands")
+        raise ValueError("the model has no layer with delayed scaling or another scaling that observes its operands")
     for record in dict.fromkeys(layer.record for layer in layers):
         training.record_advance(training.ADVANCE, record)
         stats = [layer.load().stats for layer in layers if layer.record is record]
@@ -265,9 +265,9 @@ def merge_gradient_stats(model: Any, grads: Any) -> Any:
 
 
 def update_weight_amax_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]) -> None:
-    """Gives the layers of a model with automatic weight scaling their bounds, in place: call it after each update.
+    """Updates the bounds of layers with automatic weight scaling, in place. Call it after each update.
 
-    `fp8jax.nnx.Optimizer` does so by itself. For Flax's:
+    `fp8jax.nnx.Optimizer` does this automatically. With the optimizer of Flax:
 
         optimizer = nnx.Optimizer(model, optax.chain(optax.adamw(lr), fp8jax.track_weight_amax()), wrt=nnx.Param)
         optimizer.update(model, grads)
@@ -278,10 +278,10 @@ def update_weight_amax_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...]
 
     Args:
         model: a model that `fp8jax.nnx.quantize` gave a recipe with automatic weight scaling.
-        bounds: what `fp8jax.get_weight_amax_bounds` reads from the state of an optimizer of the model's parameters.
+        bounds: the result of `fp8jax.get_weight_amax_bounds` for the state of the optimizer of the model's parameters.
 
     Raises:
-        ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
+        ValueError: the model has no layer with automatic weight scaling, or the optimizer does not track a weight.
     """
     set_bounds(model, bounds, only_trained=False)
 
@@ -307,7 +307,7 @@ def set_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array], only_
 def reset_weight_amax_bounds(model: nnx.Module) -> None:
     """Measures the weights of a model with automatic weight scaling, in place.
 
-    Call it after loading parameters into a model that has bounds, which would clip them. A model without bounds then
+    Call it after loading parameters into a model with bounds: old bounds would clip them. A model without bounds then
     needs no measurement in each call. If training continues, call `fp8jax.reset_weight_amax_bounds` for the
     optimizer, too.
 
@@ -368,12 +368,12 @@ def value_and_grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **op
 
     Arguments, values and gradients are those of Flax's function, with any recipe or none. Delayed scaling also needs
     the amax of each layer's output gradient. It is merged by maximum into the `fp8jax.nnx.GradientStatistic` variables
-    of the model, in place, as batch statistics are. The gradients contain parameters alone.
+    of the model, in place, as batch statistics are. The gradients contain only parameters.
 
     Args:
-        f: a function whose arguments at `argnums` are models, arrays, or trees of these, such as a tuple of two models.
+        f: a function. Its arguments at `argnums` are models, arrays, or trees of these, such as a tuple of two models.
         argnums: an integer, an `nnx.DiffState`, or a sequence of them.
-        has_aux: whether `f` returns a pair whose second part is not differentiated.
+        has_aux: whether `f` returns a pair with an auxiliary result that is not differentiated.
         options: other arguments of `flax.nnx.value_and_grad`. With `graph=False` or `graph_updates=False` gradients are
             of all arrays of a model, statistics included.
     """

@@ -1,4 +1,4 @@
-"""Scalings with a state in Linen models: states and statistics of gradients in collections of their own."""
+"""Scalings with a state in Linen models: states and statistics of gradients in their own collections."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
 
 
 def missing_variables_error(layer: str, linear: Linear, *, is_initializing: bool, has_other_layers: bool) -> ValueError:
-    """The error of a layer whose variables are missing.
+    """The error for a layer with missing variables.
 
     Args:
         layer: its path in messages.
@@ -32,19 +32,19 @@ def missing_variables_error(layer: str, linear: Linear, *, is_initializing: bool
     axes = ", ".join(f'"{name}": 0' for name in ("params", *names))
     if has_other_layers:
         fix = (
-            f"other layers have variables in {SCALING!r} and it has none, as where a checkpoint left it alone. "
-            f"Leave it alone by a rule, [fp8jax.Rule({layer!r}, None), recipe], or add what `init` makes to what was "
-            "saved, {**made, **saved} of flax.traverse_util.flatten_dict(variables)"
+            f"other layers have variables in {SCALING!r} but this one has none, as after a checkpoint of a model that "
+            f"did not quantize it. Exclude it with a rule, [fp8jax.Rule({layer!r}, None), recipe], or add the "
+            "variables of `init` to the saved ones: {**new, **saved} with flax.traverse_util.flatten_dict(variables)"
         )
     elif is_initializing:
         fix = (
-            "it runs in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling; write "
-            f"variable_axes={{{axes}}} there, or take a recipe with current scaling"
+            "it runs in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling. Pass "
+            f"variable_axes={{{axes}}} to it, or use a recipe with current scaling"
         )
     else:
         fix = (
-            f"give `apply` the collections {' and '.join(map(repr, names))} that `init` makes, and write "
-            f"variable_axes={{{axes}}} in an `nn.scan` or `nn.vmap` around it; or take a recipe with current scaling"
+            f"pass the collections {' and '.join(map(repr, names))} from `init` to `apply`, and "
+            f"variable_axes={{{axes}}} to an enclosing `nn.scan` or `nn.vmap`; or use a recipe with current scaling"
         )
     return ValueError(f"{layer} has {scaling_names(linear)} scaling: {fix}")
 
@@ -60,7 +60,7 @@ def get_layer_path(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def get_weight_path(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The path of the parameter to whose products variables at a path belong."""
+    """The path of the parameter that variables at a path belong to."""
     layer = get_layer_path(path)
     return (*layer, path[-1].removeprefix(STATE_PREFIX) if len(layer) < len(path) else "kernel")
 
@@ -73,7 +73,7 @@ def advance_scaling(
     axis_name: AxisNames = None,
     apply_if: ArrayLike | None = None,
 ) -> dict[str, Any]:
-    """Ends a step of a model whose scaling observes its operands, such as delayed scaling.
+    """Ends a step of a model with a scaling that observes its operands, such as delayed scaling.
 
         variables = model.init(key, x)                  # params, fp8jax_scaling, fp8jax_statistics
 
@@ -86,14 +86,14 @@ def advance_scaling(
         scaling = fp8jax.linen.advance_scaling(scaling, seen)
 
     Under gradient accumulation call it once a step. Pass the scaling from one microbatch to the next, and merge the
-    statistics by maximum (gradients are summed). Under data parallelism in `jax.shard_map` give `axis_name`.
+    statistics by maximum (gradients are summed). For data parallelism in `jax.shard_map`, pass `axis_name`.
 
     Args:
         scaling: the collection "fp8jax_scaling" after the step's last `apply`.
         statistics: cotangents of the collection "fp8jax_statistics".
         rules: those of `fp8jax.linen.quantize`; delayed scaling needs none.
-        axis_name: mesh axes of replicas inside `jax.shard_map`, whose observations are merged.
-        apply_if: bool scalar; if it is False, as after a step that was skipped, states stay as they are. None is True.
+        axis_name: mesh axes of replicas inside `jax.shard_map`; their statistics are merged.
+        apply_if: bool scalar; if it is False, as after a step that was skipped, states stay unchanged. None is True.
 
     Returns:
         The collection "fp8jax_scaling" for the next step. In evaluation do not make the collection mutable.
@@ -115,8 +115,8 @@ def advance_scaling(
         if collects_stats(linear, "dy") and not has_slot:
             name = "/".join(get_layer_path(layer)) or "the layer"
             raise ValueError(
-                f"{name} has {scaling_names(linear)} scaling, and there are no statistics of the gradients of its "
-                f"output: give those of the collection 'fp8jax_statistics'. {training.LINEN_STEP}"
+                f"{name} has {scaling_names(linear)} scaling, but there are no statistics for the gradient of its "
+                f"output. Pass the collection 'fp8jax_statistics'. {training.LINEN_STEP}"
             )
         if has_slot and not collects_stats(linear, "dy"):
             raise ValueError("scaling and statistics are not collections of the same layers with delayed scaling")
@@ -140,7 +140,7 @@ def update_weight_amax_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[
         The collection for the next step, and for evaluation.
 
     Raises:
-        ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
+        ValueError: the model has no layer with automatic weight scaling, or the optimizer does not track a weight.
     """
     return with_bounds(scaling, bounds, only_trained=False)
 
@@ -187,11 +187,13 @@ def _find_linear(layer: tuple[str, ...], variables: Mapping[str, Array], rules: 
     if rules is not None:
         linear = as_rule_set(rules).choose(path, aliases=["/".join(get_weight_path(layer))]).linear
         if linear is None or not set(state_names(linear).values()) <= set(variables):
-            raise ValueError(f"{name} has other scaling variables than these rules make: pass the rules of `quantize`")
+            raise ValueError(
+                f"{name} has other scaling variables than these rules create; pass the rules that `quantize` had"
+            )
         return linear
     if not set(OPERANDS) <= set(variables):
         raise ValueError(
-            f"{name} has variables {sorted(variables)}, which are not those of delayed scaling: give rules=, as for "
-            "fp8jax.linen.quantize, to TrainState.create, end_step or advance_scaling"
+            f"{name} has variables {sorted(variables)}, which are not those of delayed scaling. Pass the rules= of "
+            "fp8jax.linen.quantize to TrainState.create, end_step or advance_scaling"
         )
     return Linear("e4m3", "e4m3", "e5m2", scaling="delayed", amax_history_length=variables["x"].shape[-1])

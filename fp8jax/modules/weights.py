@@ -39,34 +39,34 @@ def _default_quantizer(path: str, w: Array, linear: Linear, scale: Array | None)
 def quantize_weights(
     model: Model, quantizer: Quantizer = _default_quantizer, *, gradient_dtype: DTypeLike | None = None
 ) -> Model:
-    """A copy of a model that `fp8jax.nnx.quantize` returned, whose layers store their weights quantized.
+    """Returns a copy of a model of `fp8jax.nnx.quantize` with quantized weights stored in its layers.
 
-    Call it inside the training step, before the loop over microbatches: they then share the weights' scales and codes,
-    rounded to nearest. Results are those of the model, bit for bit, while the parameters stay the same. The codes and
-    their transposed copy take two bytes a parameter while the copy lives. With one batch it saves a pass over the
-    weights on several devices and in loops: both copies are written in one pass, as on one GPU outside of loops without
-    it, and the backward pass reads no fp32 weights.
+    Call it inside the training step, before the loop over microbatches. They then share the weights' scales and codes,
+    rounded to nearest. Results are bitwise equal to those of the model until the parameters change. The codes and their
+    transposed copy need two bytes per parameter while the copy exists. With one batch it saves a pass over the weights
+    on several devices and in loops. Both copies are then written in one pass, and the backward pass reads no fp32
+    weights. On one GPU outside of loops this is always so.
 
         prequantized = fp8jax.nnx.quantize_weights(model)
         for batch in microbatches:  # or nnx.scan
             grads = fp8jax.nnx.grad(loss_fn)(prequantized, batch)  # of nnx.Param, whose tree is the model's
 
-    For scalings with a state, what calls of the copy observe is stored in the model: end the step with the model.
+    For scalings with a state, the statistics of calls of the copy are stored in the model: end the step with the model.
 
-    A model whose recipe has all products in 16 bits, such as "bf16", is copied unchanged without `gradient_dtype`.
+    If the recipe has all products in 16 bits, as "bf16" has, and there is no `gradient_dtype`, the copy is unchanged.
     Layers `nnx.Einsum`, those with batch axes, and those of recipes that read the weight itself quantize in each call.
     In a class of your own, the weights of experts are quantized: parameters of three axes or more, (..., inputs,
-    outputs). Their codes are left out of the program if no product has a matrix for each expert.
+    outputs). The program omits their codes if no product has a matrix for each expert.
 
     Args:
         model: a quantized model; it is not changed.
-        quantizer: called with the path of a layer, its weight (inputs, outputs), its recipe and the scale that its
-            state gives, or None. It returns the quantized weight, or None to leave the layer as it is. The default is
+        quantizer: called with the path of a layer, its weight (inputs, outputs), its recipe and the scale of its state,
+            or None. It returns the quantized weight, or None to leave the layer unchanged. The default is
             `fp8jax.quantize_weight`; another may gather the weight from shards (`fp8jax.dist.gather_quantized`).
         gradient_dtype: dtype of the quantized parameters of Flax's layers in the copy, and so of their gradients; None
-            does not change it. Parameters in classes of your own keep their dtypes. In "bfloat16" products write
-            gradients of two bytes, rounded once, to nearest, as a bf16 layer of Flax does. Sums over microbatches are
-            yours to widen. Other readers of such a parameter, such as a tied embedding, read it rounded.
+            does not change it. Parameters in classes of your own keep their dtypes. With "bfloat16", products write
+            gradients of two bytes, rounded once, to nearest, as a bf16 layer of Flax does. Cast them up before you sum
+            over microbatches. Other readers of the parameter, such as a tied embedding, read it rounded.
 
     Raises:
         ValueError: no layer of the model has a weight to quantize, with the default quantizer. Or `gradient_dtype` is
@@ -105,7 +105,7 @@ def quantize_weights(
         raise ValueError("the model has no layer with a quantized weight; call fp8jax.nnx.quantize first")
     if not keeps_dtype:
         for layer in prequantized_layers:
-            # Without a dtype of its own a layer computes in the dtype that inputs and parameters promote to.
+            # Without its own dtype a layer computes in the dtype that inputs and parameters promote to.
             layer.dtype = layer.dtype or layer.kernel[...].dtype
         for kernel in {id(layer.kernel): layer.kernel for layer in prequantized_layers}.values():
             kernel.set_value(kernel[...].astype(gradient_dtype))

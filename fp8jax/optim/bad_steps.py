@@ -1,4 +1,4 @@
-"""Bad steps: those whose loss or gradients are not finite, or whose loss jumps, and an optimizer that skips them."""
+"""Bad steps, with a loss or gradients that are not finite or a loss that jumps, and an optimizer that skips them."""
 
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ def init_monitor() -> StepMonitor:
 
 
 def loss_limit(monitor: StepMonitor, max_loss_jump: ArrayLike) -> Array:
-    """The largest loss that is no jump: the median of the window plus `max_loss_jump` times its spread, fp32 scalar.
+    """The largest loss that is not a jump: the median of the window plus `max_loss_jump` times its spread, fp32 scalar.
 
     The spread is the median absolute deviation, as a standard deviation, as in the Hampel identifier (Davies and
     Gather, The Identification of Multiple Outliers, 1993). OLMo 2 (arXiv 2501.00656) skips steps by mean and standard
@@ -108,7 +108,7 @@ class BadSteps(NamedTuple):
 def skip_bad_steps(
     tx: optax.GradientTransformation, max_loss_jump: float | Array | None = None, *, axis_name: AxisNames = None
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that changes nothing in a step whose gradients or loss are not finite, or whose loss jumps.
+    """Wraps an optimizer to skip steps with non-finite gradients, a non-finite loss, or a jump of the loss.
 
         tx = fp8jax.skip_bad_steps(fp8jax.optimizer("coat", 3e-4, clip=1.0), max_loss_jump=6.0)
         optimizer = fp8jax.nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -116,25 +116,25 @@ def skip_bad_steps(
         if fp8jax.get_bad_steps(optimizer.opt_state).consecutive > 10:
             raise RuntimeError("11 bad steps in a row")
 
-    A skipped step leaves all bits of the parameters and of the state of `tx`. `fp8jax.nnx.end_step` and
-    `fp8jax.linen.end_step` then leave scaling states as they are, as do the optimizers that call them. Other variables
-    that a forward pass writes, such as batch statistics, are not restored. A program under `jax.jit` cannot raise:
-    read `get_bad_steps` outside.
+    A skipped step changes no bit of the parameters or of the state of `tx`. `fp8jax.nnx.end_step` and
+    `fp8jax.linen.end_step` then do not change scaling states, nor do the optimizers that call them. Other variables
+    that a forward pass writes, such as batch statistics, are not restored. A program under `jax.jit` cannot raise: read
+    `get_bad_steps` outside.
 
-    Put it outermost, also around `optax.MultiSteps`, whose accumulated gradients would keep a NaN.
+    Use it as the outermost transformation, also around `optax.MultiSteps`: accumulated gradients would keep a NaN.
 
     Args:
-        tx: any optax transformation. One with a `step`, such as `compressed_adamw`, gives one with a `step`.
-        max_loss_jump: spreads above the median of the last 128 good losses up to which a loss is no jump, such as 6;
-            None looks for no jump. See `fp8jax.optim.bad_steps.loss_limit`.
+        tx: any optax transformation. If it has a `step`, as `compressed_adamw` has, so does the result.
+        max_loss_jump: spreads above the median of the last 128 good losses up to which a loss is not a jump, such as 6;
+            None does not check for jumps. See `fp8jax.optim.bad_steps.loss_limit`.
         axis_name: mesh axes inside `jax.shard_map`. A step is bad if it is so on any device; losses are averaged.
 
     Returns:
-        The transformation. Its `update` and `step` take the loss by name, `value`; without it only gradients are
+        The transformation. Pass the loss to its `update` or `step` by name, as `value`; without it only gradients are
         checked. The state is `SkipBadStepsState`.
 
     Raises:
-        ValueError: `max_loss_jump` is not positive; or at `update`, there is no `value` to look for jumps.
+        ValueError: `max_loss_jump` is not positive; or at `update`, `value` is missing, so jumps cannot be detected.
     """
     if max_loss_jump is not None:
         checks.check_positive("max_loss_jump", max_loss_jump)
@@ -145,7 +145,7 @@ def skip_bad_steps(
 
     def observe(grads: Any, monitor: StepMonitor, value: ArrayLike | None) -> tuple[Array, StepMonitor]:
         if value is None and max_loss_jump is not None:
-            raise ValueError(f"max_loss_jump={max_loss_jump} needs the loss of each step: give value=loss")
+            raise ValueError(f"max_loss_jump={max_loss_jump} needs the loss of each step; pass value=loss to update")
         is_finite = jnp.bool_(True)
         for g in jax.tree.leaves(grads, is_leaf=is_quantized):
             is_finite &= jnp.all(jnp.isfinite(load(g) if is_quantized(g) else g))
@@ -195,13 +195,13 @@ def skip_bad_steps(
 
 
 def get_bad_steps(opt_state: optax.OptState) -> BadSteps:
-    """The numbers of bad steps in the state of an optimizer with `skip_bad_steps`, wherever it is in it.
+    """The numbers of bad steps in the state of an optimizer that contains `skip_bad_steps`.
 
     Raises:
         ValueError: the optimizer has no `skip_bad_steps`, or several.
     """
     if (monitor := find_monitor(opt_state)) is None:
-        raise ValueError("the optimizer skips no steps: wrap it in fp8jax.skip_bad_steps(tx)")
+        raise ValueError("the optimizer does not skip steps; wrap it in fp8jax.skip_bad_steps(tx)")
     return BadSteps(monitor.total, monitor.consecutive)
 
 
@@ -213,7 +213,7 @@ def find_monitor(opt_state: optax.OptState) -> StepMonitor | None:
     """
     monitors = moments.find_nodes(opt_state, StepMonitor)
     if len(monitors) > 1:
-        raise ValueError("several skip_bad_steps are in this optimizer: put it outermost, once")
+        raise ValueError("the optimizer contains several skip_bad_steps; use one, as the outermost transformation")
     return flax_variables.unbox(monitors[0]) if monitors else None
 
 

@@ -1,4 +1,4 @@
-"""Errors for arguments, parameters, gradients and states that an optimizer cannot take."""
+"""Errors for arguments, parameters, gradients and states that an optimizer does not support."""
 
 from typing import Any
 
@@ -41,8 +41,9 @@ def check_adam_constant(name: str, argument: Any, high: float = np.inf) -> None:
     """
     if getattr(argument, "dtype", None) in (jnp.bfloat16, jnp.float16):
         raise TypeError(
-            f"{name} is in {argument.dtype}, which rounds 0.999 or 1e-8 away: give it in float32, as by "
-            "optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32), which takes the parameters' dtype by itself"
+            f"{name} has dtype {argument.dtype}, which cannot represent values such as 0.999 or 1e-8. Pass it in "
+            "float32, for example with optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32), whose default is "
+            "the dtype of the parameters"
         )
     check_number(name, argument, 0, high)
 
@@ -55,7 +56,7 @@ def check_positive(name: str, argument: Any) -> None:
 
 
 def check_adamw(learning_rate: Any, b1: Any, b2: Any, eps: Any, eps_root: Any, weight_decay: Any) -> None:
-    """Raises TypeError or ValueError for hyperparameters of AdamW that are no numbers or out of range."""
+    """Raises TypeError or ValueError for hyperparameters of AdamW that are not numbers or out of range."""
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
         check_adam_constant(name, value, high)
     check_learning_rate(learning_rate)
@@ -72,24 +73,23 @@ def check_array(path: Any, param: Any) -> None:
     """Raises TypeError for a parameter that is a Python number, without a dtype and a shape for its moments."""
     if not hasattr(param, "dtype"):
         kind = type(param).__name__
-        raise TypeError(f"{_param_name(path)} is {param!r}, of type {kind}, and no array; make it one with jnp.asarray")
+        raise TypeError(f"{_param_name(path)} is {param!r}, of type {kind}, not an array; convert it with jnp.asarray")
 
 
 def check_floating(path: Any, param: Any) -> None:
     """Raises TypeError for a parameter without a floating dtype."""
     check_array(path, param)
     if not jnp.issubdtype(param.dtype, jnp.floating):
-        raise TypeError(
-            f"{_param_name(path)} has dtype {param.dtype}; leave it out with optax.masked or optax.partition"
-        )
+        raise TypeError(f"{_param_name(path)} has dtype {param.dtype}; exclude it with optax.masked or optax.partition")
 
 
 def check_state(opt_state: Any, expected: type) -> None:
     """Raises TypeError for the state of another optimizer, which may have fields of the same names."""
     if not isinstance(opt_state, expected):
         raise TypeError(
-            f"an optimizer takes the state of its own `init`, a {expected.__name__}, not a {type(opt_state).__name__}; "
-            "fp8jax.convert_state(state, tx, params) makes it of the state of another AdamW"
+            f"the optimizer expects the state that its own `init` returns, a {expected.__name__}, got a "
+            f"{type(opt_state).__name__}. Convert the state of another AdamW with fp8jax.convert_state(state, tx, "
+            "params)"
         )
 
 
@@ -100,12 +100,12 @@ def check_gradients(grads: Any, moment_tree: Any) -> None:
     for (path, moment), grad in zip(paths, structure.flatten_up_to(grads), strict=True):
         if grad is None:
             raise ValueError(
-                f"the gradient of {_param_name(path)} is None, but it has moments: give zeros, or leave the parameter "
-                "out with optax.masked or optax.partition"
+                f"the gradient of {_param_name(path)} is None, but the parameter has moments. Pass zeros, or exclude "
+                "the parameter with optax.masked or optax.partition"
             )
         if grad.shape != moment.shape:
             raise ValueError(
-                f"the gradient of {_param_name(path)} has shape {grad.shape}, but its moments have {moment.shape}"
+                f"the gradient of {_param_name(path)} has shape {grad.shape}, but its moments have shape {moment.shape}"
             )
 
 
@@ -128,13 +128,13 @@ def check_storage(
     if isinstance(x, QTensor) and isinstance(storage, QuantSpec) and x.spec.expand != storage.expand:
         raise ValueError(
             f"{name} of {_param_name(path)} is stored with expand={x.spec.expand!r}, but this optimizer has "
-            f"{storage.expand!r}; fp8jax.convert_state(state, tx, params) converts a state"
+            f"{storage.expand!r}. Convert the state with fp8jax.convert_state(state, tx, params)"
         )
     found = x.storage_key if isinstance(x, QTensor) else str(x.dtype)
     if found != expected:
         raise ValueError(
-            f"{name} of {_param_name(path)} is stored as {found}, but this optimizer stores it as {expected}; "
-            "fp8jax.convert_state(state, tx, params) converts a state"
+            f"{name} of {_param_name(path)} is stored as {found}, but this optimizer stores it as {expected}. Convert "
+            "the state with fp8jax.convert_state(state, tx, params)"
         )
 
 

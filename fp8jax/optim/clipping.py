@@ -18,7 +18,7 @@ from fp8jax.optim.fused_backward import clip_factor
 def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm`, also for gradients that are `QTensor`s.
 
-    The norm is that of the decoded values. Clipping multiplies the scales of a `QTensor`.
+    It uses the norm of the decoded values. Clipping multiplies the scales of a `QTensor`.
     """
     checks.check_positive("max_norm", max_norm)
     optax_clip = optax.clip_by_global_norm(max_norm)
@@ -45,7 +45,7 @@ def global_norm(grads: optax.Updates) -> Array:
 
 
 def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTransformation:
-    """A fused transformation of gradients that are clipped by their global norm.
+    """Wraps a fused transformation to clip gradients by their global norm.
 
     `init`, `update` and the state are those of `optax.chain(optax.clip_by_global_norm(max_norm), tx)`, which has no
     `step`. Here `step` clips in the pass that updates parameters and moments. It reads gradients twice, once for the
@@ -57,8 +57,8 @@ def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTran
         tx: a transformation with `step`, as `compressed_adamw` or `fp8jax.optimizer` return.
 
     Returns:
-        The transformation. Its `step` takes `key`, `grad_scale` and `apply_if` as that of `tx`; `grad_scale` is applied
-        before clipping.
+        The transformation. Its `step` has the arguments `key`, `grad_scale` and `apply_if`, as that of `tx`;
+        `grad_scale` is applied before clipping.
 
     Raises:
         ValueError: `max_norm` is not positive.
@@ -71,7 +71,7 @@ def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTran
         >>> params, state = tx.step(params, tx.init(params), params)
     """
     if not isinstance(tx, FusedTransformation):
-        raise TypeError(f"with_clipping takes a transformation with `step`, not {tx!r}; put others behind optax.chain")
+        raise TypeError(f"with_clipping expects a transformation with `step`, got {tx!r}. Clip others with optax.chain")
     checks.check_positive("max_norm", max_norm)
     chain = optax.chain(clip_by_global_norm(max_norm), tx)
 

@@ -50,56 +50,57 @@ def compress_state(
     """Stores the moments of an optax transformation in 8 bits between its steps.
 
     Each step decodes the moments, runs `tx` in fp32, and encodes them as `compressed_adamw` does. Groups run along the
-    last axis, in place, with dynamic range expansion. Which moments are quantized depends on global shapes only.
+    last axis, in place, with dynamic range expansion. The choice of quantized moments depends on global shapes only.
 
     A moment is a leaf of the state in a copy of the tree of parameters, with the shape of its parameter. Counts,
-    hyperparameters, and Adafactor's rows and columns are not moments, and stay as they are. The name of a moment is the
+    hyperparameters, and Adafactor's rows and columns are not moments, and stay unchanged. The name of a moment is the
     path of its tree in the state, such as "0.mu", or "inner_states.muon.inner_state.0.mu".
 
     By default, optax's names of moments (`FIRST_MOMENTS`, `SECOND_MOMENTS`) are stored in e4m3. Sums and maxima
     (`MONOTONE_ACCUMULATORS`, of Adagrad, AMSGrad and Adadelta) stay in fp32, because rounding would stop them. Any
-    other name must be in `moments`. A value that is not a first moment never decodes to zero unless it is zero.
+    other name must be in `moments`. A nonzero value decodes to zero only if it is a first moment.
 
-    **Range.** With expansion in e4m3, a first moment below 1/6,000,000 of its group's largest is stored as 0. Others
-    below 1/80,000,000 are stored as that. Therefore elements without gradients take little range from others. In place
-    of `optax.adam` and `optax.adamw` take `compressed_adamw`, which finds dead elements by their updates.
+    **Range.** With expansion in e4m3, a first moment below 1/6,000,000 of its group's largest is stored as 0. Other
+    moments have a lower limit of 1/80,000,000. Elements without gradients therefore reduce the range of the others only
+    a little. Use `compressed_adamw` instead of `optax.adam` and `optax.adamw`: it finds dead elements by their updates.
 
-    **Slow averages** do not stall, and are unbiased. First moments are rounded by noise that is even over the steps,
-    with a phase for each element. Second moments, and bf16, are rounded by independent noise. Single elements scatter
-    around fp32, more if the average is slow and the gradients are noisy (figures: docs/howto/optimizer.md). If
-    that matters, take {"ema": "bf16"}. With `nu_rounding="nearest"`, second moments with b2 above 0.98 follow too
-    slowly.
+    **Slow averages** do not stall and are unbiased. First moments are rounded with noise that is evenly distributed
+    over the steps, with a phase for each element. Second moments, and bf16, are rounded with independent noise. Single
+    elements scatter around the fp32 values, more if the average is slow and the gradients are noisy (figures:
+    docs/howto/optimizer.md). If that matters, use {"ema": "bf16"}. With `nu_rounding="nearest"`, second moments with b2
+    above 0.98 follow too slowly.
 
-    **Long decays.** A second moment without a gradient is rounded at each step, and is off by a third after 100 steps.
-    That matters if a first moment outlives it, as in `optax.contrib.simplified_ademamix`: take {"n": "fp32"} there.
+    **Long decays.** A second moment without a gradient is rounded at each step. After 100 steps its error is a third.
+        This matters if a first moment decays more slowly, as in `optax.contrib.simplified_ademamix`: use {"n": "fp32"}
+        there.
 
     If the state has second moments, finite gradients are clipped to 2^62 (4.6e18), because their squares would
     overflow. NaN and Inf stay.
 
-    `init` makes the state of `tx` first. If that does not fit in memory, use `jax.jit(tx.init)`.
+    `init` first creates the state of `tx`. If that does not fit in memory, use `jax.jit(tx.init)`.
 
     Args:
         tx: the transformation, such as `optax.lion(1e-4)`.
         moments: storage by name, such as `{"mu": "e5m2", "nu": "ude8"}`: an 8-bit format, or "bf16" or "fp32", which
-            are cast, or a `QuantSpec`. A key is the end of a path and may hold the wildcards of `fnmatch` ("nu",
-            "*muon*.mu", "*"). The first key that fits is used.
+            are cast, or a `QuantSpec`. A key is the end of a path and may contain the wildcards of `fnmatch` ("nu",
+            "*muon*.mu", "*"). The first key that matches is used.
         group_size: elements that share a scale and an exponent.
         expand: dynamic range expansion; without it a group is scaled by its amax alone. "coat" uses the paper's
             exponents (`QuantSpec.expand`).
-        min_size: smallest parameter, in elements, whose moments are quantized.
-        nu_rounding: how codes and bf16 of all but first moments are rounded: "stochastic", by noise of the step, which
-            follows slow averages; or "nearest".
+        min_size: smallest size of a parameter, in elements, with quantized moments.
+        nu_rounding: how codes and bf16 of all but first moments are rounded: "stochastic", with noise that depends on
+            the step, which follows slow averages; or "nearest".
         master: which weights `tx` updates, as of `compressed_adamw`.
 
     Returns:
         A transformation with the state of `tx`, where each quantized moment is a `QTensor`. The state is in a
         `CountedState` if `tx` counts no steps, and with a `master` it is the `inner` of a `MasterState`. Updates have
-        the dtype of the parameters if `update` is given them, else of the gradients; with `master` as of
+        the dtype of the parameters if they are passed to `update`, else that of the gradients; with `master` as of
         `compressed_adamw`.
 
     Raises:
-        ValueError: an argument is out of range or unknown; or at `init`, a key fits no moment, or a leaf shaped like
-            its parameter has a name that neither optax's list nor `moments` holds.
+        ValueError: an argument is out of range or unknown; or at `init`, a key matches no moment, or a leaf shaped like
+            its parameter has a name that is neither in optax's list nor in `moments`.
         TypeError: `tx` is not a transformation; or at `init`, its moments are quantized already.
 
     Examples:
@@ -114,7 +115,7 @@ def compress_state(
         Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025.
     """
     if not isinstance(tx, optax.GradientTransformation):
-        raise TypeError(f"compress_state wraps an optax transformation, not {tx!r}")
+        raise TypeError(f"compress_state expects an optax transformation, got {tx!r}")
     static_group_size, static_min_size = (
         storage.to_static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
     )
@@ -140,7 +141,8 @@ def compress_state(
         inner_state = inner.init(_to_float32(params))
         if any(map(storage.is_quantized, jax.tree.leaves(inner_state, is_leaf=storage.is_quantized))):
             raise TypeError(
-                "moments of this transformation are in 8 bits already: take it as it is, or wrap one of optax's own"
+                "the moments of this transformation already have 8 bits. Use it unchanged, or wrap a transformation "
+                "of optax"
             )
         plan = _make_plan(inner_state, params, rules, default_storage)
         stored_state = plan.encode_state(size)
@@ -170,8 +172,9 @@ def compress_state(
         count = optax.safe_increment(outer_state.count) if is_counted else _sum_counts(new_state)
         if count is None:
             raise ValueError(
-                "the state counts no steps, and compress_state rounds by their number: make it by init, or of one that "
-                "an older version has made fp8jax.optim.compress_state.CountedState(jnp.zeros((), jnp.int32), state)"
+                "the state has no step count, which compress_state needs for rounding. Create the state with init, or "
+                "convert the state of an older version with fp8jax.optim.compress_state.CountedState(jnp.zeros((), "
+                "jnp.int32), state)"
             )
         dither, step_seed, phases = noise.decay_dither(count), noise.step_seed(count), noise.step_seed(0)
         rows = []
@@ -209,11 +212,10 @@ def compress_state(
 
 
 def _observe(place: Place, role: str | None, value: Array, new: Any) -> Any:
-    """A moment as it is stored, with the observation of its codes."""
+    """A stored moment, with the statistics of its codes."""
     if not isinstance(new, QTensor):
         return new
-    observation = compare(value, new, is_relative=True)
-    return new.with_codes(observe(new.codes, place, "m" if role == "first" else "v", observation))
+    return new.with_codes(observe(new.codes, place, "m" if role == "first" else "v", compare(value, new)))
 
 
 class _MomentPlan(NamedTuple):
@@ -272,7 +274,7 @@ def _make_plan(
     """Finds the moments in a state by their paths.
 
     Args:
-        state: of the wrapped transformation, as it made it or as it is stored.
+        state: of the wrapped transformation, in its own form or in the stored form.
         params: the tree of the parameters, or anything with its structure and shapes, such as the gradients.
         rules: the user's storage, by key.
         default_storage: the storage of optax's own names.
@@ -305,20 +307,22 @@ def _make_plan(
         last = name.rpartition(".")[2]
         if key is None and last not in default_storage:
             raise ValueError(
-                f"compress_state does not know what {name!r} of the state is; say how to store it, such as "
+                f"compress_state does not know the field {name!r} of the state; pass its storage, such as "
                 f"moments={{'{last or '*'}': 'fp32'}}"
             )
         plan.roles[-1] = "first" if last in storage.FIRST_MOMENTS else "other"
         plan.storages[-1] = stored = default_storage[last] if key is None else rules[key]
         if last in storage.FIRST_MOMENTS and isinstance(stored, QuantSpec) and not formats.get(stored.format).is_signed:
-            raise ValueError(f"moments[{key!r}]: {stored.format!r} has no signs, but the first moment {name!r} does")
+            raise ValueError(
+                f"moments[{key!r}]: {stored.format!r} is unsigned, but the first moment {name!r} is signed"
+            )
         names.add(name)
         used_rules.add(key)
     # Trees without leaves come from optax's tree.map_params and optax.partition.
     if params_by_path and (unused := [key for key in rules if key not in used_rules]):
         raise ValueError(
-            f"moments: {', '.join(map(repr, unused))} fits no moment, or none that an earlier key does not; "
-            f"there are {', '.join(map(repr, sorted(names))) or 'none'}"
+            f"moments: {', '.join(map(repr, unused))} matches no moment, or only those of an earlier key; the moments "
+            f"are {', '.join(map(repr, sorted(names))) or 'none'}"
         )
     return plan
 
@@ -347,16 +351,17 @@ def _resolve_storage(
     if not isinstance(spec, QuantSpec):
         raise ValueError(f"moments[{name!r}] must be the name of a format or a QuantSpec, not {format_or_spec!r}")
     if name in storage.FIRST_MOMENTS and not formats.get(spec.format).is_signed:
-        raise ValueError(f"moments[{name!r}]: {spec.format!r} has no signs, but first moments do")
+        raise ValueError(f"moments[{name!r}]: {spec.format!r} is unsigned, but first moments are signed")
     if formats.get(spec.format).bits not in (8, 16) or spec.granularity == "mx" or spec.rounding != "nearest":
         raise ValueError(
-            f"moments[{name!r}]: {spec} is no storage of moments: give 8 or 16 bits, unlike mx, to nearest"
+            f"moments[{name!r}]: {spec} cannot store moments; use 8 or 16 bits, rounding to nearest, and a "
+            "granularity other than mx"
         )
     return spec
 
 
 def _encode_moment(value: Array, param: Any, storage_spec: _Storage, min_size: int) -> QTensor | Array:
-    """A moment's first value as it is stored, sharded like its parameter."""
+    """The stored form of a moment's first value, sharded like its parameter."""
     if isinstance(storage_spec, formats.Format):
         return value.astype(storage_spec.dtype)
     if not storage.should_quantize(param.shape, storage_spec, min_size):

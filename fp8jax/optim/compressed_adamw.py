@@ -1,4 +1,4 @@
-"""AdamW whose moments are stored in 8 bits, as an optax transformation (COAT, sections 4.1 and 4.2)."""
+"""AdamW with moments stored in 8 bits, as an optax transformation (COAT, sections 4.1 and 4.2)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -74,18 +74,19 @@ def scale_by_compressed_adam(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales gradients by Adam, with moments stored in 8 bits.
 
-    `optax.scale_by_adam` with other storage: each step decodes the moments, updates them in fp32, and encodes them.
-    Moments are quantized in groups along the last axis, in place, with dynamic range expansion. Parameters have fp32
-    moments if they have fewer than `min_size` elements, or if their last axis is so short that scales would cost 10 %
-    of the codes. This depends on their global shape only.
+    It is `optax.scale_by_adam` with another storage: each step decodes the moments, updates them in fp32, and encodes
+        them.
+    Moments are quantized in groups along the last axis, in place, with dynamic range expansion. Moments stay in fp32 if
+    the parameter has fewer than `min_size` elements, or a last axis so short that scales would need 10 % of the codes.
+    This depends on their global shape only.
 
     Args:
         b1, b2, eps, eps_root: as of `optax.scale_by_adam`.
         mu, nu, group_size, expand, nu_rounding, min_size, impl, nesterov, mu_dtype: as of `compressed_adamw`.
 
     Returns:
-        A transformation with state `CompressedAdamState`. Updates have the dtype of the parameters if `update` is given
-        them, else of the gradients.
+        A transformation with state `CompressedAdamState`. Updates have the dtype of the parameters if they are passed
+        to `update`, else that of the gradients.
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
@@ -150,27 +151,28 @@ def compressed_adamw(
 ) -> FusedTransformation:
     r"""AdamW with moments stored in 8 bits: about 2.1 bytes per parameter instead of 8.
 
-    `optax.adamw` with other storage. With `mu="fp32", nu="fp32"` and fp32 parameters it gives the same bits.
+    It is `optax.adamw` with another storage of the moments. With `mu="fp32", nu="fp32"` and fp32 parameters the results
+    are bitwise equal.
 
     **Second moments.** With b2 = 0.999 a second moment changes by 0.1 % per step, and the codes of e4m3 are 3 to 12 %
-    apart. Rounded to nearest it stalls. Stochastic rounding is unbiased at every step, and scatters around the fp32
-    moment (results/second_moment.json). Its noise is a hash of the step's number, the parameter's path in the tree, and
-    the element's position in the global array, or inside `jax.shard_map` in the local one. It needs no key, and a
-    restart continues with the same bits. A mesh changes some codes only if it cuts groups. The rounding is not part
-    of the state and may change between steps.
+    apart. With rounding to nearest it stalls. Stochastic rounding is unbiased at every step and scatters around the
+    fp32 moment (results/second_moment.json). Its noise is a hash of the step count, the path of the parameter in the
+    tree, and the position of the element in the global array. Inside `jax.shard_map` it is the position in the local
+    array. It needs no key, and a restart continues with the same bits. A mesh changes codes only if it splits groups.
+    The rounding is not part of the state and may change between steps.
 
-    **Dead elements.** The exponent of a group comes from its smallest magnitude. Elements that no longer matter (a dead
-    unit, a pruned column) are therefore left out of it (`fp8jax.ops.optimizers.leaf`). Elements with gradients
-    are not affected, except that rare gradients count as if they came every 45 steps.
+    **Dead elements.** The exponent of a group comes from its smallest magnitude. The exponent therefore ignores
+    elements that no longer matter, such as a dead unit or a pruned column (`fp8jax.ops.optimizers.leaf`). Elements with
+    gradients are not affected, except that rare gradients count as if they came every 45 steps.
 
-    **Small decays.** First moments with expansion are rounded to nearest. With b1 above 0.98, or an array, they are
-    rounded by noise of the step, so that they decay without a gradient.
+    **Small decays.** First moments with expansion are rounded to nearest. If b1 is above 0.98 or an array, they are
+    rounded with noise that depends on the step, so that they decay without a gradient.
 
-    **Gradients.** A gradient that is NaN or Inf makes its moments NaN, as in optax: wrap the transformation in
-    `optax.apply_if_finite` to skip such steps. With `master`, that needs gradients in fp32. Finite gradients are
-    clipped to 2^62 (4.6e18), because their squares would overflow fp32.
+    **Gradients.** A NaN or Inf gradient makes its moments NaN, as in optax. To skip these steps, wrap the
+    transformation in `optax.apply_if_finite`. With `master`, this needs fp32 gradients. Finite gradients are clipped to
+    2^62 (4.6e18), because their squares would overflow fp32.
 
-    **Changed parameters.** The caller may change a parameter between steps: its master is then the changed value with
+    **Changed parameters.** The caller may change a parameter between steps. Its master is then the changed value plus
     the old remainder. `compress_state(chain, master=...)` keeps the masters of a whole chain. Under
     `optax.inject_hyperparams`, name `group_size` and `min_size` in `static_args` if you pass them.
 
@@ -181,27 +183,27 @@ def compressed_adamw(
         eps: added to the root of the second moment; not negative.
         eps_root: added to the second moment under the root; not negative.
         weight_decay: strength of the decoupled weight decay, multiplied by the learning rate.
-        mask: tree of booleans with the structure of the parameters, or a function of the parameters that gives one:
-            which parameters decay. None decays all.
+        mask: tree of booleans with the structure of the parameters, or a function of the parameters that returns one:
+            the parameters that decay. None decays all.
         mu: storage of the first moment: an 8-bit float format ("e4m3", "e5m2"), or "bf16" or "fp32", which are cast.
-        nu: storage of the second moment, likewise.
+        nu: storage of the second moment, as for `mu`.
         group_size: elements along the last axis that share a scale and an exponent.
         expand: dynamic range expansion; without it a group is scaled by its amax alone. "coat" uses the paper's
-            exponents (`QuantSpec.expand`), in plain JAX: impl "triton" raises, and "auto" falls back. In its
-            groups, elements without gradients take range from the others, as in the paper.
+            exponents (`QuantSpec.expand`), in plain JAX: impl "triton" raises, and "auto" falls back. In its groups,
+            elements without gradients reduce the range of the others, as in the paper.
         nu_rounding: how codes or bf16 of the second moment are rounded: "nearest"; "stochastic", which follows slow
             changes; or "auto", which is stochastic if b2 is at least 0.98, or an array, as in
             `optax.inject_hyperparams`.
         master: which weights the optimizer updates. None: the parameters. "bf16+stochastic": bf16 parameters, rounded
-            stochastically without a key. "bf16+int8", "bf16+int16", "fp16+int8", "fp16+int16": parameters in 16 bits
-            whose masters have 24 or 32 bits; the state holds the remainders (`fp8jax.master_weights`). fp32 parameters
-            are their own masters.
-        min_size: smallest parameter, in elements, whose moments are quantized.
+            stochastically without a key. "bf16+int8", "bf16+int16", "fp16+int8", "fp16+int16": 16-bit parameters with
+            masters of 24 or 32 bits; the state contains the remainders (`fp8jax.master_weights`). fp32 parameters are
+            their own masters.
+        min_size: smallest size of a parameter, in elements, with quantized moments.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
-            run. `fp8jax.ops.dispatch.choice.record_choices` records the choice for each parameter. In a jitted program
-            on GPUs whose arrays lie on two automatic meshes, JAX cannot run kernels: take "xla".
-        nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" raises.
-        mu_dtype: optax's argument, an error here. `mu` replaces it: "bf16" for `jnp.bfloat16`, "fp32" for float32.
+            run. `fp8jax.ops.dispatch.choice.record_choices` records the choice for each parameter. If the arrays of a
+                jitted program are on two automatic meshes of GPUs, JAX cannot run kernels: use "xla".
+        nesterov: use NAdam's updates, as `optax.adamw(nesterov=True)` does. XLA computes them: impl "triton" raises.
+        mu_dtype: not supported, an error. Use `mu` instead: "bf16" for `jnp.bfloat16`, "fp32" for float32.
 
     Returns:
         A transformation with `step(grads, state, params) -> (params, state)`, which updates the parameters in place.
@@ -242,13 +244,13 @@ def compressed_adamw(
     specs = {"mu": storage.spec("mu") or formats.get(mu), "nu": storage.spec("nu") or formats.get(nu)}
     if mu_dtype is not None:
         raise TypeError(
-            f"mu_dtype={mu_dtype} is an argument of optax's, which mu replaces: write mu='bf16' or mu='fp32', or for 8 "
+            f"mu_dtype={mu_dtype} is an argument of optax, which mu replaces. Pass mu='bf16' or mu='fp32', or for 8 "
             "bits mu='e4m3' (the default) or mu='e5m2'"
         )
     if impl == "triton" and nesterov:
-        raise ValueError("impl 'triton' has no nesterov: take impl='auto' or 'xla'")
+        raise ValueError("impl 'triton' does not support nesterov=True; use impl='auto' or 'xla'")
     if impl == "triton" and not is_compressed:
-        raise ValueError(f"impl 'triton' is the kernel for 8-bit moments, but mu is {mu!r} and nu is {nu!r}")
+        raise ValueError(f"impl 'triton' supports only 8-bit moments, but mu is {mu!r} and nu is {nu!r}")
 
     def init_fn(params: optax.Params) -> CompressedAdamState | MasterAdamState:
         _, size = moments.require_static(static_group_size, static_min_size)
@@ -266,16 +268,19 @@ def compressed_adamw(
         if params is None:
             raise ValueError("compressed_adamw needs the parameters: call update(grads, state, params)")
         if options.key is not None and master_format is not None:
-            raise ValueError(f"master {master!r} takes no key: its rounding is a hash of the step, or exact")
+            raise ValueError(
+                f"master {master!r} does not use a key: its rounding is exact or derived from a hash of the step; "
+                "omit key"
+            )
         if options.in_place and options.max_direction is not None and master_format and master_format.is_stochastic:
             raise ValueError(
-                f"master {master!r} rounds weights up as well as down, beyond what fp8jax.with_weight_bounds follows; "
-                "take bf16+int8, or chain fp8jax.track_weight_amax() without a limit, which measures updates"
+                f"master {master!r} can round weights away from zero, which fp8jax.with_weight_bounds does not track. "
+                "Use master='bf16+int8', or chain fp8jax.track_weight_amax() without a limit, which measures updates"
             )
         if options.max_direction is not None and nesterov:
             raise ValueError(
-                "fp8jax.with_weight_bounds follows directions without nesterov, which are shorter: chain "
-                "fp8jax.track_weight_amax() without a limit behind this optimizer, which measures updates"
+                "fp8jax.with_weight_bounds does not support nesterov=True, whose updates can be larger. Chain "
+                "fp8jax.track_weight_amax() without a limit after this optimizer; it measures updates"
             )
         checks.check_state(state, MasterAdamState if master_format and master_format.remainder else CompressedAdamState)
         checks.check_gradients(grads, state.mu)
@@ -318,8 +323,8 @@ def _make_state(count: Array, mu: Any, nu: Any, remainder: Any) -> CompressedAda
 def rounds_stochastically(nu_rounding: str, b2: Any) -> bool:
     """Whether a second moment with this decay is rounded stochastically.
 
-    The value of an array is not known: for "auto", an array is rounded stochastically, which does little harm at any
-    b2.
+    The value of an array is unknown, so "auto" rounds stochastically for an array, which has little effect on accuracy
+    at any b2.
     """
     if nu_rounding == "auto":
         return isinstance(b2, Array) or b2 >= STOCHASTIC_MIN_B2

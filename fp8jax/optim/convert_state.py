@@ -18,17 +18,17 @@ _REMAINDER_FIELD = "remainder"
 
 
 def convert_state(state: optax.OptState, tx: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
-    """The state of an optimizer as the state of another one, which continues from it.
+    """Converts the state of an optimizer to the state of another one.
 
     It converts between `optax.adamw`, `compressed_adamw` and `fp8lm_adamw`, each with any settings. Moments are decoded
     and stored as `tx` stores them, rounded to nearest. The count of steps continues, also that of a schedule. Wrappers
-    (`optax.chain`, `inject_hyperparams`, `masked`, `MultiSteps`) may differ; what both have is kept. It also converts
-    between any transformation and the same one in `compress_state`.
+    (`optax.chain`, `inject_hyperparams`, `masked`, `MultiSteps`) may differ; the state that both have is kept. It also
+    converts between any transformation and the same one in `compress_state`.
 
-    Master weights need a second call. `fp8lm_adamw` makes its own from `params`; from it, take
-    `params_from_master(state, jnp.float32)`. For a `master` with remainders, take `params` from
-    `fp8jax.split_master_weights`, and put in the remainders with `optax.tree.set(state, remainder=remainder)`; from it,
-    take `fp8jax.master_weights(state, params)`.
+    Master weights need a second call. To `fp8lm_adamw`, pass fp32 `params`, from which it creates its masters. From
+    `fp8lm_adamw`, use `params_from_master(state, jnp.float32)`. To a `master` with remainders, pass the `params` of
+    `fp8jax.split_master_weights`, and set the remainders with `optax.tree.set(state, remainder=remainder)`. From that
+    optimizer, use `fp8jax.master_weights(state, params)`.
 
     Args:
         state: of the old optimizer.
@@ -41,7 +41,8 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
     Raises:
         TypeError: `tx` is not an optimizer.
         ValueError: the states differ in their number of Adam states or in the parameters of their moments; or arrays of
-            the old state, such as the gradients that `optax.MultiSteps` has summed, have no place in the new one.
+            the old state, such as the gradients that `optax.MultiSteps` has accumulated, have no counterpart in the new
+            one.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax
@@ -52,7 +53,9 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
         dtype(float8_e4m3fn)
     """
     if not hasattr(tx, "init"):
-        raise TypeError(f"convert_state takes (state, tx, params), where tx is an optimizer, not a {type(tx).__name__}")
+        raise TypeError(
+            f"convert_state expects (state, tx, params), where tx is an optimizer, got a {type(tx).__name__}"
+        )
     template = tx.init(params)
     (old, _), (new, count_mask) = (_strip_counts(flax_variables.unbox(x)) for x in (state, template))
     olds, news = (jax.tree_util.tree_leaves_with_path(x, is_leaf=moments.is_quantized) for x in (old, new))
@@ -88,8 +91,8 @@ def _convert_adams(old: Any, new: Any) -> Any:
     if len(adams) != num_new_adams or not adams:
         raise ValueError(
             f"the old state has {len(adams)} parts with {', '.join(_ADAM_FIELDS)} (optax.adamw has one), and the new "
-            f"state has {num_new_adams}: convert between states with the same number, or between a transformation and "
-            "its compress_state"
+            f"state has {num_new_adams}. Convert between states with the same number of parts, or between a "
+            "transformation and its compress_state"
         )
     count, remaining_adams = adams[0].count, iter(adams)
 
@@ -117,7 +120,9 @@ def _convert_adams(old: Any, new: Any) -> Any:
     for node in other_records:
         non_adam_fields = [x for x in node if not _has_adam(x)]
         if any(jnp.ndim(x) for x in jax.tree.leaves(non_adam_fields)):
-            raise ValueError(f"the new optimizer has no place for the {type(node).__name__} of the old one")
+            raise ValueError(
+                f"the new optimizer has no state that corresponds to the {type(node).__name__} of the old one"
+            )
     return converted
 
 
@@ -161,7 +166,7 @@ def _store_like(like: Any, old: Any) -> Any:
     if not isinstance(old, QTensor) and not (hasattr(old, "dtype") and jnp.issubdtype(old.dtype, jnp.floating)):
         return _convert_remainder(like, old)
     if old.shape != like.shape:
-        raise ValueError(f"the old state has an array of shape {old.shape} where the new one has {like.shape}")
+        raise ValueError(f"the old state has an array of shape {old.shape}, but the new one has shape {like.shape}")
     if isinstance(like, QTensor) and isinstance(old, QTensor) and like.storage_key == old.storage_key:
         return old if old.spec == like.spec else dataclasses.replace(old, spec=like.spec)
     values = load(old)

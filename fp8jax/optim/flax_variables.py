@@ -2,7 +2,7 @@
 
 A box is a pytree of one array with metadata, such as names of sharded axes. `nnx.Optimizer` boxes each leaf of a state
 and replaces its array at each step. The sharding of a parameter need not divide its scales. Boxes are therefore inside
-a `QTensor`, one for each array. Flax is not imported here: without its import there are no boxes.
+a `QTensor`, one for each array. Flax is not imported here: if nothing has imported it, there are no boxes.
 """
 
 import functools
@@ -20,7 +20,7 @@ _SHARDINGS = ("out_sharding", "optimizer_sharding")
 
 
 def with_unboxed_variables(init: Callable, *updates: Callable) -> tuple[Callable, ...]:
-    """`init` and forms of `update` for pure trees, wrapped to take trees with boxes.
+    """`init` and forms of `update` for pure trees, wrapped to accept trees with boxes.
 
     Args:
         init: `init(params) -> state`, which maps over the leaves of `params`.
@@ -98,6 +98,19 @@ def _box_array(array: Any, codes: Any, box: Any) -> Any:
     elif hasattr(array_box, "names"):
         array_box = array_box.replace(names=filter_names(array_box.names))
     return array_box
+
+
+def merge_boxes(state: Any) -> Any:
+    """The state with each `QTensor` of boxes turned into one box, unless its boxes name sharded axes."""
+
+    def merge(node: Any) -> Any:
+        boxes = jax.tree.leaves(node, is_leaf=is_box)
+        is_merged = isinstance(node, QTensor) and all(map(is_box, boxes))
+        if not is_merged or any(key in box.get_metadata() for box in boxes for key in _SHARDINGS):
+            return node
+        return type(boxes[0])(unbox(node), **boxes[0].get_metadata())
+
+    return jax.tree.map(merge, state, is_leaf=lambda node: isinstance(node, QTensor) or is_box(node))
 
 
 def unbox(tree: Any) -> Any:

@@ -27,7 +27,7 @@ NO_LAYER_AXES = np.int32(0)
 
 
 class FP8LMState(NamedTuple):
-    """State of `fp8lm_adamw` with master weights of its own.
+    """State of `fp8lm_adamw` with its own master weights.
 
     Attributes:
         count: steps taken, int32 scalar.
@@ -90,33 +90,33 @@ def fp8lm_adamw(
     e4m3, scaled  gradient                 1
     ============= ======================== =====
 
-    Each tensor, or each stacked layer, has one scale. Scales are powers of two, so that a change of scale does not
-    round values again. Arithmetic is in fp32.
+    Each tensor, or each stacked layer, has one scale. Scales are powers of two, so a change of scale does not round
+    values again. Arithmetic is in fp32.
 
     **Range.** One scale limits the range: e4m3 reaches 2e-6 of a tensor's largest first moment, and fp16 the square of
     that for the second. Beyond that range, updates are wrong by up to 80 %. This happens if gradients span more, or
     after an outlier of 10,000 times their size. It also happens if all gradients fall a hundredfold at b2 = 0.999.
-    `group_size=128` gives each 128 elements scales of their own, for 0.2 bytes per parameter.
+    With `group_size=128`, each 128 elements have their own scales, which need 0.2 bytes per parameter.
 
-    **Working copies.** `init` makes the master weights from the parameters. The parameters of the caller are working
-    copies in the dtype of the model; in bf16 they take two bytes more. `step` returns the masters rounded to that
-    dtype, and `update` the difference from the given parameters. If a parameter is not the rounded value of its master
-    weight, the caller has changed it (loaded, projected or averaged it). The step then starts from the parameter.
-    `params_from_master(state)` makes working copies from the state.
+    **Working copies.** `init` creates the master weights from the parameters. The caller's parameters are working
+    copies in the dtype of the model; in bf16 they need two more bytes. `step` returns the masters rounded to that
+    dtype. `update` returns the difference from the given parameters. If a parameter is not the rounded value of its
+    master weight, the caller has changed it (loaded, projected or averaged it). The step then starts from the
+    parameter. `params_from_master(state)` computes working copies from the state.
 
     **Gradients.** They may be arrays or `QTensor`s, as from `fp8jax.dist.all_reduce_gradients(..., dequantize=False)`.
     Clip `QTensor`s with `fp8jax.with_clipping` or `fp8jax.clip_by_global_norm`, not with optax. A finite gradient
     beyond 1.8e19 has an infinite second moment, as in optax.
 
     **Rounding.** A second moment above zero never becomes zero. First moments decay to zero, because they are rounded
-    by a dither that all elements share (`fp8jax.core.noise.decay_dither`). A step of fp16 is 0.05 to 0.1 % of a weight:
-    rounding to nearest loses smaller changes, as in the paper, and stochastic rounding keeps them on average. With
-    `master`, the parameters are the master weights, as in `compressed_adamw`. "bf16+int8" and both moments then take 6
-    bytes per parameter; the paper's state with a bf16 copy takes 7.
+    by a dither that all elements share (`fp8jax.core.noise.decay_dither`). The spacing of fp16 is 0.05 to 0.1 % of a
+    weight. Rounding to nearest loses smaller changes, as in the paper; stochastic rounding keeps them on average. With
+    `master`, the parameters are the master weights, as in `compressed_adamw`. "bf16+int8" and both moments then need 6
+    bytes per parameter; the paper's state with a bf16 copy needs 7.
 
     **Scales.** The scales of a step come from bounds: the amax stored by the last step, the amax of the gradient, and
-    the learning rate. They are one to two binades above the amax itself. A step is thus one pass over its arrays, after
-    one over the gradient. A copy that was changed beyond the bound is taken one step later.
+    the learning rate. They are one to two binades above the amax itself. A step therefore needs one pass over its
+    arrays, after one over the gradient. If the caller changes a copy beyond the bound, the step uses it one step later.
 
     Args:
         learning_rate, b1, b2, eps, eps_root, weight_decay, mask, impl: as of `compressed_adamw`.
@@ -130,8 +130,8 @@ def fp8lm_adamw(
             tree that is a prefix of the parameters, or a function of the parameters that returns one. Groups never span
             layers.
         group_size: elements along the last axis that share a scale, such as 128; None for one scale per layer, as in
-            the paper. A parameter whose scales would take 10 % of its codes keeps its state in fp32.
-        min_size: parameters with fewer elements keep their state in fp32.
+            the paper. If scales would need 10 % of the codes, the state stays in fp32.
+        min_size: the state of parameters with fewer elements stays in fp32.
 
     Returns:
         A transformation with `step(grads, state, params) -> (params, state)`, which replaces the parameters. Its state
@@ -156,16 +156,19 @@ def fp8lm_adamw(
     checks.check_adamw(learning_rate, b1, b2, eps, eps_root, weight_decay)
     check_impl(impl)
     if mu not in ("e4m3", "e5m2"):
-        raise ValueError(f"mu {mu!r} is not 'e4m3' or 'e5m2'; fp8jax.compressed_adamw stores others")
+        raise ValueError(f"mu {mu!r} is not 'e4m3' or 'e5m2'; use fp8jax.compressed_adamw for other formats")
     if master_rounding not in ROUNDINGS:
-        raise ValueError(f"unknown master_rounding {master_rounding!r}; it is one of {', '.join(ROUNDINGS)}")
+        raise ValueError(f"unknown master_rounding {master_rounding!r}; use one of {', '.join(ROUNDINGS)}")
     master_format = master_weights.parse_master(master)
     if master_format is not None and master_rounding != "nearest":
         raise ValueError(
-            f"master_rounding is for master weights in fp16; master {master!r} determines its own rounding"
+            f"master_rounding requires master weights in fp16; omit it, because master {master!r} determines its own "
+            "rounding"
         )
     if impl == "triton" and group_size is not None:
-        raise ValueError(f"impl 'triton' is for one scale a layer; with group_size={group_size} take 'auto' or 'xla'")
+        raise ValueError(
+            f"impl 'triton' supports only one scale per layer; with group_size={group_size} use impl='auto' or 'xla'"
+        )
     state_class: Any = FP8LMState if master_format is None else FP8LMRemainderState
     quantized_fields = ("mu", "nu") if master_format else ("master", "mu", "nu")
     static_min_size = moments.to_static_integer("min_size", min_size)
@@ -209,13 +212,13 @@ def fp8lm_adamw(
     def update_fn(grads: Any, state: Any, params: Any, options: StepOptions) -> tuple[Any, Any]:
         if options.max_direction is not None:
             raise ValueError(
-                "fp8lm_adamw cuts no directions, so that fp8jax.with_weight_bounds cannot follow it: chain "
-                "fp8jax.track_weight_amax() behind it, which measures updates"
+                "fp8lm_adamw does not bound its updates, so fp8jax.with_weight_bounds cannot track it. Chain "
+                "fp8jax.track_weight_amax() after it; it measures updates"
             )
         if options.key is not None:
             raise ValueError(
-                "fp8lm_adamw takes no key: its rounding is a hash of the step; give master_rounding='stochastic', or "
-                "master='bf16+stochastic'"
+                "fp8lm_adamw does not use a key: its rounding is derived from a hash of the step. Set "
+                "master_rounding='stochastic', or master='bf16+stochastic'"
             )
         checks.check_state(state, state_class)
         if params is None:
@@ -268,7 +271,5 @@ def params_from_master(state: FP8LMState, dtype: DTypeLike = jnp.bfloat16) -> op
         TypeError: the state has none, because with `master` the parameters are the master weights.
     """
     if not isinstance(state, FP8LMState):
-        raise TypeError(
-            f"a {type(state).__name__} has no master weights: fp8jax.master_weights(state, params) gives them"
-        )
+        raise TypeError(f"a {type(state).__name__} has no master weights; use fp8jax.master_weights(state, params)")
     return jax.tree.map(lambda x: load(x).astype(dtype), state.master, is_leaf=moments.is_quantized)

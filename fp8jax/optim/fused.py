@@ -16,11 +16,11 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation that can also apply its update itself.
 
     `step(grads, state, params) -> (params, state)` equals `update` followed by `optax.apply_updates`, without a tree of
-    updates: each parameter is read and written once. It takes further arguments by name:
+    updates: each parameter is read and written once. It has further keyword arguments:
 
     key: PRNG key for stochastic rounding of bf16 parameters. To nearest, changes below half a step of bf16 are lost.
     grad_scale: scalar factor of the gradients, applied in fp32 in the same pass.
-    apply_if: boolean scalar. If it is False, parameters and state stay as they are, without a copy.
+    apply_if: boolean scalar. If it is False, parameters and state stay unchanged, without a copy.
     max_direction: scalar. Finite directions are clipped to this magnitude, before rate and weight decay. It is for
         `fp8jax.with_weight_bounds`; `fp8lm_adamw` raises.
     tree_slice: which part of all parameters these are, for `fp8jax.fused_backward`.
@@ -35,7 +35,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         if step is None and not isinstance(update, _Update):
             raise TypeError(
                 f"FusedTransformation: {update!r} is not the update of a fused transformation, so there is no step; "
-                "give all three, FusedTransformation(init, update, step)"
+                "pass all three, FusedTransformation(init, update, step)"
             )
         return super().__new__(cls, init, update if step is None else _Update(update, step))
 
@@ -77,7 +77,7 @@ class StepOptions(NamedTuple):
 
 
 def fused_transformation(init_fn: Callable, update_fn: Callable) -> FusedTransformation:
-    """A transformation from its two functions, which also takes parameters in boxes of Flax.
+    """A transformation from its two functions that also accepts parameters in boxes of Flax.
 
     Args:
         init_fn: `init_fn(params) -> state`.

@@ -32,13 +32,14 @@ _BITS = jnp.float8_e4m3fn
 )
 @dataclasses.dataclass(frozen=True)
 class FusedBlockState:
-    """Parameters with their optimizer state, as a block of `fused_backward` takes them.
+    """Parameters and their optimizer state, the argument of a block of `fused_backward`.
 
-    All leaves are arrays of floating dtypes, because `value_and_step` gets the new ones as cotangents of the old.
+    All leaves are arrays of floating dtypes, because `value_and_step` returns the new ones as cotangents of the old
+    ones.
 
     Attributes:
         params: tree of parameters. For `FusedBackwardBlock.scan`, layers are stacked along the first axes.
-        encoded_state: the optimizer's state without its count, integers as bits of e4m3: see `state`.
+        encoded_state: the optimizer's state without its count. Integers are stored as e4m3 bits; see `state`.
         count: steps taken, fp32 scalar, exact up to 2^24.
         grad_scale: factor of the gradients in the next step, fp32 scalar: see `with_clipping`.
         squares: sum of squares of the last step's gradients before clipping, fp32; of shape (layers,) if stacked.
@@ -47,7 +48,7 @@ class FusedBlockState:
         dtypes: dtypes of the state's arrays, in their order.
         name: path of the parameters in the whole tree, on which the noise of stochastic rounding depends.
         num_layers: number of stacked layers; None without a stack.
-        is_norm_only: whether the backward pass only sums squares, and takes no step.
+        is_norm_only: whether the backward pass only sums squares and updates nothing.
     """
 
     params: Any
@@ -64,7 +65,7 @@ class FusedBlockState:
 
     @property
     def state(self) -> Any:
-        """The state as the optimizer's own, for checkpoints and for steps outside of the backward pass."""
+        """The state in the optimizer's own form, for checkpoints and for steps outside of the backward pass."""
         return from_float_leaves(self.encoded_state, self.dtypes, self.count)
 
     @property
@@ -80,11 +81,11 @@ class FusedBlockState:
     def with_clipping(
         self, max_norm: ArrayLike, norm: ArrayLike | None = None, *, previous_norm: ArrayLike | None = None
     ) -> "FusedBlockState":
-        """The same for the next step, whose gradients are clipped by the global norm.
+        """Returns the state for a next step that clips gradients by the global norm.
 
         Clipping by `norm` is exact. With `previous_norm`, the limit of each block or stacked layer is its share of
-        `max_norm`: its own norm over that of all gradients, both of the last step. A block without gradients in the
-        last step, as before the first one, may use all of `max_norm`.
+        `max_norm`. The share is the block's norm divided by the global norm, both of the last step. A block without
+        gradients in the last step, as before the first one, may use all of `max_norm`.
 
         Args:
             max_norm: largest global norm, positive.
@@ -97,7 +98,8 @@ class FusedBlockState:
         """
         if (norm is None) == (previous_norm is None):
             raise TypeError(
-                "with_clipping takes norm=, of the next step's gradients, or previous_norm=, of those of the last step"
+                "with_clipping needs either norm=, the gradient norm of the next step, or previous_norm=, that of the "
+                "last step"
             )
         checks.check_positive("max_norm", max_norm)
         if norm is not None:
@@ -176,7 +178,7 @@ class _Residuals:
 
 
 class FusedBackwardBlock:
-    """A block whose backward pass applies its optimizer's step, as `fused_backward` returns it."""
+    """A block with a backward pass that applies its optimizer's step; returned by `fused_backward`."""
 
     def __init__(self, block: Callable[..., Any], tx: FusedTransformation, key: Array | None) -> None:
         self._block, self._tx, self._key = block, tx, key
@@ -213,7 +215,9 @@ class FusedBackwardBlock:
         Raises: as of `init`.
         """
         if any(map(flax_variables.is_box, jax.tree.leaves((params, state), is_leaf=flax_variables.is_box))):
-            raise TypeError("fused_backward takes arrays, not variables or boxes of Flax: take nnx.state's pure values")
+            raise TypeError(
+                "fused_backward expects arrays, not Flax variables or boxes; pass the pure values of nnx.state"
+            )
         layers = _count_layers(params) if has_layer_axis else None
         count, factor, uses = (jnp.asarray(x, jnp.float32) for x in (state.count, 1.0, 1.0))
         squares = jnp.broadcast_to(jnp.asarray(squares, jnp.float32), () if layers is None else (layers,))
@@ -233,7 +237,7 @@ class FusedBackwardBlock:
         """
         if block_state.num_layers is not None:
             raise ValueError(
-                f"{block_state.name or 'the parameters'} stack {block_state.num_layers} layers: call "
+                f"{block_state.name or 'the parameters'} has {block_state.num_layers} stacked layers; call "
                 "scan(block_state, x, ...)"
             )
         return self._call_block(block_state, inputs)
@@ -255,11 +259,11 @@ class FusedBackwardBlock:
         """
         if block_state.num_layers is None:
             raise ValueError(
-                f"{block_state.name or 'the parameters'} are not stacked: take init(..., has_layer_axis=True)"
+                f"{block_state.name or 'the parameters'} are not stacked; use init(..., has_layer_axis=True)"
             )
         result = jax.eval_shape(self._block, _take_layer(block_state.params, 0), x, *shared)
         if jax.tree.map(_shape_and_dtype, result) != jax.tree.map(_shape_and_dtype, jax.eval_shape(lambda: x)):
-            raise TypeError(f"a block under scan must return what is like x, {x}, not {result}")
+            raise TypeError(f"a block under scan must return an array like x, {x}, got {result}")
         return self._scan_layers(block_state, x, shared)
 
     def _forward(self, block_state: FusedBlockState, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -297,7 +301,7 @@ class FusedBackwardBlock:
         return result, (block_state, shared, dataclasses.replace(residuals, arrays=arrays))
 
     def _find_residual_sources(self, params: Any, x: Any, shared: tuple[Any, ...]) -> _Residuals:
-        """Which residuals of a layer are its parameters or shared arguments, from the traced program."""
+        """The residuals of a layer that are its parameters or shared arguments, from the traced program."""
         structure: Any = None
 
         def call(params: Any, shared: tuple[Any, ...], x: Any) -> list[Array]:
@@ -378,7 +382,9 @@ def _count_layers(params: Any) -> int:
     """The number of stacked layers."""
     lengths = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(params)}
     if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(f"stacked parameters have the layers along their first axes, not of lengths {lengths}")
+        raise ValueError(
+            f"stacked parameters need the same number of layers along their first axes, got lengths {lengths}"
+        )
     return int(lengths.pop())
 
 
@@ -410,16 +416,17 @@ def _updated_state(
 def fused_backward(
     block: Callable[..., Any], tx: FusedTransformation, *, key: Array | None = None
 ) -> FusedBackwardBlock:
-    """A block of a model whose parameters are updated inside the backward pass.
+    """Returns a block of a model that updates its parameters inside the backward pass.
 
-    The optimizer's step of a block runs as soon as the block's gradients appear. The gradients of one block are in
-    memory, and never those of all. Results equal those of one `tx.step` over all parameters, also the noise of
-    stochastic rounding, except for the last bits of fp32.
+    The optimizer step of a block runs as soon as its gradients are computed. Only the gradients of one block are in
+    memory at a time. Results equal those of one `tx.step` over all parameters, including the noise of stochastic
+    rounding, except for the last bits of fp32.
 
     Operations on all gradients at once are not possible. Steps with NaN cannot be skipped. Gradients of microbatches
-    cannot be summed: `value_and_step` takes a step for each. For clipping by the global norm, use
-    `FusedBlockState.with_clipping`. It takes the norm of the last step (`grad_norm_from_states`), or that of
-    `compute_grad_norm`, which costs another backward pass.
+        cannot be accumulated: `value_and_step` updates the parameters once per microbatch. For clipping by the global
+        norm, use
+    `FusedBlockState.with_clipping`. It uses the norm of the last step (`grad_norm_from_states`), or that of
+    `compute_grad_norm`, which needs another backward pass.
 
     Args:
         block: `block(params, x, *others) -> result`, a differentiable function. It may have products of a recipe or a
@@ -434,8 +441,7 @@ def fused_backward(
         layers.
 
     Raises:
-        TypeError: `tx` cannot take a step of a part of all parameters, such as `fp8jax.with_clipping` or
-            `with_weight_bounds`.
+        TypeError: `tx`, such as `fp8jax.with_clipping` or `with_weight_bounds`, cannot update a part of the parameters.
 
     Examples:
         >>> import fp8jax, jax, jax.numpy as jnp
@@ -453,10 +459,9 @@ def fused_backward(
     """
     if not isinstance(tx, FusedTransformation) or "tree_slice" not in inspect.signature(tx.step).parameters:
         raise TypeError(
-            "fused_backward takes compressed_adamw(...), fp8lm_adamw(...) or fp8jax.optimizer(...) without clip, and "
-            "with track_weight_bounds=False where the recipe scales weights automatically: their step knows parts of "
-            f"all parameters, not that of {type(tx).__name__}, which may be of fp8jax.with_clipping or "
-            "with_weight_bounds"
+            "fused_backward expects compressed_adamw(...), fp8lm_adamw(...) or fp8jax.optimizer(...) without clip; "
+            "with automatic weight scaling, set track_weight_bounds=False. Only these have a step for a part of the "
+            f"parameters, not {type(tx).__name__}, which may come from fp8jax.with_clipping or with_weight_bounds"
         )
     return FusedBackwardBlock(block, tx, key)
 
@@ -464,11 +469,11 @@ def fused_backward(
 def value_and_step(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """`jax.value_and_grad`, which returns each `FusedBlockState` of the arguments with new parameters and moments.
+    """Like `jax.value_and_grad`, but returns each `FusedBlockState` with updated parameters and moments.
 
     Args:
-        fn: a function with a scalar result, or with `has_aux` a pair of it and anything.
-        argnums: the arguments to differentiate; all that hold a `FusedBlockState` must be among them.
+        fn: a function that returns a scalar, or with `has_aux` a pair of a scalar and any other result.
+        argnums: the arguments to differentiate; they must include all that contain a `FusedBlockState`.
         has_aux: whether `fn` returns a pair.
 
     Returns:
@@ -486,7 +491,8 @@ def value_and_step(
         constant_args = [x for i, x in enumerate(args) if i not in diff_argnums] + list(kwargs.values())
         if constant_states := _find_block_states(constant_args):
             raise ValueError(
-                f"{_describe_params(constant_states[0])} are held, so their argument must be among argnums={argnums}"
+                f"{_describe_params(constant_states[0])} are in a FusedBlockState, so their argument must be in "
+                f"argnums={argnums}"
             )
         used_numbers: set[int] = set()
 
@@ -506,8 +512,8 @@ def value_and_step(
         unused_states = [block_state for i, block_state in enumerate(old_states) if i not in used_numbers]
         if unused_states:
             raise ValueError(
-                f"{_describe_params(unused_states[0])} are held, but the function does not use them: give their block "
-                "to it"
+                f"{_describe_params(unused_states[0])} are in a FusedBlockState that the function does not use; pass "
+                "it to the function"
             )
         is_valid = functools.reduce(
             jnp.logical_and, [block_state.uses == 1 for block_state in new_states], jnp.bool_(True)
@@ -522,7 +528,7 @@ def value_and_step(
 def compute_grad_norm(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Array]:
-    """The global norm of the gradients of `value_and_step`, by a backward pass that updates nothing.
+    """Returns a function that computes the global norm of the gradients of `value_and_step` and updates nothing.
 
     Args:
         fn, argnums, has_aux: as of `value_and_step`.

@@ -73,7 +73,7 @@ def parse_master(name: str | None) -> Master | None:
         return None
     master = Master(name)
     if master.remainder is None and not master.is_stochastic:
-        raise ValueError(f"master {name!r} is what parameters of that dtype are by themselves; leave it out")
+        raise ValueError(f"master {name!r} has no effect on parameters of that dtype; omit it")
     return master
 
 
@@ -93,7 +93,7 @@ def init_remainders(params: Any, master: Master | None) -> Any:
             return None
         if param.dtype != high:
             where = jax.tree_util.keystr(path) or "the parameter"
-            raise TypeError(f"{where} has dtype {param.dtype}, but master {master.name!r} takes {high} and fp32")
+            raise TypeError(f"{where} has dtype {param.dtype}, but master {master.name!r} supports {high} and fp32")
         return None if remainder_dtype is None else jnp.zeros_like(param, dtype=remainder_dtype)
 
     remainder_tree = jax.tree_util.tree_map_with_path(zero_remainder, params)
@@ -111,8 +111,7 @@ def _check_any_high(params: Any, master: Master) -> None:
             else "params.astype of that dtype"
         )
         raise ValueError(
-            f"master {master.name!r} keeps parameters in {master.param_format.dtype}, and all are in float32: give "
-            f"{fix}"
+            f"master {master.name!r} keeps parameters in {master.param_format.dtype}, but all are in float32; use {fix}"
         )
 
 
@@ -128,8 +127,8 @@ def join_remainders(params: Any, remainder: Any, master: Master | None) -> Any:
     if found_dtypes != expected or (remainder is None) != (remainder_dtype is None):
         has = f"remainders in {' and '.join(found_dtypes)}" if found_dtypes else "no remainders"
         raise ValueError(
-            f"the state has {has}, but this optimizer's master is {master.name if master else 'the parameters'!r}; "
-            "fp8jax.convert_state(state, tx, params) makes a state of the other"
+            f"the state has {has}, but this optimizer's master is {master.name if master else 'the parameters'!r}. "
+            "Convert it with fp8jax.convert_state(state, tx, params)"
         )
     if master is not None and master.is_stochastic:
         _check_any_high(params, master)
@@ -142,8 +141,9 @@ def join_remainders(params: Any, remainder: Any, master: Master | None) -> Any:
             where, had = jax.tree_util.keystr(path) or "the parameter", "no" if remainder_leaf is None else "the"
             raise ValueError(
                 f"{where} has dtype {high.dtype}, but the optimizer's state has {had} remainder of a parameter in "
-                f"{jnp.dtype(expected)} (master {master.name!r}): give the parameters that `init` or the last step "
-                f"gave, or of others both parts, high, remainder = fp8jax.split_master_weights(params, {master.name!r})"
+                f"{jnp.dtype(expected)} (master {master.name!r}). Pass the parameters that `init` or the last step "
+                "returned, or split others with high, remainder = fp8jax.split_master_weights(params, "
+                f"{master.name!r})"
             )
         return high if remainder_leaf is None else MasterWeight(high, remainder_leaf)
 
@@ -165,7 +165,7 @@ def split_tree(tree: Any) -> tuple[Any, Any]:
 
 
 def with_master_weights(init: Callable, update: Callable, master: Master) -> tuple[Callable, Callable]:
-    """`init` and `update` of a transformation that updates fp32 masters, whose high parts are the parameters."""
+    """`init` and `update` of a transformation that updates fp32 masters. Their high parts are the parameters."""
 
     def init_masters(params: optax.Params) -> MasterState:
         return MasterState(jnp.zeros([], jnp.int32), init(params), init_remainders(params, master))
@@ -174,7 +174,7 @@ def with_master_weights(init: Callable, update: Callable, master: Master) -> tup
         updates: optax.Updates, state: MasterState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, MasterState]:
         if params is None:
-            raise ValueError("an optimizer of master weights needs the parameters: call update(grads, state, params)")
+            raise ValueError("an optimizer with master weights needs the parameters: call update(grads, state, params)")
         master_tree = join_remainders(params, state.remainder, master)
         wide_params = jax.tree.map(lambda x: x.astype(jnp.float32), master_tree, is_leaf=_is_master)
         changes, inner = update(updates, state.inner, wide_params, **extra_args)
@@ -202,7 +202,7 @@ def with_master_weights(init: Callable, update: Callable, master: Master) -> tup
 def split_master_weights(params: Any, master: str) -> tuple[Any, Any]:
     """Parameters in fp32 as high parts, for the model, and remainders, for the optimizer.
 
-    An optimizer's `init(high)` begins with remainders of zero. Put these in with `optax.tree.set(tx.init(high),
+    The optimizer's `init(high)` starts with zero remainders. Set these with `optax.tree.set(tx.init(high),
     remainder=remainder)`.
 
     Args:
@@ -210,7 +210,7 @@ def split_master_weights(params: Any, master: str) -> tuple[Any, Any]:
         master: "bf16+int8", "bf16+int16", "fp16+int8" or "fp16+int16"; `fp8jax.core.masters` has their precision.
 
     Returns:
-        Two trees of that structure; each high part is the float of 16 bits next to the master.
+        Two trees of that structure; each high part is the 16-bit float nearest to the master.
 
     Raises:
         ValueError: `master` is not one of these.
@@ -223,7 +223,7 @@ def split_master_weights(params: Any, master: str) -> tuple[Any, Any]:
     """
     master_format = Master(master)
     if master_format.remainder is None:
-        raise ValueError(f"master {master!r} has no remainder; take one of bf16 or fp16 with +int8 or +int16")
+        raise ValueError(f"master {master!r} has no remainder; use bf16 or fp16 with +int8 or +int16")
     high, remainder_dtype = master_format.param_format.dtype, master_format.remainder
     return split_tree(jax.tree.map(lambda x: masters.split(x.astype(jnp.float32), high, remainder_dtype), params))
 
@@ -236,8 +236,8 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
         params: the parameters that belong to it.
 
     Returns:
-        The tree of the parameters. Masters in two parts are joined, scaled ones decoded, and parameters that are their
-        own masters stay.
+        The tree of the parameters. Masters in two parts are joined and scaled ones are decoded. Parameters that are
+        their own masters are returned unchanged.
 
     Raises:
         ValueError: the state has masters of other parameters, as inside of `optax.flatten`; or a parameter with a
@@ -260,12 +260,15 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
         for path, part in jax.tree_util.tree_leaves_with_path(stored, is_leaf=moments.is_quantized):
             if path not in values:
                 where = jax.tree_util.keystr(path)
-                raise ValueError(f"the state has master weights of other parameters: {where or 'one'} is in none given")
+                raise ValueError(
+                    f"the state has master weights for other parameters: {where or 'one'} is not in the parameters "
+                    "passed"
+                )
             if remainder is not None and values[path].dtype not in _HIGH_DTYPES:
                 raise ValueError(
-                    f"{jax.tree_util.keystr(path) or 'the parameter'} has dtype {values[path].dtype}, and the state "
-                    "the remainder of a parameter in bfloat16 or float16: give the parameters that the last step gave, "
-                    "in the dtype of the high parts of fp8jax.split_master_weights"
+                    f"{jax.tree_util.keystr(path) or 'the parameter'} has dtype {values[path].dtype}, but the state "
+                    "has the remainder of a bfloat16 or float16 parameter. Pass the parameters that the last step "
+                    "returned, in the dtype of the high parts of fp8jax.split_master_weights"
                 )
             values[path] = _to_float32(part if remainder is None else MasterWeight(values[path], part))
     return flax_variables.rebox([values[path] for path, _ in paths], params)

@@ -37,8 +37,8 @@ MAX_METADATA_FRACTION = 0.10
 def should_quantize(shape: tuple[int, ...], spec: QuantSpec | None, min_size: int) -> bool:
     """Whether the moments of a parameter of this global shape are quantized; False without a spec.
 
-    The parameter must have `min_size` elements. Scales and exponents may take at most 10 % of the codes' bytes, or the
-    share of full groups if that is more. Short last axes (LoRA factors, biases) exceed that.
+    The parameter must have `min_size` elements. Scales and exponents may need at most 10 % of the bytes of the codes,
+    or the share of full groups if that is more. Short last axes (LoRA factors, biases) exceed that.
     """
     if spec is None or not shape or math.prod(shape) < max(min_size, 1):
         return False
@@ -154,8 +154,8 @@ def require_static(group_size: int | None, min_size: int | None) -> tuple[int, i
     """Both sizes of `to_static_integer`; ValueError for one that is traced."""
     if group_size is None or min_size is None:
         raise ValueError(
-            "group_size and min_size are static: name them in optax.inject_hyperparams, "
-            "static_args=('group_size', 'min_size')"
+            "group_size and min_size are static; pass them to optax.inject_hyperparams as static_args=('group_size', "
+            "'min_size')"
         )
     return group_size, min_size
 

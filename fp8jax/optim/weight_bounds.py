@@ -28,7 +28,8 @@ _CLIP_MARGIN = 1.0005
 def max_adam_step(
     learning_rate: ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, weight_decay: float | Array = 0.0
 ) -> "MaxAdamStep":
-    r"""The largest change of a weight in one step of Adam or AdamW, for any gradients: a limit for `track_weight_amax`.
+    r"""An upper bound on the change of a weight in one step of Adam or AdamW, for any gradients; a limit for
+    `track_weight_amax`.
 
     With m_t = (1 - b1) sum b1^i g_{t-i}, v_t = (1 - b2) sum b2^i g_{t-i}^2, and r = b1^2 / b2, the Cauchy-Schwarz
     inequality gives m_t^2 <= v_t (1 - b1)^2 / (1 - b2) (1 - r^t) / (1 - r). Therefore a step is at most lr times
@@ -51,12 +52,12 @@ def max_adam_step(
         checks.check_number(name, value, 0, high)
     if isinstance(b1, jax.core.Tracer) or isinstance(b2, jax.core.Tracer):
         raise ValueError(
-            "the limit of Adam needs b1 and b2 that stay as they are, not traced ones: name both in static_args of "
+            "the limit of Adam needs constant b1 and b2, but they are traced; add both to static_args of "
             "optax.inject_hyperparams"
         )
     if b1 > 0 and b1 * b1 >= b2:
         raise ValueError(
-            f"with b1={b1} and b2={b2} one step of Adam can be of any size, for b1^2 >= b2: leave out the limit, and "
+            f"with b1={b1} and b2={b2} one step of Adam is not bounded, because b1^2 >= b2; omit the limit, so that "
             "track_weight_amax measures updates"
         )
     return MaxAdamStep(learning_rate, b1, b2, weight_decay)
@@ -119,19 +120,19 @@ def track_weight_amax(
         bounds = fp8jax.get_weight_amax_bounds(optimizer.opt_state)
         fp8jax.nnx.update_weight_amax_bounds(model, bounds)  # after each update
 
-    If a weight has magnitude at most B, and at most M is added, it has at most B + M. Every `interval` steps B is
-    measured, in a branch of one `jax.lax.cond`, the only reduction over weights. Sums are rounded as in
-    `optax.apply_updates`, or up, so the bound is exact for any gradients.
+    If the magnitude of a weight is at most B, and that of the update at most M, the new magnitude is at most B + M.
+    Every `interval` steps B is measured, in a branch of one `jax.lax.cond`, the only reduction over weights. Sums are
+    rounded as in `optax.apply_updates`, or up, so the bound is exact for any gradients.
 
-    Without a limit, M is the amax of the updates. That is right for any optimizer, and costs a reduction over the
-    updates. With a limit, M is the limit, and updates beyond it are clipped to it in the pass that adds them. Adam with
-    fp32 moments never exceeds `max_adam_step`; with 8-bit moments, rounding may. Updates with more bits than their
-    weight, as with remainders, are measured, because a limit of the step does not hold for differences of rounded
-    weights. Inside `optax.multi_transform`, each group may have a tracker with its own limit.
+    Without a limit, M is the amax of the updates. This works with any optimizer and costs a reduction over the updates.
+    With a limit, M is the limit, and updates beyond it are clipped to it in the pass that adds them. Adam with fp32
+    moments never exceeds `max_adam_step`; with 8-bit moments, rounding may. Updates with more bits than their weight,
+    as with remainders, are measured, because a limit of the step does not hold for differences of rounded weights.
+    Inside `optax.multi_transform`, each group may have a tracker with its own limit.
 
-    Parameters must change by these updates only. If others are loaded, call `reset_weight_amax_bounds`, and that of the
-    model, such as `fp8jax.nnx.reset_weight_amax_bounds`. A checkpoint of parameters and state needs neither. For
-    `compressed_adamw(...).step`, use `with_weight_bounds`.
+    Parameters must change by these updates only. If other parameters are loaded, call `reset_weight_amax_bounds`, and
+    the function of the same name for the model, such as `fp8jax.nnx.reset_weight_amax_bounds`. A checkpoint of
+    parameters and state needs neither. For `compressed_adamw(...).step`, use `with_weight_bounds`.
 
     Args:
         interval: steps between measurements.
@@ -163,17 +164,17 @@ def with_weight_bounds(
         tx = fp8jax.with_clipping(1.0, tx)
 
     `init` and the state are those of `optax.chain(tx, track_weight_amax(interval, limit))`, which has no `step`. Here
-    `step` and `update` clip Adam's directions to the limit's, in the pass that updates parameters and moments. There is
-    no reduction except every `interval` steps.
+    `step` and `update` clip Adam's directions to the limit's, in the pass that updates parameters and moments. The only
+    reduction is the one every `interval` steps.
 
     Args:
         tx: `compressed_adamw`, also with remainders. Bounds are then those of the masters, with a margin for rounding
             them to the parameters.
-        limit: `max_adam_step` of the same rate, decays and weight decay.
+        limit: `max_adam_step` with the same learning rate, decays and weight decay.
         interval, axis_name: as of `track_weight_amax`.
 
     Returns:
-        The transformation. Its `step` takes `grad_scale` and `apply_if` as that of `tx`.
+        The transformation. Its `step` has the arguments `grad_scale` and `apply_if`, as that of `tx`.
 
     Raises:
         TypeError: `tx` has no `step`, or `limit` is not of `max_adam_step`.
@@ -182,11 +183,13 @@ def with_weight_bounds(
     """
     if not isinstance(tx, FusedTransformation):
         raise TypeError(
-            f"with_weight_bounds takes a transformation with `step`, not {tx!r}; put track_weight_amax last in a chain"
+            f"with_weight_bounds expects a transformation with `step`, got {tx!r}; for others, use track_weight_amax "
+            "as the last of a chain"
         )
     if not isinstance(limit, MaxAdamStep):
         raise TypeError(
-            f"with_weight_bounds takes a limit of fp8jax.max_adam_step, not {limit!r}; track_weight_amax takes any"
+            f"with_weight_bounds expects a limit from fp8jax.max_adam_step, got {limit!r}; use track_weight_amax for "
+            "other limits"
         )
     init, update, advance_bounds = _make_tracker(interval, limit, axis_name)
 
@@ -221,7 +224,7 @@ def with_weight_bounds(
     ) -> tuple[optax.Params, tuple[optax.OptState, WeightBounds]]:
         if key is not None:
             raise ValueError(
-                "with_weight_bounds bounds weights that are rounded to nearest: leave out key, or hold them in fp32"
+                "with_weight_bounds requires weights that are rounded to nearest; omit key, or use fp32 parameters"
             )
         new_params, inner = tx.step(
             grads, state[0], params,
@@ -333,7 +336,7 @@ def get_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], A
         ValueError: there is no `track_weight_amax` in the optimizer, or two that track the same parameter.
     """
     if not (bounds := find_weight_amax_bounds(opt_state)):
-        raise ValueError("the optimizer follows no weights: put fp8jax.track_weight_amax() last in its chain")
+        raise ValueError("the optimizer does not track weights; add fp8jax.track_weight_amax() at the end of its chain")
     return bounds
 
 
@@ -344,7 +347,7 @@ def find_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], 
         new_bounds = _flatten_by_path(state.bounds)
         if shared_paths := set(bounds) & set(new_bounds):
             raise ValueError(
-                f"two trackers follow {'/'.join(shared_paths.pop())}: put track_weight_amax into the chain once"
+                f"two trackers have the parameter {'/'.join(shared_paths.pop())}; use track_weight_amax once"
             )
         bounds |= new_bounds
     return bounds if trackers else None
@@ -353,7 +356,7 @@ def find_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], 
 def reset_weight_amax_bounds(
     opt_state: optax.OptState, params: optax.Params, *, axis_name: AxisNames = None
 ) -> optax.OptState:
-    """The state of an optimizer with bounds measured from parameters, for example after they are loaded.
+    """Returns an optimizer state with bounds measured from the parameters, for example after they are loaded.
 
     Args:
         opt_state: of an optimizer with `track_weight_amax`.
@@ -369,7 +372,7 @@ def reset_weight_amax_bounds(
 
     def measure(name: tuple[str, ...], _: Array) -> Array:
         if name not in weights:
-            raise ValueError(f"{'/'.join(name)} is followed by track_weight_amax and missing in the parameters")
+            raise ValueError(f"{'/'.join(name)} is tracked by track_weight_amax but missing from the parameters")
         maximum = _with_rounding_margin(Automatic().measure_amax(weights[name]), margins.get(name))
         return maximum if axis_name is None else lax.pmax(maximum, axis_name)
 

@@ -118,6 +118,6 @@ def _activation_values(function: Callable[[Any], Any]) -> Any:
             return evaluate(graph.outputs[0], {graph.inputs[0]: _GATE_POINTS}, _reject_leaf)
     except NoMatchError:
         raise NotImplementedError(
-            f"the activation {jaxpr.jaxpr} has a primitive that fp8jax.rewrite.probes does not evaluate: add it to "
-            "FUNCTIONS there, or write the activation with those"
+            f"the activation {jaxpr.jaxpr} has a primitive that fp8jax.rewrite.probes does not evaluate; add it to "
+            "FUNCTIONS there, or write the activation with the listed primitives"
         ) from None

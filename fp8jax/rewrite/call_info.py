@@ -32,7 +32,7 @@ class CallInfo(NamedTuple):
             methods may read its other parameters.
         resolve_paths: maps a parameter's path to its layer's path and the aliases that rules may match. None: the path
             without its last step, if that is a usual name of a parameter.
-        adapter_paths: input indices of LoRA factors, which are no parameters, with their paths.
+        adapter_paths: input indices of LoRA factors, which are not parameters, with their paths.
         requires_product: whether planning raises if no matmul can be quantized.
         checks_rules: whether planning raises if a rule matches nothing.
         state_axes: the leading axes of the scaling state or the codes that the caller stores for a parameter, by the

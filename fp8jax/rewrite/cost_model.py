@@ -166,7 +166,7 @@ def drop_unprofitable(
     gain = _estimate_group(quantized, sole_readers, _producer_kind(value, quantized[0]), has_shared_codes)
     for i, p in enumerate(quantized):
         if gain is None:
-            entry = entries[p.node]._replace(reason=f"{p.choice.reason}; what it gains is not known")
+            entry = entries[p.node]._replace(reason=f"{p.choice.reason}; its gain is not known")
         elif gain.total > 0:
             entry = entries[p.node]._replace(reason=f"{p.choice.reason}; gains about {gain.note(i)}")
         else:

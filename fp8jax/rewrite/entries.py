@@ -1,4 +1,4 @@
-"""What a plan says of each part of a program, and the products that it finds there."""
+"""The entries of a plan for each part of a program, and the products in it."""
 
 import dataclasses
 from typing import NamedTuple
@@ -16,7 +16,7 @@ LOSS_KIND = "softmax cross-entropy"
 
 
 class PlanEntry(NamedTuple):
-    """What becomes of a product, a norm or an activation: a row of `explain`.
+    """The decision for a product, a norm or an activation: a row of `explain`.
 
     Attributes:
         path: of the parameter; or, for an activation, of the product that reads it.
@@ -45,9 +45,9 @@ class PlanEntry(NamedTuple):
         is_grouped_candidate: whether it may be a product of experts that is left as written: a ragged product, one in a
             custom derivative or kernel, or one with a gathered matrix.
         concatenated: the layers of further parameters in a product's matrix.
-        source_layers: the layers whose parameters a product left as written reads, or is computed from.
+        source_layers: the layers with parameters that an unquantized product reads, or is computed from.
         dtype: of the operands that are not quantized; None if the inputs decide.
-        is_planned: whether the rules cover it. What they do not cover runs as written.
+        is_planned: whether the rules cover it. Everything else runs unchanged.
     """
 
     path: str
@@ -91,7 +91,7 @@ class PlanEntry(NamedTuple):
 
     @property
     def context(self) -> Context | None:
-        """What a norm or an activation of a recipe saves; None for all else."""
+        """The residual of a norm or an activation with a recipe; None for all else."""
         context = None if self.choice is None or self.is_product else self.choice.context
         return None if context is None or context.residual is None else context
 
@@ -162,7 +162,7 @@ class WeightMatmul:
 
     @property
     def data(self) -> Value:
-        """The operand that is no parameter."""
+        """The operand that is not a parameter."""
         return self.node.operands[1 - self.side]
 
     @property

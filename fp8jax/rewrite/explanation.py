@@ -32,7 +32,7 @@ _SUMMARY_HEAD = ("layers", "operation", "shape", "saved of the input, or why", "
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What the rules make of a program. `str(explanation)` is a summary in which equal blocks are one row.
+    """The effect of rules on a program. `str(explanation)` is a summary in which equal blocks are one row.
 
     Attributes:
         rows: the products, norms and activations in the program's order, then layers without a product.
@@ -83,7 +83,7 @@ class Explanation:
 
     @property
     def quantized_layers(self) -> tuple[PlanEntry, ...]:
-        """The layers that a recipe takes."""
+        """The layers that a recipe quantizes."""
         return tuple(layer for layer in self.layers if layer.is_quantized)
 
     @property
@@ -160,7 +160,7 @@ class Explanation:
             specs = ", ".join(sorted({str(layer.token_spanning_spec) for layer in self.leaking_layers}))
             yield (
                 f"scales that span tokens: the inputs of {_counted(self.leaking_layers, 'layer')} ({specs}). Later "
-                "tokens change the scales of earlier ones: evaluate token by token, or take a granularity of tokens or "
+                "tokens change the scales of earlier ones: evaluate token by token, or use a granularity of tokens or "
                 "groups."
             )
         if folds := dict.fromkeys(spec for row in self.rows if row.linear for spec in row.linear.folded_specs):
@@ -212,7 +212,7 @@ def _fold_rows(rows: Sequence[PlanEntry]) -> list[tuple[str, ...]]:
 
 
 def _short_note(entry: PlanEntry) -> str:
-    """What an entry saves of its input, or why it is left as written."""
+    """The residual of an entry's input, or the reason why it is not quantized."""
     return re.sub(r", [\d.]+ B/element", "", entry.residual) if entry.is_quantized else entry.reason
 
 
@@ -253,7 +253,7 @@ def _format_bytes(count: float) -> str:
 
 
 def _head_note(entries: Sequence[PlanEntry]) -> str:
-    """Which output heads stay in 16 bits by default, and how to choose 8 bits; "" if there are none."""
+    """A note on the output heads that stay in 16 bits by default, and how to choose 8 bits; "" if there are none."""
     heads = [entry.path for entry in entries if entry.choice is not None and entry.choice.is_unquantized_head]
     if not heads or not any(entry.linear for entry in entries):
         return ""
@@ -264,15 +264,15 @@ def _head_note(entries: Sequence[PlanEntry]) -> str:
 
 
 def _rematerialization_note(entries: Sequence[PlanEntry]) -> str:
-    """How many products run again in the backward pass, and what saves them; "" if none does."""
+    """The number of products that run again in the backward pass, and a policy that saves them; "" if none does."""
     products = [entry for entry in entries if entry.linear is not None]
     count = sum(entry.is_rematerialized for entry in products)
     if not count:
         return ""
     return (
-        f"{count} of {len(products)} products are computed again in the backward pass under your jax.checkpoint; give "
-        "it policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, or leave it out: norms and activations of "
-        "a recipe with a context save codes alone"
+        f"{count} of {len(products)} products are recomputed in the backward pass under your jax.checkpoint. Pass "
+        "policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable to it, or remove it: norms and activations "
+        "of a recipe with a context save only codes"
     )
 
 
@@ -283,7 +283,10 @@ def residual_bytes_note(entries: Sequence[PlanEntry]) -> str:
     plain = sum(entry.unquantized_residual_bytes or 0 for entry in known)
     if not total:
         return ""
-    note = f"memory: the inputs that are saved for the backward pass take {_format_bytes(total)}"
+    place = "outside of jax.checkpoint, " if any(entry.is_rematerialized for entry in entries) else ""
+    note = f"memory: {place}the inputs that are saved for the backward pass take {_format_bytes(total)}"
+    if total <= plain < 1.05 * total:
+        return f"{note}, as many as without the recipe"
     factor = f"{plain / total:.2g} times as much"
     return f"{note}; without the recipe at least {_format_bytes(plain)} ({factor})" if plain else note
 
@@ -294,8 +297,8 @@ def exchange_note(graph: Graph) -> str:
     if not total:
         return ""
     return (
-        f"devices: in a forward pass a device sends {_format_bytes(total)} of rows to the devices of their experts and "
-        "back, if each device gets as many; the backward pass sends as many rows"
+        f"devices: in a forward pass one sends {_format_bytes(total)} of tokens to the devices of experts and back "
+        "if each device gets as many; the backward pass sends as many"
     )
 
 
@@ -340,7 +343,8 @@ def gains_note(entries: Sequence[PlanEntry]) -> str:
 def list_rows(
     graph: Graph, schedule: Schedule, rules: RuleSet, call_info: CallInfo, entries: Mapping[Node, PlanEntry]
 ) -> tuple[PlanEntry, ...]:
-    """The rows of a planned program in its order: the entries with their bytes, and what the rules do not cover."""
+    """The rows of a planned program, in order: the entries with their bytes, and the parts that the rules do not
+    cover."""
     sizes, plain_sizes = (dict(_residual_bytes(graph, entries, count)) for count in (_operation_bytes, _plain_bytes))
     rows = unplanned.find(graph, schedule, rules, call_info, entries)
     rows |= {
@@ -376,6 +380,8 @@ def _operation_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> flo
     """The bytes that one run of an operation saves with its recipe."""
     if isinstance(operation, LossOperation):
         return _value_bytes(operation.data, None)  # the gradient of the input
+    if entry.frozen is not None and entry.frozen.rank:
+        return _input_bytes(operation, counted)  # the adapter reads the input as it is
     if entry.is_product and entry.frozen is None:
         spec = operation.linear.residual_spec()
         if entry.has_saved_input or entry.recomputes_input or (operation.canonical_data, spec) in counted:
@@ -397,11 +403,8 @@ def _operation_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> flo
 
 def _plain_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> float | None:
     """The bytes that one run of an operation saves without a recipe, at least."""
-    if entry.is_product and entry.frozen is None:
-        if entry.has_saved_input or operation.canonical_data in counted:
-            return 0
-        counted.add(operation.canonical_data)
-        return _value_bytes(operation.data, None)
+    if entry.is_product and (entry.frozen is None or entry.frozen.rank):
+        return 0 if entry.frozen is None and entry.has_saved_input else _input_bytes(operation, counted)
     if isinstance(operation, NormOperation):
         return _value_bytes(operation.x, None)
     if isinstance(operation, ActivationOperation):
@@ -409,6 +412,14 @@ def _plain_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> float |
         saved = [operation.gate] if operation.up is None else [operation.gate, operation.up, operation.gate]
         return sum(_value_bytes(value, None) for value in saved)
     return None
+
+
+def _input_bytes(operation: Any, counted: set[Any]) -> float:
+    """The bytes of a product's unquantized input; 0 if an earlier product has counted it."""
+    if operation.canonical_data in counted:
+        return 0
+    counted.add(operation.canonical_data)
+    return _value_bytes(operation.data, None)
 
 
 def _value_bytes(value: Value, spec: QuantSpec | None, num_columns: int | None = None) -> float:

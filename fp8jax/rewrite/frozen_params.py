@@ -1,7 +1,7 @@
 """Parameters that are not trained: frozen weights, and weights with an adapter.
 
 A program is traced with an array in place of each. A product with its matrix (inputs, outputs), or with the transpose
-if the scales allow it, reads its codes, whatever the rules say. Other equations read its dequantized values.
+if the scales allow it, reads its codes, independent of the rules. Other equations read its dequantized values.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ def frozen_info(x: Any) -> FrozenInfo | None:
 
 
 def as_array(x: Any) -> Any:
-    """The values of a parameter, with its adapter; an array as it is."""
+    """The values of a parameter, with its adapter; an array unchanged."""
     if isinstance(x, FrozenWeight):
         return lax.stop_gradient(x.dequantize(x.dtype))
     if isinstance(x, AdaptedWeight):
@@ -228,7 +228,7 @@ def replace_product(
     if linear is not None and linear.is_quantized:
         if observed_operands(linear):
             raise ValueError(
-                f"{path} is {frozen}, under {scaling_names(linear)} scaling, which keeps a state: take a recipe with "
+                f"{path} is {frozen}, under {scaling_names(linear)} scaling, which keeps a state; use a recipe with "
                 "current scaling, such as te_current, fast or int8_block"
             )
         try:

@@ -73,7 +73,7 @@ class Weight:
         stored: the value in its stored dtype and memory order.
         layout: the nodes that change its shape, without casts.
         is_relayouted: whether these slice it or change the order of its elements.
-        frozen: the facts of `fp8jax.rewrite.frozen_params` if it is no plain array.
+        frozen: the facts of `fp8jax.rewrite.frozen_params` if it is not a plain array.
         further_paths: the paths of the other parameters of a concatenation.
     """
 

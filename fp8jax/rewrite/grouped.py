@@ -41,7 +41,7 @@ def check_names(graph: Graph, grouped_products: Sequence[GroupedProduct]) -> Non
         if not any(map(named.matches, names)):
             found = f"; functions that do are {', '.join(names)}" if names else ""
             raise ValueError(
-                f"no function called {named.function!r} takes (tokens, inputs), (groups, inputs, outputs) and "
+                f"no function named {named.function!r} takes (tokens, inputs), (groups, inputs, outputs) and "
                 f"(groups,) and returns (tokens, outputs){found}"
             )
 

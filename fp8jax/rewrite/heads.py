@@ -151,8 +151,8 @@ class Flow:
     def find_heads(self) -> dict[Node, str]:
         """The matmuls that are heads or routers, with the reason.
 
-        A result with the shape of a floating-point input is no output: the function may be a part of a model, such as
-        an MLP. If every other matmul would be an output head, none is, as for projections that are returned.
+        A result with the shape of a floating-point input is not an output: the function may be a part of a model, such
+        as an MLP. If every other matmul would be an output head, none is, as for projections that are returned.
         """
         reasons = dict[Node, str]()
         for node, name in self._selection_heads():
@@ -272,7 +272,7 @@ def elementwise_sources(value: Value, products: Collection[Node]) -> set[Node]:
 
 
 def count_outputs(node: Node, side: int) -> int:
-    """The number of outputs of a matmul whose weight is operand `side`, per batch element."""
+    """The number of outputs of a matmul with a weight as operand `side`, per batch element."""
     shape, params = node.operands[side].shape, node.eqn.params
     if node.weight_axes is not None:
         return shape[node.weight_axes[2]]

@@ -31,8 +31,8 @@ class LossForm(NamedTuple):
         bias: the parameter that is added to the matmul's result; or None.
         span: the first index and the end, along each axis, of the tokens that have a loss; None for all tokens.
         total: the node that sums the losses of all tokens; None if the program reads logits or losses elsewhere.
-        weights: the values that multiply the losses before the sum.
-        masks: conditions, each with the index of the case in which a loss counts.
+        weights: the values that multiply the losses before the sum, each with the shape of the losses there.
+        masks: conditions, each with that shape and the index of the case in which a loss counts.
     """
 
     labels: Value
@@ -43,16 +43,15 @@ class LossForm(NamedTuple):
     bias: Value | None = None
     span: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     total: Node | None = None
-    weights: tuple[Value, ...] = ()
-    masks: tuple[tuple[Value, int], ...] = ()
+    weights: tuple[tuple[Value, tuple[int, ...]], ...] = ()
+    masks: tuple[tuple[Value, tuple[int, ...], int], ...] = ()
 
     @property
     def operands(self) -> list[Value]:
         """The values that the sum of all losses reads, without the matmul's."""
         return [
             *(v for v in (self.labels, self.bias) if v is not None),
-            *self.weights,
-            *(mask for mask, _ in self.masks),
+            *(value for value, *_ in (*self.weights, *self.masks)),
         ]
 
 
@@ -211,7 +210,7 @@ class _Probe:
         return array[np.arange(_NUM_ROWS), self._label_ids][:, None]
 
     def _one_hot(self, node: Node) -> Any:
-        """Where labels are equal to the entries of the vocabulary; in the last row nowhere."""
+        """A mask of the labels that equal the entries of the vocabulary; all False in the last row."""
         size = self._vocabulary
         entries = [i for i, value in enumerate(node.operands) if value.shape[-1:] == (size,) and _is_range(value, size)]
         if len(entries) != 1:
@@ -286,12 +285,14 @@ def _with_total(
     for value in inside[1:]:
         if value in outputs or any(reader.results[0] not in inside_set for reader in readers.get(value, ())):
             return form
-    scale, weights, masks, value = form.scale, list[Value](), list[tuple[Value, int]](), losses
+    scale, weights, masks, value = form.scale, list[Any](), list[Any](), losses
     while len(readers.get(value, ())) == 1 and value not in outputs:
         (node,) = readers[value]
         others = [operand for operand in node.operands if operand is not value]
         if node.kind == "reduce_sum" and not node.results[0].shape:
             return form._replace(scale=scale, total=node, weights=tuple(weights), masks=tuple(masks))
+        if node.results[0].aval.size != value.aval.size:
+            break  # a factor repeats the losses
         if node.kind == "neg":
             scale = -scale
         elif node.kind == "mul" and len(others) == 1 and _constant(others[0]) is not None:
@@ -299,17 +300,15 @@ def _with_total(
         elif node.kind == "div" and _constant(node.operands[1]):
             scale /= _constant(node.operands[1])
         elif node.kind == "mul" and len(others) == 1 and not others[0].depends_on_params:
-            weights.append(others[0])
+            weights.append((others[0], value.shape))
         elif (
             node.kind == "select_n"
             and len(others) == 2
             and _constant(others[1]) == 0
-            and others[0].shape == value.shape
+            and others[1].shape == value.shape
         ):
-            masks.append((others[0], node.operands.index(value) - 1))
-        elif not (
-            node.kind in (*CASTS, *RESHAPES, *IDENTITY_PRIMITIVES) and node.results[0].aval.size == value.aval.size
-        ):
+            masks.append((others[0], value.shape, node.operands.index(value) - 1))
+        elif node.kind not in (*CASTS, *RESHAPES, *IDENTITY_PRIMITIVES):
             break
         value = node.results[0]
     return form

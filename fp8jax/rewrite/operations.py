@@ -65,10 +65,10 @@ class ProductOperation:
     Attributes:
         recipe: of the product, and of the operation before it.
         data: the input.
-        weight: the parameter as it is stored, in all of its bits. No 16-bit copy of it is saved.
+        weight: the stored parameter, with all of its bits. No 16-bit copy of it is saved.
         layout: the equations between the parameter and the product.
         side: which operand of the equation the parameter is.
-        canonical_data: the value whose elements the data are. Products of one such value share its codes.
+        canonical_data: the value whose elements the data are. Products of the same value share its codes.
         saved_data: a value with the elements of the data that another operation saves, or None. Then the product saves
             nothing of the data.
         use: identifies this product among those of the parameter; None if the parameter is part of the matrix only.
@@ -187,7 +187,7 @@ class ProductOperation:
         key: Array | None,
         use_inputs: UseInputs,
     ) -> Array:
-        """The product with the matrix of each expert, which has scales of its own. The codes of `x` are made once."""
+        """The product with the matrix of each expert, which has its own scales. The codes of `x` are made once."""
         data_axes, weight_axes = self._contracting_axes()
         numbers = (data_axes, tuple(axis - 1 for axis in weight_axes)), ((), ())
         bias = self._bias(interpreter)
@@ -347,9 +347,8 @@ class ProductOperation:
 
 
 def _get_use_inputs(interpreter: "Interpreter", use: WeightUse | None) -> UseInputs:
-    """The inputs of a product besides arrays. Codes of the parameter are left out if its matrix is another one."""
-    inputs = UseInputs() if use is None else interpreter.use_inputs.get(use.key, UseInputs())
-    return inputs if use is None or use.takes_codes else inputs._replace(weight=None)
+    """The inputs of a product that are not arrays."""
+    return UseInputs() if use is None else interpreter.use_inputs.get(use.key, UseInputs())
 
 
 class GatheredRows(NamedTuple):
@@ -396,7 +395,7 @@ def find_gathered_rows(value: Value) -> GatheredRows | None:
 
 @dataclasses.dataclass(eq=False)
 class RaggedOperation:
-    """A product of groups of tokens, each with a matrix of its own.
+    """A product of groups of tokens, each with its own matrix.
 
     Attributes:
         linear: the recipe.
@@ -544,10 +543,11 @@ class LossOperation:
         shape, vocabulary = x.shape[:-1], w.shape[self.vocabulary_axis]
         labels = interpreter.array(loss.labels).reshape(shape)
         weights = jnp.full(shape, loss.scale, jnp.float32)
-        for value in loss.weights:
-            weights *= interpreter.array(value).reshape(shape).astype(jnp.float32)
-        for value, case in loss.masks:
-            weights = jnp.where(interpreter.array(value).reshape(shape) == case, weights, 0)
+        for value, losses_shape in loss.weights:
+            weights *= jnp.broadcast_to(interpreter.array(value), losses_shape).reshape(shape).astype(jnp.float32)
+        for value, losses_shape, case in loss.masks:
+            is_counted = jnp.broadcast_to(interpreter.array(value), losses_shape).reshape(shape) == case
+            weights = jnp.where(is_counted, weights, 0)
         if loss.out_of_range == "zero":
             weights = jnp.where((labels >= 0) & (labels < vocabulary), weights, 0)
         if loss.out_of_range == "clip":
@@ -568,7 +568,7 @@ class LossOperation:
 
 @dataclasses.dataclass(eq=False)
 class NormOperation:
-    """A norm that saves its input as a recipe says, and returns it for its later readers.
+    """A norm that saves its input by a recipe, and returns it for its later readers.
 
     Attributes:
         recipe: the recipe.
@@ -606,7 +606,7 @@ class NormOperation:
 
 @dataclasses.dataclass(eq=False)
 class ActivationOperation:
-    """An activation that saves its inputs as a recipe says.
+    """An activation that saves its inputs by a recipe.
 
     Attributes:
         recipe: the recipe.
@@ -635,7 +635,7 @@ class ActivationOperation:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class GroupedGluOperation(ActivationOperation):
-    """A GLU between two grouped products, whose gate and up are the halves of one matrix.
+    """A GLU between two grouped products. Gate and up are the halves of one matrix.
 
     Attributes:
         gate_up: that matrix, the result of the product before it.

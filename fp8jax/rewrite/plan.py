@@ -61,7 +61,16 @@ from fp8jax.rewrite.primitives import (
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
-from fp8jax.rewrite.states import LoopLevel, WeightUse, layer_axis_sizes, loop_levels, observed_operands, scaling_names
+from fp8jax.rewrite.states import (
+    LoopLevel,
+    StateRows,
+    WeightUse,
+    find_state_rows,
+    layer_axis_sizes,
+    loop_levels,
+    observed_operands,
+    scaling_names,
+)
 from fp8jax.rewrite.unplanned import UnquantizedShare, flops, unquantized_share
 
 _UNKNOWN = LayerChoice(None, "")
@@ -93,7 +102,7 @@ def plan(
     rules: RuleSet,
     call_info: CallInfo = CallInfo(),  # noqa: B008
 ) -> ProgramPlan:
-    """Plan a program; the recipes' operations are put into the nodes of `graph`.
+    """Plan a program and assign the recipes' operations to the nodes of `graph`.
 
     Raises:
         ValueError: a rule matches nothing, nothing can be quantized, or a matmul of several parameters has a scaling
@@ -120,7 +129,8 @@ def plan(
         p.choice = choose(p, rules, call_info, {p.path: skipped[p.node]} if p.node in skipped else {})
     _find_stacked_experts(matmuls)
     levels = _find_levels(matmuls)
-    _skip_unsupported_products(matmuls, levels, call_info)
+    rows = _find_rows(matmuls, levels, call_info)
+    _skip_unsupported_products(matmuls, levels, rows, call_info)
     error = reject_unsupported_precision(matmuls)
     unsplit_paths: list[str] = []
     for p in matmuls:
@@ -157,7 +167,7 @@ def plan(
         grouped.check_names(graph, rules.grouped_products)
     if call_info.requires_product and not matmuls and not unread_paths and not unsupported_paths:
         raise ValueError(
-            f"the function has no product of data with a parameter that a recipe could take{_skipped_note(entries)}"
+            f"the function has no product of data with a parameter that a recipe can quantize{_skipped_note(entries)}"
         )
     if call_info.checks_rules:
         aliases = unread_paths | {p.path: p.aliases for p in matmuls}
@@ -177,7 +187,9 @@ def plan(
         )
     found = {node: entries[node] for node in nodes if node in entries}
     note = f"{path_list(tuple(dict.fromkeys(unsplit_paths)))}: {_UNSPLIT}" if unsplit_paths else ""
-    return ProgramPlan(found, _number_uses(matmuls, levels), error, unquantized_share(graph, found, call_info), note)
+    return ProgramPlan(
+        found, _number_uses(matmuls, levels, rows), error, unquantized_share(graph, found, call_info), note
+    )
 
 
 def split_edge_iterations(
@@ -226,7 +238,7 @@ def _has_unknown_block(p: WeightMatmul) -> bool:
 
 
 def _is_indexed(p: WeightMatmul) -> bool:
-    """Whether a loop takes the matrix from stacked ones by its counter."""
+    """Whether a loop selects the matrix from a stack by its counter."""
     weight: Weight | None = p.weight
     while weight is not None and all(step.kind != "dynamic_slice" for step in weight.layout):
         outer = weight.stored.enclosing_value
@@ -246,7 +258,10 @@ def _has_batch_axes(p: WeightMatmul) -> bool:
 
 
 def _skip_unsupported_products(
-    matmuls: list[WeightMatmul], levels: Mapping[Node, tuple[LoopLevel, ...]], call_info: CallInfo
+    matmuls: list[WeightMatmul],
+    levels: Mapping[Node, tuple[LoopLevel, ...]],
+    rows: Mapping[Node, StateRows],
+    call_info: CallInfo,
 ) -> None:
     """Choose no recipe for products with several matrices that it cannot compute, or has no states for."""
     for p in matmuls:
@@ -263,11 +278,17 @@ def _skip_unsupported_products(
         elif p.node not in levels or (
             _has_batch_axes(p)
             and call_info.state_axes is not None
+            and p.node not in rows
             and call_info.state_axes.get(p.weight.path) != layer_axis_sizes(levels[p.node])
         ):
             reason = f"has batch axes or groups, for each of which {names} scaling would need a state"
+        elif p.node not in rows and _is_selected_by_index(p, levels[p.node]):
+            reason = (
+                f"selects its matrix by a computed index, and {names} scaling keeps a state for each: lax.scan over "
+                "the stacked matrices has these states"
+            )
         elif linear.needs_weight_bounds and not _has_bounds_of_parameter(p):
-            reason = "computes its matrix from the parameter, and automatic scaling follows the parameter alone"
+            reason = "computes its matrix from the parameter, but automatic scaling tracks only the parameter itself"
         if reason:
             p.is_unsupported, p.choice = True, LayerChoice(None, reason)
 
@@ -315,6 +336,30 @@ def _find_levels(matmuls: list[WeightMatmul]) -> dict[Node, tuple[LoopLevel, ...
     return levels
 
 
+def _find_rows(
+    matmuls: list[WeightMatmul], levels: Mapping[Node, tuple[LoopLevel, ...]], call_info: CallInfo
+) -> dict[Node, StateRows]:
+    """The rows of states that products with some of the stacked matrices of a parameter read.
+
+    If the state cannot have a row for each matrix, because another product reads all of them as one, all share it.
+    """
+    found, state_axes = dict[Node, StateRows](), collections.defaultdict[str, set[tuple[int, ...]]](set)
+    for p in matmuls:
+        linear = p.choice.linear
+        if p.node not in levels or linear is None or not linear.stateful_strategies:
+            continue
+        rows = None
+        if not p.weight.further_paths:
+            rows = find_state_rows(p.matrix, p.enclosing, _has_batch_axes(p) or p.is_stacked)
+        axes = layer_axis_sizes(levels[p.node]) if rows is None else rows.sizes
+        state_axes[p.weight.path].add(axes)
+        stored_axes = (call_info.state_axes or {}).get(p.weight.path, axes)
+        if rows is not None and stored_axes[: len(axes)] == axes and rows.shape == layer_axis_sizes(levels[p.node]):
+            found[p.node] = rows
+    paths = {p.node: p.weight.path for p in matmuls}
+    return {node: rows for node, rows in found.items() if len(state_axes[paths[node]]) == 1}
+
+
 def _first_parameter(value: Value) -> Value:
     """The first of the parameters that are concatenated into a value; another value itself."""
     while value.kind in CONCAT_PRIMITIVES and value.node is not None and value.node.operands[0].weight is not None:
@@ -322,12 +367,18 @@ def _first_parameter(value: Value) -> Value:
     return value
 
 
-def _is_outer_shape(p: WeightMatmul, axes: tuple[int, ...]) -> bool:
-    """Whether these are the first axes of a parameter as the caller stores it."""
+def _outer_shape(p: WeightMatmul) -> tuple[int, ...]:
+    """The shape of a parameter as the caller stores it."""
     value = p.weight.stored
     while value.enclosing_value is not None:
         value = value.enclosing_value
-    return value.shape[: len(axes)] == axes
+    return value.shape
+
+
+def _is_selected_by_index(p: WeightMatmul, levels: tuple[LoopLevel, ...]) -> bool:
+    """Whether an index that the program computes selects its matrix from stacked ones."""
+    num_axes = p.matrix.aval.ndim + len(layer_axis_sizes(levels)) - (_has_batch_axes(p) or p.is_stacked)
+    return _is_indexed(p) and len(_outer_shape(p)) > num_axes
 
 
 def _has_bounds_of_parameter(p: WeightMatmul) -> bool:
@@ -379,7 +430,9 @@ def _find_stacked_experts(matmuls: list[WeightMatmul]) -> None:
                 p.is_stacked = 0 not in numbers[0][p.side] and weight.aval.ndim > 1 + len(numbers[0][p.side])
 
 
-def _number_uses(products: list[WeightMatmul], levels: Mapping[Node, tuple[LoopLevel, ...]]) -> dict[WeightUse, Linear]:
+def _number_uses(
+    products: list[WeightMatmul], levels: Mapping[Node, tuple[LoopLevel, ...]], rows: Mapping[Node, StateRows]
+) -> dict[WeightUse, Linear]:
     """Number the matmuls of each parameter that may have a state or a quantized weight."""
     uses: dict[WeightUse, Linear] = {}
     counts: collections.Counter[str] = collections.Counter()
@@ -393,21 +446,22 @@ def _number_uses(products: list[WeightMatmul], levels: Mapping[Node, tuple[LoopL
             has_shared_state = _has_batch_axes(p) and p.node in levels and not linear.needs_weight_bounds
             if observed_operands(linear) and not has_shared_state:
                 raise ValueError(
-                    f"{path_list((p.path, *p.concatenated))} are concatenated or stacked into "
-                    f"one matrix, at {p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each "
-                    "parameter. Put them together outside of the function, or take a recipe with current scaling, "
-                    "as te_current"
+                    f"{path_list((p.path, *p.concatenated))} are concatenated or stacked into one matrix, at "
+                    f"{p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each parameter. "
+                    "Concatenate them outside of the function, or use a recipe with current scaling, such as "
+                    "te_current"
                 )
             if not observed_operands(linear):
                 continue
-        if p.node not in levels:
+        if p.node not in levels or (p.node not in rows and _is_selected_by_index(p, levels[p.node])):
             continue
         has_experts = _has_batch_axes(p) or p.is_stacked
-        has_outer_shape = not has_experts or _is_outer_shape(p, layer_axis_sizes(levels[p.node]))
+        layer_axes = layer_axis_sizes(levels[p.node])
+        has_outer_shape = not has_experts or _outer_shape(p)[: len(layer_axes)] == layer_axes
         if not observed_operands(linear) and not (has_outer_shape and _has_bounds_of_parameter(p)):
             continue  # bounds and codes are of the parameter's own axes and elements
         takes_codes = _reads_parameter(p, (*CASTS, *IDENTITY_PRIMITIVES))
-        operation.use = WeightUse(path, counts[path], levels[p.node], takes_codes)
+        operation.use = WeightUse(path, counts[path], levels[p.node], takes_codes, rows.get(p.node))
         counts[path] += 1
         uses[operation.use] = linear
     return uses
@@ -642,9 +696,9 @@ def _replace_producer(
 
 
 def _grouped_products_around(gate: Value, up: Value | None, readers: list[WeightMatmul]) -> tuple[Value, Value] | None:
-    """The result of a grouped product whose halves are gate and up, and the sizes of its groups.
+    """The result of a grouped product with gate and up as its halves, and the sizes of its groups.
 
-    None if there is none, or if a reader of the activation is no grouped product of the same groups.
+    None if there is none, or if a reader of the activation is not a grouped product of the same groups.
     """
     source, half = _half(gate)
     if source is None or up is None or half != 0 or _half(up) != (source, 1):

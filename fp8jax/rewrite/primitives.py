@@ -1,6 +1,6 @@
 """Names and parameters of JAX's primitives, their sub-jaxprs, and how to run an equation with other bodies.
 
-Whatever may change with a JAX version is in this file: names, parameters, and two private names for source lines.
+This file has everything that may change with a JAX version: names, parameters, and two private names for source lines.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from jax.extend import core
 from fp8jax.core import blocks
 from fp8jax.core.frames import is_library
 from fp8jax.ops.autodiff.checkpointing import saves_products, with_products
+from fp8jax.ops.products.token_rows import TOKEN_GATHER
 
 # Primitives that change only a value's dtype; its shape; its sharding, name and the like.
 CASTS = ("convert_element_type",)
@@ -73,9 +74,9 @@ class SubJaxpr(NamedTuple):
     carry_outputs: Mapping[int, int] = MappingProxyType({})
 
     def data_dependent_inputs(self, initial: Sequence[bool]) -> list[bool]:
-        """Which inputs depend on data in some iteration, if `initial` are those that do in the first.
+        """Returns the inputs that depend on data in some iteration, if `initial` are those that do in the first.
 
-        Loop counters, computed from integers alone, are no data. All other replaced inputs count as data.
+        Loop counters, computed from integers alone, are not data. All other replaced inputs count as data.
         """
         is_integer = [jnp.issubdtype(v.aval.dtype, jnp.integer) for v in self.jaxpr.invars]
         is_dependent = list(initial)
@@ -187,7 +188,7 @@ def separate_recomputation(eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def rematerializes_products(eqn: Any) -> bool:
-    """Whether an equation is a checkpoint whose policy recomputes matmuls in the backward pass."""
+    """Whether an equation is a checkpoint with a policy that recomputes matmuls in the backward pass."""
     return eqn.primitive.name in _CHECKPOINTS and not saves_products(eqn.params["policy"])
 
 
@@ -406,13 +407,17 @@ class Equation:
 
 
 def sent_bytes(eqn: Any, mesh_sizes: Mapping[str, int]) -> float:
-    """Bytes of the rows that a device sends to others in a ragged all-to-all; 0 for any other equation.
+    """Bytes that a device sends in a collective of tokens for experts; 0 for any other equation.
 
-    Each device is assumed to send as many rows to each device.
+    In a ragged all-to-all each device is assumed to send as many rows to each device.
 
     Args:
         mesh_sizes: sizes of the mesh axes around it; others have one device.
     """
+    if TOKEN_GATHER in str(eqn.source_info.name_stack) and "axis_size" in eqn.params:
+        aval, devices = eqn.invars[0].aval, eqn.params["axis_size"]
+        share = devices - 1 if eqn.primitive.name == "all_gather" else (devices - 1) / devices
+        return float(aval.size * aval.dtype.itemsize * share)
     if eqn.primitive.name != "ragged_all_to_all":
         return 0.0
     axes, (rows, received) = eqn.params["axis_name"], (v.aval for v in eqn.invars[:2])

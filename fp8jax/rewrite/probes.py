@@ -23,7 +23,7 @@ _MAX_NODES = 64  # more than any norm or activation has
 
 
 class NoMatchError(Exception):
-    """A value is no function of the probe arrays, as far as can be shown."""
+    """A value is not a function of the probe arrays, as far as can be shown."""
 
 
 def evaluate(value: Value, known_values: dict[Value, Any], on_leaf: Callable[[Value], Any]) -> Any:

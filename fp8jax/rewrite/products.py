@@ -73,7 +73,7 @@ def choose(p: WeightMatmul, rules: RuleSet, call_info: CallInfo, heads: dict[str
             raise ValueError(
                 f"{p.path} and {path} are concatenated or stacked into one matrix at {p.node.line()}, which has one "
                 f"recipe, and the rules differ: {p.path} by {first_choice.reason}, {path} by {choice_of_path.reason}. "
-                "Give both the same rule"
+                "Use the same rule for both"
             )
     return dataclasses.replace(choice, reason=f"{choice.reason}; concatenated with {path_list(p.concatenated)}")
 
@@ -93,7 +93,7 @@ def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:
         if p.is_quantized and any(x not in (None, lax.Precision.DEFAULT) for x in precisions):
             rejected.append((p, precision))
             p.is_unsupported = True
-            p.choice = LayerChoice(None, f"asks for precision {precision}, which a quantized product cannot give")
+            p.choice = LayerChoice(None, f"asks for precision {precision}, which a quantized product does not support")
     if not rejected:
         return ""
     default = jax.config.jax_default_matmul_precision
@@ -105,8 +105,8 @@ def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:
     if len(rejected) == 1:
         ((p, precision),) = rejected
         return (
-            f"{p.path} asks for precision {precision}, which a quantized product cannot give, at {p.node.line()}; set "
-            f"its precision to None{unset}, or leave it out with a rule: [{rule}, recipe]"
+            f"{p.path} asks for precision {precision}, which a quantized product does not support, at "
+            f"{p.node.line()}; set its precision to None{unset}, or exclude it with a rule: [{rule}, recipe]"
         )
     groups = collections.defaultdict[tuple[str, str], dict[str, None]](dict)
     for p, precision in rejected:
@@ -117,8 +117,8 @@ def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:
         for (line, asked), group_paths in groups.items()
     ]
     return (
-        f"{len(rejected)} products ask for a precision that a quantized product cannot give: {'; '.join(lines)}. Set "
-        f"their precision to None{unset}, or leave them out with a rule: [{rule}, recipe]"
+        f"{len(rejected)} products ask for a precision that a quantized product does not support: {'; '.join(lines)}. "
+        f"Set their precision to None{unset}, or exclude them with a rule: [{rule}, recipe]"
     )
 
 
@@ -170,7 +170,7 @@ def _skip_reason(node: Node, sides: list[int], outer_scope: str) -> str | None:
     if node.kind == "dot_general" and not node.eqn.params["dimension_numbers"][0][0]:
         return "contracts nothing" if matrices else ""
     if node.kind != GROUPED_CALL and (node.has_custom_rule or primitives.is_opaque(node.eqn)):
-        why = "has a derivative of its own" if node.has_custom_rule else "is not read"
+        why = "has a custom derivative" if node.has_custom_rule else "is not supported"
         name = grouped.function_name(node)
         hint = f"; fp8jax.GroupedProduct({name!r}) among the rules quantizes it if it is a grouped product"
         return f"inside {node.kind}, which {why}{hint if name else ''}" if matrices else ""
@@ -182,9 +182,13 @@ def _skip_reason(node: Node, sides: list[int], outer_scope: str) -> str | None:
     if len(sides) != 1 or not is_data[1 - sides[0]]:
         return _reason_without_parameter(node.operands[:2])
     if sides[0] == 0 and _is_whole_argument(node.operands[0]) and node.operands[1].is_closure_data:
-        return "the parameter is one array, as a batch is, and meets a matrix that the function closes over"
+        return (
+            "the parameter is a single array, like a batch, and is multiplied by a matrix that the function closes over"
+        )
     if primitives.is_differentiated(f"{outer_scope}/{node.scope}"):
-        return "part of a gradient that the function takes itself; give that gradient's function to fp8jax.transform"
+        return (
+            "part of a gradient that the function computes itself; pass the differentiated function to fp8jax.transform"
+        )
     if node.kind != "dot_general" and not (
         node.kind in NON_DOT_OPERATIONS and NON_DOT_OPERATIONS[node.kind].supports(node, sides[0])
     ):
@@ -205,9 +209,12 @@ def _reason_without_parameter(operands: list[Value]) -> str:
         found = source_parameters(next(value for value in operands if not value.is_data))
         frozen = " and ".join(dict.fromkeys(str(stands) for stands in found.values() if stands is not None))
         source_names = " and ".join(found) or "constants"
-        return f"data meet what is computed from {source_names}{f', {frozen}: values of 16 bits' if frozen else ''}"
+        return (
+            "data are multiplied by a value computed from "
+            f"{source_names}{f', {frozen}: 16-bit values' if frozen else ''}"
+        )
     modified = _modified_weight(operands)
-    return "" if modified is None else f"data change or pick the matrix {modified.path}"
+    return "" if modified is None else f"data modify or select the matrix {modified.path}"
 
 
 def _modified_weight(operands: Sequence[Value]) -> ModifiedWeight | None:

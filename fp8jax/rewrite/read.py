@@ -29,7 +29,7 @@ def find_model_constants(graph: Graph) -> frozenset[int]:
     """The identities of closed-over arrays that are constants of the model.
 
     Such an array, or a value computed from it, is multiplied with data of the call. A matmul with batch axes may be
-    attention to a closed-over memory. That memory is no constant if it passed a matmul with a parameter.
+    attention to a closed-over memory. That memory is not a constant if it passed a matmul with a parameter.
     """
     found = set[int]()
     for node in graph.walk_nested():
@@ -233,7 +233,7 @@ def _make_body(node: Node, sub_jaxpr: SubJaxpr, graph: Graph) -> Graph:
     eqn, operands, inputs = node.eqn, node.operands, []
     info = primitives.loop_info(eqn)
     scanned = info.scanned_operands if info is not None else range(0)
-    # The edges of a device's layers, or of a loop in one over parameters, are no edges of the model.
+    # The edges of a device's layers, or of a loop in one over parameters, are not edges of the model.
     iterates_over_params = any(
         value.weight is not None and (i in scanned or primitives.splits_first_axis(eqn, i, partly=True))
         for i, value in enumerate(operands)
@@ -309,7 +309,7 @@ def _scaled_weight(node: Node) -> Weight | None:
 def _concatenated_weight(node: Node) -> Weight | None:
     """The weight of parameters that `jnp.stack` or `jnp.concatenate` joins, or of one that devices gather.
 
-    Frozen parameters have codes of their own, and cannot be joined.
+    Frozen parameters have their own codes, and cannot be joined.
     """
     weights = [value.weight for value in node.operands]
     unfrozen = [w for w in weights if w is not None and w.frozen is None]

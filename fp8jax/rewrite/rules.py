@@ -24,14 +24,14 @@ _NO_HEADS: Mapping[str, str] = types.MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A recipe for all layers whose path matches.
+    """A recipe for all layers with a matching path.
 
     Attributes:
         path: regular expression for the whole path, such as `"layers/.*/mlp/.*"`; steps are joined by "/".
         recipe: a `Recipe`, its part `Linear`, or a preset's name; None does not quantize these layers.
 
     Raises:
-        ValueError: `path` is no regular expression, or no preset has this name.
+        ValueError: `path` is not a regular expression, or no preset has this name.
         TypeError: the recipe is of another type.
     """
 
@@ -42,11 +42,11 @@ class Rule:
         if self.recipe is not None:
             object.__setattr__(self, "recipe", resolve(self.recipe))
             if isinstance(self.recipe, Context):
-                raise TypeError(f"a rule takes a Recipe or its part Linear, not {self.recipe!r}")
+                raise TypeError(f"a rule expects a Recipe or its part Linear, got {self.recipe!r}")
         try:
             re.compile(self.path)
         except re.error as error:
-            raise ValueError(f"rule path {self.path!r} is no regular expression: {error}") from None
+            raise ValueError(f"rule path {self.path!r} is not a regular expression: {error}") from None
 
     @property
     def linear(self) -> Linear | None:
@@ -60,7 +60,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedProduct:
-    """Names a function that computes a grouped product, as `jax.lax.ragged_dot` does; it stands among the rules.
+    """A rule that names a function which computes a grouped product, like `jax.lax.ragged_dot`.
 
         rules = [fp8jax.GroupedProduct("gmm"), "coat"]
 
@@ -73,7 +73,7 @@ class GroupedProduct:
         transposed: whether square matrices are (outputs, inputs). The shapes of other matrices show their order.
 
     Raises:
-        ValueError: `function` is no regular expression. From a call: no function has this name and these arrays.
+        ValueError: `function` is not a regular expression. From a call: no function has this name and these arrays.
     """
 
     function: str
@@ -83,7 +83,7 @@ class GroupedProduct:
         try:
             re.compile(self.function)
         except re.error as error:
-            raise ValueError(f"function {self.function!r} is no regular expression: {error}") from None
+            raise ValueError(f"function {self.function!r} is not a regular expression: {error}") from None
 
     def matches(self, name: str) -> bool:
         """Whether a function has this name."""
@@ -104,7 +104,7 @@ class LayerChoice:
 
     @property
     def recipe(self) -> Recipe:
-        """Both parts as a recipe, for operations before or between such layers."""
+        """Both parts as a recipe, for operations before or between these layers."""
         if self.linear is None:
             return Recipe("left alone")
         return Recipe("chosen", linear=self.linear, context=self.context)
@@ -144,7 +144,7 @@ class RuleSet:
 
     def __post_init__(self) -> None:
         if not self.rules:
-            raise ValueError("there are no rules; give a recipe, or at least one fp8jax.Rule")
+            raise ValueError("there are no rules; pass a recipe, or at least one fp8jax.Rule")
 
     @property
     def user_rules(self) -> tuple[Rule, ...]:
@@ -200,7 +200,7 @@ class RuleSet:
         return LayerChoice(linear, reason, self.rules[i].context, is_head)
 
     def takes_by_default(self, *paths: str) -> bool:
-        """Whether the recipe for all other layers quantizes a layer with these paths, or would if it is no head."""
+        """Whether the recipe for all other layers quantizes a layer with these paths, or would if it is not a head."""
         is_default = self.has_default and self._first_match(*paths) == len(self.rules) - 1
         linear = self.rules[-1].linear
         return is_default and linear is not None and linear.is_quantized
@@ -221,7 +221,7 @@ class RuleSet:
         Args:
             paths: the paths of layers that can be quantized, and of norms.
             heads: as in `choose`.
-            source_layers: layers whose matmuls cannot be quantized; a rule with None may match only these.
+            source_layers: layers with matmuls that cannot be quantized; a rule with None may match only these.
             unsupported_layers: layers of experts whose products are left as written. Any rule may match only these.
         """
         paths = sorted({*paths, *unsupported_layers})
@@ -249,7 +249,9 @@ class RuleSet:
                 "the recipe" if i >= self._num_user_rules else repr(self.rules[i].path) for i in unused
             )
             exclusion_note = (
-                " (embeddings, heads and routers are left alone unless a rule names them)" if self.has_default else ""
+                " (embeddings, heads and routers are not quantized unless a rule matches them)"
+                if self.has_default
+                else ""
             )
             raise ValueError(
                 f"no layer is left for {unused_names} to match; the layers are {', '.join(paths)}{exclusion_note}{hint}"
@@ -271,9 +273,9 @@ def as_rule_set(rules: Rules) -> RuleSet:
 
     Args:
         rules: a recipe, or a preset's name, for all layers but embeddings, routers and output heads; or ordered rules,
-            which such a recipe may follow. If the recipe's part `head` is quantized, output heads use it. Layers that
-            no rule matches are not quantized, nor are those of a recipe such as "bf16" or "coat_optimizer". A sequence
-            may hold `GroupedProduct`s in any place.
+            with an optional recipe at the end. If the recipe's part `head` is quantized, output heads use it. Layers
+            that no rule matches are not quantized, nor are those of a recipe such as "bf16" or "coat_optimizer". A
+            sequence may hold `GroupedProduct`s in any place.
 
     Raises:
         ValueError: there is no rule, or no preset has this name.
@@ -301,7 +303,7 @@ def as_rule_set(rules: Rules) -> RuleSet:
             kind = f"recipe {rule.name!r}" if isinstance(rule, Recipe) else kind
             fix = "; a recipe for all other layers is the last" if isinstance(rule, (str, Recipe)) else ""
             raise TypeError(
-                f"rules are a recipe, or a sequence of fp8jax.Rule, after which one may stand, not {kind}{fix}"
+                f"rules must be a recipe, or a sequence of fp8jax.Rule that may end with a recipe, got {kind}{fix}"
             )
     unquantized_blocks = default_recipe.unquantized_blocks if isinstance(default_recipe, Recipe) else (0, 0)
     return RuleSet((*user_rules, *default_rules), default, head, grouped_products, unquantized_blocks)

@@ -10,11 +10,13 @@ Bounds on weights under automatic scaling come from an optimizer, or else are me
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
@@ -46,6 +48,55 @@ def layer_axis_sizes(levels: Sequence[LoopLevel]) -> tuple[int, ...]:
     return tuple(level.size for level in levels if level.has_layer_axis)
 
 
+class StateRows(NamedTuple):
+    """The rows of a parameter's state that one product reads, because it reads some of the stacked matrices alone.
+
+    Attributes:
+        sizes: of the leading axes of the state, of which each entry is a row.
+        shape: of the array of rows that the product reads.
+        numbers: of these rows.
+    """
+
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+    def select(self, x: Array) -> Array:
+        """These rows of an array (*sizes, ...), as (*shape, ...)."""
+        trailing = x.shape[len(self.sizes) :]
+        return x.reshape(-1, *trailing)[np.array(self.numbers)].reshape(*self.shape, *trailing)
+
+    def scatter(self, x: Array) -> Array:
+        """An array (*sizes, ...) with `x`, (*shape, ...), in these rows, and zeros in all others."""
+        trailing = x.shape[len(self.shape) :]
+        rows = jnp.zeros((math.prod(self.sizes), *trailing), x.dtype)
+        return rows.at[np.array(self.numbers)].set(x.reshape(-1, *trailing)).reshape(*self.sizes, *trailing)
+
+
+class SlotAxes(NamedTuple):
+    """The leading axes of the slots of one product, and the rows of the state that they belong to.
+
+    Attributes:
+        sizes: of the axes.
+        is_shared: for each axis whether its elements share one state.
+        rows: of the state; None for all.
+    """
+
+    sizes: tuple[int, ...]
+    is_shared: tuple[bool, ...]
+    rows: StateRows | None = None
+
+    def broadcast(self, slot: Array) -> Array:
+        """A slot of the state in the shape of the product's slots."""
+        slot = slot if self.rows is None else self.rows.select(slot)
+        return jnp.broadcast_to(jnp.expand_dims(slot, _indices(self.is_shared)), self.sizes)
+
+    def merge(self, x: Array, reduce: Callable[..., Array] = jnp.max) -> Array:
+        """The statistics of the product, reduced to those of the state."""
+        reduced = reduce(x, _indices(self.is_shared))
+        return reduced if self.rows is None else self.rows.scatter(reduced)
+
+
 class WeightUse(NamedTuple):
     """One product with a parameter.
 
@@ -54,30 +105,28 @@ class WeightUse(NamedTuple):
         number: of the use, among those of this parameter.
         levels: the loops and meshes around it, outermost first, then its axis of experts.
         takes_codes: whether its matrix is the parameter, so that codes of the parameter are those of the matrix.
+        rows: of the parameter's state that it reads; None for all.
     """
 
     path: str
     number: int
     levels: tuple[LoopLevel, ...]
     takes_codes: bool = True
+    rows: StateRows | None = None
 
     @property
     def key(self) -> tuple[str, int]:
         return self.path, self.number
 
     @property
-    def layer_axes(self) -> tuple[int, ...]:
-        return layer_axis_sizes(self.levels)
+    def state_axes(self) -> tuple[int, ...]:
+        """Sizes of the leading axes of the parameter's state."""
+        return layer_axis_sizes(self.levels) if self.rows is None else self.rows.sizes
 
     @property
-    def slot_axes(self) -> tuple[int, ...]:
-        """Sizes of the leading axes of its slots."""
-        return tuple(level.size for level in self.levels)
-
-    @property
-    def shared_axes(self) -> tuple[bool, ...]:
-        """For each leading axis of its slots whether the elements share one state."""
-        return tuple(not level.has_layer_axis for level in self.levels)
+    def slot_axes(self) -> SlotAxes:
+        is_shared = tuple(not level.has_layer_axis for level in self.levels)
+        return SlotAxes(tuple(level.size for level in self.levels), is_shared, self.rows)
 
 
 # What products observed, fp32, by operand.
@@ -85,7 +134,7 @@ Stats = dict[str, Array]
 
 
 class UseInputs(NamedTuple):
-    """Inputs of a product besides arrays: the state of its scaling, slots for its stats, and its weight in codes."""
+    """Further inputs of a product: the state of its scaling, slots for its stats, and its quantized weight."""
 
     state: ScalingState | None = None
     slots: ScalingStats | None = None
@@ -135,8 +184,8 @@ class ParameterState(NamedTuple):
         """The record after a step, with empty stats.
 
         Args:
-            axis_name: mesh axes of replicas whose stats are merged, or None.
-            apply_if: bool scalar; if it is False, the state stays as it is. None is True.
+            axis_name: mesh axes of the replicas to merge stats over, or None.
+            apply_if: bool scalar; if it is False, the state stays unchanged. None is True.
             keep_if_uncalled: a layer that was not called since its last step keeps its state. A step may then be ended
                 twice.
 
@@ -192,7 +241,9 @@ def _was_called(linear: Linear, stats: Mapping[str, Array]) -> Array | None:
     return functools.reduce(jnp.logical_or, called_by_operand) if called_by_operand else None
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["state", "slots"], meta_fields=["linear", "merged"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["state", "slots"], meta_fields=["linear", "slot_axes"]
+)
 @dataclasses.dataclass(frozen=True)
 class TrackedScaling:
     """The scaling of one parameter's products in a transformed function: a pytree that is differentiated.
@@ -201,13 +252,13 @@ class TrackedScaling:
         state: fp32, read by calls, with leading axes where the parameter is stacked.
         slots: for each use zeros, whose gradients are its stats.
         linear: the recipe of the products.
-        merged: for each use which leading axes of its slots share the state.
+        slot_axes: the leading axes of the slots of each use.
     """
 
     state: ScalingState
     slots: tuple[ScalingStats, ...]
     linear: Linear
-    merged: tuple[tuple[bool, ...], ...]
+    slot_axes: tuple[SlotAxes, ...]
 
 
 States = dict[str, TrackedScaling]
@@ -221,16 +272,16 @@ def init(uses: Mapping[WeightUse, Linear], weights: Mapping[str, Any]) -> States
     """
     states: States = {}
     for path, group in _group_by_path(use for use in uses if uses[use].stateful_strategies):
-        linear, layer_axes = uses[group[0]], group[0].layer_axes
-        if any(use.layer_axes != layer_axes or uses[use] != linear for use in group):
+        linear, state_axes = uses[group[0]], group[0].state_axes
+        if any(use.state_axes != state_axes or uses[use] != linear for use in group):
             raise ValueError(
-                f"products with the parameter {path} have {scaling_names(linear)} scaling, stand in loops of different "
-                "lengths over it or have different recipes, and it has one state: leave one out by a rule, or use two "
-                "parameters"
+                f"products with the parameter {path} have {scaling_names(linear)} scaling, but they are in loops of "
+                "different lengths or have different recipes, and the parameter has one state. Exclude one product "
+                "with a rule, or use two parameters"
             )
-        slots = tuple(zero_stats(linear, use.slot_axes) for use in group)
-        state = initial_state(linear, weights[path], layer_axes)
-        states[path] = TrackedScaling(state, slots, linear, tuple(use.shared_axes for use in group))
+        slots = tuple(zero_stats(linear, use.slot_axes.sizes) for use in group)
+        state = initial_state(linear, weights[path], state_axes)
+        states[path] = TrackedScaling(state, slots, linear, tuple(use.slot_axes for use in group))
     return states
 
 
@@ -267,7 +318,7 @@ def advance(states: States, observed: States, axis_name: AxisNames = None) -> St
     """The states after a step; see `Transformed.advance`."""
     new = {}
     for path, scaling in states.items():
-        stats = _merge_stats(scaling.linear, [*map(_as_dict, observed[path].slots)], scaling.merged)
+        stats = _merge_stats(scaling.linear, [*map(_as_dict, observed[path].slots)], scaling.slot_axes)
         stored = ParameterState(scaling.linear, state=scaling.state, stats=ScalingStats(**stats))
         state = stored.end_step(axis_name, keep_if_uncalled=False).state
         assert state is not None
@@ -275,15 +326,14 @@ def advance(states: States, observed: States, axis_name: AxisNames = None) -> St
     return new
 
 
-def _merge_stats(linear: Linear, use_stats: Sequence[Stats], shared_axes: Sequence[tuple[bool, ...]]) -> Stats:
+def _merge_stats(linear: Linear, use_stats: Sequence[Stats], slot_axes: Sequence[SlotAxes]) -> Stats:
     """The stats of a parameter from those of its uses, merged as each scaling asks."""
     merged: Stats = {}
-    for stats, is_shared in zip(use_stats, shared_axes, strict=True):
-        axes = _indices(is_shared)
+    for stats, axes in zip(use_stats, slot_axes, strict=True):
         for operand, stat in stats.items():
             scaling = linear.stateful_strategies[operand]
             # The gradient's statistic is a magnitude in any case.
-            reduced = jnp.sum(stat, axes) if scaling.merge == "sum" and operand != "dy" else jnp.max(stat, axes)
+            reduced = axes.merge(stat, jnp.sum if scaling.merge == "sum" and operand != "dy" else jnp.max)
             previous = merged.get(operand)
             merged[operand] = reduced if previous is None else scaling.merge_stats(previous, reduced)
     return merged
@@ -301,7 +351,7 @@ def merge_use_stats(
     for (key, operand), value in stats.items():
         stats_by_use.setdefault(key, {})[operand] = value
     return {
-        path: _merge_stats(uses[group[0]], [stats_by_use[use.key] for use in group], [use.shared_axes for use in group])
+        path: _merge_stats(uses[group[0]], [stats_by_use[use.key] for use in group], [use.slot_axes for use in group])
         for path, group in _group_by_path(use for use in uses if use.key in stats_by_use)
     }
 
@@ -322,26 +372,29 @@ def use_inputs_from_parameter_states(
     use_inputs: dict[tuple[str, int], UseInputs] = {}
     for path, group in _group_by_path(uses):
         linear, stored = uses[group[0]], parameter_states.get(path)
-        if stored is None or (linear.stateful_strategies and stored.state is None):
+        strategies = linear.stateful_strategies
+        if stored is None or (strategies and (stored.state is None or stored.linear.stateful_strategies != strategies)):
             if observed_operands(linear):
-                raise ValueError(f"the model holds no state of {scaling_names(linear)} scaling for {path}")
+                raise ValueError(
+                    f"the model has no state for {scaling_names(linear)} scaling of {path}: the recipe was chosen by "
+                    "what the call computes. Pass fp8jax.Rule(path, recipe) for this layer"
+                )
             continue
-        layer_axes = group[0].layer_axes
-        if layer_axes == stored.layer_axes[: len(layer_axes)]:
-            stored = _without_matrix_axes(stored, len(layer_axes))
-        if any(use.layer_axes != stored.layer_axes for use in group):
+        state_axes = group[0].state_axes
+        if state_axes == stored.layer_axes[: len(state_axes)]:
+            stored = _without_matrix_axes(stored, len(state_axes))
+        if any(use.state_axes != stored.layer_axes for use in group):
             raise ValueError(
-                f"products with {path} run in loops over {group[0].layer_axes} of it, and there are codes or states "
-                f"for {stored.layer_axes}: run it in nnx.scan over its first axes, or leave it out by a rule"
+                f"products with {path} run in loops over {state_axes} of it, but there are codes or states "
+                f"for {stored.layer_axes}. Use nnx.scan over its first axes, or exclude it with a rule"
             )
         gradient_slots: Sequence[Any] = [None] * len(group)
         if stored.stats.dy is not None:
-            gradient_slots = _broadcast_max_slot(
-                stored.stats.dy, tuple((use.slot_axes, use.shared_axes) for use in group)
-            )
+            gradient_slots = _broadcast_max_slot(stored.stats.dy, tuple(use.slot_axes for use in group))
         for use, gradient_slot in zip(group, gradient_slots, strict=True):
-            slots = ScalingStats() if stored.state is None else zero_stats(linear, use.slot_axes)
-            use_inputs[use.key] = UseInputs(stored.state, slots._replace(dy=gradient_slot), stored.weight)
+            slots = ScalingStats() if stored.state is None else zero_stats(linear, use.slot_axes.sizes)
+            codes = stored.weight if use.takes_codes else None
+            use_inputs[use.key] = UseInputs(stored.state, slots._replace(dy=gradient_slot), codes)
     return use_inputs
 
 
@@ -371,15 +424,13 @@ def first_matrix(x: Array, num_layer_axes: int, count: int) -> Array:
 
 # Static are axes, not uses: layers that differ only in their paths share a trace.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _broadcast_max_slot(
-    slot: Array, axes_by_use: tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
-) -> tuple[Array, ...]:
-    """`slot` broadcast to the shape of each use. The cotangent of `slot` is the maximum of the uses' cotangents."""
-    return tuple(jnp.broadcast_to(jnp.expand_dims(slot, _indices(shared)), sizes) for sizes, shared in axes_by_use)
+def _broadcast_max_slot(slot: Array, axes_by_use: tuple[SlotAxes, ...]) -> tuple[Array, ...]:
+    """`slot` in the shape of each use's slots. The cotangent of `slot` is the maximum of the uses' cotangents."""
+    return tuple(axes.broadcast(slot) for axes in axes_by_use)
 
 
-def _broadcast_max_slot_bwd(axes_by_use: Any, _: None, cotangents: tuple[Array, ...]) -> tuple[Array]:
-    largest = (jnp.max(x, _indices(shared)) for x, (_, shared) in zip(cotangents, axes_by_use, strict=True))
+def _broadcast_max_slot_bwd(axes_by_use: tuple[SlotAxes, ...], _: None, cotangents: tuple[Array, ...]) -> tuple[Array]:
+    largest = (axes.merge(x) for x, axes in zip(cotangents, axes_by_use, strict=True))
     return (functools.reduce(jnp.maximum, largest),)
 
 
@@ -494,6 +545,94 @@ def loop_levels(
     return tuple(reversed(levels))
 
 
+def find_state_rows(
+    matrix: Value, enclosing: Sequence[tuple[Node, Graph]], has_experts: bool = False
+) -> StateRows | None:
+    """The rows that a product reads of a state with a row for each stacked matrix; None for all, or if unknown.
+
+    Args:
+        matrix: the product's operand, computed from one parameter.
+        enclosing: as of `loop_levels`.
+        has_experts: whether its first axis is that of experts.
+    """
+    value, steps = matrix, list[tuple[Node, Value]]()
+    while value.node is not None or value.enclosing_value is not None:
+        node = value.node or next(node for node, body in enclosing if value in body.inputs)
+        steps.append((node, value))
+        if value.enclosing_value is not None:
+            value = value.enclosing_value
+        elif node.kind == "optimization_barrier":
+            value = node.operands[node.results.index(value)]
+        else:
+            sources = [operand for operand in node.operands if operand.weight is not None]
+            if len(sources) != 1:
+                return None
+            (value,) = sources
+    for num_axes in range(value.aval.ndim - 2, 0, -1):
+        sizes, axes = value.shape[:num_axes], tuple(range(num_axes))
+        numbers = np.arange(math.prod(sizes)).reshape(sizes)
+        for node, result in reversed(steps):
+            is_split = result.enclosing_value is not None and result.shape != result.enclosing_value.shape
+            if is_split and (node.kind != "scan" or axes[:1] != (0,)):
+                break
+            if is_split:
+                axes = tuple(axis - 1 for axis in axes[1:])
+            elif result.enclosing_value is None:
+                if (moved := _move_rows(numbers, axes, node, result)) is None:
+                    break
+                numbers, axes = moved
+        else:
+            if axes == ((0,) if has_experts else ()):
+                is_whole = np.array_equal(numbers, np.arange(math.prod(sizes)).reshape(sizes))
+                return None if is_whole else StateRows(sizes, numbers.shape, tuple(numbers.ravel().tolist()))
+    return None
+
+
+def _move_rows(numbers: Any, axes: tuple[int, ...], node: Node, result: Value) -> tuple[Any, tuple[int, ...]] | None:
+    """The numbers of rows along axes of a result of a layout or slice, and these axes; None if they are not known.
+
+    Args:
+        numbers: an array with the loop axes first.
+        axes: those axes of the node's operand that the other axes of `numbers` are.
+    """
+    source = next(operand for operand in node.operands if operand.weight is not None)
+    params, shape, num_loops = node.eqn.params, source.shape, numbers.ndim - len(axes)
+    taken, removed = [slice(None)] * len(shape), tuple[int, ...]()
+    if node.kind == "slice":
+        taken = list(
+            map(slice, params["start_indices"], params["limit_indices"], params["strides"] or [1] * len(shape))
+        )
+    elif node.kind == "dynamic_slice":
+        for axis, size in enumerate(params["slice_sizes"]):
+            start = node.operands[1 + axis].constant
+            if start is not None:
+                taken[axis] = slice(int(start), int(start) + size)
+            elif size != shape[axis] and axis in axes:
+                return None
+    elif node.kind in ("split", "unstack"):
+        sizes, index = params.get("sizes", [1] * len(node.results)), node.results.index(result)
+        taken[params["axis"]] = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+        removed = (params["axis"],) if node.kind == "unstack" else ()
+    elif node.kind == "rev":
+        taken = [slice(None, None, -1 if axis in params["dimensions"] else 1) for axis in range(len(shape))]
+    elif node.kind == "squeeze":
+        removed = params["dimensions"]
+    elif node.kind == "transpose":
+        moved_axes = [params["permutation"].index(axis) for axis in axes]
+        order = sorted(range(len(axes)), key=moved_axes.__getitem__)
+        numbers = numbers.transpose(*range(num_loops), *(num_loops + i for i in order))
+        return numbers, tuple(sorted(moved_axes))
+    elif result.shape != shape:
+        first, last = result.shape[: result.aval.ndim - len(shape[len(axes) :])], shape[len(axes) :]
+        is_first = axes == tuple(range(len(axes))) and math.prod(first) == math.prod(shape[: len(axes)])
+        if not is_first or result.shape[len(first) :] != last:
+            return None
+        return numbers.reshape(*numbers.shape[:num_loops], *first), tuple(range(len(first)))
+    numbers = numbers[(*[slice(None)] * num_loops, *(taken[axis] for axis in axes))]
+    numbers = numbers.squeeze(tuple(num_loops + i for i, axis in enumerate(axes) if axis in removed))
+    return numbers, tuple(axis - sum(r < axis for r in removed) for axis in axes if axis not in removed)
+
+
 def complete_bounds(
     bounds: Mapping[Any, Array], weights: Mapping[Any, Array], linears: Mapping[Any, Linear]
 ) -> dict[Any, Array]:
@@ -537,7 +676,7 @@ def _get_or_measure(linear: Linear, bound: Array, weight: Array) -> Array:
 def with_complete_bounds(
     use_inputs: Mapping[tuple[str, int], UseInputs], uses: Mapping[WeightUse, Linear], weights: Mapping[str, Any]
 ) -> dict[tuple[str, int], UseInputs]:
-    """The inputs of uses, with a bound of each weight.
+    """The inputs of uses, with a bound of each weight, and of states with stacked matrices the rows of each use.
 
     Args:
         weights: what the caller stores as parameters, by their paths; codes need no bounds.
@@ -554,16 +693,21 @@ def with_complete_bounds(
         if state is not None and state.w is not None and not isinstance(weight, FrozenWeight):
             bounds[use.path], linears[use.path], arrays[use.path] = state.w, uses[use], weight
     bounds, completed = complete_bounds(bounds, arrays, linears), dict(use_inputs)
-    for use in tracked_uses:
-        if use.path in bounds:
-            use_input = use_inputs[use.key]
-            assert use_input.state is not None
-            completed[use.key] = use_input._replace(state=use_input.state._replace(w=bounds[use.path]))
+    for use in uses:
+        use_input = use_inputs.get(use.key, UseInputs())
+        state = use_input.state
+        if state is None:
+            continue
+        if use in tracked_uses and use.path in bounds:
+            state = state._replace(w=bounds[use.path])
+        if use.rows is not None:
+            state = jax.tree.map(use.rows.select, state)
+        completed[use.key] = use_input._replace(state=state)
     return completed
 
 
 def with_weight_bounds(states: States, bounds: Mapping[tuple[str, ...], Array]) -> States:
-    """States whose weights have the bounds of an optimizer; see `Transformed.update_weight_amax_bounds`."""
+    """States with the weight bounds of an optimizer; see `Transformed.update_weight_amax_bounds`."""
     bounds_by_path, new = {"/".join(map(str, path)): bound for path, bound in bounds.items()}, dict(states)
     for path, scaling in states.items():
         if scaling.linear.needs_weight_bounds:
@@ -581,12 +725,12 @@ def bound_per_layer(bound: Array | None, path: str, layer_axes: tuple[int, ...])
     """
     if bound is None:
         raise ValueError(
-            f"the optimizer follows no parameter {path}: its state is another model's, or that of a part of this one; "
-            "give the state of the optimizer that trains it, or end the step of that part"
+            f"the optimizer does not track the parameter {path}: its state belongs to another model, or to a part of "
+            "this one. Pass the state of the optimizer that trains it, or end the step of that part"
         )
     if bound.shape[: len(layer_axes)] != layer_axes:
         raise ValueError(
-            f"automatic scaling takes kernels stacked along their first axes, {layer_axes}: the bounds of {path} are "
-            f"{bound.shape}"
+            f"automatic scaling expects kernels stacked along their first {layer_axes} axes, but the bounds of {path} "
+            f"are {bound.shape}"
         )
     return jnp.max(bound, axis=tuple(range(len(layer_axes), bound.ndim)))

@@ -1,4 +1,4 @@
-"""`fp8jax.suggest`: rules for the layers whose measured errors a recipe does not explain."""
+"""`fp8jax.suggest`: rules for the layers with measured errors that a recipe does not explain."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ class Suggestion:
     Attributes:
         rules: for `fp8jax.transform`, `fp8jax.nnx.quantize` and `fp8jax.linen.quantize`: new rules, then those given.
         reasons: of the new rules, by path.
-        unmended: the faults that no rule mends, such as NaN in a batch, or errors of an optimizer's moments.
+        unmended: the faults that no rule fixes, such as NaN in a batch, or errors of optimizer moments.
         unquantized_loss, loss_before, loss_after: of the batch in 16 bits, with the given rules, and with `rules`, from
             new states. NaN if the function does not return a scalar.
     """
@@ -58,7 +58,7 @@ class Suggestion:
 
 
 def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetry | None = None) -> Suggestion:
-    """Rules by which the products of a function have the errors that their formats explain.
+    """Suggests rules for a function, so that no product has a larger error than its format explains.
 
         found = fp8jax.suggest(loss_fn, "coat", params, batch)
         print(found)
@@ -74,8 +74,8 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
         rules: a `Recipe`, a preset's name, or a sequence of rules, as of `fp8jax.transform`.
         params: the parameters.
         args: further arguments of `fn`.
-        found: statistics of a training step of these layers, from `fp8jax.telemetry`. They have the errors of the
-            states of its scalings. None measures this batch, with new states.
+        found: statistics of a training step of these layers, from `fp8jax.telemetry`. They include errors that scaling
+            states cause. None measures this batch, with new states.
 
     Returns:
         A `Suggestion`.
@@ -85,7 +85,10 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
         TypeError: `fn` is transformed already.
     """
     if isinstance(fn, Transformed):
-        raise TypeError("suggest takes the function before fp8jax.transform, which it transforms by each of its rules")
+        raise TypeError(
+            "the function is already transformed; pass the original function to suggest, which transforms it with "
+            "each rule"
+        )
     given = _as_sequence(rules)
     measure = functools.partial(_measure, fn, params, args)
     before, measured = measure(given)
@@ -116,7 +119,7 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
 
 
 def _as_sequence(rules: Rules) -> tuple[Any, ...]:
-    """The rules as a sequence, as they were given."""
+    """The original rules as a sequence."""
     as_rule_set(rules)  # raises for other types
     return tuple(rules) if isinstance(rules, (list, tuple)) else (rules,)
 
@@ -159,7 +162,7 @@ def _rules_for_shapes(entries: Sequence[PlanEntry]) -> dict[str, tuple[Rule, str
 
 
 def _reason(fault: Fault, remedy: str | None, errors: Telemetry) -> str:
-    """What a rule mends."""
+    """The faults that a rule fixes."""
     cause = f"{fault.role}: {fault.reason}"
     after = errors.get(fault.layer, {}).get(fault.role, {}).get("snr_db")
     if after is None:

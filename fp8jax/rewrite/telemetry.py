@@ -4,15 +4,16 @@ The function is traced with observations (`fp8jax.ops.autodiff.observations`). A
 operands as further outputs, through calls, scans, checkpoints, conds and meshes.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.extend.core import Literal
 
 from fp8jax.core import derivatives
@@ -22,12 +23,47 @@ from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.primitives import Equation, SubJaxpr
 
-# Statistics by the path of a layer, the role of a tensor, and name.
-Telemetry = dict[str, dict[str, dict[str, Array]]]
+# By layer and role, the name of each statistic, its place in an array of all of them, and the axes of stacked layers.
+_Index = tuple[tuple[str, tuple[tuple[str, tuple[tuple[str, int, tuple[int, ...]], ...]], ...]], ...]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["index"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class Telemetry(Mapping[str, Mapping[str, Mapping[str, Any]]]):
+    """Statistics by the path of a layer, the role of a tensor, and name: a pytree of one array.
+
+        found["layers/mlp/up"]["x"]["snr_db"]
+
+    Reading a layer outside of a traced function copies the array to the host once. Values are then NumPy arrays.
+
+    Attributes:
+        array: fp32 (..., n), all statistics. Leading axes are those of `jax.vmap` and of loops around
+            `fp8jax.telemetry`; each statistic has them, too.
+        index: where each statistic is in `array`.
+    """
+
+    array: Any
+    index: _Index = dataclasses.field(repr=False)
+
+    def __getitem__(self, layer: str) -> dict[str, dict[str, Any]]:
+        array = self.array if isinstance(self.array, jax.core.Tracer) else np.asarray(self.array)
+
+        def read(start: int, shape: tuple[int, ...]) -> Any:
+            return array[..., start : start + math.prod(shape)].reshape(array.shape[:-1] + shape)
+
+        roles = dict(self.index)[layer]
+        return {role: {name: read(*place) for name, *place in statistics} for role, statistics in roles}
+
+    def __iter__(self) -> Iterator[str]:
+        return (layer for layer, _ in self.index)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
 
 _DIFFERENTIATED = (
-    "fp8jax.telemetry observes a function that computes gradients, and is not differentiated itself: write "
-    "fp8jax.telemetry(jax.value_and_grad(loss_fn)), or take the telemetry of the whole step"
+    "fp8jax.telemetry cannot be differentiated. Use fp8jax.telemetry(jax.value_and_grad(loss_fn)), or the telemetry "
+    "of the whole step"
 )
 
 
@@ -70,8 +106,8 @@ def telemetry(fn: Callable) -> Callable[..., tuple[Any, Telemetry]]:
         fn: any function that `jax.jit` can compile. Arrays are traced; other leaves of the arguments are settings.
 
     Returns:
-        A function with the arguments of `fn`. It returns the results, and a dict by layer, role and name. A value has
-        the axes of stacked layers.
+        A function with the arguments of `fn`. It returns the results, and a `Mapping` by layer, role and name. A value
+        has the axes of stacked layers. The mapping is a pytree of one array, which one transfer copies to the host.
 
     Raises:
         ValueError: from a call that is differentiated.
@@ -117,14 +153,7 @@ class _Expected(NamedTuple):
     @property
     def neutral(self) -> Array:
         """The values of an observation that is not made, (*sizes, statistics)."""
-        num_sums, num_maxima = len(self.params["sums"]), len(self.params["maxima"])
-        values = jnp.array([0.0] * num_sums + [-jnp.inf] * num_maxima, jnp.float32)
-        return jnp.broadcast_to(values, (*self.sizes, *values.shape))
-
-    def merge(self, x: Array, y: Array) -> Array:
-        """The values of two tensors together."""
-        num_sums = len(self.params["sums"])
-        return jnp.concatenate([x[..., :num_sums] + y[..., :num_sums], jnp.maximum(x, y)[..., num_sums:]], -1)
+        return Observation.neutral(self.params["names"], self.sizes).values
 
 
 def _find(program: SubJaxpr) -> list[_Expected]:
@@ -154,8 +183,9 @@ def _run(program: SubJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], list[Arra
         operands = [value_of(atom) for atom in eqn.invars]
         expected = [*map(_find, primitives.sub_jaxprs(eqn))]
         if eqn.primitive is OBSERVE:
-            results = operands[:1]
-            observed.append(jnp.stack(operands[1:]))
+            # What reads the result waits for the statistics, so that XLA does not keep the observed arrays for later.
+            *results, statistics = lax.optimization_barrier(operands)
+            observed.append(statistics)
         elif any(expected):
             with primitives.equation_context(eqn, str(eqn.source_info.name_stack)):
                 results, inner = _run_nested(eqn, operands, expected)
@@ -193,7 +223,9 @@ def _run_while(eqn: Any, operands: list[Any], expected: Sequence[_Expected]) -> 
 
     def body(inputs: list[Any], merged: list[Array]) -> tuple[list[Any], list[Array]]:
         results, observed = _run(program, inputs)
-        return results, [each.merge(*pair) for each, *pair in zip(expected, merged, observed, strict=True)]
+        names = [each.params["names"] for each in expected]
+        pairs = zip(map(Observation, names, merged), map(Observation, names, observed), strict=True)
+        return results, [x.merge(y).values for x, y in pairs]
 
     neutral = cast_varying_over([each.neutral for each in expected], varying_axes(operands))
     return primitives.run_while(eqn, operands, body, neutral)
@@ -203,26 +235,31 @@ def _summarize(expected: Sequence[_Expected], observed: Sequence[Array]) -> Tele
     """The statistics by layer and role, those of one tensor merged."""
     merged: dict[tuple[str, str], dict[int, Observation]] = {}
     for each, values in zip(expected, observed, strict=True):
-        place, params = each.params["place"], each.params
+        place = each.params["place"]
         axes = (*[None] * (values.ndim - 1 - len(place.layer_axes)), *place.layer_axes)
-        observation = observations.from_values(params["sums"], params["maxima"], values)
-        observation = observation.reduce(tuple(i for i, start in enumerate(axes) if start is None))
+        found = Observation(each.params["names"], values).reduce([i for i, start in enumerate(axes) if start is None])
         start = next((start for start in axes if start is not None), 0)
-        parts = merged.setdefault((place.layer, params["role"]), {})
-        parts[start] = _merge(parts[start], observation) if start in parts else observation
-    found: Telemetry = {}
-    for (layer, role), parts in merged.items():
-        found.setdefault(layer, {})[role] = observations.summarize(_concatenate(parts))
-    return found
-
-
-def _merge(x: Observation, y: Observation) -> Observation:
-    """The statistics of two products of one weight. Those in loops of different lengths have one value."""
-    return x.merge(y) if x.shape == y.shape else _reduce(x).merge(_reduce(y))
-
-
-def _reduce(x: Observation) -> Observation:
-    return x.reduce(tuple(range(len(x.shape))))
+        parts = merged.setdefault((place.layer, each.params["role"]), {})
+        parts[start] = parts[start].merge(found) if start in parts else found
+    tensors = {key: _concatenate(parts) for key, parts in sorted(merged.items())}
+    # Tensors of a kind are summarized at once: operations on single numbers would take long to compile.
+    kinds: dict[tuple[Any, ...], list[tuple[str, str]]] = {}
+    for key, tensor in tensors.items():
+        kinds.setdefault((tensor.names, tensor.shape), []).append(key)
+    arrays, size = [jnp.zeros(0, jnp.float32)], 0
+    index: dict[str, dict[str, list[Any]]] = {layer: {} for layer, _ in tensors}
+    for (names, shape), keys in kinds.items():
+        stacked = Observation(names, jnp.stack([tensors[key].values for key in keys]))
+        for name, array in observations.summarize(stacked).items():
+            for layer, role in keys:
+                index[layer].setdefault(role, []).append((name, size, shape))
+                size += math.prod(shape)
+            arrays.append(array.ravel())
+    layers = (
+        (layer, tuple((role, tuple(sorted(statistics))) for role, statistics in sorted(roles.items())))
+        for layer, roles in index.items()
+    )
+    return Telemetry(jnp.concatenate(arrays), tuple(layers))
 
 
 def _concatenate(parts: Mapping[int, Observation]) -> Observation:
@@ -231,9 +268,9 @@ def _concatenate(parts: Mapping[int, Observation]) -> Observation:
     observed = [parts[start] for start in starts]
     ends = [start + x.shape[0] if x.shape else math.inf for start, x in zip(starts, observed, strict=True)]
     is_split = all(end <= start for end, start in zip(ends, starts[1:], strict=False))
-    if len(parts) == 1 or (is_split and len({(x.shape[1:], *x.sums, *x.maxima) for x in observed}) == 1):
-        return functools.reduce(Observation.concatenate, observed)
-    return functools.reduce(Observation.merge, map(_reduce, observed))
+    if len(parts) == 1 or (is_split and len({(x.shape[1:], x.names) for x in observed}) == 1):
+        return observed[0]._replace(values=jnp.concatenate([x.values for x in observed]))
+    return functools.reduce(Observation.merge, (x.reduce() for x in observed))
 
 
 class Fault(NamedTuple):
@@ -287,15 +324,15 @@ def find_faults(found: Telemetry) -> list[Fault]:
         of gradients, and the fewest first. Lost values of "dy" and "m" do not count.
 
     Raises:
-        TypeError: `found` is not a dict, or is traced.
+        TypeError: `found` is not a mapping, or is traced.
     """
     if not isinstance(found, Mapping):
         raise TypeError(
-            "find_faults takes the statistics, the second result of a function of fp8jax.telemetry, not "
+            "find_faults expects the statistics, the second result of a function of fp8jax.telemetry, got "
             f"{type(found).__name__}"
         )
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(found)):
-        raise TypeError("find_faults reads values: call it outside of jax.jit, with what the compiled step returns")
+        raise TypeError("find_faults reads values; call it outside of jax.jit, with the result of the compiled step")
     faults = []
     for layer, roles in found.items():
         for role, statistics in roles.items():

@@ -1,4 +1,4 @@
-"""Errors and warnings for training that leaves the states of scalings as they are.
+"""Errors and warnings for training that never updates scaling states.
 
 Python runs while a step is traced, differentiated and lowered, not while it is executed. Each state is read through
 primitives that return their first operand. Their JVP rule raises if a gradient of the weight is taken and the
@@ -29,7 +29,7 @@ class TrainingRecord:
 
     Attributes:
         automatic_calls: the calls that the model's optimizer makes in each update.
-        gradient_counts: by call, the number of gradients taken outside of programs since the last such call.
+        gradient_counts: by call, the number of gradients computed outside of programs since the last call.
         last_traces: by call, a weak reference to the trace of the last of these gradients.
     """
 
@@ -51,7 +51,7 @@ class TrainingRecord:
         return "TrainingRecord()"
 
     def count_gradient(self, call: str, trace: Any) -> bool:
-        """Count a gradient outside of programs. True for the first one that is no microbatch of one step."""
+        """Count a gradient outside of programs. True for the first one that is not a microbatch of one step."""
         last = self.last_traces.get(call)
         if last is not None and last() is trace:
             return False
@@ -65,7 +65,7 @@ class _Program:
     Attributes:
         advanced: the calls that advance states, each after the record of the model, or None.
         warned: the missing calls of past warnings, in this form.
-        observed: records of the models whose calls have observed something.
+        observed: records of the models with calls that have collected statistics.
     """
 
     def __init__(self) -> None:
@@ -129,9 +129,9 @@ def warn_if_stats_lost(record: TrainingRecord, stats: Sequence[Array]) -> None:
     inputs = set(map(id, getattr(outermost.frame, "invars", ())))
     if all(id(getattr(value, "val", None)) in inputs for value in stats):
         frames.warn(
-            "the observations of this model's calls are lost, and its scales stay as they are: nnx.scan drops changes "
-            "of a model that it broadcasts (None in in_axes). Write nnx.StateAxes({nnx.Param: None, ...: nnx.Carry}) "
-            "for the model in in_axes"
+            "the statistics of this model's calls are lost, and its scales do not change: nnx.scan drops changes of a "
+            "model that it broadcasts (None in in_axes). Use nnx.StateAxes({nnx.Param: None, ...: nnx.Carry}) for the "
+            "model in in_axes"
         )
 
 
@@ -156,26 +156,24 @@ class Interface(NamedTuple):
         """The warning of a program that trains a layer with these scalings and never makes a call."""
         if call == BOUNDS:
             advice = (
-                "without that call after each update, every forward pass reads all weights to measure them. Write "
-                f"{self.bounds_code}, with fp8jax.track_weight_amax last in the optimizer's chain, or take recipe "
+                "without this call after each update, every forward pass reads all weights to measure them. Call "
+                f"{self.bounds_code}, with fp8jax.track_weight_amax last in the optimizer's chain, or use the recipe "
                 "'fast', which needs neither"
             )
         else:
             advice = (
-                "without that call in each step, scales and thresholds keep their first values. Write "
-                f"{self.advance_code}, or take a recipe with current scaling"
+                "without this call in each step, scales and thresholds keep their initial values. Call "
+                f"{self.advance_code}, or use a recipe with current scaling"
             )
         name = f"{self.prefix}.{call}" if self.prefix else "advance of the transformed function"
         return f"{layer} with {names} scaling is trained in a program that never calls {name}: {advice}"
 
 
-_STATISTICS = (
-    "{layer} has {names} scaling, whose state needs the largest magnitude of the output's gradient, and this gradient "
-)
+_STATISTICS = "{layer} has {names} scaling, whose state needs the amax of the output's gradient, but this gradient "
 LINEN_STEP = (
-    "Write (loss, new), (grads, seen) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(params, statistics), "
-    'where loss_fn calls apply(..., mutable=["fp8jax_scaling"]) and returns what that has written, and then '
-    'fp8jax.linen.end_step(new["fp8jax_scaling"], seen, opt_state, rules), which fp8jax.linen.TrainState does'
+    "Use (loss, new), (grads, seen) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(params, statistics), "
+    'where loss_fn calls apply(..., mutable=["fp8jax_scaling"]) and returns the updated collection. Then call '
+    'fp8jax.linen.end_step(new["fp8jax_scaling"], seen, opt_state, rules), or use fp8jax.linen.TrainState'
 )
 NNX = Interface(
     prefix="fp8jax.nnx",
@@ -183,18 +181,18 @@ NNX = Interface(
     "(fp8jax.nnx.Optimizer does so)",
     bounds_code="fp8jax.nnx.update_weight_amax_bounds(model, fp8jax.get_weight_amax_bounds(optimizer.opt_state)) after "
     "the optimizer's update (fp8jax.nnx.Optimizer does so with fp8jax.optimizer of the recipe)",
-    statistics_lost=f"{_STATISTICS}leaves it out. Write fp8jax.nnx.value_and_grad(...) or fp8jax.nnx.grad(...) in "
-    "place of Flax's functions. Or differentiate with respect to nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic), and "
-    "give all of the gradients to fp8jax.nnx.end_step. For gradients that do not train, call model.eval() first: "
-    "scales then stay as they are",
+    statistics_lost=f"{_STATISTICS}does not contain it. Use fp8jax.nnx.value_and_grad(...) or fp8jax.nnx.grad(...) "
+    "instead of Flax's functions. Or differentiate with respect to nnx.Any(nnx.Param, "
+    "fp8jax.nnx.GradientStatistic), and pass all gradients to fp8jax.nnx.end_step. For gradients that "
+    "are not used for training, call model.eval() first: the scales then do not change",
 )
 LINEN = Interface(
     prefix="fp8jax.linen",
     advance_code="scaling = fp8jax.linen.advance_scaling(scaling, seen), for the collection that apply has written",
     bounds_code="scaling = fp8jax.linen.update_weight_amax_bounds(scaling, fp8jax.get_weight_amax_bounds(opt_state)) "
     "after the optimizer's update",
-    statistics_lost=f"{_STATISTICS}is not taken of the collection 'fp8jax_statistics'. {LINEN_STEP}",
-    not_mutable="{layer} has {names} scaling and is trained, and what it observes is lost: the collection "
+    statistics_lost=f"{_STATISTICS}is not computed with respect to the collection 'fp8jax_statistics'. {LINEN_STEP}",
+    not_mutable="{layer} has {names} scaling and is trained, but its statistics are lost: the collection "
     f"'fp8jax_scaling' is not mutable. {LINEN_STEP}",
 )
 TRANSFORM = Interface(
@@ -202,9 +200,9 @@ TRANSFORM = Interface(
     advance_code="states = fast.advance(states, observed), where fast is the transformed function and observed the "
     "gradient of its states",
     bounds_code="",
-    statistics_lost="{layer} has {names} scaling: what a call observes is the gradient of its states, and this "
-    "gradient is not taken of them. Write grads, observed = jax.grad(lambda p, s: ..., argnums=(0, 1))(params, "
-    "states), with states=s in the call, and then states = fast.advance(states, observed)",
+    statistics_lost="{layer} has {names} scaling: the statistics of a call are the gradient with respect to its "
+    "states, which is not computed here. Use grads, observed = jax.grad(lambda p, s: ..., argnums=(0, "
+    "1))(params, states), with states=s in the call, and then states = fast.advance(states, observed)",
 )
 
 
@@ -217,7 +215,8 @@ def _differentiable_arrays(operands: Any) -> list[Array]:
 def warn_if_never_advanced(
     state: Array, operands: Any, message: str, call: str, record: TrainingRecord | None = None
 ) -> Array:
-    """`state`, unchanged. Warns once for each program that takes a gradient of `operands` and never advances the state.
+    """`state`, unchanged. Warns once for each program that computes a gradient of `operands` and never advances the
+    state.
 
     In a program, a primitive returns the state. Its JVP rule notes the gradient, and its lowering warns. Outside of a
     program, only gradients of an NNX model are counted. More than `_MAX_MICROBATCHES` of them without `call` warn.
@@ -271,14 +270,14 @@ def raise_if_differentiated(value: Array, weight: Any, message: str, *, unless_d
     arrays = _differentiable_arrays(weight)
     if not arrays:
         return value
-    return _REQUIRE.bind(value, *arrays, message=message, unless_differentiated=unless_differentiated)
+    return _ERROR_IF_TRAINED.bind(value, *arrays, message=message, unless_differentiated=unless_differentiated)
 
 
 def _require_jvp(primals: Any, tangents: Any, *, message: str, unless_differentiated: bool) -> tuple[Array, Any]:
     is_differentiated, *is_trained = (type(tangent) is not ad.Zero for tangent in tangents)
     if any(is_trained) and not (unless_differentiated and is_differentiated) and not _is_inspecting:
         raise ValueError(message)
-    return _REQUIRE.bind(*primals, message=message, unless_differentiated=unless_differentiated), tangents[0]
+    return _ERROR_IF_TRAINED.bind(*primals, message=message, unless_differentiated=unless_differentiated), tangents[0]
 
 
 def _identity_primitive(name: str, jvp: Any, lowering: Any) -> Primitive:
@@ -293,4 +292,6 @@ def _identity_primitive(name: str, jvp: Any, lowering: Any) -> Primitive:
 
 
 _READ = _identity_primitive("fp8jax_read_state", _read_jvp, _lower_read)
-_REQUIRE = _identity_primitive("fp8jax_require", _require_jvp, lambda context, value, *_, **__: [value])
+_ERROR_IF_TRAINED = _identity_primitive(
+    "fp8jax_error_if_trained", _require_jvp, lambda context, value, *_, **__: [value]
+)

@@ -130,7 +130,7 @@ class Transformed:
         call = self._trace(args, kwargs)
         if any(map(is_frozen, call.arrays)):
             raise ValueError(
-                "check compares a function of arrays: give the values of frozen weights, and merge adapters with "
+                "check compares a function of arrays; pass the values of frozen weights, and merge adapters with "
                 "fp8jax.lora.merge"
             )
         paths = self._param_paths(call)
@@ -211,7 +211,7 @@ class Transformed:
             call = self._calls.get(key)
         except TypeError:
             unhashable = next(x for x in settings.values() if type(x).__hash__ is None)
-            raise TypeError(f"an argument that is no array must be hashable, not {unhashable!r}") from None
+            raise TypeError(f"an argument that is not an array must be hashable, got {unhashable!r}") from None
         if call is None:
             call = self._calls[key] = _bind_settings(self._fn, structure, len(flat), settings)
         leaves = [(path, x) for i, (path, x) in enumerate(flat) if i not in settings]
@@ -230,7 +230,11 @@ class Transformed:
             _raise_if_first_is_data(call)
         arguments = [_argument_of(path) for path in call.array_paths]
         if unknown := [argument for argument in self._params if argument not in arguments]:
-            hint = "; name parameters that are given by keyword, such as params='p'" if unknown[0] in (0, 1) else ""
+            hint = (
+                "; for parameters passed by keyword, use their names, such as params='p'"
+                if unknown[0] in (0, 1)
+                else ""
+            )
             raise ValueError(f"params={unknown[0]!r} names no argument of this call that holds arrays{hint}")
         return [self._param_path(path) for path in call.array_paths]
 
@@ -306,9 +310,9 @@ def _check_states(states: States | None, uses: dict[WeightUse, Linear]) -> None:
         if tracked is not None and use.number < len(tracked.slots):
             continue
         if states or observed_operands(linear):
-            missing = "of which the given states have none" if states else "and no states are given"
+            missing = "but the passed states have none for it" if states else "but no states were passed"
             raise ValueError(
-                f"{scaling_names(linear)} scaling of {use.path or 'the parameter'} keeps a state, {missing}: write "
+                f"{scaling_names(linear)} scaling of {use.path or 'the parameter'} keeps a state, {missing}. Use "
                 "states = fast.init(params, ...) for the transformed function fast, and call fast(params, ..., "
                 "states=states)"
             )
@@ -322,8 +326,8 @@ def _raise_if_first_is_data(call: _Call) -> None:
         if len(path) > 2 and jnp.ndim(x) > 1 and jnp.issubdtype(x.dtype, jnp.floating):
             other = _argument_of(path)
             raise ValueError(
-                f"the parameters are in the first argument by default, and here it is one array of shape "
-                f"{jnp.shape(call.arrays[0])}, while argument {other!r} contains matrices: write params={other!r}, or "
+                "by default the parameters are in the first argument, but this is one array of shape "
+                f"{jnp.shape(call.arrays[0])}, while argument {other!r} contains matrices. Pass params={other!r}, or "
                 "params=0 if the first argument is the parameter"
             )
 
@@ -337,8 +341,8 @@ def _hint_static_number(error: Exception, leaves: Sequence[tuple[Any, Any]], par
             continue
         location = f"{x!r} at {jax.tree_util.keystr(path[1:])}"
         is_in_params = _argument_of(path) in params
-        fix = "fp8jax.filter_transform takes numbers in a model" if is_in_params else "static= takes arguments"
-        error.add_note(f"fp8jax.transform traced {location} as an array, as jax.jit does; {fix} for settings")
+        fix = "use fp8jax.filter_transform for numbers in a model" if is_in_params else "use static= for arguments"
+        error.add_note(f"fp8jax.transform traced {location} as an array, as jax.jit does. To keep it static, {fix}")
         return
 
 
@@ -347,8 +351,8 @@ def _hint_closed_over_arrays(error: ValueError, consts: Sequence[Any]) -> None:
     matrix_shapes = [jnp.shape(x) for x in consts if jnp.ndim(x) > 1]
     if matrix_shapes and "no product of data with a parameter" in str(error):
         error.add_note(
-            f"the function has {len(matrix_shapes)} matrices that it does not get as arguments, one of shape "
-            f"{matrix_shapes[0]}: what a recipe may quantize is in the arguments of params=, by default the first one"
+            f"the function closes over {len(matrix_shapes)} matrices, one of shape {matrix_shapes[0]}. A recipe "
+            "quantizes only arguments in params=, by default the first one"
         )
 
 
@@ -424,7 +428,14 @@ def _make_transformed(
     fn: Callable, rules: Rules, params: Any, static: Any, traced_types: tuple[type, ...]
 ) -> Transformed:
     if not callable(fn):
-        raise TypeError(f"fp8jax.transform takes a function of parameters and data, not {fn!r}")
+        raise TypeError(f"fp8jax.transform expects a function of parameters and data, got {fn!r}")
+    # The leaves of a module are its arrays; a function is one leaf.
+    if not isinstance(fn, functools.partial) and any(isinstance(leaf, _ARRAY_TYPES) for leaf in jax.tree.leaves(fn)):
+        raise TypeError(
+            f"fp8jax.transform expects a function of parameters and data, got {type(fn).__name__}, which contains its "
+            "parameters. Write fp8jax.filter_transform(lambda model, x: model(x), rules) and call it with the model "
+            "and the data; for Flax NNX, fp8jax.nnx.quantize(model, rules)"
+        )
     param_arguments = None if params is None else _as_tuple(params)
     return Transformed(fn, as_rule_set(rules), param_arguments, _as_tuple(static), traced_types=traced_types)
 

@@ -136,7 +136,7 @@ _BY_ELEMENT = (
     *RESHAPES,
 )
 _MAX_DISTANCE = 12  # steps from a statistic or nonlinear function to a reader of the result
-_NO_CONTEXT_REASON = "no rule's recipe has a context, which says what norms and activations keep"
+_NO_CONTEXT_REASON = "no rule has a recipe with a context, which determines what norms and activations save"
 _UNREAD_REASON = "no product of a recipe reads its result as it is"
 
 
@@ -213,7 +213,7 @@ def _norm_entry(program: _Program, node: Node) -> PlanEntry | None:
         value.kind == "sub" for value in (_strip_identities(x), *_ancestors(root))
     )
     kind = "LayerNorm" if is_centered else "RMSNorm" if has_mean else "L2 norm"
-    axes, ndim = tuple(squares[0].eqn.params["axes"]), squares[0].operands[0].aval.ndim
+    axes, ndim = tuple(map(int, squares[0].eqn.params["axes"])), squares[0].operands[0].aval.ndim
     path, is_modulated, is_read_by_recipe, is_known = _norm_consumers(program, node.results[0])
     reason = _UNREAD_REASON
     if not program.rules.has_contexts:
@@ -228,7 +228,8 @@ def _norm_entry(program: _Program, node: Node) -> PlanEntry | None:
 
 
 def _norm_consumers(program: _Program, value: Value) -> tuple[str, bool, bool, bool]:
-    """A norm's parameter path, and whether data modulate its result, a quantized matmul reads it, its form is known."""
+    """A norm's parameter path, and whether data modulate its result, whether a quantized matmul reads it, and whether
+    its form is known."""
     path, is_modulated, is_read_by_recipe, is_known = "", False, False, False
     upstream = set(_upstream(value))
     for reader, operand in _downstream(program, value):
@@ -295,7 +296,7 @@ def _product_entry(program: _Program, node: Node, enclosing: Enclosing) -> PlanE
     if paths:
         reason = f"an adapter; fp8jax.Rule({paths[0]!r}, recipe) quantizes it"
     elif all(v.is_data for v in operands):
-        reason = "both operands are data, as those of attention are"
+        reason = "both operands are data, as in attention"
     else:
         reason = "no operand is a parameter"
     shape = next((v.shape for v in operands if _adapter_path(program, v)), node.results[0].shape)

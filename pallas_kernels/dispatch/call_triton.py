@@ -56,7 +56,7 @@ def call(
     # writes PTX for CUDA 13.4, which XLA's assembler may not read.
     options = {"enable_fp_fusion": True, "ptx_version": 87 if (compute_capability or 0) < 100 else 88}
     version_options: dict[str, Any] = {"out_type": out_shapes, "backend_options": options}
-    # Since 0.4, an aliased result has no parameter of its own.
+    # Since 0.4, an aliased result has no separate parameter.
     alias_placeholders = [1] * len(aliases or {})
     if IS_BEFORE_04:
         version_options, alias_placeholders = (

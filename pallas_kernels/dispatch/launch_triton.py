@@ -74,7 +74,7 @@ def _intercept(original: Callable[..., Any], replacement: Callable[..., Any]) ->
 
 
 def install() -> None:
-    """Patch jax-triton for `capture_launch`. Calls without it stay as they are."""
+    """Patch jax-triton for `capture_launch`. Calls without it stay unchanged."""
     jaxlib_module = triton_lib.triton_kernel_call_lib
     replacements: dict[str, Any] = {
         "create_array_parameter": lambda *_: KernelParameter(_ARRAY_KIND),
@@ -120,7 +120,7 @@ def call(context: Any, operands: Sequence[Any], aliases: dict[int, int], lower: 
     is_in_place = tuple(i in aliases.values() for i in range(results))
     kernel = redeclare_parameters(code, 32 * warps, kinds, len(operands), is_in_place) if clusters == 1 else None
     if kernel is None:
-        _warn_once(f"the kernel {name} is launched by jax-triton's call: its PTX has another form than is known here")
+        _warn_once(f"the kernel {name} is launched by jax-triton's call: its PTX has an unknown form")
         return None
     integers = pack_integers(captured.parameters) if kernel.has_integers else None
     if integers is not None:
@@ -156,7 +156,7 @@ def pack_integers(parameters: Sequence[KernelParameter]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class RedeclaredKernel:
-    """PTX whose parameters are operands, the array of integers (if `has_integers`), then results."""
+    """PTX with the parameters: operands, the array of integers (if `has_integers`), then results."""
 
     code: str
     has_integers: bool
@@ -228,7 +228,7 @@ def get_launcher() -> str:
     """
     value = os.environ.get(VARIABLE) or ("xla" if jax.__version_info__ >= (0, 11) else "triton")
     if value not in ("xla", "triton"):
-        raise ValueError(f"{VARIABLE}={value!r}: give 'xla' or 'triton', or leave it unset")
+        raise ValueError(f"{VARIABLE}={value!r}; use 'xla' or 'triton', or leave it unset")
     return value
 
 
@@ -250,7 +250,7 @@ def check_launch(run_small_kernel: Callable[[], None]) -> None:
             reason = f"XLA's own calls of PTX fail ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
     if reason is not None:
         _failure_reasons.append(reason)
-        _warn_once(f"kernels are launched by jax-triton's calls: {reason}. Each step takes the host longer")
+        _warn_once(f"kernels are launched by jax-triton's calls: {reason}. The host needs more time per step")
 
 
 def missing_driver_cache() -> str | None:

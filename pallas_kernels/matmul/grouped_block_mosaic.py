@@ -35,7 +35,7 @@ def grouped_block_matmul(
     `grouped_mosaic.grouped_matmul`.
 
     Args:
-        a: (T, K) float8_e4m3fn or float8_e5m2. b: (G, N, K), likewise, K-major. The two types may differ.
+        a: (T, K) float8_e4m3fn or float8_e5m2. b: (G, N, K), also K-major. The two types may differ.
         a_scale: (T, ceil(K / 128)) float32, one per row and 128 of K (1x128).
         b_scale: (G, ceil(N / 128), ceil(K / 128)) float32, one per block of 128x128.
         group_sizes, first_row, out_dtype, tile, interpret: as in `grouped_mosaic.grouped_matmul`.

@@ -47,7 +47,7 @@ def grouped_int8_block_matmul(
     hopper.check_operands(a, b, out_dtype, (jnp.int8,), b_ndim=3)
     (num_tokens, k), (num_groups, n, _) = a.shape, b.shape
     if num_tokens % BLOCK:
-        raise ValueError(f"a has {num_tokens} rows; each group takes whole blocks of {BLOCK} rows")
+        raise ValueError(f"a has {num_tokens} rows; expected whole blocks of {BLOCK} rows per group")
     blocks, steps = num_tokens // BLOCK, hopper.ceil_div(k, BLOCK)
     column_blocks = hopper.ceil_div(n, BLOCK)
     hopper.check_array("a_scale", a_scale, (blocks, steps), (jnp.float32,))

@@ -42,7 +42,7 @@ def grouped_matmul(
 
     Args:
         a: (T, K) float8_e4m3fn, float8_e5m2, int8 or bfloat16.
-        b: (G, N, K), likewise, K-major. The two FP8 types may differ; otherwise both operands have the same type.
+        b: (G, N, K), also K-major. The two FP8 types may differ; otherwise both operands have the same type.
         group_sizes: (G,) integers, at least 0. Rows after the T-th belong to no group.
         first_row: int32 scalar, the first row of group 0; None for 0. Rows before it belong to no group.
         scale: (G,) float32. row_scale: (T,) float32. column_scale: (G, N) float32.
@@ -152,9 +152,10 @@ def grouped_matmul_dw(
         a: (M, T) float8_e4m3fn, float8_e5m2, int8 or bfloat16. Sums of int8 hold groups of up to 131,071 tokens.
         b: (N, T), likewise. The two FP8 types may differ; otherwise both operands have the same type.
         starts: (G,) integers, the first token of each group, a multiple of 128.
-        lengths: (G,) integers, the number of tokens of each group; 0 gives zeros.
+        lengths: (G,) integers, the number of tokens of each group; the result of an empty group is 0.
         scale: (G,) float32. row_scale: (G, M) float32. column_scale: (G, N) float32.
-        is_k_major: whether the tokens are the last dimension of both operands. False takes bfloat16 (T, M) and (T, N).
+        is_k_major: whether the tokens are the last dimension of both operands. False supports bfloat16 (T, M) and (T,
+            N).
         out_dtype, fast, tile, interpret: as in `grouped_matmul`.
 
     Returns:
@@ -164,7 +165,7 @@ def grouped_matmul_dw(
     """
     hopper.check_operands(a, b, out_dtype, _supported_dtypes(a), is_k_major=is_k_major)
     if not is_k_major and a.dtype != jnp.bfloat16:
-        raise TypeError(f"a has dtype {a.dtype}; is_k_major=False takes bfloat16: transpose 8-bit operands")
+        raise TypeError(f"a has dtype {a.dtype}; is_k_major=False requires bfloat16; transpose 8-bit operands")
     m, n = (x.shape[0 if is_k_major else 1] for x in (a, b))
     fast = fast or a.dtype not in hopper.FP8_DTYPES
     num_groups = starts.size
@@ -213,7 +214,7 @@ def token_schedule(
 def best_tile(n: int, fast: bool, is_k_major: bool = True, lead_slices: int = 2) -> hopper.Tile:
     """Return the tile with the fewest columns beyond N; wide tiles read operands less often.
 
-    Promoted sums take twice the accumulators: two warpgroups share a tile. A lead needs as many slices in every tile.
+    Promoted sums need twice the accumulators: two warpgroups share a tile. A lead needs as many slices in every tile.
     """
     if not fast:
         return hopper.Tile(64, 128, num_stages=6, lead_slices=lead_slices)

@@ -2,7 +2,7 @@
 
 In: a (M, K) and b (N, K), FP8 or int8, K-major. Out: (M, N) bf16 or fp32. Hardware: Hopper. The references are those of
 the products `matmul_*_mosaic.py`, which differ only in their `compute` function, and of `grouped_*_mosaic.py`, whose
-tiles have matrices of their own.
+tiles have their own matrices.
 
 One thread block per multiprocessor walks over output tiles. One warp streams 128-byte slices of both operands into a
 ring of shared-memory stages by TMA; two compute warpgroups multiply them and write the tile. The ring continues across
@@ -138,18 +138,20 @@ def pipelined_matmul(
         streams: scales that are loaded with the operands; `WarpgroupPipeline.load_scales` reads them.
         use_inline_wgmma: whether `compute` uses `hopper_wgmma`. TMA then needs maps of two dimensions, not Pallas's
             four.
-        second_operand: a second left operand, for which some slices are multiplied as well; it takes a schedule.
+        second_operand: a second left operand, for which some slices are multiplied as well; it requires a schedule.
         schedule: tiles that differ in their slices or matrices. In a grouped product, scales are (matrices,), and
             column scales (matrices, N). Other rows that no tile writes are not initialized.
         is_k_major: whether K is the last dimension of both operands, otherwise the first; 16-bit operands only.
         static_key: static arguments of `compute`, `streams` and `schedule`, apart from name, tile and shapes.
     """
     if schedule is not None and (tile.cluster or epilogue.residual is not None):
-        raise ValueError(f"{tile}: a schedule takes no clusters and no residual")
+        raise ValueError(f"{tile}: a schedule does not support clusters or a residual")
     if second_operand is not None and (schedule is None or tile.split is None or tile.lead_slices):
-        raise ValueError(f"{tile}: a second operand takes a schedule, and tiles that warpgroups share without a lead")
+        raise ValueError(
+            f"{tile}: a second operand requires a schedule, and tiles that warpgroups share without a lead"
+        )
     if use_inline_wgmma and max(tile.block_rows, tile.block_cols) > 256:
-        raise ValueError(f"{tile}: TMA fetches at most 256 rows of an operand at once; take a smaller tile or split")
+        raise ValueError(f"{tile}: TMA fetches at most 256 rows of an operand at once; use a smaller tile or split")
     k_axis = 1 if is_k_major else 0
     k, m, n = a.shape[k_axis], a.shape[1 - k_axis], b.shape[1 - k_axis]
     if schedule is not None:

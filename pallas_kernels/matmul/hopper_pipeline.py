@@ -48,7 +48,9 @@ class Tile:
                 f"stages is {self.num_stages}; use at least 2: a slice is awaited before the last is released"
             )
         if self.lead_slices and (self.split is None or not 0 < self.lead_slices < self.num_stages):
-            raise ValueError(f"lead is {self.lead_slices}; it takes two warpgroups that share a tile of more stages")
+            raise ValueError(
+                f"lead is {self.lead_slices}; it requires two warpgroups that share a tile with more stages"
+            )
 
     @property
     def block_rows(self) -> int:
@@ -250,18 +252,18 @@ class TilePosition(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The tiles of a product whose tiles differ, such as a grouped product.
+    """The tiles of a product with different tiles, such as a grouped product.
 
     Attributes:
         out_shape: rows and columns of the output.
         arrays: int32 arrays; the two functions get references to them.
         num_tiles: function of the references that returns the number of tiles.
-        position: function of the references and a tile's number that returns its `TilePosition`. Other numbers give
-            any position.
+        position: function of the references and a tile's number that returns its `TilePosition`. The position for other
+            numbers is arbitrary.
         is_sorted: whether tiles with more slices come first. Every other round of the thread blocks then runs
             backwards.
         zero_rows: function of the references that returns ranges of rows, (first, end), which no tile writes and the
-            kernel sets to 0; None for no such rows.
+            kernel sets to 0; None without these rows.
     """
 
     out_shape: tuple[int, int]

@@ -1,7 +1,7 @@
 """Stores of rows from the registers of a warpgroup, each under a predicate.
 
 In: 64 rows of bf16 or fp32 in the wgmma layout. Out: those of a range, in device memory. Hardware: Hopper. TMA stores
-whole pieces of 8 rows: it cannot write one row of a piece and leave the next one as it is.
+whole pieces of 8 rows: it cannot write one row of a piece without the next one.
 """
 
 from typing import Any

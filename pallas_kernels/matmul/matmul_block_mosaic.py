@@ -36,7 +36,7 @@ def matmul_block(
     section 3.3). Transformations, copies and errors are those of `matmul_mosaic.matmul`.
 
     Args:
-        a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), likewise, K-major. The two types may differ.
+        a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), also K-major. The two types may differ.
         a_scale: (M, ceil(K / 128)) float32, one per row and 128 of K (1x128).
         b_scale: float32, (ceil(N / 128), ceil(K / 128)) for 128x128 blocks, or (N, ceil(K / 128)) for 1x128.
         bias, residual, out_dtype, tile, interpret: as in `matmul_mosaic.matmul`.

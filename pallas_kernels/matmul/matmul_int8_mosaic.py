@@ -83,7 +83,9 @@ def matmul_int8_block(
 def check_tile(tile: Tile) -> None:
     """Raise ValueError unless each warpgroup's part of a tile has one scale per slice."""
     if tile.block_rows != BLOCK or BLOCK % tile.cols:
-        raise ValueError(f"{tile}: it has to compute {BLOCK} rows, and each warpgroup columns that divide {BLOCK}")
+        raise ValueError(
+            f"{tile}: the tile must have {BLOCK} rows, and the columns of each warpgroup must divide {BLOCK}"
+        )
 
 
 def a_block_stream(scales: jax.Array) -> hopper.Stream:

@@ -41,7 +41,7 @@ def matmul(
 
     Args:
         a: (M, K) float8_e4m3fn, float8_e5m2 or int8.
-        b: (N, K), likewise, K-major. The two FP8 types may differ; int8 needs int8, and K up to 131,071.
+        b: (N, K), also K-major. The two FP8 types may differ; int8 needs int8, and K up to 131,071.
         scale: () float32, the product of both per-tensor scales. row_scale: (M,) float32. column_scale: (N,) float32.
         bias: (N,) float32 or bfloat16. residual: (M, N) float32 or bfloat16, rounded to `out_dtype` first.
         out_dtype: bfloat16 or float32.
@@ -80,7 +80,7 @@ def matmul(
 def check_int8_k(k: int) -> None:
     """Raise ValueError unless int32 holds sums of K products of int8."""
     if k > MAX_INT8_K:
-        raise ValueError(f"K is {k}: int32 holds sums of {MAX_INT8_K} products of int8; multiply parts of K")
+        raise ValueError(f"K is {k}: int32 holds sums of {MAX_INT8_K} products of int8; split K")
 
 
 def make_compute(tile: hopper.Tile, accumulator_dtype: Any, fast: bool) -> Any:

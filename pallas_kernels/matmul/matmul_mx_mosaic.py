@@ -40,7 +40,7 @@ def matmul_mx(
     accumulator. Byte 0 stands for 0, because XLA flushes subnormals. Byte 255 (NaN) results in infinity or NaN.
 
     Args:
-        a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), likewise, K-major.
+        a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), also K-major.
         a_exponent: (M, ceil(K / 32)) uint8, biased exponents (E8M0).
         tile, unroll: tuning; tiles of 64 rows.
 
@@ -53,7 +53,7 @@ def matmul_mx(
     hopper.check_array("a_exponent", a_exponent, (m, hopper.ceil_div(k, GROUP_SIZE)), (jnp.uint8,))
     tile = tile or hopper.Tile(64, 128, num_stages=5, cluster=hopper.choose_cluster(m, 128))
     if tile.rows != 64:
-        raise ValueError(f"{tile} has {tile.rows} rows; microscaled products take 64")
+        raise ValueError(f"{tile} has {tile.rows} rows; microscaled products need 64")
     stream = hopper.Stream.from_slices(_exponent_words(a_exponent, k), tile.block_rows, lambda position: position.row)
     return hopper.pipelined_matmul(
         _make_compute(tile, unroll, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,

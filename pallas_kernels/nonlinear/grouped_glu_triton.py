@@ -288,5 +288,5 @@ def quantize_cotangents(
 
 
 def storage_bytes(x: Array) -> Array:
-    """Return 8-bit codes as bytes, and other arrays as they are."""
+    """Return 8-bit codes as bytes, and other arrays unchanged."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x

@@ -25,7 +25,7 @@ from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
 # The kinds of results: of a norm, of an activation, and the cotangents of an activation's gate and up.
 NORM, RESULT, GATE, UP = range(4)
-# A numpy array, because JAX would launch a kernel for each constant of its own, and would not share equal calls.
+# A numpy array, because JAX would launch a kernel for each constant, and would not share equal calls.
 _PLACEHOLDER = np.ones((1, 1), np.float32)
 FP8_CAPABILITY = quantize_triton.FP8_CAPABILITY
 

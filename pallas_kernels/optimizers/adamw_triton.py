@@ -335,9 +335,9 @@ def adamw(
         raise ValueError("stochastic rounding needs bf16 weights, in place")
     is_stochastic = nu_storage.noise is not None if nu_storage else nu_seed is not None and nu[0].dtype == jnp.bfloat16
     if (nu_seed is not None) != is_stochastic:
-        raise ValueError("nu_seed is for a second moment in bf16, or in codes whose storage has `noise`")
+        raise ValueError("nu_seed requires a second moment in bf16, or in codes whose storage has `noise`")
     if (scalars.dither is not None) != (mu_storage is not None and mu_storage.dither_format is not None):
-        raise ValueError("the scalar `dither` is for a first moment whose storage has `dither_format`")
+        raise ValueError("the scalar `dither` requires a first moment whose storage has `dither_format`")
     launch = launch or AdamWLaunch()
     length = grad.shape[-1]
     groups_of_row = -(-length // group_size)

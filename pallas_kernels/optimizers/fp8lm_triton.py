@@ -235,7 +235,7 @@ def unsupported_reason(shape: tuple[int, ...], grad: Any, weight: Any, mu: Any, 
     if not shape or math.prod(shape) == 0:
         return f"shape {shape} has no elements"
     if stochastic and math.prod(shape) > MAX_ELEMENTS:
-        return f"shape {shape} has more than {MAX_ELEMENTS} elements, by whose places noise goes"
+        return f"shape {shape} has more than {MAX_ELEMENTS} elements, the limit of the indices for noise"
     if grad not in (*PLAIN_DTYPES, *CODE_DTYPES):
         return f"the gradient has dtype {jnp.dtype(grad)}, not {call_triton.join_dtypes((*PLAIN_DTYPES, *CODE_DTYPES))}"
     if weight not in PLAIN_DTYPES:

@@ -18,7 +18,7 @@ from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
 
 class AmaxOutputs(NamedTuple):
-    """Which maxima are computed."""
+    """The maxima to compute."""
 
     rows: bool
     columns: bool

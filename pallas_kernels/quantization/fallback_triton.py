@@ -161,7 +161,7 @@ def quantize(
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> FallbackCodes:
-    """Return int8 codes of a matrix in blocks, with a residual for blocks whose amax exceeds a threshold.
+    """Return int8 codes of a matrix in blocks, with a residual for blocks with an amax above a threshold.
 
     Args:
         x: (M, N), fp32, bf16 or fp16.

@@ -1,6 +1,7 @@
 """Codes of the rows of groups, and their transposed copy on a token axis with a multiple of 128 tokens per group.
 
-In: (T, N) fp32, bf16 or fp16, or 8-bit codes; optionally the rows to take, in the order of the groups. Out: 8-bit codes
+In: (T, N) fp32, bf16 or fp16, or 8-bit codes; optionally the rows to select, in the order of the groups. Out: 8-bit
+    codes
 (rows, N) and (N, tokens). Hardware: Ada or newer for FP8 codes, Turing otherwise. Reference: `_reference` in
 fp8jax/ops/quantization/grouped.py.
 
@@ -125,7 +126,7 @@ def unsupported_reason(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding
     if reason is None and any(
         c is not None and (c.kind not in ("tensor", "token") or c.is_stochastic) for c in codings
     ):
-        return "it takes given scales, and rounds to nearest"
+        return "it needs given scales and rounding to nearest"
     return reason
 
 
@@ -170,7 +171,7 @@ def quantize_groups(
         raise ValueError(f"the kernel for groups cannot run: {reason}")
     is_copy = x.dtype.itemsize == 1
     if is_copy and any(c is not None and c.dtype != x.dtype for c in (rows, columns)):
-        raise ValueError(f"the kernel for groups cannot run: it copies codes of {x.dtype} to the same dtype alone")
+        raise ValueError(f"the kernel for groups cannot run: codes of {x.dtype} can only be copied to the same dtype")
     launch = launch or QuantizeLaunch()
     scales = [
         jnp.ones(1, jnp.float32) if s is None else s.astype(jnp.float32).reshape(-1)

@@ -240,7 +240,7 @@ class QuantizeLaunch:
 def unsupported_reason(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding | None, ...]) -> str | None:
     """Return why the kernel does not support this shape, dtype or coding, or None."""
     if len(shape) != 2 or 0 in shape:
-        return f"it takes matrices that are not empty, not shape {shape}"
+        return f"it needs a non-empty matrix, not shape {shape}"
     if max(shape) >= 2**22:
         return f"a side of {max(shape)} is too long for its offsets within a tile"
     if dtype not in PLAIN_DTYPES:
@@ -263,9 +263,7 @@ def unsupported_packed_reason(matrices: Sequence[Any]) -> str | None:
         return None
     if not 1 < len(matrices) < 4 or any(x.shape[1] % COLUMN_ALIGNMENT or not x.shape[1] for x in matrices):
         widths = ", ".join(str(x.shape[1]) for x in matrices)
-        return (
-            f"it takes two or three matrices side by side, of multiples of {COLUMN_ALIGNMENT} columns, not of {widths}"
-        )
+        return f"it needs two or three packed matrices with multiples of {COLUMN_ALIGNMENT} columns, not {widths}"
     if len({(x.shape[0], x.dtype) for x in matrices}) > 1:
         return "matrices side by side have the same rows and dtype"
     return None
@@ -309,7 +307,7 @@ def quantize(
 
     Returns:
         Codes of `rows`, codes of `columns`, and sums, fp32 (N,); None for what is not requested. Given scales are not
-        returned. Those of "same" are the transposed ones of `rows`.
+        returned. For "same" they are the transposed codes of `rows`.
 
     Raises:
         ValueError: the kernel does not support these arguments; the message has the reason.
@@ -333,7 +331,7 @@ def quantize(
     stack = matrices[0].shape[:-2]
     (m, n), dtype = (matrices[0].shape[-2], sum(y.shape[-1] for y in matrices)), matrices[0].dtype
     if stack and (len(stack) > 1 or len(matrices) > 1 or seed is not None or sums):
-        raise ValueError("the quantize kernel cannot run: a stack has one leading dimension, no seed and no sums")
+        raise ValueError("the quantize kernel cannot run: a stack needs one leading dimension, no seed and no sums")
     reason = unsupported_reason((m, n), dtype, (rows, coding)) or unsupported_packed_reason(matrices)
     if reason is not None:
         raise ValueError(f"the quantize kernel cannot run: {reason}")

@@ -122,8 +122,8 @@ def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: Coding | None
     if reason is not None or coding is None:
         return reason
     if coding.kind != "group" or coding.dtype == jnp.int8 or coding.is_stochastic:
-        return f"what is kept is in groups of FP8 codes, or of ten bits, rounded to nearest, not {coding}"
+        return f"the saved codes must be FP8 or 10-bit groups that round to nearest, not {coding}"
     n, size = shape[1], coding.size
     if is_packed:
         return f"{n} channels are less than a group, or no multiple of 16" if n % 16 or n < size else None
-    return f"{n} channels are no whole groups of {size}" if n % size else None
+    return f"{n} channels are not a multiple of the group size {size}" if n % size else None

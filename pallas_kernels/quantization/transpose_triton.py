@@ -66,7 +66,7 @@ def transpose(
         ValueError: `x` is empty, no matrix, or has wider elements.
     """
     if x.ndim != 2 or 0 in x.shape or x.dtype.itemsize != 1:
-        raise ValueError(f"the transpose kernel takes matrices of bytes that are not empty, not {x.dtype}{x.shape}")
+        raise ValueError(f"the transpose kernel needs a non-empty matrix of bytes, got {x.dtype}{x.shape}")
     launch = launch or QuantizeLaunch(num_warps=16)
     grid = -(-x.shape[0] // launch.block_m) * -(-x.shape[1] // launch.block_n)
     shape = jax.ShapeDtypeStruct(x.shape[::-1], jnp.uint8)

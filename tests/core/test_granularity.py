@@ -296,7 +296,7 @@ def test_given_scales_are_used_and_saturate():
     q = quantize_with_scale(x, "e4m3", jnp.float32(1.0))
     np.testing.assert_array_equal(np.asarray(q.dequantize()), np.float32([[1.0, -3.0, 448.0, 0.1015625]]))
     assert q.scale.shape == (1, 1)
-    with pytest.raises(ValueError, match="takes its scales from the tensor"):
+    with pytest.raises(ValueError, match="computes its scales from the tensor"):
         quantize_with_scale(x, "e4m3:mx2", jnp.float32(1.0))
 
 
@@ -309,17 +309,17 @@ def test_fp16_with_a_scale_spans_fp16_from_its_largest_value():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"format": "e8m0"}, "holds scales, not tensors"),
-        ({"format": "int8", "granularity": "mx", "group_size": 32}, "takes no format 'int8'"),
-        ({"granularity": "mx", "group_size": 32, "expand": True}, "takes no range expansion"),
+        ({"format": "e8m0"}, "is for scales only"),
+        ({"format": "int8", "granularity": "mx", "group_size": 32}, "does not support format 'int8'"),
+        ({"granularity": "mx", "group_size": 32, "expand": True}, "does not support range expansion"),
         ({"granularity": "mx"}, "positive group_size"),
         ({"granularity": "token", "group_size": 4}, "contradicts granularity 'token'"),
         ({"outer_scale": "token"}, "applies to granularity 'mx'"),
         ({"outer_scale": "row"}, "unknown outer_scale 'row'"),
-        ({"exponent_rounding": "up"}, "is for powers of two without an outer scale"),
+        ({"exponent_rounding": "up"}, "requires power-of-two scales without an outer scale"),
         ({"granularity": "mx", "group_size": 32, "exponent_rounding": "near"}, "unknown exponent_rounding 'near'"),
-        ({"format": "e2m1", "granularity": "nv"}, "write nv16, say"),
-        ({"format": "e2m1", "granularity": "nv", "group_size": 16, "flush_to_zero": False}, "whose scales may be 0"),
+        ({"format": "e2m1", "granularity": "nv"}, "use for example nv16"),
+        ({"format": "e2m1", "granularity": "nv", "group_size": 16, "flush_to_zero": False}, "whose scales can be 0"),
     ],
 )
 def test_contradictions_are_refused(settings, message):
@@ -336,6 +336,6 @@ def test_a_block_needs_two_axes():
 @pytest.mark.parametrize("axis", [2, -3])
 def test_an_axis_that_an_array_lacks_is_refused_on_either_side(axis):
     spec = fp8jax.QuantSpec("e4m3", "group", 4, axis=axis)
-    with pytest.raises(ValueError, match=f"runs along axis {axis}, which an array of shape \\(8, 8\\) lacks"):
+    with pytest.raises(ValueError, match=f"uses axis {axis}, which is out of range for an array of shape \\(8, 8\\)"):
         fp8jax.quantize(jnp.ones((8, 8)), spec)
     assert spec.block_shape((8, 8, 8)).count(4) == 1

@@ -56,7 +56,9 @@ def test_a_plan_names_every_role_with_what_it_is_stored_and_computed_in():
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines[1:]]
     assert cells[0] == ["role", "stored in", "computed in", "bytes/element"]
     assert cells[1:-1] == [[*row[:3], f"{row[3]:.4g}"] for row in PLAN]
-    assert cells[-1][0].startswith("MOSS's scales, folded into rows: what is asked for as e4m3:mx32 is multiplied")
+    assert cells[-1][0].startswith(
+        "microscales are folded into row scales: operands with spec e4m3:mx32 are multiplied"
+    )
 
 
 def test_a_faithful_plan_computes_nothing_again_and_what_is_not_quantized_has_the_working_copys_format():

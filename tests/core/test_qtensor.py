@@ -389,14 +389,14 @@ def test_joined_arrays_whose_blocks_moved_are_refused(spec, width, count):
     part = fp8jax.quantize(jnp.asarray(normal(4, width)), spec)
     q = along(-1, *[part] * count)
     assert jax.tree.leaves(q)[0].shape[-1] > part.codes.shape[-1]
-    with pytest.raises(ValueError, match="joined, cut or stacked one by one"):
+    with pytest.raises(ValueError, match="concatenated, sliced or stacked one by one"):
         q.dequantize()
-    with pytest.raises(ValueError, match=r"joined, cut or stacked|not uint8|not float32"):
+    with pytest.raises(ValueError, match=r"concatenated, sliced or stacked|not uint8|not float32"):
         q.validate()
-    with pytest.raises(ValueError, match="joined, cut or stacked one by one"):
+    with pytest.raises(ValueError, match="concatenated, sliced or stacked one by one"):
         jax.jit(lambda q: jax.tree.map(lambda leaf: leaf, q).dequantize())(q)
     if spec == "e4m3:group128":
-        with pytest.raises(ValueError, match="joined, cut or stacked one by one"):
+        with pytest.raises(ValueError, match="concatenated, sliced or stacked one by one"):
             from_bytes(to_bytes(q)).dequantize()
 
 

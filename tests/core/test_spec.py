@@ -38,19 +38,19 @@ def test_malformed_strings_are_refused_with_the_form(text):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"format": "e3m4"}, "unknown number format 'e3m4'; formats are e4m3"),
+        ({"format": "e3m4"}, "unknown number format 'e3m4'; use one of e4m3"),
         ({"format": "fp32"}, "'fp32' is stored by a cast"),
         ({"granularity": "groups"}, "unknown granularity 'groups'"),
-        ({"format": "e4m3:group128"}, r"is a whole spec, and no format: take QuantSpec.parse\('e4m3:group128'\)"),
+        ({"format": "e4m3:group128"}, r"is a full spec, not a format; use QuantSpec.parse\('e4m3:group128'\)"),
         ({"granularity": "group"}, "positive group_size, not None"),
         ({"granularity": "group", "group_size": 0}, "positive group_size, not 0"),
         ({"granularity": "group", "group_size": -128}, "positive group_size, not -128"),
         ({"group_size": 128}, "group_size=128 contradicts granularity 'tensor'"),
         ({"scale_format": "e4m3"}, "unknown scale_format 'e4m3'"),
         ({"rounding": "up"}, "unknown rounding 'up'"),
-        ({"flush_to_zero": "smallest"}, "flush_to_zero is True or False, not 'smallest'"),
-        ({"fold_scales": None}, "fold_scales is True or False, not None"),
-        ({"layer_axes": -1}, "layer_axes counts leading axes and cannot be -1"),
+        ({"flush_to_zero": "smallest"}, "flush_to_zero must be True or False, got 'smallest'"),
+        ({"fold_scales": None}, "fold_scales must be True or False, got None"),
+        ({"layer_axes": -1}, "layer_axes must be a number of leading axes, got -1"),
     ],
 )
 def test_wrong_spec_fields_name_value_and_fix(settings, message):
@@ -118,25 +118,31 @@ def test_presets_are_known_by_their_names(name):
     [
         (
             lambda: fp8jax.recipes.get("coats"),
-            "unknown recipe 'coats'; recipes are bf16, fast, moss, moss_mx, coat, coat_fast, coat_optimizer, ",
+            "unknown recipe 'coats'; use one of bf16, fast, moss, moss_mx, coat, coat_fast, coat_optimizer, ",
         ),
         (lambda: Weights(master="fp8"), "weights.master 'fp8' is not one of fp32, bf16, "),
         (lambda: Weights(master="bf16", compute="fp32"), "weights.compute 'fp32' is wider than the master"),
         (lambda: Optimizer(mu="e3m4"), "unknown number format 'e3m4'"),
         (lambda: Optimizer(group_size=0), "optimizer.group_size must be a positive integer, not 0"),
-        (lambda: Optimizer(group_size=None), "give a group_size, or expand=False"),
-        (lambda: Optimizer(mu="fp32", nu="fp32"), "group_size=128, expand=True apply to 8-bit moments"),
-        (lambda: Optimizer(mu="fp32", nu="bf16", group_size=None), "expand=True apply to 8-bit moments"),
-        (lambda: Linear("e4m3", "e4m3+stochastic", "e5m2"), "only gradients and what is saved round stochastically"),
-        (lambda: Linear(fast_accumulation=("backward",)), r"fast_accumulation names \['backward'\]; products are"),
-        (lambda: Context("e4m3:group16", "lean"), "context.recompute_activations is True or False, not 'lean'"),
+        (lambda: Optimizer(group_size=None), "set optimizer.group_size, or expand=False"),
+        (lambda: Optimizer(mu="fp32", nu="fp32"), "group_size=128, expand=True require 8-bit moments"),
+        (lambda: Optimizer(mu="fp32", nu="bf16", group_size=None), "expand=True require 8-bit moments"),
+        (
+            lambda: Linear("e4m3", "e4m3+stochastic", "e5m2"),
+            "stochastic rounding is supported only for gradients and residuals",
+        ),
+        (
+            lambda: Linear(fast_accumulation=("backward",)),
+            r"fast_accumulation contains unknown products: \['backward'\]",
+        ),
+        (lambda: Context("e4m3:group16", "lean"), "context.recompute_activations must be True or False, got 'lean'"),
         (
             lambda: Context(recompute_activations=True),
-            "context.recompute_activations=True needs a format: give context.residual",
+            "context.recompute_activations=True needs a format; set context.residual",
         ),
         (lambda: Context("fp8:group16"), "unknown number format 'fp8'"),
         (lambda: Context("e4m3:channel"), "context.residual 'e4m3:channel' must have scales along the channels"),
-        (lambda: Context("e4m3:group16+stochastic"), "would need a key in every layer"),
+        (lambda: Context("e4m3:group16+stochastic"), "would need a PRNG key in every layer"),
     ],
 )
 def test_recipes_that_are_wrong_or_contradict_themselves_are_refused(build, message):

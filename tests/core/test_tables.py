@@ -119,6 +119,20 @@ def test_sections_have_common_columns_and_titles():
     assert [line for line in narrow.splitlines() if not line.startswith("  ")] == ["name          note", "First"]
 
 
+def test_narrow_columns_keep_short_cells_and_few_lines():
+    rows = [
+        ("blocks/{0..1}/attention", "MultiHeadDotProductAttention", "", "both operands are data, as in attention", ""),
+        ("blocks/{0..1}/up", "Dense", "(64,17,192)", "nothing: LayerNorm recomputes it", "476 KiB"),
+    ]
+    lines = tables.sectioned_table(("layers", "operation", "shape", "why", "bytes"), [("Rows", rows)], 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 7
+    for whole in ("(64,17,192)", "476 KiB", "ProductAttention"):
+        assert any(whole in line for line in lines), whole
+    # A text extends over the empty cells after it.
+    assert max(len(line) for line in lines if "MultiHead" in line) > lines[0].index("bytes")
+
+
 def test_the_terminal_says_the_width(monkeypatch):
     monkeypatch.setenv("COLUMNS", "133")
     assert tables.terminal_width() == 133

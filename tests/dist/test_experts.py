@@ -149,9 +149,10 @@ def test_ragged_collectives_get_the_offsets_and_sizes_of_their_rows(case, monkey
 
 @pytest.mark.parametrize(
     ("wire", "widths"),
-    [("e4m3:token", (INPUTS + 4, OUTPUTS + 4)), ("e4m3:group16", (INPUTS + 8, OUTPUTS + 4)), ("fp32", (128, 64))]
-    + [(recipe, (INPUTS + 4, OUTPUTS + 4)) for recipe in ("deepseek", "coat", "moss")]
-    + [("mxfp8", (INPUTS + 5, OUTPUTS + 5)), ("nvfp4", (4 * INPUTS, 4 * OUTPUTS))],
+    # A message of codes and scales takes a multiple of 8 bytes.
+    [("e4m3:token", (INPUTS + 8, OUTPUTS + 8)), ("e4m3:group8", (INPUTS + 16, OUTPUTS + 8)), ("fp32", (128, 64))]
+    + [(recipe, (INPUTS + 8, OUTPUTS + 8)) for recipe in ("deepseek", "coat", "moss", "mxfp8")]
+    + [("nvfp4", (4 * INPUTS, 4 * OUTPUTS))],
 )
 def test_codes_and_scales_are_all_that_travels_to_experts(wire, widths):
     """Forward, and of gradients backward; what comes back is in its own dtype. The plan counts the same bytes."""
@@ -238,11 +239,15 @@ def test_experts_are_shared_beside_fsdp_and_tensor_axes():
     ("error", "message", "ask"),
     [
         (ValueError, "4 devices along .* do not divide", lambda x, s: TokenExchange.from_sizes(s[:7], "expert", ROWS)),
-        (TypeError, "integers, not float32", lambda x, s: TokenExchange.from_sizes(s * 1.0, "expert", ROWS)),
+        (TypeError, "integer group_sizes, got float32", lambda x, s: TokenExchange.from_sizes(s * 1.0, "expert", ROWS)),
         (ValueError, "capacity must be", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS, capacity=0)),
-        (ValueError, r"takes \(12, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x[1:])),
-        (ValueError, r"takes \(48, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).combine(x)),
-        (ValueError, "do not travel", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x, "de8")),
+        (ValueError, r"expects \(12, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x[1:])),
+        (ValueError, r"expects \(48, ", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).combine(x)),
+        (
+            ValueError,
+            "is not a supported wire format",
+            lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x, "de8"),
+        ),
         (ValueError, "'bf16'", lambda x, s: TokenExchange.from_sizes(s, "expert", ROWS).dispatch(x, "te_delayed")),
     ],
 )
@@ -263,7 +268,7 @@ def test_explain_counts_the_rows_that_a_device_sends():
         return exchange.combine(y, "e4m3:token")[None]
 
     explained = fp8jax.transform(mapped(run), "coat").explain(W, X, UNEVEN)
-    sent = 3 / 4 * ROWS * (INPUTS + 4 + 4 * OUTPUTS)  # codes with a scale a row, then results in fp32
-    assert f"sends {sent:.4g} B of rows" in explained.exchange_note
+    sent = 3 / 4 * ROWS * (INPUTS + 8 + 4 * OUTPUTS)  # codes with a scale a row, then results in fp32
+    assert f"sends {sent:.4g} B of tokens" in explained.exchange_note
     assert explained.exchange_note[:20] in str(explained)
     assert not fp8jax.transform(lambda w, x: x @ w, "coat").explain(W[0], X[0]).exchange_note

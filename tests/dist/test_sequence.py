@@ -310,7 +310,7 @@ def test_what_travels_of_each_setting():
     for how in ("e4m3", "e4m3:token", "e4m3:group32"):
         assert total(how).spec == fp8jax.QuantSpec.parse(how)
     for how in (fp8jax.QuantSpec("e4m3", layer_axes=1), fp8jax.QuantSpec("e4m3", "token", axis=0)):
-        with pytest.raises(ValueError, match=r"f: codes of .* do not travel"):
+        with pytest.raises(ValueError, match=r"f: .* is not a supported wire format"):
             operand(how, "x")
 
 
@@ -347,23 +347,33 @@ def test_nan_is_seen_wherever_its_scale_reaches():
             gather_sequence,
             (2, 64, 64),
             {"wire_format": "int8:block32"},
-            "parts of 8 along dimension 1 end within a block",
+            "shards of length 8 along dimension 1 are not a multiple",
         ),
         (
             gather_sequence,
             (32, 64, 64),
             {"wire_format": "int8:block32", "dim": 0},
-            "parts of 32 along dimension 0 end within",
+            "shards of length 32 along dimension 0 are not a multiple",
         ),
-        (gather_sequence, (2, 64, 64), {"wire_format": "e4m3:channel"}, "codes of e4m3:channel do not travel"),
-        (gather_sequence, (2, 64, 64), {"wire_format": "int10:group64"}, "do not travel"),
+        (
+            gather_sequence,
+            (2, 64, 64),
+            {"wire_format": "e4m3:channel"},
+            "e4m3:channel is not a supported wire format",
+        ),
+        (gather_sequence, (2, 64, 64), {"wire_format": "int10:group64"}, "is not a supported wire format"),
         (gather_sequence, (2, 64, 64), {"wire_format": "int8+stochastic"}, "rounds to nearest"),
-        (gather_sequence, (2, 64, 64), {"wire_format": "te_delayed"}, "delayed scaling has a state"),
-        (gather_sequence, (2, 64, 64), {"dim": -1}, "before the channels"),
-        (gather_sequence, (64,), {}, "before the channels"),
+        (gather_sequence, (2, 64, 64), {"wire_format": "te_delayed"}, "delayed scaling keeps a state"),
+        (gather_sequence, (2, 64, 64), {"dim": -1}, "before the last one"),
+        (gather_sequence, (64,), {}, "before the last one"),
         (scatter_sequence, (2, 60, 64), {}, "8 devices do not divide dimension 1"),
-        (scatter_sequence, (2, 64, 64), {"gradients": "int8:block32"}, "parts of 8 along dimension 1 end within"),
-        (scatter_sequence, (2, 64, 64), {"wire_format": "e4m3:group128+expand"}, "do not travel"),
+        (
+            scatter_sequence,
+            (2, 64, 64),
+            {"gradients": "int8:block32"},
+            "shards of length 8 along dimension 1 are not a multiple",
+        ),
+        (scatter_sequence, (2, 64, 64), {"wire_format": "e4m3:group128+expand"}, "is not a supported wire format"),
         (scatter_sequence, (2, 64, 64), {"wire_format": "fp7"}, "unknown number format"),
     ],
 )
@@ -385,7 +395,7 @@ def test_weights_and_their_codes_are_as_many():
     def multiply(x):
         return gather_linear(x, [X[0], X[0]], "tensor", recipe="coat", quantized=[None])[0]
 
-    with pytest.raises(ValueError, match="2 weights were given quantized as 1"):
+    with pytest.raises(ValueError, match="2 weights were passed with 1 quantized"):
         jax.eval_shape(mapped(multiply), X)
 
 

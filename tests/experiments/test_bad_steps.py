@@ -123,7 +123,7 @@ def test_a_stopped_run_goes_on_with_another_policy_from_a_checkpoint_without_cou
     [
         (["--max-bad-steps", "0"], "--max-bad-steps must be at least 1, got 0"),
         (["--max-loss-jump", "-1"], "--max-loss-jump must be finite and not negative, got -1.0"),
-        (["--on-bad-step", "skip", "--release", "twice"], "give --on-bad-step rewind or stop"),
+        (["--on-bad-step", "skip", "--release", "twice"], "Use --on-bad-step rewind or stop"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(argv, capsys, flags, message):

@@ -117,7 +117,7 @@ ENTRY %main (x: f8e4m3fn[16,64], y: f8e5m2[32,64], z: bf16[3,8,64], w: bf16[3,64
   %t = bf16[8,4]{1,0} parameter(4)
   %eight = (f32[16,32]{1,0}, s8[4194304]{0}) custom-call(%x, %y), custom_call_target="__cublas$lt$matmul$f8"
   %batch = (bf16[3,8,4]{2,1,0}, s8[99]{0}) custom-call(%z, %w), custom_call_target="__cublas$gemm"
-  %mend = (u8[999,999]{1,0}) custom-call(%x), KERNEL mend/triton_kernel_call"}
+  %requantize = (u8[999,999]{1,0}) custom-call(%x), KERNEL requantize/triton_kernel_call"}
   %u = u8[64,32]{1,0} bitcast(%x)
   %dynamic = u8[64,32]{1,0} fusion(%u), kind=kCustom, calls=%around
   ROOT %loop = f32[8,4]{1,0} while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}

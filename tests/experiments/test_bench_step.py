@@ -116,7 +116,7 @@ def test_an_arm_that_does_not_fit_is_left_out_and_the_rest_measured(monkeypatch,
     assert [(r["impl"], r["value"]) for r in rows if r["metric"] == "failed"] == [("coat", None)]
     assert "bf16" in {r["impl"] for r in rows if r["metric"] == "step"}
     assert "coat failed: MemoryError RESOURCE_EXHAUSTED" in capsys.readouterr().out
-    with pytest.raises(RuntimeError, match="which all arms are compared with, does not run"):
+    with pytest.raises(RuntimeError, match="the baseline of all arms, does not run"):
         step.driver.built(["coat", "bf16"], FullArm)
     assert list(step.driver.built([step.AGAIN, "bf16"], PlantedArm, limit=1e9)) == [step.AGAIN, "bf16"]
     clock = itertools.count(0, 10)

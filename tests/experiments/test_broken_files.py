@@ -56,7 +56,7 @@ def test_torn_result_is_told_and_made_again(argv, finished, copy, capsys, torn):
     path.write_text(re.sub('("valid_loss": ).*,', r"\1NaN,", path.read_text()) if torn == "NaN" else torn)
     assert cli.main([*argv, *BF16, "--run", copy.name]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"bf16/result\.json is damaged \(.*\): made again from the newest checkpoint, if any", shown)
+    assert re.search(r"bf16/result\.json is damaged \(.*\); it is recreated from the newest checkpoint, if any", shown)
     assert "step 8/8" not in shown
     assert content(copy) == content(finished)
 
@@ -126,14 +126,14 @@ def test_what_is_no_folder_where_orbax_writes_is_named(tmp_path, kind):
             path.symlink_to(tmp_path / ("elsewhere" if kind == "link to a folder" else "nowhere"))
 
     put(tmp_path / "run" / "7.orbax-checkpoint-tmp")
-    with pytest.raises(UserError, match=r"7\.orbax-checkpoint-tmp is no folder, .*; move it away"):
+    with pytest.raises(UserError, match=r"7\.orbax-checkpoint-tmp is not a folder, .*; move it away"):
         checkpoint.Checkpoints(tmp_path / "run", 1)
     assert (tmp_path / "elsewhere" / "precious").exists()
     put(tmp_path / "checkpoints")
     if kind == "link to a folder":
         checkpoint.Checkpoints(tmp_path / "checkpoints", 1).close()
         return
-    with pytest.raises(UserError, match=f"is a {kind}, where the checkpoints' folder should be; move it away"):
+    with pytest.raises(UserError, match=f"is a {kind}, but the checkpoint folder must be there; move it away"):
         checkpoint.Checkpoints(tmp_path / "checkpoints", 1)
 
 
@@ -215,12 +215,12 @@ def test_files_where_folders_should_be(argv, copy, capsys):
     (copy / "bf16" / "checkpoints").write_text("")
     assert cli.main([*argv, *BF16, "--run", copy.name]) == 2
     assert capsys.readouterr().err == (
-        f"error: {copy}/bf16/checkpoints is a file, where the checkpoints' folder should be; move it away\n"
+        f"error: {copy}/bf16/checkpoints is a file, but the checkpoint folder must be there; move it away\n"
     )
     shutil.rmtree(copy)
     copy.write_text("")
     assert cli.main([*argv, *BF16, "--run", copy.name]) == 2
-    assert f"--run {copy.name}: cannot make {copy}: File exists" in capsys.readouterr().err
+    assert f"--run {copy.name}: cannot create {copy}: File exists" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_one_line_and_nothing_is_lost(argv, finished, copy, capsys, monkeypatch):
@@ -237,14 +237,14 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(argv, finished, copy, capsy
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "bf16/checkpoints (No space left on device; " in error
-    assert "the newest is of step 4. Put that right, and give the same command again" in error
+    assert "the newest is of step 4. Fix this and run the same command again" in error
     assert not (copy / "bf16" / "result.json").exists()
 
     with monkeypatch.context() as patch:
         patch.setattr(report.os, "fsync", fail)
         assert cli.main([*argv, *BF16, "--run", copy.name]) == 3
     error = capsys.readouterr().err
-    assert re.fullmatch(r"error: \S*\.owner cannot be written \(No space left on device\)\. Put .*\n", error)
+    assert re.fullmatch(r"error: \S*\.owner cannot be written \(No space left on device\)\. Fix .*\n", error)
 
     assert cli.main([*argv, *BF16, "--run", copy.name]) == 0
     assert "resuming from step 4" in capsys.readouterr().out

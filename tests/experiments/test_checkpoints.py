@@ -71,11 +71,11 @@ def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch)
 
     assert resume() == 3
     for key, message in (
-        ("", "3 is signed: give its key in FP8JAX_CHECKPOINT_KEY"),
+        ("", "3 is signed: set FP8JAX_CHECKPOINT_KEY to its key"),
         (
             "other",
             "3 was changed, or signed with another key than that in FP8JAX_CHECKPOINT_KEY, and no older one is whole. "
-            "Give the key of this run in FP8JAX_CHECKPOINT_KEY, or start afresh with --resume never",
+            "Set FP8JAX_CHECKPOINT_KEY to the key of this run, or start afresh with --resume never",
         ),
     ):
         monkeypatch.setenv(checkpoint.KEY, key)
@@ -91,7 +91,7 @@ def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch)
         path.write_text(json.dumps(content | {"custom_metadata": forged}))
         monkeypatch.setenv(checkpoint.KEY, "secret")
         if key == "":
-            with pytest.raises(UserError, match="3 is not signed: leave out FP8JAX_CHECKPOINT_KEY, or move it away"):
+            with pytest.raises(UserError, match="3 is not signed: unset FP8JAX_CHECKPOINT_KEY, or move it away"):
                 resume()
             path.parent.rename(tmp_path / "away")
         assert resume() == 2
@@ -103,7 +103,7 @@ def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch)
             (tmp_path / "damaged-3").rename(folder / "3")
     assert told == []
     monkeypatch.setattr(checkpoint.hosts, "several", lambda: True)
-    with pytest.raises(UserError, match="FP8JAX_CHECKPOINT_KEY signs checkpoints of one process"):
+    with pytest.raises(UserError, match="FP8JAX_CHECKPOINT_KEY can sign only checkpoints of one process"):
         Checkpoints(folder, 2)
 
 
@@ -261,7 +261,7 @@ def test_resuming_steps_back_from_damage_alone(tmp_path):
         assert checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, pytest.fail) is None
     save(folder, 1, 2)
     with Checkpoints(folder, 4) as checkpoints:
-        with pytest.raises(UserError, match=r"checkpoints/2 was made with .*: lr was 0\.1, now 0\.3"):
+        with pytest.raises(UserError, match=r"checkpoints/2 was trained with .*: lr was 0\.1, now 0\.3"):
             checkpoints.resume(jax.eval_shape(make), {"lr": 0.3}, pytest.fail)
         with pytest.raises(UserError, match="has an unknown leaf empty"):
             checkpoints.resume({"params": {"new": jnp.zeros(3)}}, {"lr": 0.1}, pytest.fail)
@@ -271,7 +271,7 @@ def test_resuming_steps_back_from_damage_alone(tmp_path):
 def test_a_save_that_fails_names_the_newest_that_is_there(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
     full = ValueError("RESOURCE_EXHAUSTED: Error writing x\nFailed to write: No space left on device")
-    message = r"No space left on device; [\d,.]+ MiB are free there\); the newest is of step 2\. Put that right"
+    message = r"No space left on device; [\d,.]+ MiB are free there\); the newest is of step 2\. Fix this"
     checkpoints = Checkpoints(tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints._orbax, "save_checkpointables_async", raising(full))

@@ -1,6 +1,7 @@
 """Wrong input ends in exit code 2 and one line that names the value and the fix; nothing is left behind."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import re
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import fp8jax
-from experiments import errors
+from experiments import errors, plan
+from experiments.bench import __main__ as bench
 from experiments.errors import BusyError, DiskError, UserError
 from experiments.models import sizes
 from experiments.results import report as tables_report
@@ -24,7 +26,7 @@ SECTIONS = (config.Data, config.Model, config.Optim, config.Lora, config.Run)
     ("flags", "message"),
     [
         (["--recipe", "bf17"], "'bf17'.*coat_optimizer"),
-        (["--recipe", "bf16", "bf16"], "names a recipe twice"),
+        (["--recipe", "bf16", "bf16"], "contains a recipe twice"),
         (["--model", "9b"], "--model: unknown model size '9b'.*7b"),
         (["--heads", "5"], "--dim 32 is not divisible by --heads 5"),
         (["--kv-heads", "3"], "--heads 4 is not divisible by --kv-heads 3"),
@@ -44,9 +46,9 @@ SECTIONS = (config.Data, config.Model, config.Optim, config.Lora, config.Run)
         (["--warmup", "8"], "--warmup 8 must be below --steps 8"),
         (["--valid-fraction", "1"], "--valid-fraction must be between 0 and 1"),
         (["--tokenizer", "bpe", "--vocab", "256"], "--vocab must be at least 257"),
-        (["--run", "a/b"], "--run is a name .* not a path, got 'a/b'"),
-        (["--run", ".."], "--run is a name .* not a path"),
-        (["--run", ""], "--run is a name"),
+        (["--run", "a/b"], "--run must be a name .* not a path, got 'a/b'"),
+        (["--run", ".."], "--run must be a name .* not a path"),
+        (["--run", ""], "--run must be a name"),
         (["--seq-len", "100000"], "training text has .* one sequence needs 100001"),
         (["--data", "nowhere/*.txt"], r"--data nowhere/\*.txt: the glob matches no file"),
         (["--data", "nowhere"], "--data nowhere: no such file or folder"),
@@ -107,20 +109,23 @@ def test_each_field_may_be_as_far_as_its_bound(section, name):
         ({"optim": {"lr": math.inf}}, "--lr must be positive and finite, got inf"),
         ({"optim": {"final_lr": -0.1}}, "--final-lr must be a share of --lr"),
         ({"optim": {"weight_decay": math.inf}}, "--weight-decay must be finite"),
-        ({"optim": {"schedule": "wsd", "decay": 0.5, "warmup": 6}}, "--decay 0.5: wsd falls from step 5 on"),
-        ({"optim": {"schedule": "wsd", "decay": 0.01}}, "--decay 0.01: wsd falls from step 10 on"),
+        ({"optim": {"schedule": "wsd", "decay": 0.5, "warmup": 6}}, "--decay 0.5 starts at step 5 with wsd"),
+        ({"optim": {"schedule": "wsd", "decay": 0.01}}, "--decay 0.01 starts at step 10 with wsd"),
         ({"optim": {"microbatches": 3}}, "--microbatches 3 must divide --batch"),
         ({"data": {"valid_fraction": 1.0}}, "--valid-fraction must be between 0 and 1"),
         ({"run": {"process_id": -1}}, "--process-id -1 must be from 0 to --process-count 2 - 1"),
-        ({"run": {"process_count": None}}, "--coordinator node0:1 needs --process-id and --process-count, too"),
-        ({"run": {"coordinator": "auto"}}, "--process-id 1 and .* auto finds them itself"),
-        ({"run": {"coordinator": ""}}, "give that address, or leave them out"),
-        ({"run": {"coordinator": "", "process_count": None}}, "give that address, or leave them out"),
-        ({"run": {"coordinator": ":1"}}, "--coordinator is HOST:PORT, as in node0:12345, or auto, got ':1'"),
-        ({"run": {"run": ".r"}}, "--run is a name without a leading dot"),
+        ({"run": {"process_count": None}}, "--coordinator node0:1 also needs --process-id and --process-count"),
+        ({"run": {"coordinator": "auto"}}, "--process-id 1 and .* omit them: auto detects them"),
+        ({"run": {"coordinator": ""}}, "set it, or omit them"),
+        ({"run": {"coordinator": "", "process_count": None}}, "set it, or omit them"),
+        ({"run": {"coordinator": ":1"}}, "--coordinator must be HOST:PORT, such as node0:12345, or auto, got ':1'"),
+        ({"run": {"run": ".r"}}, "--run must be a name without a leading dot"),
         ({"lora": {"lora_rank": -1}}, "--lora-rank must be at least 0, got -1"),
-        ({"lora": {"lora_rank": 0, "lora_alpha": 3.0}}, "--lora-alpha is for adapters: give --lora-rank, too"),
-        ({"lora": {"base": "e4m3:group128+stochastic"}}, "--base has 8-bit codes rounded to nearest"),
+        ({"lora": {"lora_rank": 0, "lora_alpha": 3.0}}, "--lora-alpha requires adapters; also set --lora-rank"),
+        (
+            {"lora": {"base": "e4m3:group128+stochastic"}},
+            "--base must be bf16, or an 8-bit spec that rounds to nearest",
+        ),
         ({"seed": 2**63}, "--seed must be at least 0 and below 2\\*\\*63, got 9223372036854775808"),
         ({"recipe": ()}, "--recipe needs at least one name"),
     ],
@@ -159,6 +164,35 @@ def test_help_lists_recipes_sizes_and_exit_codes(capsys, option, monkeypatch):
         assert "--help-all" in shown
 
 
+def test_benchmarks_are_listed_and_an_unknown_one_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.argv", ["bench", "--help"])
+    assert bench.main() == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    for name in bench.BENCHES:
+        assert importlib.util.find_spec(f"experiments.bench.{name}"), name
+        assert re.search(rf"(?m)^  {name} +\w", shown), name
+    monkeypatch.setattr("sys.argv", ["bench", "gem"])
+    assert bench.main() == 2
+    shown, error = capsys.readouterr()
+    assert shown == ""
+    assert error.startswith("error: unknown benchmark 'gem'\n")
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_of_the_plan_fits_a_terminal(capsys, option, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        plan.main([option])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 40
+    assert max(map(len, shown.splitlines())) <= 80
+    # Each option has a text.
+    assert not re.findall(r"(?m)^  --\S+ \S+$(?!\n {20})", shown)
+
+
 def test_report_of_no_results_is_refused_and_writes_nothing(tmp_path, capsys):
     (tmp_path / "results").mkdir()
     for folder, message in (("nowhere", "no such folder"), ("results", "no results there (CARD/NAME.json)")):
@@ -176,7 +210,7 @@ def test_unknown_flag_is_refused_by_the_parser(argv):
 def test_out_that_is_a_file_is_an_error(argv, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert cli.main([*argv, "--out", str(tmp_path / "file")]) == 2
-    assert "cannot make" in capsys.readouterr().err
+    assert "cannot create" in capsys.readouterr().err
 
 
 def test_defaults_are_possible_and_flags_reach_their_fields():
@@ -242,7 +276,7 @@ def test_every_field_that_changes_the_numbers_is_compared_before_a_run_goes_on(s
 def test_run_of_another_configuration_is_refused(argv, finished, capsys, flags, message):
     assert cli.main([*argv, "--run", "finished", *flags]) == 2
     error = capsys.readouterr().err
-    assert re.search(f"another configuration: {message}. Give the old values .* a new --run", error), error
+    assert re.search(f"another configuration: {message}. Use the old values .* a new --run", error), error
     assert (finished / "loss.png").exists()
 
 

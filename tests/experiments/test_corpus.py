@@ -92,7 +92,7 @@ def test_missing_paths_are_errors_that_name_them(tmp_path):
     for pattern, message in (
         ("missing.txt", "no such file or folder"),
         ("*.md", "the glob matches no file"),
-        ("", "the folder holds no files"),
+        ("", "the folder contains no files"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             data.read_corpus([str(tmp_path / pattern)], 0.1)

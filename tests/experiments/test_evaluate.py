@@ -169,7 +169,7 @@ def test_texts_are_read_whole_and_files_that_are_none_passed_over_unless_they_ar
     for name, field, value in (("data", "data", (str(records),)), ("model", "init", "folder")):
         part = dataclasses.replace(getattr(trained.config, name), **{field: value})
         other = dataclasses.replace(trained, config=dataclasses.replace(trained.config, **{name: part}))
-        with pytest.raises(UserError, match="packed records; name texts to score with --data"):
+        with pytest.raises(UserError, match="packed records; pass texts to score with --data"):
             evaluate.read_texts(Evaluation(Path(), "bf16"), other)
 
 
@@ -182,7 +182,7 @@ def test_a_checkpoint_that_is_damaged_is_refused_and_stays(finished, tmp_path, c
     assert evaluate.main(["--run", str(run), "--recipe", "bf16"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert re.search(r"checkpoints/8 is damaged: .*\. Move that folder away to evaluate the checkpoint before", error)
+    assert re.search(r"checkpoints/8 is damaged: .*\. Move this folder away to evaluate the previous checkpoint", error)
     assert len(list(metadata.parents[1].iterdir())) == 3
 
 
@@ -205,7 +205,7 @@ def test_the_command_line_prints_the_run_and_its_text(finished, capsys):
     [
         (["--recipe", "bf17"], "--recipe: unknown recipe 'bf17'"),
         (["--recipe", "te_current"], "has checkpoints of bf16, coat_optimizer"),
-        (["--recipe", "bf16", "--run", "nowhere"], "no run of experiments.train is there"),
+        (["--recipe", "bf16", "--run", "nowhere"], "there is no run of experiments.train"),
         (["--recipe", "bf16", "--limit", "-1"], "--limit must be at least 0, got -1"),
         (["--recipe", "bf16", "--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
     ],

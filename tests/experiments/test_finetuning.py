@@ -125,30 +125,30 @@ def test_templates_are_found_and_rendered_as_checkpoints_mean_them(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert chat.Template(tmp_path).render(talk, "x") == "<ü>"
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content.what() }}")
-    with pytest.raises(UserError, match="x: the template of conversations refuses it"):
+    with pytest.raises(UserError, match="x: the chat template rejects it"):
         chat.Template(tmp_path).render(talk, "x")
 
 
 def test_bad_templates_and_conversations_are_named(checkpoint, tmp_path):
     folder = tmp_path / "x"
     folder.mkdir()
-    with pytest.raises(UserError, match="has no template of conversations"):
+    with pytest.raises(UserError, match="has no chat template"):
         chat.Template(folder)
     source = folder / "chat_template.jinja"
     source.write_text("{% if %}")
-    with pytest.raises(UserError, match="its template of conversations is none"):
+    with pytest.raises(UserError, match="its chat template is not valid"):
         chat.Template(folder)
     source.write_text("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(UserError, match=r"f:7: the template of conversations refuses it \(roles must alternate\)"):
+    with pytest.raises(UserError, match=r"f:7: the chat template rejects it \(roles must alternate\)"):
         chat.Template(folder).spans(TALK, "f:7")
     source.write_text("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(UserError, match="f:7: the template writes what comes before message 2 otherwise"):
+    with pytest.raises(UserError, match="f:7: the chat template formats the messages before message 2 differently"):
         chat.Template(folder).spans(TALK, "f:7")
     source.write_text("{{ messages[0].content }}{% if messages | length > 3 %}!{% endif %}{{ messages[1:] }}")
-    with pytest.raises(UserError, match="f:7: the template writes what comes before message 2 otherwise"):
+    with pytest.raises(UserError, match="f:7: the chat template formats the messages before message 2 differently"):
         chat.Template(folder).spans(TALK[:4], "f:7")
     (folder / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read \(no JSON object\)"):
+    with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read \(it is not a JSON object\)"):
         chat.Template(folder)
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read"):
@@ -254,7 +254,7 @@ def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, 
     argv = [*FLAGS, "--init", str(folder), "--data", str(talks), "--out", str(out), "--run", "eight", "--recipe",
             "te_current", "--lora-rank", "4", "--sample-tokens", "0"]  # fmt: skip
     assert cli.main(argv) == 2
-    assert "the checkpoint holds codes, e4m3:token; give --base e4m3:token" in capsys.readouterr().err
+    assert "the checkpoint contains codes with spec e4m3:token; use --base e4m3:token" in capsys.readouterr().err
     assert cli.main([*argv, "--base", "e4m3:token"]) == 0
     assert len(fp8jax.lora.load(out / "eight" / "te_current" / "adapter", PEFT_NAMES)) == 7
 
@@ -262,8 +262,8 @@ def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--dim", "64"], "--dim is the checkpoint's own"),
-        (["--tokenizer", "bpe"], "--tokenizer is the checkpoint's own"),
+        (["--dim", "64"], "--dim is set by the checkpoint"),
+        (["--tokenizer", "bpe"], "--tokenizer is set by the checkpoint"),
     ],
 )
 def test_what_the_checkpoint_says_is_not_given_too(checkpoint, talks, out, flags, message, capsys):
@@ -275,5 +275,5 @@ def test_what_the_checkpoint_says_is_not_given_too(checkpoint, talks, out, flags
 def test_a_folder_that_is_none_is_told(talks, out, capsys):
     argv = [*FLAGS, "--init", "no/such", "--data", str(talks), "--out", str(out), "--run", "bad"]
     assert cli.main(argv) == 2
-    assert "no/such is no folder" in capsys.readouterr().err
+    assert "no/such is neither a folder" in capsys.readouterr().err
     assert config.Config().model.init == ""

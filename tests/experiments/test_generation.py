@@ -141,8 +141,8 @@ def test_seeds_give_texts_and_ends_end_them():
     [
         (np.zeros((1, 0)), 4, "a prompt needs 1 to 3 tokens"),
         (np.zeros((1, 4)), 4, "a prompt needs 1 to 3 tokens .* got 4"),
-        (np.array([[3, 40]]), 4, "ids from 3 to 40, and the model knows 0 to 39"),
-        (np.array([[3, -1]]), 4, "ids from -1 to 3, and the model knows 0 to 39"),
+        (np.array([[3, 40]]), 4, "ids from 3 to 40, but the model has ids from 0 to 39"),
+        (np.array([[3, -1]]), 4, "ids from -1 to 3, but the model has ids from 0 to 39"),
         (np.zeros((1, 2)), 20, "the model has 16 positions, not 20"),
     ],
 )
@@ -199,9 +199,9 @@ def test_command_line_writes_what_the_model_says(folder, capsys):
     [
         (["--tokens", "0"], None, "--tokens and --samples must be at least 1, got 0"),
         (["--samples", "0"], None, "--tokens and --samples must be at least 1, got 128 and 0"),
-        (["--seed", str(2**64)], None, "--seed must be of 64 bits, got 18446744073709551616"),
+        (["--seed", str(2**64)], None, "--seed must fit in 64 bits, got 18446744073709551616"),
         (["--top-p", "2"], None, "top_p must be above 0"),
-        (["--prompt", "a\udcff"], None, "--prompt is no text in the encoding of this terminal"),
+        (["--prompt", "a\udcff"], None, "--prompt cannot be encoded"),
         ([], lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         ([], lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read"),
         ([], lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "x"}'), "eos_token_id is"),

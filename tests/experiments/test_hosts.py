@@ -166,7 +166,7 @@ def test_so_it_is_on_a_cluster(argv, which, at):
 
 def test_without_a_cluster_auto_says_so(argv, capsys):
     assert cli.main([*argv, "--coordinator", "auto"]) == 2
-    assert "this process cannot join the others (there is no cluster); give --coordinator" in capsys.readouterr().err
+    assert "this process cannot join the others (no cluster was detected); set --coordinator" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_a_process_whose_peer_died_before_it_joined_ends_as_if_it_died_later(mon
         (["--coordinator", "node0"], "HOST:PORT"),
         (["--coordinator", "node0:1"], "needs --process-id and --process-count"),
         (["--coordinator", "node0:1", "--process-id", "2", "--process-count", "2"], "from 0 to --process-count 2 - 1"),
-        (["--process-id", "1"], "for --coordinator"),
+        (["--process-id", "1"], "require --coordinator"),
         (["--coordinator", "auto", "--process-count", "1"], "auto finds them itself"),
         (["--patience", "0"], "at least 1"),
     ],

@@ -156,11 +156,11 @@ def test_a_matrix_of_which_some_layers_are_codes_is_read_as_values(eight_folder,
 def test_what_cannot_be_written_is_an_error_and_leaves_no_folder(tmp_path, monkeypatch):
     out, weights = tmp_path / "out", params(WIDE)
     broken = {**weights, "norm": {"scale": weights["norm"]["scale"].at[0].set(1e6)}}
-    with pytest.raises(UserError, match=r"norm\.weight has values beyond float16"):
+    with pytest.raises(UserError, match=r"norm\.weight has values outside the range of float16"):
         save(out, WIDE, broken, dtype=np.float16)
     with pytest.raises(UserError, match=r"the parameters lack norm\.scale"):
         save(out, WIDE, {k: v for k, v in weights.items() if k != "norm"})
-    with pytest.raises(UserError, match="is of another shape"):
+    with pytest.raises(UserError, match="has another shape"):
         save(out, WIDE, weights, like=checkpoint(tmp_path / "in", "llama3"))
 
     def full(*_, **__):
@@ -173,7 +173,7 @@ def test_what_cannot_be_written_is_an_error_and_leaves_no_folder(tmp_path, monke
     assert not out.exists()
     save(out, WIDE, weights)
     assert not (tmp_path / "out.partial").exists()
-    with pytest.raises(UserError, match="out exists; give another folder"):
+    with pytest.raises(UserError, match="out exists; use another folder"):
         save(out, WIDE, weights)
 
 
@@ -333,23 +333,26 @@ def test_a_tied_head_is_not_counted_as_quantized(name, field, tmp_path):
 
 @pytest.mark.parametrize(
     ("recipe", "message"),
-    [("bf16", "in the format of computation, which no format holds"), ("int8_fallback", "int8:block128, which no")],
+    [
+        ("bf16", "in the format of computation, which no export format supports"),
+        ("int8_fallback", "int8:block128, which no"),
+    ],
 )
 def test_recipes_without_such_codes_are_refused(recipe, message):
     with pytest.raises(UserError, match=message):
         of_recipe(fp8jax.recipes.get(recipe))
-    with pytest.raises(UserError, match="unknown 8-bit format 'int4'; the formats are tensor, channel, block,"):
+    with pytest.raises(UserError, match="unknown 8-bit format 'int4'; use one of tensor, channel, block,"):
         eight_bits("int4")
     recipe = fp8jax.recipes.te_current()
     for spec, name in (("e4m3:tensor", "tensor"), ("e4m3:token", "channel")):
         linear = dataclasses.replace(recipe.linear, w=spec, dy=None, w_dgrad=None, x_wgrad=None)
-        with pytest.raises(UserError, match=f"has a scale a {name}, and the deepseek format one a block"):
+        with pytest.raises(UserError, match=f"has one scale per {name}, but the deepseek format needs one per block"):
             of_recipe(dataclasses.replace(recipe, linear=linear), deepseek=True)
 
 
 def test_gpt2_has_no_layers_that_the_formats_know(tmp_path):
     gpt2 = load(checkpoint(tmp_path / "in", "gpt2"))
-    with pytest.raises(UserError, match="GPT2LMHeadModel has no linear layers that 8-bit formats know"):
+    with pytest.raises(UserError, match="GPT2LMHeadModel has no linear layers that an 8-bit format supports"):
         save(tmp_path / "out", gpt2.config, gpt2.params, eight=eight_bits("tensor"))
 
 
@@ -398,7 +401,7 @@ def _fp8(**fields):
         (_with("config_groups.group_0.weights.strategy", "block"), r"has blocks of None, not \[rows, columns\]"),
         (
             _with("config_groups.group_0.weights.strategy", "channel"),
-            r"weight_scale is \[1\], but scales are \[128, 1\]",
+            r"weight_scale is \[1\], but its scales must be \[128, 1\]",
         ),
         (_with("config_groups.group_0.weights.symmetric", False), r"weights\.symmetric is False"),
         (_with("config_groups.group_1", {}), "config_groups must be one group, of linear layers; got"),
@@ -451,7 +454,9 @@ def test_blocks_of_any_shape_are_decoded(tmp_path):
     assert quantized.read(tmp_path, {"quant_method": "fp8", "weight_block_size": None}).strategy == "tensor"
     assert quantized.read(tmp_path, {"quant_method": "fp8", "weight_block_size": [2, 3]}).block == (2, 3)
     assert quantized.read(tmp_path, {"quant_method": "fp8"}) == quantized.EightBits("fp8", "block", (128, 128))
-    with pytest.raises(UserError, match=r"blocks of \(2, 3\) are read as values only, not as codes; 128 x 128 are"):
+    with pytest.raises(
+        UserError, match=r"blocks of \(2, 3\) can be read as values, but not as codes; codes need blocks of 128 x 128"
+    ):
         quantized.frozen(blocks, codes, scale, jnp.asarray)
     for storage in (dataclasses.replace(blocks, activations=True), quantized.EightBits("compressed-tensors", "channel"),
                     quantized.EightBits("fp8", "block", (2, 3))):  # fmt: skip

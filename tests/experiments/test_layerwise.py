@@ -20,7 +20,7 @@ from fp8jax.recipes import Comm
 LLAMA = LlamaConfig(vocab=64, dim=256, layers=3, heads=4, kv_heads=2, mlp_dim=512)
 TOKENS = jax.random.randint(jax.random.key(1), (8, 33), 0, LLAMA.vocab)
 RECIPES = ("te_current", "deepseek", "moss", "coat", "bf16", "te_delayed", "int8_fallback", "fp8_lm")
-# Recipes whose codes do not travel: they read values, or observe the weights.
+# Recipes whose codes is not a supported wire format: they read values, or observe the weights.
 VALUES = ("bf16", "te_delayed")
 
 

@@ -355,9 +355,9 @@ def test_lines_of_progress_show_means_of_the_steps_since_the_last(tmp_path, caps
             log.step(step, 2.0**step, grad_norm=step / 4, lr=step / 8, tokens_per_s=10.0 * step)
         log.valid(5, 1.25)
     assert capsys.readouterr().out.replace(" left 0:00", "").splitlines() == [
-        "step 2/5 loss 3.000 tokens/s 15 lr 2.50e-01 grad_norm 0.50 recipe r",
-        "step 4/5 loss 12.000 tokens/s 35 lr 5.00e-01 grad_norm 1.00 recipe r",
-        "step 5/5 loss 24.000 tokens/s 45 lr 6.25e-01 grad_norm 1.25 recipe r",
+        "step 2/5 mean_loss 3.000 tokens/s 15 lr 2.50e-01 grad_norm 0.50 recipe r",
+        "step 4/5 mean_loss 12.000 tokens/s 35 lr 5.00e-01 grad_norm 1.00 recipe r",
+        "step 5/5 mean_loss 24.000 tokens/s 45 lr 6.25e-01 grad_norm 1.25 recipe r",
         "valid 5/5 loss 1.2500 recipe r",
     ]
 

@@ -139,44 +139,47 @@ def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--mesh model=2", "--mesh unknown axis 'model'; an axis is data, fsdp, tensor or expert"),
-        ("--mesh data=2,data=4", "--mesh names data twice"),
-        ("--mesh data=0", "--mesh data='0' is no number of devices"),
-        ("--mesh data", "--mesh data='' is no number of devices"),
-        ("--mesh data=4,fsdp=4", "data=4,fsdp=4 needs 16 devices, and there are 8; .* product is 8"),
-        ("--mesh data=3", "--mesh data=3: 3 devices do not divide the 4 of --batch; give --batch 6"),
+        ("--mesh model=2", "--mesh unknown axis 'model'; use data, fsdp, tensor or expert"),
+        ("--mesh data=2,data=4", "--mesh axis data is repeated"),
+        ("--mesh data=0", "--mesh data='0' is not a number of devices"),
+        ("--mesh data", "--mesh data='' is not a number of devices"),
+        ("--mesh data=4,fsdp=4", "data=4,fsdp=4 needs 16 devices, but there are 8; .* product 8"),
+        ("--mesh data=3", "--mesh data=3: 3 devices do not divide the 4 of --batch; use --batch 6"),
         ("--mesh data=4,tensor=4", "data=4,fsdp=1,tensor=4 needs 16 devices"),
         ("--mesh data=3,tensor=2", "data=3,tensor=2: 3 devices do not divide the 4 of --batch"),
         (
             "--mesh tensor=4",
-            r"--mesh 4 devices along tensor do not divide 2 key and value heads; tensor may be \[1, 2\]",
+            r"--mesh 4 devices along tensor do not divide 2 key and value heads; use tensor with one of \[1, 2\]",
         ),
         ("--mesh tensor=2 --mlp-dim 33", "do not divide 33 MLP channels"),
-        ("--mesh tensor=2 --batch 1 --seq-len 17", "do not divide the 17 tokens of a replica; .* multiples of 2$"),
+        (
+            "--mesh tensor=2 --batch 1 --seq-len 17",
+            "do not divide the 17 tokens of a replica; use a multiple of 2 tokens$",
+        ),
         (
             "--mesh tensor=2 --seq-len 12 --recipe int8_fallback jetfire",
             "48 tokens .* blocks of 32 with recipe jetfire",
         ),
         (
             "--mesh data=2,tensor=2 --batch 8 --microbatches 2 --seq-len 12 --recipe jetfire",
-            "do not divide the 24 tokens of a replica, in blocks of 32 .* multiples of 64$",
+            "do not divide the 24 tokens of a replica, in blocks of 32 .* a multiple of 64 tokens$",
         ),
         (
             "--mesh tensor=2 --mlp-dim 192 --recipe te_current --lora-rank 4 --base e4m3:block128",
-            "--mesh 2 devices along tensor have 96 of 192 MLP channels each, which ends within a group of 128",
+            "--mesh 2 devices along tensor have 96 of 192 MLP channels each, not a multiple of the group of 128",
         ),
-        ("--mesh tensor=2 --release previous", "with tensor=2 each device has its part of .* give fsdp=2 in place"),
-        ("--mesh data=2,fsdp=2 --recipe fp8_lm", "give --mesh one axis"),
+        ("--mesh tensor=2 --release previous", "with tensor=2 gradients are summed .* Use fsdp=2 instead"),
+        ("--mesh data=2,fsdp=2 --recipe fp8_lm", "Use --mesh with one axis"),
         (
             "--mesh data=1 --partition slices",
-            "--partition slices: devices along data share .* give --mesh data=2 or more",
+            "--partition slices: the optimizer state is sharded .* use --mesh data=2 or more",
         ),
         (
             "--mesh data=4 --partition tensors",
-            "--partition tensors: 4 devices along data do not divide 2 layers; take slices",
+            "--partition tensors: 4 devices along data do not divide 2 layers; use slices",
         ),
-        ("--mesh data=2 --partition slices --release twice", "--partition slices is of a step of its own"),
-        ("--mesh data=4 --microbatches 2", "the 2 sequences of a microbatch .* give --batch 8"),
+        ("--mesh data=2 --partition slices --release twice", "--partition slices is not supported with --release"),
+        ("--mesh data=4 --microbatches 2", "the 2 sequences of a microbatch .* use --batch 8"),
     ],
 )
 def test_a_wrong_mesh_is_one_line_that_names_it_and_the_fix(argv, capsys, flags, message):
@@ -194,18 +197,18 @@ def test_without_one_a_batch_is_spread_over_as_many_devices_as_divide_it(batch, 
 
 def test_several_processes_use_all_of_their_devices_and_rows_that_do_not_divide_are_everywhere():
     two = [SimpleNamespace(process_index=i // 2) for i in range(4)]
-    with pytest.raises(ValueError, match=r"data=2 takes 2 of the 4 devices .* give sizes whose product is 4"):
+    with pytest.raises(ValueError, match=r"data=2 takes 2 of the 4 devices .* Use sizes with product 4"):
         mesh.choose("data=2", 8, 1, two)
     with pytest.raises(ValueError, match="empty, with 3 sequences of a microbatch, takes 3 of the 4 devices"):
         mesh.choose("", 6, 2, two)
-    with pytest.raises(ValueError, match=r"^data=0,fsdp=1,tensor=2 needs 0 devices, and there are 8"):
+    with pytest.raises(ValueError, match=r"^data=0,fsdp=1,tensor=2 needs 0 devices, but there are 8"):
         mesh.make(0, 1, tensor=2)
     with pytest.raises(ValueError, match=r"^data=16,fsdp=1 needs 16 devices"):
         mesh.make(16, 1)
     assert set(mesh.make(2, 1, kind=AxisType.Explicit).axis_types) == {AxisType.Explicit}
     mesh.check_partition("slices", {"data": 3}, 4)
     mesh.check_partition("", {"data": 1}, 4)
-    with pytest.raises(ValueError, match=r"^tensors: devices along data share"):
+    with pytest.raises(ValueError, match=r"^tensors: the optimizer state is sharded"):
         mesh.check_partition("tensors", {"data": 1}, 4)
     rows = mesh.batches(mesh.make(2, 1, tensor=2))
     found = [mesh.place(np.arange(n), rows) for n in (4, 2, 3)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import shutil
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import P
 
 import fp8jax
 from experiments import evaluate, export, generate, mesh, plan
@@ -21,7 +23,7 @@ from experiments.models.shape import LlamaConfig
 from experiments.train import cli, parallel, report, speed
 from experiments.train.checkpoint import Checkpoints, digest
 from experiments.train.config import Config, parse
-from experiments.train.experts import RecipeProducts
+from experiments.train.experts import ExpertSharing, RecipeProducts
 from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
 from fp8jax.dist.collectives import collectives
@@ -37,9 +39,9 @@ FP32 = fp8jax.Recipe(
 )
 
 
-def layer(config=TINY, dtype=jnp.float32, recipe=None):
+def layer(config=TINY, dtype=jnp.float32, recipe=None, sharing=None):
     """Drawn parameters of a layer of experts, and a function of these and tokens."""
-    products = None if recipe is None else RecipeProducts(fp8jax.recipes.get(recipe))
+    products = None if recipe is None else RecipeProducts(fp8jax.recipes.get(recipe), sharing)
     made = moe.MoE(config, dtype=dtype, param_dtype=jnp.float32, rngs=nnx.Rngs(0), products=products)
     graph, params = nnx.split(made, nnx.Param)
     rng = np.random.default_rng(0)
@@ -118,6 +120,20 @@ def test_a_layer_in_8_bits_is_off_by_what_8_bits_round(recipe):
     results = [jax.jit(lambda p, x, f=f: (f(p, x), jax.vjp(f, p, x)[1](x)))(params, x) for f in (run, exact)]
     for (path, got), want in zip(jax.tree.leaves_with_path(results[0]), jax.tree.leaves(results[1]), strict=True):
         assert 0.002 < relative(got, want) < 0.2, path
+
+
+@pytest.mark.slow
+def test_devices_that_gather_tokens_quantize_what_one_does():
+    """But for gate and up, whose wgrad on one device reads tokens that were decoded from the context."""
+    params, run = layer(recipe="coat")
+    local = layer(recipe="coat", sharing=ExpertSharing("coat", capacity=1.75))[1]
+    x = np.random.default_rng(3).normal(size=(TOKENS, TINY.dim)).astype(np.float32)
+    specs = jax.tree.map_with_path(lambda path, _: P("expert") if mesh.has_experts(path) else P(), params)
+    devices = mesh.make(1, 1, jax.devices()[:2], expert=2)
+    over_devices = jax.shard_map(local, mesh=devices, in_specs=(specs, P("expert")), out_specs=P("expert"))
+    results = [jax.jit(lambda p, x, f=f: (f(p, x), jax.vjp(f, p, x)[1](x)))(params, x) for f in (over_devices, run)]
+    for (path, got), want in zip(jax.tree.leaves_with_path(results[0]), jax.tree.leaves(results[1]), strict=True):
+        assert relative(got, want) < (0.05 if "gate_up" in jax.tree_util.keystr(path) else 1e-5), path
 
 
 @pytest.mark.parametrize(("recipe", "bytes_of_element"), [("bf16", 2), ("coat", 1 + 2 / 16), ("deepseek", 2)])
@@ -253,43 +269,54 @@ def test_devices_that_share_experts_train_as_one_does_and_go_on_to_the_same_bits
 
 
 @pytest.mark.slow
-def test_a_plan_counts_what_experts_exchange():
-    """A layer sends tokens twice forward and gradients of results once; XLA for CPUs fills up what a pair exchanges."""
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_a_plan_counts_what_experts_exchange(chosen):
+    """A layer sends tokens twice forward and gradients of results once.
+
+    Two devices gather tokens with two experts each. Of one expert each, XLA for CPUs fills up what a pair exchanges.
+    """
+    config = dataclasses.replace(TINY, experts_per_token=chosen)
     recipe, devices = fp8jax.recipes.coat(), mesh.make(1, 1, jax.devices()[:2], expert=2)
-    task = task_of(recipe, rows=mesh.batches(devices))
+    task = task_of(recipe, config, rows=mesh.batches(devices))
     state = jax.eval_shape(task.init)
     program = jax.jit(task.step, in_shardings=(mesh.state(devices, state), mesh.batches(devices)))
     found = collectives(program.lower(state, BATCH).compile().as_text())
-    planned = plan.of(TINY, recipe, dict(devices.shape), BATCH.shape[0] // 2 * 16)
-    assert planned.memory["parameters"] < plan.of(TINY, recipe, {}, 32).memory["parameters"] * 0.7
-    kept = [plan.saved_per_token(TINY, recipe, False, 1, 2, room) for room in (0.0, 2.0, 1.0)]
+    planned = plan.of(config, recipe, dict(devices.shape), BATCH.shape[0] // 2 * 16)
+    assert planned.memory["parameters"] < plan.of(config, recipe, {}, 32).memory["parameters"] * 0.7
+    kept = [plan.saved_per_token(config, recipe, False, 1, 2, room) for room in (0.0, 2.0, 1.0)]
     assert kept[0] == kept[1]
-    # With room for the rows that a device sends, it keeps codes of gate and up, and their weights, of half as many.
-    rows = TINY.experts_per_token * (2 * TINY.mlp_dim * (1 + 2 / 16) + 4)
+    # With room for the rows of its tokens, it keeps codes of gate and up, and weights, of half as many; and what the
+    # token of a row is, if codes are made of tokens.
+    rows = chosen * (2 * config.mlp_dim * (1 + 2 / 16) + (8 if chosen == 2 else 4))
     assert kept[0] - kept[2] == pytest.approx(rows, rel=0.01)
-    sent = {"u8": 0, "f32": 0}
-    for one in planned.collectives:
-        if one.kind == "ragged-all-to-all":
-            # XLA for CPUs sends bf16 as f32.
-            sent["u8" if one.dtype == "u8" else "f32"] += 2 * one.times * one.nbytes * (2 if one.dtype == "bf16" else 1)
-    for dtype, nbytes in sent.items():
-        assert sum(x.nbytes * x.times for x in found if x.kind == "all-to-all" and x.dtype == dtype) == nbytes > 0
+
+    def count(kind, dtypes, collectives):
+        # XLA for CPUs sends bf16 as f32.
+        these = [one for one in collectives if one.kind == kind and one.dtype in dtypes]
+        return sum(one.times * one.nbytes * (2 if one.dtype == "bf16" else 1) for one in these)
+
+    kinds = ["all-gather", "reduce-scatter"] if chosen == 2 else ["ragged-all-to-all"]
+    for kind, dtypes in itertools.product(kinds, (["u8"], ["f32", "bf16"])):
+        compiled, factor = ("all-to-all", 2) if chosen == 1 else (kind, 1)
+        sent = factor * count(kind, dtypes, planned.collectives)
+        assert sent == count(compiled, dtypes, found)
+        assert (sent > 0) == ((kind, dtypes) != ("reduce-scatter", ["u8"]))  # sums are no codes
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--recipe te_delayed", "te_delayed: delayed scaling keeps a state for each product"),
-        ("--lora-rank 4", "--lora-rank 4: experts have no adapters"),
-        ("--release previous", "--release previous: it leaves out the losses of routers"),
-        ("--mesh tensor=2 --batch 4", "2 devices along tensor do not share experts"),
+        ("--lora-rank 4", "--lora-rank 4: adapters for experts are not supported"),
+        ("--release previous", "--release previous: router losses are not supported"),
+        ("--mesh tensor=2 --batch 4", "2 devices along tensor are not supported for experts"),
         ("--mesh expert=3 --batch 6", r"3 devices along expert do not divide 8 experts; expert may be \[1, 2, 4, 8\]"),
         ("--model 5m --mesh expert=2 --batch 4", "expert=2: the model has no experts; take data=2"),
-        ("--recipe fp8_lm --mesh expert=2 --batch 4", "comm.auto_scale has one factor a parameter"),
+        ("--recipe fp8_lm --mesh expert=2 --batch 4", "comm.auto_scale has one factor per parameter"),
         ("--mesh expert=2 --expert-capacity 0.5", "--expert-capacity must be at least 1, or 0, got 0.5"),
         ("--experts-per-token 9", "experts_per_token must be from 1 to experts 8, got 9"),
         ("--experts 1", "experts must be 0, for one MLP, or at least 2, got 1"),
-        ("--model 5m --z-coefficient 0.1", "--z-coefficient is for models with experts"),
+        ("--model 5m --z-coefficient 0.1", "--z-coefficient requires a model with experts"),
         ("--balance-coefficient -1", "--balance-coefficient must be finite and not negative, got -1"),
     ],
 )

@@ -200,11 +200,11 @@ def test_batches_of_rows_resume_exactly():
 
 def test_bad_input_is_refused():
     one = documents(1)
-    with pytest.raises(UserError, match="1 different documents; give at least one for training and one more"):
+    with pytest.raises(UserError, match="1 different documents; pass at least one for training and one for validation"):
         packing.pack(one * 3, 0.2, 20, whole=True)
     silent = [Document(d.ids, 0 * d.answers) for d in documents()]
     with pytest.raises(UserError, match="--seq-len 20: no document of a split has an answer"):
         packing.pack(silent, 0.2, 20, whole=True)
     learned = Llama(dataclasses.replace(SHAPE, learned_positions=32), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="segments need rotary positions"):
+    with pytest.raises(ValueError, match="segments need rotary \(relative\) positions"):
         learned(jnp.zeros((1, 8), jnp.int32), jnp.ones((1, 8), jnp.int32))

@@ -80,7 +80,7 @@ def test_fp8_lm_trains_on_many_devices_and_factors_are_kept_in_its_state(where):
     mu = np.array(jax.tree.leaves(state.factors.mu))
     assert ((mu >= 1 / where["data"]) & (mu <= 1)).all()
     assert jax.tree.structure(state.factors.mu) == jax.tree.structure(state.params)
-    with pytest.raises(ValueError, match="give --mesh one axis"):
+    with pytest.raises(ValueError, match="Use --mesh with one axis"):
         steps(recipe, {"data": 2, "fsdp": 2})
 
 

@@ -93,7 +93,7 @@ def written(folder, text="t", device="d", **losses):
 
 def test_the_page_has_what_was_stated_and_a_mix_is_refused(tmp_path, capsys):
     assert parity.main(["--judge", "--results", str(tmp_path)]) == 2
-    assert "has no runs of bf16 and of another arm" in capsys.readouterr().err
+    assert "has no runs with bf16 and another arm" in capsys.readouterr().err
     written(tmp_path, bf16=0.0, coat=0.0, coat_fast=0.03, fp8_lm=0.001)
     assert parity.main(["--judge", "--results", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "d" / "recipe_parity.json").read_text())
@@ -110,7 +110,7 @@ def test_the_page_has_what_was_stated_and_a_mix_is_refused(tmp_path, capsys):
     for how in ({"text": "u"}, {"device": "e"}):
         written(tmp_path, coat=0.0, **how)
         assert parity.main(["--judge", "--results", str(tmp_path)]) == 2
-        assert f"are of another {next(iter(how))}, {next(iter(how.values()))} and" in capsys.readouterr().err
+        assert f"have different values of {next(iter(how))}, {next(iter(how.values()))} and" in capsys.readouterr().err
 
 
 def test_an_arm_that_another_process_trains_is_left_to_it(corpus, tmp_path, monkeypatch, capsys):

@@ -120,14 +120,16 @@ def test_files_that_are_damaged_or_of_another_model_are_named(tmp_path):
 
     refused(r"lacks lora_A of model\.layers\.1\.self_attn\.q_proj", **{k: x for k, x in tensors.items() if k != name})
     refused("several shapes", **tensors | {name: np.zeros((2, 3), np.float32)})
-    refused("is the name of no adapter", **tensors | {"transformer.h.0.attn.c_attn.lora_A.weight": tensors[name]})
+    refused(
+        "is not the name of a known adapter", **tensors | {"transformer.h.0.attn.c_attn.lora_A.weight": tensors[name]}
+    )
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(ValueError, match=r"adapter_model.safetensors cannot be read"):
         load(folder)
-    with pytest.raises(ValueError, match="no name for the adapter of head"):
+    with pytest.raises(ValueError, match="no PEFT name for the adapter of head"):
         save(tmp_path, adapters("head"))
     mixed = adapters("layers/mlp/up") | adapters("layers/mlp/gate", rank=2)
-    with pytest.raises(ValueError, match="several ranks"):
+    with pytest.raises(ValueError, match="different ranks"):
         save(tmp_path, mixed)
 
 
@@ -178,7 +180,7 @@ def test_a_pipe_or_a_folder_in_place_of_a_file_is_named(tmp_path, file):
         folder = changed(tmp_path / make.__name__)
         (folder / file).unlink()
         make(folder / file)
-        with pytest.raises(ValueError, match=rf"{file} cannot be read \(.*it is no regular file"):
+        with pytest.raises(ValueError, match=rf"{file} cannot be read \(.*it is not a regular file"):
             load(folder)
 
 

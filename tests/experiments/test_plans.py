@@ -81,7 +81,7 @@ def test_the_command_plans_a_model_that_fits_no_machine_here(capsys, monkeypatch
         assert plan.main(["--model", "5m", flag, "0"]) == 2
         assert capsys.readouterr().err == f"error: {flag} must be at least 1, got 0\n"
     assert plan.main(["--model", "7b", "--mesh", "fsdp=2", "--partition", "slices"]) == 2
-    assert "give --mesh data=2 or more" in capsys.readouterr().err
+    assert "use --mesh data=2 or more" in capsys.readouterr().err
 
 
 def test_every_option_of_the_command_arrives(capsys, monkeypatch):

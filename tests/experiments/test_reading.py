@@ -25,9 +25,9 @@ LINES = {
     '{"text":"ab \\uDC00 cd"}': r"\\udc00 is half of a surrogate pair",
     '{"text":"ok","other":["\\udfff"]}': r"\\udfff is half of a surrogate pair",
     '{"text":"ok","\\ud800":1}': r"\\ud800 is half of a surrogate pair",
-    '{"text":"a\\u0000b"}': r"text holds the character U\+0000",
-    '{"messages":[{"role":"assistant","content":"\\u0000"}]}': r"message 0 holds the character U\+0000",
-    '{"text":' + "[" * 300 + "]" * 300 + "}": "text is .*no text",
+    '{"text":"a\\u0000b"}': r"text contains the character U\+0000",
+    '{"messages":[{"role":"assistant","content":"\\u0000"}]}': r"message 0 contains the character U\+0000",
+    '{"text":' + "[" * 300 + "]" * 300 + "}": "text is .*not a text",
 }
 IDS = ["deep", "deep object", "open", "digits", "negative", "high", "low", "elsewhere", "key", "zero", "zero of one",
        "no text"]  # fmt: skip
@@ -50,7 +50,7 @@ def test_pairs_of_surrogates_and_all_other_characters_are_read(tmp_path):
 
 
 def test_a_zero_byte_is_no_text_of_bytes():
-    with pytest.raises(UserError, match=r"a text holds the character U\+0000"):
+    with pytest.raises(UserError, match=r"a text contains the character U\+0000"):
         tokenizer.Bytes().encode(["a", "b\0"])
     np.testing.assert_array_equal(tokenizer.Bytes().encode(["a", "b"]), [0, 97, 0, 98])
 
@@ -98,7 +98,7 @@ def test_other_files_that_are_not_regular_are_told_apart(tmp_path):
 
 def test_a_template_that_is_none_is_named(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": ["x", {"name": "other"}]}')
-    with pytest.raises(UserError, match="has no template of conversations"):
+    with pytest.raises(UserError, match="has no chat template"):
         chat.Template(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"chat_template\.jinja cannot be read"):
@@ -137,7 +137,7 @@ def test_a_run_ends_in_a_line_where_its_data_or_its_result_is_a_pipe(argv, finis
     where = argv.index("--data")
     assert cli.main([*argv[:where], *argv[where + 2 :], "--data", str(tmp_path / "a.txt"), "--run", "pipe"]) == 2
     assert capsys.readouterr().err == (
-        f"error: --data {tmp_path / 'a.txt'}: it is a pipe, not a regular file; copy its content to a file\n"
+        f"error: --data {tmp_path / 'a.txt'}: it is a pipe, not a regular file; copy its content to a regular file\n"
     )
     shutil.copytree(finished, out / "piped")
     (out / "piped" / "bf16" / "result.json").unlink()

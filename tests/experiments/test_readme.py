@@ -13,15 +13,16 @@ MEASURED = re.compile(r"[+-]?\d[\d.,]*(?=x\b| (?:times|x\b|%|ms\b|s\b|dB\b|GB\b|
 # Sizes, limits and definitions, which no run gives: the words around them.
 STATED = (
     "moments take 2.1 bytes a parameter instead of 8",
+    "moments need 2.1 bytes per parameter instead of 8",
     "about 31.5 dB",
     "block of 128 x 128",
     "hold together with 95 %",
     "`saturated` above 1 %",
     "`update_ratio` above 1 %",
-    "room for 1.5 times the rows",
+    "space for 1.5 times the rows",
     # A mantissa bit, and what the table below the figure shows.
     "one mantissa bit less than e4m3, which costs 6 dB",
-    "`nvfp4` is 10 dB and more below e4m3",
+    "`nvfp4` is at least 10 dB below e4m3",
     # What programs that were compiled for an H200 count, each beside its command; no card measured them.
     "needs 12 GB by XLA's count",
     # Of a host's memory, by a test's own run.
@@ -107,7 +108,7 @@ def test_a_line_names_one_card_alone(planted):
     for card, wrong in (("h100", False), ("cpu", False), ("h200", True)):
         files = planted | {"more": {card: planted["step"]["h100"]}}
         if wrong:
-            with pytest.raises(ValueError, match="figures of the cards H100, H200, not of one"):
+            with pytest.raises(ValueError, match="figures of the cards H100, H200, not of a single one"):
                 figures.with_figures(line, files)
         else:
             assert "fast on one H100, and takes 158 ms" in figures.with_figures(line, files)
@@ -131,7 +132,7 @@ def test_a_block_is_written_where_a_page_names_it():
     (new,) = report.with_blocks({ROOT: page}, {"one": "new"}).values()
     assert new == page.replace("old", "new")
     assert report.with_blocks({ROOT: new}, {"one": "new"}) == {ROOT: new}
-    with pytest.raises(ValueError, match=r"a page has figures 'one', which docs\.toml lacks; it has two"):
+    with pytest.raises(ValueError, match=r"a page has figures 'one', which are not in docs\.toml; use one of two"):
         report.with_blocks({ROOT: page}, {"two": "figures"})
 
 

@@ -47,15 +47,15 @@ def test_line_breaks_within_texts_end_no_line(tmp_path):
     [
         ("", "an empty line"),
         ("   ", "an empty line"),
-        ('{"text": "cut', r"no JSON \(Unterminated string starting at at column 10\)"),
-        ("[1]", r"a JSON object is needed, not \[1\]"),
+        ('{"text": "cut', r"not valid JSON \(Unterminated string starting at at column 10\)"),
+        ("[1]", r"expected a JSON object, got \[1\]"),
         ('{"body": "x"}', r"neither messages nor text \(it has body\)"),
-        ('{"text": 3}', "text is 3, no text"),
-        ('{"text": ""}', "text is empty, no text"),
-        ('{"messages": []}', "no list of messages"),
+        ('{"text": 3}', "text is 3, not a text"),
+        ('{"text": ""}', "text is empty, not a text"),
+        ('{"messages": []}', "is not a list of messages"),
         ('{"messages": [{"role": "user"}]}', "message 0 has no text as its content"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "message 0 has the role 'robot'"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "no message is of the assistant"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "no message has the role assistant"),
     ],
 )
 def test_a_line_that_is_no_record_is_named(tmp_path, line, message):
@@ -140,4 +140,4 @@ def test_conversations_need_a_checkpoint(argv, tmp_path, capsys):
     path = write(tmp_path / "talks.jsonl", {"messages": TALK})
     where = argv.index("--data")
     assert cli.main([*argv[:where], *argv[where + 2 :], "--data", path, "--run", "talks"]) == 2
-    assert f"{path}:1: conversations need the template of a checkpoint: give --init" in capsys.readouterr().err
+    assert f"{path}:1: conversations need the chat template of a checkpoint; set --init" in capsys.readouterr().err

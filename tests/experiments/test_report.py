@@ -70,6 +70,8 @@ def test_a_run_ends_with_what_was_gained(monkeypatch, tmp_path):
     assert comparison.sentences(RESULTS[:2], {}, steady, "cpu") == [memory]
     (alone,) = comparison.sentences(RESULTS[1:2], {}, steady, "cpu")
     assert "--recipe bf16 coat_optimizer" in alone
+    (alone,) = comparison.sentences(RESULTS[:1], {}, steady, "cpu")
+    assert alone.endswith("--recipe bf16 coat.")
 
 
 def test_speeds_are_compared_on_a_gpu_that_does_nothing_else():

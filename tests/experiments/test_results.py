@@ -262,7 +262,7 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("FP8JAX_COMMIT", "main")
     with pytest.raises(SystemExit):
         runner.main(["--results", str(tmp_path)])
-    assert "FP8JAX_COMMIT='main' is no commit's hash" in capsys.readouterr().err
+    assert "FP8JAX_COMMIT='main' is not a commit hash" in capsys.readouterr().err
 
 
 def test_it_takes_little_more_than_an_hour_of_one_gpu():

@@ -123,12 +123,10 @@ def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(argv, out, tmp
 
     with monkeypatch.context() as patch:
         patch.setattr(lock.filelock.FileLock, "acquire", refuse)
-        with pytest.raises(
-            DiskError, match=f"{tmp_path} cannot be written .*; make it writable, or give another --out"
-        ):
+        with pytest.raises(DiskError, match=f"{tmp_path} cannot be written .*; make it writable, or use another --out"):
             lock.hold(tmp_path / "run").__enter__()
         assert cli.main([*argv, "--run", "readonly"]) == 3
-        error = f"error: {out} cannot be written ({os.strerror(number)}); make it writable, or give another --out\n"
+        error = f"error: {out} cannot be written ({os.strerror(number)}); make it writable, or use another --out\n"
         assert capsys.readouterr().err == error
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refuse)
@@ -138,11 +136,11 @@ def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(argv, out, tmp
         assert message in capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.ocp.training, "Checkpointer", refuse)
-        with pytest.raises(DiskError, match=rf"{tmp_path}/new cannot be made or read \(.*\); make it writable"):
+        with pytest.raises(DiskError, match=rf"{tmp_path}/new cannot be created or read \(.*\); make it writable"):
             checkpoint.Checkpoints(tmp_path / "new", 1)
     code, message = cli._explain(OSError(number, os.strerror(number), "a/b"), "")
     assert (code, message.count("\n")) == (3, 0)
-    assert message.endswith("'a/b'. Make that writable, or give another --out")
+    assert message.endswith("'a/b'. Make it writable, or use another --out")
 
 
 def test_a_package_that_is_missing_at_last_is_a_line():

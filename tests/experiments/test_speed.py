@@ -38,8 +38,8 @@ def test_schedules_go_through_their_points(name, rates):
     ("flags", "message"),
     [
         (["--schedule", "wsd", "--decay", "0"], "--decay must be a share of --steps"),
-        (["--schedule", "wsd", "--decay", "0.95", "--steps", "100", "--warmup", "20"], "wsd falls from step 5 on"),
-        (["--head", "fp8", "--logits", "whole"], "--head fp8 takes logits a chunk of tokens at a time: leave out"),
+        (["--schedule", "wsd", "--decay", "0.95", "--steps", "100", "--warmup", "20"], "starts at step 5 with wsd"),
+        (["--head", "fp8", "--logits", "whole"], "--head fp8 computes logits in chunks of tokens; omit"),
         (["--wandb", "mine"], "--wandb mine needs the package wandb"),
         (["--profile", "-1"], "--profile must be at least 0"),
     ],

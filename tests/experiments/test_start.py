@@ -89,7 +89,7 @@ def test_records_of_plain_text_are_packed_whole_and_conversations_need_a_templat
     assert first[0] == SEPARATOR
     assert bytes(first[1:].astype(np.uint8)).decode() in {text[: len(first) - 1] for text in texts}
     talk = TextRecord("f:9", None, ({"role": "user", "content": "a"},))
-    with pytest.raises(UserError, match="f:9: conversations need the template of a checkpoint: give --init"):
+    with pytest.raises(UserError, match="f:9: conversations need the chat template of a checkpoint; set --init"):
         start.encode(config, Corpus((), (), 1, (), (talk,)), Bytes())
 
 
@@ -146,5 +146,5 @@ def test_a_checkpoint_says_what_begins_and_ends_texts_and_how_many_there_are(tmp
     (cases["llama3"] / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     found = start.tokenizer(parse(["--init", str(cases["llama3"])]))
     assert (found.begins, found.ends) == (3, 5)
-    with pytest.raises(UserError, match="documents are packed, and this model has learned positions"):
+    with pytest.raises(UserError, match="packed documents need rotary positions, but this model has learned positions"):
         start.shape(parse(["--init", str(cases["gpt2"])]))

@@ -152,7 +152,7 @@ def test_a_figure_stands_with_its_card_and_commit(monkeypatch):
     text = report.front({"x": cards}, "pages")
     lines = text.splitlines()
     # Nobody has a rival's figure: no column for it.
-    assert lines.index("| what | ours | the paper's | card |") > lines.index("### First") > lines.index("## Is it?")
+    assert lines.index("| case | ours | paper | device |") > lines.index("### First") > lines.index("## Is it?")
     assert "| What | 1.5 ms<br>3.0 ms | 2 (paper) | H100<br>2 x H200 |" in lines
     assert "| That | not measured yet |  |  |" in lines
     assert "| Once more | 1.5 ms<br>3.0 ms | H100<br>2 x H200 |" in lines
@@ -187,7 +187,7 @@ def test_rows_in_which_a_rival_errs_less_are_in_the_section_of_losses():
     tables = figures.tables()
     lost = {row.ours for row in tables[-1].rows}
     results, worse = report.read(ROOT / "results")["peers"], dict[str, str]()
-    for row in next(table for table in tables if table.title.startswith("Error of an 8-bit")).rows:
+    for row in next(table for table in tables if table.title.startswith("Update error of 8-bit")).rows:
         for result in results.values():
             rivals = re.findall(r"(\S+)(?:;|$)", figures.filled(row.rival, result))
             if any(float(rival) < float(figures.filled(row.ours, result)) for rival in rivals):
@@ -245,7 +245,7 @@ def test_the_picture_has_a_bar_for_each_implementation_with_its_figures():
     assert {"222", "219", "161", "11.0", "10.0", "13.0"} <= set(shown)
     assert any("one H9" in word for word in shown)
     assert picture.draw(cards) == text
-    with pytest.raises(ValueError, match="no bar for README's picture"):
+    with pytest.raises(ValueError, match="no bar for the picture in README"):
         picture.draw({"h9": RESULT | {"rows": rows[:4]}})  # without memory
 
 

@@ -214,8 +214,8 @@ def test_a_part_of_a_base_does_not_end_within_a_group_of_its_codes():
 
 def test_what_devices_cannot_share_is_told_with_what_they_can():
     for llama, devices, message in (
-        (LLAMA, 3, r"3 devices along tensor do not divide 4 query heads; tensor may be \[1, 2, 4\]"),
-        (dataclasses.replace(LLAMA, qk_norm="width"), 2, "qk_norm 'width'. is not shared: take tensor=1"),
+        (LLAMA, 3, r"3 devices along tensor do not divide 4 query heads; use tensor with one of \[1, 2, 4\]"),
+        (dataclasses.replace(LLAMA, qk_norm="width"), 2, "qk_norm 'width'. cannot be sharded; use tensor=1"),
     ):
         with pytest.raises(ValueError, match=message):
             tensor.of_device(Form(llama, recipe_of("bf16"), False), devices)
@@ -240,7 +240,7 @@ def test_tokens_of_devices_are_whole_blocks_of_the_codes_that_travel(linear, uni
     recipe = dataclasses.replace(recipe_of("bf16"), linear=linear)
     tensor.check_tokens(recipe, 2, 6 * unit)
     for tokens in {6 * unit + 1, 5 * unit}:
-        with pytest.raises(ValueError, match=f"multiples of {2 * unit}$"):
+        with pytest.raises(ValueError, match=f"a multiple of {2 * unit} tokens$"):
             tensor.check_tokens(recipe, 2, tokens)
 
 

@@ -110,7 +110,7 @@ def test_packages_that_do_not_work_together_are_told_and_xla_takes_over(monkeypa
         monkeypatch.setenv("FP8JAX_KERNEL_CALLS", "cuda")
         choice._broken_triton.cache_clear()
         choice._missing_triton.cache_clear()
-        with pytest.raises(ValueError, match="FP8JAX_KERNEL_CALLS='cuda': give 'xla' or 'triton'"):
+        with pytest.raises(ValueError, match="FP8JAX_KERNEL_CALLS='cuda'; use 'xla' or 'triton'"):
             choice.missing_triton("quantization.quantize_triton")
     finally:
         choice._broken_triton.cache_clear()

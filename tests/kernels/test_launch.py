@@ -207,7 +207,7 @@ def test_the_environment_says_who_launches(told, monkeypatch):
         text = lowered(turned, BYTES)
         assert [target in text, text.count("custom_call")] == [True, 1], value
     monkeypatch.setenv(launch_triton.VARIABLE, "cuda")
-    with pytest.raises(ValueError, match="FP8JAX_KERNEL_CALLS='cuda': give 'xla' or 'triton', or leave it unset"):
+    with pytest.raises(ValueError, match="FP8JAX_KERNEL_CALLS='cuda'; use 'xla' or 'triton', or leave it unset"):
         lowered(turned, BYTES)
     assert not told.text
     monkeypatch.delenv(launch_triton.VARIABLE)
@@ -233,7 +233,7 @@ def test_where_xlas_call_fails_jax_tritons_is_taken_and_told_once(told, monkeypa
     assert JAX_TRITON in lowered(turned, BYTES)
     assert [r.getMessage() for r in told.records] == [
         "kernels are launched by jax-triton's calls: XLA's own calls of PTX fail (RuntimeError: no such target). "
-        "Each step takes the host longer"
+        "The host needs more time per step"
     ]
 
 

@@ -294,14 +294,14 @@ matmul, block, mx = matmul_mosaic.matmul, matmul_block_mosaic.matmul_block, matm
         (lambda a, b: mx(a, b, ONES((64, 4), jnp.int8)), TypeError, "a_exponent"),
         (lambda a, b: mx(a, b, BYTES[:, :3]), ValueError, r"a_exponent has shape \(64, 3\)"),
         (lambda a, b: matmul(a, b, residual=ONES((64, 32), jnp.float16)), TypeError, "residual has dtype float16"),
-        (lambda a, b: mx(a, b, BYTES, tile=Tile(128, 64)), ValueError, "has 128 rows; microscaled products take 64"),
+        (lambda a, b: mx(a, b, BYTES, tile=Tile(128, 64)), ValueError, "has 128 rows; microscaled products need 64"),
         (lambda a, b: block(a, b, ONES((64, 1)), ONES((1, 1)), tile=Tile(64, 256, "N")), ValueError, "most 256 rows"),
         (lambda a, b: Tile(65, 64), ValueError, "65x64"),
         (lambda a, b: Tile(64, 48), ValueError, "64x48"),
         (lambda a, b: Tile(64, 288), ValueError, "64x288"),
         (lambda a, b: Tile(num_stages=3, lead_slices=3), ValueError, "lead is 3"),
         (lambda a, b: Tile(num_stages=1), ValueError, "stages is 1; use at least 2"),
-        (lambda a, b: Tile(split=None, lead_slices=1), ValueError, "lead is 1; it takes two warpgroups"),
+        (lambda a, b: Tile(split=None, lead_slices=1), ValueError, "lead is 1; it requires two warpgroups"),
     ],
 )  # fmt: skip
 def test_errors_name_the_value_and_the_fix(call: Any, kind: type[Exception], text: str) -> None:

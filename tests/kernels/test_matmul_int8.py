@@ -123,10 +123,10 @@ def test_scaled_int8_products_refuse_what_int32_does_not_hold() -> None:
 @pytest.mark.parametrize(
     ("tile", "message"),
     [
-        (Tile(64, 64, None), "it has to compute 128 rows"),
-        (Tile(64, 96), "columns that divide 128"),
-        (Tile(128, 128, None), "a second operand takes a schedule, and tiles that warpgroups share"),
-        (Tile(64, 64, cluster="N"), "a schedule takes no clusters"),
+        (Tile(64, 64, None), "the tile must have 128 rows"),
+        (Tile(64, 96), "columns of each warpgroup must divide 128"),
+        (Tile(128, 128, None), "a second operand requires a schedule, and tiles that warpgroups share"),
+        (Tile(64, 64, cluster="N"), "a schedule does not support clusters"),
         (Tile(64, 64, lead_slices=1), "that warpgroups share without a lead"),
     ],
 )

@@ -27,14 +27,14 @@ def test_codes_are_those_of_each_group_on_a_gpu(case: cases.Case) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"rows": None}, "rows and columns are None"),
+        ({"rows": None}, "rows and columns are both None"),
         ({"rows": "e4m3", "row_scale": None}, "rows is 'e4m3' and row_scale is None"),
         ({"row_scale": jnp.ones(5)}, r"row_scale has shape \(5,\); expected \(\) or \(8,\)"),
         ({"rows": "bf16"}, "rows is 'bf16'; expected 'e4m3', 'e5m2' or 'int8'"),
         ({"x": jnp.ones((7, 4))}, "tokens has 8 rows and alignment 128; expected 200 and 128"),
         ({"x": jnp.ones((8, 4, 1))}, r"x has shape \(8, 4, 1\)"),
-        ({"x": jnp.ones((8, 4), jnp.float8_e4m3fn)}, "x has codes of float8_e4m3fn, which are copied"),
-        ({"row_factor": jnp.ones(8)}, "row_factor is for 8-bit codes, and x is float32"),
+        ({"x": jnp.ones((8, 4), jnp.float8_e4m3fn)}, "x has codes of float8_e4m3fn, which are only copied"),
+        ({"row_factor": jnp.ones(8)}, "row_factor needs 8-bit codes, but x is float32"),
     ],
 )
 def test_errors_name_the_value_and_the_fix(changes: dict[str, Any], text: str) -> None:

@@ -141,11 +141,11 @@ def test_a_layer_takes_the_scale_of_its_bound_and_measures_loaded_weights():
     quantized.kernel[...] = 10 * moved
     fp8jax.nnx.reset_weight_amax_bounds(quantized)
     np.testing.assert_array_equal(quantized.dot_general.automatic_w[...], jnp.abs(10 * moved).max())
-    with pytest.raises(ValueError, match="the optimizer follows no parameter kernel"):
+    with pytest.raises(ValueError, match="the optimizer does not track the parameter kernel"):
         fp8jax.nnx.update_weight_amax_bounds(quantized, {("other",): jnp.ones(())})
     with pytest.raises(ValueError, match="has no layer with automatic weight scaling"):
         fp8jax.nnx.reset_weight_amax_bounds(layer)
-    with pytest.raises(ValueError, match=r"give init_scaling the weight"):
+    with pytest.raises(ValueError, match=r"pass the weight to init_scaling"):
         fp8jax.init_scaling(PART)
 
 
@@ -221,7 +221,7 @@ def test_linen_layers_are_given_bounds_one_a_layer():
     np.testing.assert_allclose(jax.tree.leaves(after)[0], want, rtol=1e-6)
     again = fp8jax.linen.reset_weight_amax_bounds(after, jax.tree.map(lambda p: 2 * p, params))
     np.testing.assert_array_equal(jax.tree.leaves(again)[0], 2 * largest)
-    with pytest.raises(ValueError, match="has automatic scaling: give `apply` the collections 'fp8jax_scaling' that"):
+    with pytest.raises(ValueError, match="has automatic scaling: pass the collections 'fp8jax_scaling' from"):
         model.apply({"params": params}, x)
 
 

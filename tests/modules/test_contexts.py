@@ -259,7 +259,10 @@ def test_explain_says_what_each_part_keeps():
     assert saved["layers/mlp/down", "Linear"] == "nothing: silu(gate) * up recomputes it"
     assert saved["layers/mlp/up", "Linear"] == "nothing: RMSNorm recomputes it"
     before_a_call = str(fp8jax.explain(Llama(LLAMA, rngs=nnx.Rngs(0)), COAT))
-    assert "activations and attention between layers are known in a call: give explain sample inputs" in before_a_call
+    assert (
+        "activations and attention between layers are known only in a call; pass sample inputs to explain"
+        in before_a_call
+    )
     assert fp8jax.explain(Llama(LLAMA, rngs=nnx.Rngs(0)), LINEAR_ONLY).context_entries == ()
 
 

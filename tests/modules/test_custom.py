@@ -141,12 +141,12 @@ EQUINOX = type("Linear", (), {"__module__": "equinox.nn._linear"})
 def test_what_is_no_model_of_flax_is_refused_with_what_to_do(take):
     function = {"fp8jax.nnx.quantize": fp8jax.nnx.quantize, "fp8jax.linen.quantize": fp8jax.linen.quantize}
     call = function.get(take, fp8jax.explain)
-    do = "fp8jax.transform(fn, rules) takes any function of parameters; fp8jax.linear(x, w, recipe=...)"
+    do = "use fp8jax.transform(fn, rules) for any function of parameters, or call fp8jax.linear(x, w, recipe=...)"
     for given, message in (
         (EQUINOX(), f"Linear, of Equinox; {do}"),
         (lambda x: x, f"function. Without Flax, {do}"),
-        ({"w": 1}, f"dict; give the model that has these parameters, not the parameters. Without Flax, {do}"),
-        (nnx.Linear, "the class Linear; make an instance of it"),
+        ({"w": 1}, f"dict; pass the model, not its parameters. Without Flax, {do}"),
+        (nnx.Linear, "the class Linear; pass an instance"),
     ):
         with pytest.raises(TypeError, match=f"{take} takes an?.* module, not {re.escape(message)}"):
             call(given, TE)

@@ -96,10 +96,10 @@ def test_the_default_precision_is_one_in_all_spellings(call):
 @pytest.mark.parametrize("call", [dot_general, einsum, *LAYERS])
 def test_another_precision_is_refused_with_its_name(call):
     for precision in OTHERS if call is dot_general else OTHERS[4:5]:
-        with pytest.raises(ValueError, match=r"takes no precision=|asks for precision") as refused:
+        with pytest.raises(ValueError, match=r"does not support precision=|asks for precision") as refused:
             program(call, precision)
         assert call is own_class or repr(precision) in str(refused.value)
-        assert "give None" in str(refused.value) or "set its precision to None" in str(refused.value)
+        assert "set it to None" in str(refused.value) or "set its precision to None" in str(refused.value)
 
 
 def test_where_a_setting_asks_for_it_the_setting_is_named():

@@ -59,7 +59,7 @@ def test_a_model_not_written_here_trains():
         assert (np.asarray(leaf) == 0).all() if name.startswith("seen") else (np.asarray(leaf) > 0).all(), path
     # Evaluation reads the histories, and needs them.
     assert model.apply(variables, TOKENS[:, :-1]).shape == (2, LENGTH - 1, VOCAB)
-    with pytest.raises(ValueError, match="give `apply` the collections 'fp8jax_scaling' and 'fp8jax_statistics'"):
+    with pytest.raises(ValueError, match="pass the collections 'fp8jax_scaling' and 'fp8jax_statistics'"):
         model.apply({"params": variables["params"]}, TOKENS[:, :-1])
 
 
@@ -127,8 +127,8 @@ class Around(nn.Module):
 )
 def test_a_loop_around_a_part_is_told_which_axes_to_write(recipe, names):
     part = fp8jax.linen.quantize(nn.Dense(16), fp8jax.Rule("", recipe))
-    said = "the layer has .* in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling; "
-    axes = re.escape(f'write variable_axes={{"params": 0, {names}}} there')
+    said = "the layer has .* in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling. "
+    axes = re.escape(f'Pass variable_axes={{"params": 0, {names}}} to it')
     with pytest.raises(ValueError, match=said + axes):
         Around(part).init(KEY, X)
     # What it says works.

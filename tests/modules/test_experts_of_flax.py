@@ -108,7 +108,7 @@ def test_experts_of_nnx(model, rules):
 
 
 def test_a_name_that_no_grouped_product_of_an_nnx_model_has_is_refused():
-    with pytest.raises(ValueError, match="no function called 'gmm' "):
+    with pytest.raises(ValueError, match="no function named 'gmm' "):
         fp8jax.nnx.quantize(NnxBlock(experts.own_dot), [fp8jax.GroupedProduct("gmm"), "coat"])(X)
 
 

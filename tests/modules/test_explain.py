@@ -28,12 +28,12 @@ def test_a_report_on_an_nnx_model():
     model = MiniGPT(rngs=nnx.Rngs(0))
     before = nnx.to_pure_dict(nnx.state(model))
     report = fp8jax.explain(model, TE)
-    heads = "output heads and routers that their names do not tell are known in a call: give explain sample inputs"
-    assert report.notes == (heads,)
+    heads = "output heads and routers whose names are not recognized are known only in a call; pass sample inputs"
+    assert report.notes == (f"{heads} to explain",)
     assert fp8jax.explain(model, fp8jax.Rule(".*", TE)).notes == ()
     narrow = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 1, rngs=nnx.Rngs(1)))
     (last,) = fp8jax.explain(narrow, TE).skipped_layers
-    assert last.reason == "the recipe; whether a product reads it is known in a call"
+    assert last.reason == "the recipe; whether a product reads it is known only in a call"
     jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(model)))
     assert report.program is None
     assert len(report.quantized_layers) == 6 * LAYERS
@@ -49,8 +49,8 @@ def test_a_report_on_an_nnx_model():
     reasons = {layer.path: layer.reason for layer in report.skipped_layers}
     assert reasons.pop("output_layer") == "an embedding or head"
     assert {path: reason.split()[0] for path, reason in reasons.items()} == {
-        "token_emb": "the",
-        "pos_emb": "the",
+        "token_emb": "an",
+        "pos_emb": "an",
         "transformer_blocks/0/mha": "the",
         "transformer_blocks/1/mha": "the",
     }
@@ -206,7 +206,7 @@ def test_what_became_of_products_is_told_with_its_reason_and_a_remedy():
     lost = [found["e4m3 x e5m2"]]
     (line,) = compiled.describe_widened(lost, [("matmul", Choice("xla", "cuBLASLt's product, scales applied in it"))])
     assert line == (
-        "7 products of e4m3 x e5m2 run in bf16: XLA did not make cuBLASLt's FP8 product of what was written for it; "
+        "7 products of e4m3 x e5m2 run in bf16: XLA did not match the pattern of cuBLASLt's FP8 matmul; "
         "set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false before JAX starts"
     )
     (line,) = compiled.describe_widened(lost, [("matmul", Choice("xla", "no kernel for scales; codes are decoded"))])
@@ -267,13 +267,13 @@ class Own(nnx.Module):
 def test_what_is_left_alone_has_a_reason():
     report = fp8jax.explain(Odd(nnx.Rngs(0)), fp8jax.recipes.switchback(), jnp.ones((2, 5, 8)), double=True)
     skipped = {layer.path: (layer.shape, layer.reason.split(":")[0]) for layer in report.skipped_layers}
-    assert skipped == {"conv": ((3, 8, 8), "convolutions are left alone")}
+    assert skipped == {"conv": ((3, 8, 8), "convolutions are not quantized")}
     up, own = report.quantized_layers
     assert (own.path, own.kind, own.shape) == ("own", "Own", (8, 8))
     assert up.residual == "bfloat16, 2 B/element"
     assert up.products["wgrad"] == "bfloat16"
     assert any(p.operation == "conv_general_dilated" for p in report.program.traced)
-    for word in ("int8:token x int8:tensor", "convolutions are left alone"):
+    for word in ("int8:token x int8:tensor", "convolutions are not quantized"):
         assert word in str(report)
     assert "bfloat16, 2 B/element" in report.details
 
@@ -302,7 +302,7 @@ def test_flax_that_is_jitted_or_scanned_is_found():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(TypeError, match="give explain sample inputs"):
+    with pytest.raises(TypeError, match="pass sample inputs to explain"):
         fp8jax.explain(Nanodo(), TE)
     with pytest.raises(TypeError, match="takes an NNX or Linen module, not dict"):
         fp8jax.explain({}, TE)
@@ -313,6 +313,13 @@ def test_wrong_arguments_are_refused():
         fp8jax.explain(plain)
     with pytest.raises(TypeError, match=r"arguments of a call of a quantized model: explain\(model, x\)"):
         fp8jax.explain(fp8jax.nnx.quantize(plain, "te_current"))
+    for model in (plain, nn.Dense(4)):
+        with pytest.raises(
+            TypeError, match=r"(Linear|Dense) has no recipe, .* array of shape \(2, 4\) .*explain\(model, r"
+        ):
+            fp8jax.explain(model, jnp.ones((2, 4)))
+    with pytest.raises(TypeError, match=r"transformed function has its own: fast\.explain\(\*args\)"):
+        fp8jax.explain(fp8jax.transform(lambda p, x: x @ p, "coat"), jnp.ones((4, 4)), jnp.ones((2, 4)))
 
 
 @pytest.mark.parametrize("make", [lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), lambda: nn.Dense(4)])

@@ -372,7 +372,7 @@ def test_explain_says_that_a_head_stays_in_16_bits_and_how_to_choose_8(tied):
         "coat_optimizer": False,
     }
     chosen = fp8jax.explain(NnxLoss(tied), fp8jax.recipes.coat_fast(head=fp8jax.recipes.HEAD), TOKENS)
-    assert "output head" not in str(chosen)
+    assert "output head:" not in str(chosen)
     assert [e.choice.reason for e in chosen.quantized if e.path in ("embed", "out")] == ["the recipe's head"]
 
 
@@ -409,3 +409,46 @@ def test_narrow_layers_of_flax_models_stay_in_16_bits(model):
         assert eight(fp8jax.nnx.quantize(model(), TE), x) == 1
     else:
         assert eight(fp8jax.linen.quantize(model(), TE).apply, jax.eval_shape(model().init, KEY, x), x) == 1
+
+
+class NnxHead(nnx.Module):
+    def __init__(self, name):
+        self.up = line(WIDTH, 2 * WIDTH)
+        setattr(self, name, line(2 * WIDTH, VOCAB))
+        self.name = name
+
+    def __call__(self, x):
+        return getattr(self, self.name)(nnx.silu(self.up(x)))
+
+
+class LinenHead(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(VOCAB, name="head")(nn.silu(nn.Dense(2 * WIDTH)(x)))
+
+
+@pytest.mark.parametrize("name", few(["te_delayed", "int8_fallback"], "te_delayed"))
+def test_a_head_has_a_state_of_its_own_recipe(name):
+    part = fp8jax.recipes.get(name).linear
+    rules = fp8jax.recipes.coat_fast(head=part)
+    model = fp8jax.nnx.quantize(NnxHead("head"), rules)
+    optimizer = fp8jax.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    before = jax.tree.map(jnp.copy, nnx.state(model.head.dot_general))
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = fp8jax.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    assert step(model, optimizer, X) > step(model, optimizer, X)
+    after = nnx.state(model.head.dot_general)
+    assert any(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), before, after)))
+    variables = jax.eval_shape(fp8jax.linen.quantize(LinenHead(), rules).init, KEY, X)
+    assert set(variables["fp8jax_scaling"]) == {"head"}
+    # A head that only its result shows has a state if a rule gives it one. The state of another recipe is not read.
+    others = dataclasses.replace(part, amax_history_length=7, threshold_update_factor=1.1)
+    for base in (fp8jax.recipes.coat_fast(head=part), fp8jax.Recipe("base", linear=others, head=part)):
+        with pytest.raises(ValueError, match=r"has no state for .* scaling of last/kernel: the recipe was chosen by"):
+            fp8jax.nnx.quantize(NnxHead("last"), base)(X)
+        assert fp8jax.nnx.quantize(NnxHead("last"), [fp8jax.Rule("last", part), base])(X).shape == (2, 6, VOCAB)

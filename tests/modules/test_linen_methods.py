@@ -257,7 +257,7 @@ def test_a_checkpoint_without_the_states_of_a_layer_is_told_what_to_do():
     assert np.all(np.isfinite(model.apply(whole, X)))
     left = fp8jax.linen.quantize(nn.Sequential([nn.Dense(WIDTH)] * 2), [fp8jax.Rule("layers_1", None), "te_delayed"])
     assert np.all(np.isfinite(left.apply(traverse_util.unflatten_dict(saved), X)))
-    with pytest.raises(ValueError, match="give `apply` the collections"):
+    with pytest.raises(ValueError, match="pass the collections"):
         model.apply({"params": made["params"]}, X)
 
 
@@ -274,7 +274,7 @@ def test_copies_of_models_are_equal_and_quantized(dumps):
     assert eight(functools.partial(again.apply, mutable=["cache"]), variables, X) == 2
     if dumps == "pickle":
         assert type(model).__doc__ == Nested.__doc__
-        with pytest.raises(TypeError, match="bound to variables is not pickled"):
+        with pytest.raises(TypeError, match="bound to variables cannot be pickled"):
             module.dumps(model.bind(variables))
 
 

@@ -104,5 +104,5 @@ def test_the_plan_tells_of_codes_and_the_plain_model_refuses_them(trained):
         Model().apply({"params": base}, T)
     delayed = fp8jax.linen.quantize(Model(), "te_delayed")
     variables = delayed.init(jax.random.key(0), T)
-    with pytest.raises(ValueError, match="keeps a state: take a recipe with current scaling"):
+    with pytest.raises(ValueError, match="keeps a state; use a recipe with current scaling"):
         delayed.apply({**variables, "params": fp8jax.lora.adapt(base, adapters)}, T)

@@ -225,7 +225,7 @@ def test_a_part_called_from_outside_and_other_methods():
     want = fp8jax.linear(x, model.one.kernel.get_value(), recipe="te_current")
     np.testing.assert_array_equal(model.one(x), want)
     np.testing.assert_array_equal(model.half(x), want)
-    with pytest.raises(TypeError, match=r"a frozen weight .* is no array"):
+    with pytest.raises(TypeError, match=r"a frozen weight .* is not an array"):
         model.by_itself(x)
 
 
@@ -235,9 +235,9 @@ def test_what_is_refused_says_how(trained):
     how = {"rank": RANK, "alpha": 8.0, "rngs": nnx.Rngs(1)}
     with pytest.raises(TypeError, match="takes an NNX module, not dict"):
         fp8jax.nnx.lora({}, **how)
-    with pytest.raises(ValueError, match=r"what fp8jax\.nnx\.quantize returns"):
+    with pytest.raises(ValueError, match=r"call fp8jax\.nnx\.quantize first"):
         fp8jax.nnx.lora(plain, **how)
-    with pytest.raises(ValueError, match=r"adapters already; merge them with fp8jax\.nnx\.merge_lora"):
+    with pytest.raises(ValueError, match=r"already has adapters; merge them with fp8jax\.nnx\.merge_lora"):
         fp8jax.nnx.lora(model, **how)
     with pytest.raises(ValueError, match="delayed scaling, which keeps a state"):
         fp8jax.nnx.lora(fp8jax.nnx.quantize(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), "te_delayed"), **how)
@@ -249,5 +249,5 @@ def test_what_is_refused_says_how(trained):
         fp8jax.nnx.quantize_weights(model)
     with pytest.raises(ValueError, match="the rank of an adapter"):
         fp8jax.nnx.lora(quantized, rank=999, alpha=1, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="floating and integer codes"):
+    with pytest.raises(ValueError, match="floating-point and integer codes"):
         fp8jax.nnx.lora(quantized, base="int8", **how)(T)

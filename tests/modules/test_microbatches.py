@@ -126,7 +126,7 @@ def test_the_largest_magnitude_of_all_microbatches_enters_the_history(make):
 def test_a_linen_layer_asks_for_its_histories_in_evaluation():
     model = fp8jax.linen.quantize(nn.Dense(5), PART)
     params = {"params": model.init(jax.random.key(0), X)["params"]}
-    with pytest.raises(ValueError, match="give `apply` the collections 'fp8jax_scaling' and 'fp8jax_statistics'"):
+    with pytest.raises(ValueError, match="pass the collections 'fp8jax_scaling' and 'fp8jax_statistics'"):
         model.apply(params, X)
 
 

@@ -53,14 +53,15 @@ def layer():
 def test_a_name_is_the_preset_and_a_preset_that_was_not_called_is_told_so(take):
     name, call = TAKE[take]
     np.testing.assert_array_equal(np.asarray(call(name)), np.asarray(call(recipes.get(name))))
-    with pytest.raises(ValueError, match=r"unknown recipe 'te_curent'; recipes are bf16, "):
+    with pytest.raises(ValueError, match=r"unknown recipe 'te_curent'; use one of bf16, "):
         call("te_curent")
     with pytest.raises(
-        TypeError, match=r"is a function that makes a recipe: call it, fp8jax.recipes.te_current\(\), or"
+        TypeError, match=r"is a function that returns a recipe; call it, fp8jax.recipes.te_current\(\), or"
     ):
         call(recipes.te_current)
     with pytest.raises(
-        TypeError, match=r"a recipe is a fp8jax.Recipe, its part Linear or Context, or a preset's name, not 8|rules are"
+        TypeError,
+        match=r"a recipe must be a fp8jax.Recipe, its part Linear or Context, or the name of .*, got 8|rules must be",
     ):
         call(8)
 
@@ -74,13 +75,13 @@ def test_explain_takes_names():
 
 def test_a_part_that_says_nothing_of_an_operation_is_refused():
     context, linear = recipes.coat().context, recipes.coat().linear
-    with pytest.raises(TypeError, match="products follow a Recipe or its part Linear, not Context"):
+    with pytest.raises(TypeError, match="products need a Recipe or its part Linear, got Context"):
         fp8jax.linear(X, W, recipe=context)
-    with pytest.raises(TypeError, match="norms and activations follow a Recipe or its part Context, not Linear"):
+    with pytest.raises(TypeError, match="norms and activations need a Recipe or its part Context, got Linear"):
         fp8jax.rms_norm(X, ONE, recipe=linear)
-    with pytest.raises(TypeError, match=r"follows a whole fp8jax\.Recipe, not Linear"):
+    with pytest.raises(TypeError, match=r"needs a full fp8jax\.Recipe, got Linear"):
         fp8jax.glu_linear(X, X, W, recipe=linear)
-    with pytest.raises(TypeError, match="a rule takes a Recipe or its part Linear, not Context"):
+    with pytest.raises(TypeError, match="a rule expects a Recipe or its part Linear, got Context"):
         fp8jax.nnx.quantize(layer(), context)
 
 
@@ -103,11 +104,11 @@ def test_matrices_are_told_by_name_and_shape(name, shape, taken):
 def test_what_is_no_model_is_told_what_takes_it():
     other = {kind: type("Mlp", (), {"__module__": f"{kind}.nn"})() for kind in ("equinox", "haiku")}
     for model, said in (
-        (nnx.Linear, "f takes, not the class Linear; make an instance of it"),
-        ({}, "f takes, not dict; give the model that has these parameters, not the parameters. Without Flax, fp8jax"),
-        (3, "f takes, not int. Without Flax, fp8jax.transform"),
-        (other["equinox"], "f takes, not Mlp, of Equinox; fp8jax.transform"),
-        (other["haiku"], "f takes, not Mlp, of Haiku; fp8jax.transform"),
+        (nnx.Linear, "f takes, not the class Linear; pass an instance"),
+        ({}, "f takes, not dict; pass the model, not its parameters. Without Flax, use fp8jax"),
+        (3, "f takes, not int. Without Flax, use fp8jax.transform"),
+        (other["equinox"], "f takes, not Mlp, of Equinox; use fp8jax.transform"),
+        (other["haiku"], "f takes, not Mlp, of Haiku; use fp8jax.transform"),
     ):
         assert calls.wrong_model_message("f takes", model).startswith(said)
 
@@ -117,14 +118,14 @@ def test_a_module_of_the_other_flax_is_told_its_function():
         pass
 
     for call, said in (
-        (lambda: fp8jax.nnx.quantize(Mine(8), "coat"), "not Mine, a module of Flax Linen: take fp8jax.linen.quantize"),
-        (lambda: fp8jax.nnx.unquantize(nn.Dense(8)), "a module of Flax Linen: take fp8jax.linen.unquantize"),
+        (lambda: fp8jax.nnx.quantize(Mine(8), "coat"), "not Mine, a module of Flax Linen; use fp8jax.linen.quantize"),
+        (lambda: fp8jax.nnx.unquantize(nn.Dense(8)), "a module of Flax Linen; use fp8jax.linen.unquantize"),
         (
             lambda: fp8jax.nnx.lora(nn.Dense(8), rank=1, alpha=1, rngs=nnx.Rngs(0)),
-            "Flax Linen: take fp8jax.lora.freeze",
+            "Flax Linen; use fp8jax.lora.freeze",
         ),
-        (lambda: fp8jax.linen.quantize(layer(), "coat"), "not Linear, a module of Flax NNX: take fp8jax.nnx.quantize"),
-        (lambda: fp8jax.linen.unquantize(layer()), "a module of Flax NNX: take fp8jax.nnx.unquantize"),
+        (lambda: fp8jax.linen.quantize(layer(), "coat"), "not Linear, a module of Flax NNX; use fp8jax.nnx.quantize"),
+        (lambda: fp8jax.linen.unquantize(layer()), "a module of Flax NNX; use fp8jax.nnx.unquantize"),
     ):
         with pytest.raises(TypeError, match=said):
             call()

@@ -19,7 +19,7 @@ from tests.rows import covering
 SGD = optax.sgd(1e-2)  # the same function each time, so that programs may be shared
 X = jax.random.normal(jax.random.key(0), (8, 16))
 MESSAGE = "scaling is trained in a program that never calls "
-LOST = "delayed scaling, whose state needs the largest magnitude of the output's gradient"
+LOST = "delayed scaling, whose state needs the amax of the output's gradient"
 
 
 class Layers(nnx.Module):
@@ -191,7 +191,7 @@ def test_linen_refuses_what_loses_statistics(name, program):
         return jnp.mean((y[0] if mutable else y) ** 2)
 
     given = variables["params"], variables.get("fp8jax_statistics", {})
-    with pytest.raises(ValueError, match=r"'fp8jax_scaling' is not mutable. Write .*argnums=\(0, 1\), has_aux=True"):
+    with pytest.raises(ValueError, match=r"'fp8jax_scaling' is not mutable. Use .*argnums=\(0, 1\), has_aux=True"):
         program(jax.grad(lambda *given: of(*given, mutable=False), argnums=(0, 1)))(*given)
     with pytest.raises(ValueError, match="is not mutable"):  # also where states are differentiated, too
         program(jax.grad(lambda variables: jnp.mean(model.apply(variables, X) ** 2)))(variables)
@@ -208,7 +208,7 @@ def test_a_train_state_without_statistics_says_where_they_come_from():
     params, scaling = variables["params"], variables["fp8jax_scaling"]
     tx = fp8jax.optimizer("te_delayed", 1e-2)
     state = fp8jax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, scaling=scaling)
-    with pytest.raises(ValueError, match=r"no statistics of the gradients .*fp8jax_statistics"):
+    with pytest.raises(ValueError, match=r"no statistics for the gradient .*fp8jax_statistics"):
         state.apply_gradients(grads=params)
 
 
@@ -217,9 +217,9 @@ def test_a_transformed_function_is_trained_with_its_states(name, program):
     fast = fp8jax.transform(lambda p, x: jnp.mean((x @ p["w"]) ** 2) + jnp.sum(p["b"]), fp8jax.Rule(".*", name))
     p = {"w": jnp.ones((16, 16)), "b": jnp.ones(16)}
     states = fast.init(p, X)
-    with pytest.raises(ValueError, match=r"write states = fast\.init\(params, ...\)"):
+    with pytest.raises(ValueError, match=r"Use states = fast\.init\(params, ...\)"):
         program(jax.grad(fast))(p, X)
-    with pytest.raises(ValueError, match=r"this gradient is not taken of them. Write grads, observed"):
+    with pytest.raises(ValueError, match=r"which is not computed here. Use grads, observed"):
         program(jax.grad(lambda p: fast(p, X, states=states)))(p)
     both = lambda p, states: jax.grad(lambda *p: fast(p[0], X, states=p[1]), argnums=(0, 1))(p, states)  # noqa: E731
     advanced = lambda p, states: fast.advance(states, both(p, states)[1])  # noqa: E731
@@ -317,7 +317,7 @@ def test_loops_that_drop_observations_are_told(name):
         after = jax.tree.map(np.asarray, nnx.state(model, fp8jax.nnx.ScalingVariable))
         return any(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), before, after)))
 
-    with pytest.warns(UserWarning, match="observations of this model's calls are lost"):
+    with pytest.warns(UserWarning, match="statistics of this model's calls are lost"):
         assert not run(None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -399,5 +399,5 @@ def test_linen_states_without_the_rules_of_thresholds_say_where_to_give_them():
     state = fp8jax.linen.TrainState.create(
         apply_fn=module.apply, params=variables["params"], tx=SGD, scaling=variables["fp8jax_scaling"]
     )
-    with pytest.raises(ValueError, match=r"^the layer has variables .*give rules=.* TrainState.create"):
+    with pytest.raises(ValueError, match=r"^the layer has variables .*Pass the rules= .* TrainState.create"):
         state.apply_gradients(grads=variables["params"])

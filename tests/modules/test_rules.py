@@ -69,7 +69,7 @@ def test_a_recipe_after_rules_takes_what_is_left_but_embeddings_heads_and_router
     with pytest.raises(ValueError, match="no layer is left for the recipe to match"):
         choose(PATHS, [Rule(".*", INT8), TE])
     with pytest.raises(
-        TypeError, match="after which one may stand, not 'te_current'; a recipe for all other layers is the last"
+        TypeError, match="that may end with a recipe, got 'te_current'; a recipe for all other layers is the last"
     ):
         choose(PATHS, ["te_current", Rule(".*", TE)])
 
@@ -104,11 +104,11 @@ def test_a_model_of_heads_only_is_refused():
 
 
 def test_wrong_rules_are_refused():
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         Rule("layers/(", TE)
     with pytest.raises(ValueError, match="no rules"):
         as_rule_set([])
-    with pytest.raises(TypeError, match="rules are a recipe, or a sequence"):
+    with pytest.raises(TypeError, match="rules must be a recipe, or a sequence"):
         as_rule_set({"mlp": TE})
     with pytest.raises(ValueError, match="no linear layer"):
         choose([], TE)

@@ -92,7 +92,7 @@ def test_it_works_through_a_layer_of_linen(recipe):
     variables = variables | {"fp8jax_scaling": advanced}
     limit = codes_limit(lambda x: model.apply(variables, x))
     np.testing.assert_allclose(limit, 16 * 4 * np.sqrt(MEAN), rtol=0.01)
-    with pytest.raises(ValueError, match=r"give rules=, as for fp8jax.linen.quantize"):
+    with pytest.raises(ValueError, match=r"Pass the rules= of fp8jax.linen.quantize"):
         fp8jax.linen.advance_scaling(advanced, {})
 
 
@@ -116,9 +116,9 @@ def test_what_a_strategy_does_not_serve_has_scales_of_its_own(recipe):
     assert recipe.strategy("w") == recipe.strategy("dy") == scaling.Current()
     mixed = dataclasses.replace(recipe, scaling="two_stage", w_scaling="delayed", amax_history_length=2)
     assert (mixed.strategy("x"), mixed.strategy("w")) == (scaling.TwoStage(), scaling.Delayed(2, 2))
-    with pytest.raises(ValueError, match="mean_square scaling is per tensor; give x specs of granularity 'tensor'"):
+    with pytest.raises(ValueError, match="mean_square scaling is per tensor; use granularity 'tensor' for x"):
         dataclasses.replace(recipe, x="e4m3:token", w_dgrad=None, x_wgrad=None, dy=None, dy_wgrad=None)
-    with pytest.raises(ValueError, match=r"unknown linear\.w_scaling 'mean'; it is one of current, two_stage, delayed"):
+    with pytest.raises(ValueError, match=r"unknown linear\.w_scaling 'mean'; use one of current, two_stage, delayed"):
         dataclasses.replace(recipe, w_scaling="mean")
-    with pytest.raises(ValueError, match=r"mean_square scaling has a state: call fp8jax.scaled_linear"):
+    with pytest.raises(ValueError, match=r"mean_square scaling keeps a state; use fp8jax.scaled_linear"):
         fp8jax.linear(PARTS[0], jnp.ones((16, 4)), recipe=recipe)

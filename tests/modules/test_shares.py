@@ -79,7 +79,9 @@ def test_each_model_says_once_what_share_stays_in_16_bits_and_why(of):
         call, gradient, jitted = of()
         (warned,) = said(call, gradient, jitted, call, gradient)
         assert str(warned.message).startswith(f"{100 * share:.2g} % of the FLOPs in products with parameters")
-        assert re.search(r"1 product .*data meet what is computed from cut; .*test_shares.py:\d+ ", str(warned.message))
+        assert re.search(
+            r"1 product .*data are multiplied by a value computed from cut; .*test_shares.py:\d+ ", str(warned.message)
+        )
         assert warned.filename == __file__
     assert not said(*of(3)[:2])  # less than a tenth
 
@@ -111,7 +113,7 @@ def test_what_rules_and_heads_leave_and_attention_computes_is_not_counted():
     rules = [fp8jax.Rule("cut", None), "coat"]
     assert not said(lambda: fp8jax.transform(loss, rules)(P, X))
     assert not said(lambda: fp8jax.transform(loss, fp8jax.Rule("up", "coat"))(P, X))
-    with pytest.warns(fp8jax.UnquantizedWarning, match="data meet what is computed from cut"):
+    with pytest.warns(fp8jax.UnquantizedWarning, match="data are multiplied by a value computed from cut"):
         fp8jax.transform(loss, fp8jax.Rule("up|cut", "coat"))(P, X)
 
 

@@ -141,7 +141,7 @@ def test_an_integer_base_under_a_recipe_of_floats_is_told_one_that_takes_it():
         model = fp8jax.nnx.quantize(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), recipe)
         return fp8jax.nnx.lora(model, rank=4, alpha=8.0, base="int8", rngs=nnx.Rngs(1))
 
-    with pytest.raises(ValueError, match="take recipe 'bf16', which decodes it"):
+    with pytest.raises(ValueError, match="use the recipe 'bf16', which dequantizes it"):
         adapted("te_current")(X)
     assert adapted("bf16")(X).shape == X.shape
 
@@ -149,8 +149,8 @@ def test_an_integer_base_under_a_recipe_of_floats_is_told_one_that_takes_it():
 def test_lora_of_a_model_whose_rules_have_no_recipe_says_what_does():
     how = {"rank": 4, "alpha": 8.0, "rngs": nnx.Rngs(1)}
     for model in (Mlp(), fp8jax.nnx.quantize(Mlp(), [fp8jax.Rule(".*", None)])):
-        with pytest.raises(ValueError, match=r"for products in 16 bits, fp8jax.nnx.quantize\(model, 'bf16'\)"):
+        with pytest.raises(ValueError, match=r"For products in 16 bits, use fp8jax.nnx.quantize\(model, 'bf16'\)"):
             fp8jax.nnx.lora(model, **how)
     norms = fp8jax.nnx.quantize(Mlp(), [fp8jax.Rule("norm", "coat"), fp8jax.Rule(".*", None)])
-    with pytest.raises(ValueError, match=r"for products in 16 bits, fp8jax.nnx.quantize\(model, 'bf16'\)"):
+    with pytest.raises(ValueError, match=r"For products in 16 bits, use fp8jax.nnx.quantize\(model, 'bf16'\)"):
         fp8jax.nnx.lora(norms, **how)

@@ -232,3 +232,77 @@ def test_experts_of_linen_train_with_a_state_each(model, recipe):
 
 def flatten(collection):
     return [(tuple(step.key for step in path), leaf) for path, leaf in jax.tree.leaves_with_path(collection)]
+
+
+SIZES = jnp.array([1, 1e-5, 1, 1e-5])
+LAYERS = jax.random.normal(jax.random.key(5), (4, WIDTH, WIDTH)) * SIZES[:, None, None]
+INPUT_SIZES = jnp.array([1, 1e4, 1e-4, 1])
+
+
+def unrolled(w, x):
+    return jnp.stack([jax.checkpoint(jnp.matmul)(x * INPUT_SIZES[i], w[i]) for i in range(4)])
+
+
+def two_loops(w, x):
+    y = [
+        lax.scan(lambda _, each: (None, (x * each[1]) @ each[0]), None, (w[part], INPUT_SIZES[part]))[1]
+        for part in (slice(2), slice(2, 4))
+    ]
+    return jnp.concatenate(y)
+
+
+class NnxStack(nnx.Module):
+    def __init__(self, fn):
+        self.w, self.fn = nnx.Param(LAYERS), fn
+
+    def __call__(self, x):
+        return self.fn(self.w[...], x)
+
+
+class LinenStack(nn.Module):
+    fn: object
+
+    @nn.compact
+    def __call__(self, x):
+        return self.fn(self.param("w", lambda _: LAYERS), x)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("fn", [unrolled, slow(two_loops)])
+def test_matrices_of_one_parameter_train_with_a_state_each(fn, recipe):
+    """Products of matrices whose sizes and inputs differ by 1e4 and more, after three steps."""
+    model = fp8jax.nnx.quantize(NnxStack(fn), recipe)
+    optimizer = fp8jax.nnx.Optimizer(model, fp8jax.optimizer(recipe, 0.0), wrt=nnx.Param)
+    linen = fp8jax.linen.quantize(LinenStack(fn), recipe)
+    variables = linen.init(jax.random.key(0), X)
+    state = fp8jax.linen.TrainState.create(
+        apply_fn=linen.apply,
+        params=variables["params"],
+        tx=fp8jax.optimizer(recipe, 0.0),
+        scaling=variables.get("fp8jax_scaling", {}),
+        rules=recipe,
+    )
+
+    @nnx.jit
+    def nnx_step(model, optimizer, x):
+        grads = fp8jax.nnx.grad(lambda model: jnp.sum(model(x)))(model)
+        optimizer.update(model, grads)
+        return grads["w"][...]
+
+    @jax.jit
+    def linen_step(state, statistics, x):
+        def loss(params, statistics):
+            arrays = {"params": params, "fp8jax_scaling": state.scaling, "fp8jax_statistics": statistics}
+            y, new = linen.apply(arrays, x, mutable=["fp8jax_scaling"])
+            return jnp.sum(y), (y, new.get("fp8jax_scaling", {}))
+
+        (_, (y, scaling)), (grads, seen) = jax.value_and_grad(loss, (0, 1), has_aux=True)(state.params, statistics)
+        return state.apply_gradients(grads=grads, statistics=seen, scaling=scaling), y, grads["w"]
+
+    for _ in range(3):
+        nnx_grads = nnx_step(model, optimizer, X)
+        state, linen_y, linen_grads = linen_step(state, variables.get("fp8jax_statistics", {}), X)
+    exact_grads = jax.grad(lambda w: jnp.sum(fn(w, X)))(LAYERS)
+    pairs = [(model(X), fn(LAYERS, X)), (linen_y, fn(LAYERS, X)), (nnx_grads, exact_grads), (linen_grads, exact_grads)]
+    for ours, exact in pairs:
+        assert all(0 < relative(*layer) < 0.1 for layer in zip(ours, exact, strict=True))

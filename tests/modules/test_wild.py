@@ -176,7 +176,5 @@ def test_what_a_bridge_holds_is_quantized(model, whole, first):
 def test_what_cannot_be_quantized_is_refused_with_what_to_do():
     model = Perceptron(nnx.Rngs(0))
     model.up.precision = jax.lax.Precision.HIGHEST
-    with pytest.raises(
-        ValueError, match=r"up asks for precision .*HIGHEST.*set its precision to None, or leave it out"
-    ):
+    with pytest.raises(ValueError, match=r"up asks for precision .*HIGHEST.*set its precision to None, or exclude it"):
         fp8jax.nnx.quantize(model, COAT)(X)

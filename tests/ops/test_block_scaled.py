@@ -180,19 +180,22 @@ def test_what_has_no_such_product_says_so():
     sizes = jnp.asarray([100, 100])
     for recipe, reason in (
         (dataclasses.replace(LINEAR["te_current"], rotation=16), "rotation=16 before x_wgrad=e4m3:tensor is not built"),
-        (dataclasses.replace(LINEAR["nvfp4"], x="e2m1:nvblock16"), "x is e2m1:nvblock16, and .* for weights alone"),
+        (dataclasses.replace(LINEAR["nvfp4"], x="e2m1:nvblock16"), "x is e2m1:nvblock16, but .* for weights only"),
     ):
-        with pytest.raises(ValueError, match=f"{reason}.*take one without, such as 'mxfp8'"):
+        with pytest.raises(ValueError, match=f"{reason}.*use another, such as 'mxfp8'"):
             fp8jax.ragged_dot(x, jnp.stack([w, w]), sizes, recipe=recipe)
     for settings, message in (
         ({"rotation": 8}, "linear.rotation 8 is not one of 16, 32, 64, 128"),
         ({"rotation": 16, "x_wgrad": None, "dy_wgrad": None}, "transforms the quantized operands of wgrad"),
         ({"x": "e4m3:mx32", "dy": "e4m3:mx32", "rotation": 16}, "does not fold"),
-        ({"w": "e2m1:nvblock16", "w_dgrad": "e4m3"}, "the forward product mixes 4 and 8 bits"),
-        ({"x": "e2m1:group16"}, "is no operand of a matrix unit; take an 8-bit format, unexpanded, or 'e2m1:nv16'"),
+        ({"w": "e2m1:nvblock16", "w_dgrad": "e4m3"}, "the forward product mixes 4-bit and 8-bit operands"),
+        (
+            {"x": "e2m1:group16"},
+            "is not supported as a matmul operand; use an 8-bit format without expansion, or 'e2m1:nv16'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(Linear("e4m3", "e4m3", "e4m3"), **settings)
     for counts in ((1,), [1, 1], (1, -1), (True, 1)):
-        with pytest.raises(ValueError, match="unquantized_blocks are two numbers of blocks"):
+        with pytest.raises(ValueError, match="unquantized_blocks must be two block counts"):
             dataclasses.replace(fp8jax.recipes.nvfp4(), unquantized_blocks=counts)

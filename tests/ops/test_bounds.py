@@ -354,7 +354,7 @@ def test_bounds_of_gradients_that_are_not_finite_are_those_of_the_others():
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ValueError, match=r"unknown context\.amax 'small'; it is one of exact, bound"):
+    with pytest.raises(ValueError, match=r"unknown context\.amax 'small'; use one of exact, bound"):
         Context("e4m3:group16", amax="small")
-    with pytest.raises(ValueError, match=r"context\.amax 'bound' needs a format: give context\.residual"):
+    with pytest.raises(ValueError, match=r"context\.amax 'bound' needs a format; set context\.residual"):
         Context(amax="bound")

@@ -244,11 +244,11 @@ def test_vmap_gives_what_a_loop_gives():
 
 def test_wrong_arguments_are_refused():
     x = jnp.ones((4, 8))
-    with pytest.raises(ValueError, match=r"scale \(channels,\), not \(4, 8\) and \(4,\)"):
+    with pytest.raises(ValueError, match=r"scale \(channels,\), got \(4, 8\) and \(4,\)"):
         rms_norm(x, jnp.ones(4), recipe=LEAN)
     with pytest.raises(ValueError, match=r"bias \(channels,\)"):
         layer_norm(x, jnp.ones(8), jnp.ones(()), recipe=LEAN)
-    with pytest.raises(ValueError, match="unknown activation 'swish'; it is one of silu, gelu, gelu_tanh"):
+    with pytest.raises(ValueError, match="unknown activation 'swish'; use one of silu, gelu, gelu_tanh"):
         activation(x, recipe=LEAN, activation="swish")
-    with pytest.raises(ValueError, match="glu takes arrays alike"):
+    with pytest.raises(ValueError, match="glu expects arrays of the same dtype and shape"):
         glu(x, jnp.ones((4, 7)), recipe=LEAN)

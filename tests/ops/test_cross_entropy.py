@@ -194,7 +194,7 @@ def test_labels_outside_of_the_vocabulary_are_ignored_or_seen(recipe):
     checked = jax.jit(checkify.checkify(step))
     assert checked(x, w, ignored)[0].get() is None
     message = checked(x, w, jnp.asarray(LABELS).at[1, 2].set(-7))[0].get()
-    assert f"labels that count must lie in [0, {VOCABULARY}), and are from -7 to " in message
+    assert f"labels must be in [0, {VOCABULARY}), got labels from -7 to " in message
 
 
 def test_logits_are_never_whole():
@@ -338,7 +338,7 @@ def test_heads_of_codes_have_one_fp8_scale_an_operand():
     assert not head.has_codes(dataclasses.replace(fp8jax.recipes.HEAD, rotation=16))
     with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))):
         x = jax.device_put(jnp.ones((4, CHANNELS)), P("data"))
-        with pytest.raises(ValueError, match="whose operands have one FP8 scale each"):
+        with pytest.raises(ValueError, match="with one FP8 scale per operand"):
             fp8jax.linear_cross_entropy(x, floats(W)[0], jnp.zeros(4, jnp.int32), recipe="fast")
 
 
@@ -435,7 +435,7 @@ def test_it_maps():
 
 
 BAD = {
-    "the head takes x": {"w": jnp.ones((CHANNELS + 1, 8))},
+    "the output head expects x": {"w": jnp.ones((CHANNELS + 1, 8))},
     "labels must have the shape": {"labels": jnp.zeros(3, jnp.int32)},
     "labels must be integers": {"labels": jnp.zeros(TOKENS)},
     "where must have the shape": {"where": jnp.ones(3, bool)},

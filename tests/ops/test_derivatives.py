@@ -97,7 +97,7 @@ def test_a_cast_to_8_bits_before_an_operation_raises(dtype, name, recipe):
     def f(x):
         return total(OPERATIONS[name](x.astype(dtype), recipe=recipe))
 
-    with pytest.raises((ValueError, TypeError), match=r"Cast to bf16|cast it to|not accept dtype"):
+    with pytest.raises((ValueError, TypeError), match=r"Cast to bfloat16|cast it to|not accept dtype"):
         jax.grad(f)(X)
 
 
@@ -112,7 +112,9 @@ def test_a_cast_to_8_bits_before_an_operation_raises(dtype, name, recipe):
 ])  # fmt: skip
 def test_so_does_a_result_in_8_bits(dtype, f):
     assert f(X, dtype).dtype == dtype
-    with pytest.raises(ValueError, match=r"gradients in 8 bits would be 0 or NaN. Cast to bf16.*fp8jax.save_quantized"):
+    with pytest.raises(
+        ValueError, match=r"gradients in 8 bits would be 0 or NaN. Cast to bfloat16.*fp8jax.save_quantized"
+    ):
         jax.grad(lambda x: total(f(x, dtype)))(X)
 
 

@@ -295,7 +295,7 @@ def test_codes_travel_where_a_product_decodes_them(rows, inputs):
 
 
 def test_an_einsum_refuses_another_precision():
-    with pytest.raises(ValueError, match="takes no precision='highest'"):
+    with pytest.raises(ValueError, match="does not support precision='highest'"):
         fp8jax.einsum("td,dh->th", jnp.ones((2, 4)), jnp.ones((4, 2)), "highest", recipe=fp8jax.recipes.te_current())
 
 

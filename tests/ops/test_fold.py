@@ -94,7 +94,7 @@ def test_folding_afterwards_rounds_each_code_under_its_power_over_the_largest_of
 def test_what_cannot_be_folded_afterwards_is_refused():
     x = jnp.ones((4, 64))
     for spec in ("e4m3:mx16", "e5m2:mx32", "e4m3:mx32+ocp", "e4m3"):
-        with pytest.raises(ValueError, match="fold_microscales takes e4m3 codes"):
+        with pytest.raises(ValueError, match="fold_microscales expects e4m3 codes"):
             fold_microscales(fp8jax.quantize(x, spec))
     with pytest.raises(ValueError, match="unknown impl 'mosaic'"):
         fold_microscales(fp8jax.quantize(x, "e4m3:mx32"), impl="mosaic")

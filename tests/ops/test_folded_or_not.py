@@ -59,8 +59,8 @@ def test_what_a_recipe_says_of_its_products_is_what_they_multiply_and_keep(name,
 @pytest.mark.parametrize("name", ["moss", "fast"])
 def test_what_is_folded_is_said(name):
     text = fp8jax.recipes.get(name).explain()
-    assert "MOSS's scales, folded into rows: what is asked for as e4m3:mx32+token is multiplied and kept" in text
-    assert "mx32" not in text.partition("MOSS's")[0]
+    assert "microscales are folded into row scales: operands with spec e4m3:mx32+token are multiplied and saved" in text
+    assert "mx32" not in text.partition("microscales are folded")[0]
     assert "folded" not in fp8jax.recipes.moss_mx().explain()
 
 
@@ -75,7 +75,7 @@ def test_explain_of_a_model_says_what_is_folded(framework):
         "wgrad": "e4m3:tensor x e4m3:tensor",
     }
     assert found.residual.startswith("e4m3:token, 1")
-    assert str(report).count("MOSS's scales, folded into rows") == 1
+    assert str(report).count("microscales are folded into row scales") == 1
     assert "folded" not in str(fp8jax.explain(layer, fp8jax.Rule("", "moss_mx"), X))
 
 
@@ -117,6 +117,6 @@ def test_exact_is_of_microscaled_codes_with_a_level_1():
     assert not fp8jax.QuantSpec.parse(EXACT).is_folded
     for wrong in ("e4m3:group128+exact", "e4m3+exact", "e4m3:mx32+ocp+exact"):
         with pytest.raises(
-            ValueError, match="fold_scales=False, option 'exact', is for granularity 'mx' with an outer scale"
+            ValueError, match="fold_scales=False, option 'exact', requires granularity 'mx' with an outer scale"
         ):
             fp8jax.QuantSpec.parse(wrong)

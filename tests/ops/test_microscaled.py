@@ -201,11 +201,11 @@ def test_codes_do_not_depend_on_the_mesh():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (("e4m3:mx32+token", "e4m3", "e5m2"), "an fp32 scale for each token"),
-        (("e4m3:mx32+token", "e4m3", "e4m3:mx32"), "an fp32 scale for each token"),
-        (("e4m3:mx32+ocp", "e4m3", "e5m2"), "do not transpose"),
-        (("e4m3:mx32", "e4m3", "e5m2+stochastic"), "do not transpose"),
-        (("e4m3:block128", "e4m3:block128", "e4m3:mx32"), "do not transpose"),
+        (("e4m3:mx32+token", "e4m3", "e5m2"), "a per-token fp32 scale"),
+        (("e4m3:mx32+token", "e4m3", "e4m3:mx32"), "a per-token fp32 scale"),
+        (("e4m3:mx32+ocp", "e4m3", "e5m2"), "cannot be transposed"),
+        (("e4m3:mx32", "e4m3", "e5m2+stochastic"), "cannot be transposed"),
+        (("e4m3:block128", "e4m3:block128", "e4m3:mx32"), "cannot be transposed"),
     ],
 )
 def test_operands_that_cannot_share_their_scales_are_refused(fields, message):

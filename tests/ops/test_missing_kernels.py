@@ -70,7 +70,7 @@ def test_the_line_to_type_has_the_bounds_of_the_package():
 
 def test_the_reason_and_the_remedy(blocked):
     assert choice.missing_kernels_reason().startswith("jax-triton cannot be imported (ModuleNotFoundError")
-    assert 'Type: pip install "jax-triton>=0.3.1,<0.5"' in choice.missing_kernels_advice()
+    assert 'Run: pip install "jax-triton>=0.3.1,<0.5"' in choice.missing_kernels_advice()
     with choice.target(kernels=False):  # asked for: contexts follow, and nobody is warned
         assert choice.keeps_nonlinear_unchanged()
         assert choice.missing_kernels_advice() is None
@@ -174,7 +174,7 @@ def test_norms_and_activations_stay_as_written_without_kernels(recipe, blocked):
     fast = fp8jax.transform(mlp, recipe)
     explained = fast.explain(P, X)
     assert {(entry.path, entry.kind) for entry in explained.entries} == {("up", "dot_general"), ("down", "dot_general")}
-    assert "no Triton kernel of fp8jax runs on this GPU" in str(explained).replace("\n", " ")
+    assert "the Triton kernels of fp8jax cannot run on this GPU" in str(explained).replace("\n", " ")
     if recipe.startswith("coat"):
         assert dots(fast, P, X).count(FP8) == 2
 
@@ -184,7 +184,7 @@ def test_kernels_take_norms_and_activations(recipe, present):
     explained = fp8jax.transform(mlp, recipe).explain(P, X)
     kinds = {entry.kind for entry in explained.entries}
     assert {"RMSNorm", "silu(x)"} <= kinds
-    assert "no Triton kernel" not in str(explained)
+    assert "Triton kernels of fp8jax cannot run" not in str(explained)
 
 
 def test_a_cpu_keeps_contexts():
@@ -209,6 +209,6 @@ def test_the_training_program_says_it(blocked):
     with choice.record_choices() as heard:
         choice.record_choice("adamw", choice.Choice("xla", "not the fused kernel"))
     lines = cli.computed_by(heard, ["codes"])
-    assert lines[0].startswith("WARNING: no Triton kernel of fp8jax runs on this GPU")
+    assert lines[0].startswith("WARNING: the Triton kernels of fp8jax cannot run on this GPU")
     assert lines[1:] == ["adamw by xla: not the fused kernel", "saved codes"]
     assert not any("WARNING" in line for line in cli.computed_by([], []))

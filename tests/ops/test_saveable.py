@@ -102,10 +102,10 @@ def test_what_our_operations_save_has_names():
 
 
 def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="rounds to nearest, not 'int8:block32\\+stochastic'"):
+    with pytest.raises(ValueError, match="rounds to nearest and takes no key, got spec 'int8:block32\\+stochastic'"):
         fp8jax.save_quantized(X, "h", "int8:block32+stochastic")
     for x, told in ((jnp.arange(4), "int32[4]"), (jnp.float32(1), "float32[]")):
-        with pytest.raises(ValueError, match=re.escape(f"(..., channels) of a floating dtype, not {told}")):
+        with pytest.raises(ValueError, match=re.escape(f"(..., channels) with a floating-point dtype, got {told}")):
             fp8jax.save_quantized(x, "h")
 
 

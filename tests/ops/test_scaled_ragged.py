@@ -226,14 +226,14 @@ def test_a_frozen_stack_has_the_result_of_its_values_and_no_gradient():
 
 def test_bad_input():
     sizes, state = jnp.asarray(SIZES), init(DELAYED)
-    with pytest.raises(ValueError, match=r"give scaled_ragged_dot amax_slot=jnp.zeros\(groups\)"):
+    with pytest.raises(ValueError, match=r"pass amax_slot=jnp.zeros\(groups\) to scaled_ragged_dot"):
         fp8jax.scaled_ragged_dot(X, W, sizes, state, recipe=DELAYED)
     along = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-    with pytest.raises(ValueError, match="has no weight, and no scaling state"):
+    with pytest.raises(ValueError, match="has no weight and no scaling state"):
         fp8jax.scaled_ragged_dot(X, DY, sizes, state, jnp.zeros(4), recipe=DELAYED, dimension_numbers=along)
     with pytest.raises(ValueError, match="keeps no state"):
         fp8jax.scaled_ragged_dot(X, W, sizes, state, recipe="coat")
-    with pytest.raises(ValueError, match=r"call fp8jax.scaled_linear or scaled_ragged_dot"):
+    with pytest.raises(ValueError, match=r"use fp8jax.scaled_linear, scaled_ragged_dot or"):
         fp8jax.ragged_dot(X, W, sizes, recipe="te_delayed")
     with pytest.raises(ValueError, match="integer codes"):
         fp8jax.ragged_dot(X, fp8jax.freeze(jnp.asarray(W), "int8"), sizes, recipe="coat")

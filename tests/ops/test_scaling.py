@@ -118,7 +118,7 @@ def test_replicas_merge_by_maximum():
     specs = {"mesh": mesh, "in_specs": (P(), P(), P("data"), P("data")), "out_specs": P()}
     _, observed = jax.jit(jax.shard_map(local, **specs, check_vma=False))(W, state, X, T)
     np.testing.assert_allclose(observed, step(W, state)[1], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"\['data'\] and the amax_slot of its scaling does not.*check_vma=False"):
+    with pytest.raises(ValueError, match=r"\['data'\], but the amax_slot of its scaling does not.*check_vma=False"):
         jax.jit(jax.shard_map(local, **specs))(W, state, X, T)
 
 
@@ -148,7 +148,7 @@ def test_a_linear_with_a_state_adds_its_bias_and_reads_weights_that_are_held(nam
 
 
 def test_delayed_recipes_are_refused_where_there_is_no_state():
-    with pytest.raises(ValueError, match=r"call fp8jax.scaled_linear"):
+    with pytest.raises(ValueError, match=r"use fp8jax.scaled_linear"):
         fp8jax.linear(X, W, recipe=RECIPE)
     with pytest.raises(ValueError, match="not 'delayed'"):
         fp8jax.init_scaling(fp8jax.recipes.te_current())

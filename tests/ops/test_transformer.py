@@ -233,9 +233,9 @@ def test_weights_quantized_before_change_no_bit():
 
 def test_errors_name_the_value():
     x, w = draw(0, 4, WIDTH), draw(1, WIDTH, 8)
-    with pytest.raises(ValueError, match="1 weights were given quantized as 2"):
+    with pytest.raises(ValueError, match="1 weights were passed with 2 quantized"):
         fp8jax.norm_linear(x, None, [w], recipe=COAT, quantized=[fp8jax.quantize_weight(w, recipe=COAT)] * 2)
-    with pytest.raises(TypeError, match=r"whole fp8jax.Recipe"):
+    with pytest.raises(TypeError, match=r"full fp8jax.Recipe"):
         fp8jax.norm_linear(x, None, [w], recipe=COAT.linear)
     with pytest.raises(ValueError, match="'group'"):
         fp8jax.norm_linear(x, None, [w], recipe=COAT, norm="group")

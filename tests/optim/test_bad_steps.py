@@ -124,11 +124,11 @@ def test_arguments_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="max_loss_jump must be positive, not 0"):
         fp8jax.skip_bad_steps(optax.sgd(0.1), 0.0)
     tx = fp8jax.skip_bad_steps(optax.sgd(0.1), 6.0)
-    with pytest.raises(ValueError, match=r"max_loss_jump=6.0 needs the loss of each step: give value=loss"):
+    with pytest.raises(ValueError, match=r"max_loss_jump=6.0 needs the loss of each step; pass value=loss"):
         tx.update(GRADS, tx.init(PARAMS), PARAMS)
-    with pytest.raises(ValueError, match=r"skips no steps: wrap it in fp8jax.skip_bad_steps"):
+    with pytest.raises(ValueError, match=r"does not skip steps; wrap it in fp8jax.skip_bad_steps"):
         fp8jax.get_bad_steps(optax.adam(0.1).init(PARAMS))
-    with pytest.raises(ValueError, match="put it outermost, once"):
+    with pytest.raises(ValueError, match="use one, as the outermost transformation"):
         fp8jax.get_bad_steps(optax.chain(tx, tx).init(PARAMS))
 
 

@@ -101,7 +101,7 @@ def test_a_copy_of_a_fused_transformation_has_its_step(copy):
     params, _ = again.step(GRADS, again.init(PARAMS), PARAMS)
     want = fp8jax.with_clipping(1.0, tx).step(GRADS, again.init(PARAMS), PARAMS)[0]
     jax.tree.map(np.testing.assert_array_equal, params, want)
-    with pytest.raises(TypeError, match=r"not the update of a fused transformation.*give all three"):
+    with pytest.raises(TypeError, match=r"not the update of a fused transformation.*pass all three"):
         tx._replace(update=optax.sgd(1.0).update)
 
 

@@ -229,18 +229,21 @@ def test_specs_go_by_name_by_pattern_and_in_order():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: OURS(optax.lion(1e-3), {"nu": "e4m3"}), r"'nu' fits no moment.*there are '0.mu'"),
-        (lambda: OURS(optax.adam(1e-3), {"*": "e4m3", "nu": "e5m2"}), "'nu' fits no moment, or none that an earlier"),
-        (lambda: OURS(optax.sgd(1.0), {"trace": "e4m3"}), "'trace' fits no moment.*there are none"),
-        (lambda: OURS(optax.contrib.schedule_free_sgd()), "does not know what 'z' of the state is.*'fp32'"),
-        (lambda: OURS(optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation()), "what 'acc_grads' of"),
+        (lambda: OURS(optax.lion(1e-3), {"nu": "e4m3"}), r"'nu' matches no moment.*the moments are '0.mu'"),
+        (
+            lambda: OURS(optax.adam(1e-3), {"*": "e4m3", "nu": "e5m2"}),
+            "'nu' matches no moment, or only those of an earlier",
+        ),
+        (lambda: OURS(optax.sgd(1.0), {"trace": "e4m3"}), "'trace' matches no moment.*the moments are none"),
+        (lambda: OURS(optax.contrib.schedule_free_sgd()), "does not know the field 'z' of the state.*'fp32'"),
+        (lambda: OURS(optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation()), "the field 'acc_grads' of"),
         (lambda: OURS(optax.adam(1e-3), {"mu": "fp8"}), "unknown number format 'fp8'"),
         (lambda: OURS(optax.adam(1e-3), {"mu": 8}), "unknown number format 8|must be the name of a format"),
-        (lambda: OURS(optax.adam(1e-3), {"mu": "ude8"}), "'ude8' has no signs, but first moments do"),
-        (lambda: OURS(optax.adam(1e-3), {"*.mu": "ude8"}), "'ude8' has no signs, but the first moment '0.mu' does"),
-        (lambda: OURS(optax.adam(1e-3), {"mu": "int10"}), "no storage of moments"),
-        (lambda: OURS(optax.adam(1e-3), {"mu": QuantSpec.parse("e4m3:mx32")}), "no storage of moments"),
-        (lambda: OURS(optax.adam(1e-3), {"mu": QuantSpec.parse("e4m3+stochastic")}), "no storage of moments"),
+        (lambda: OURS(optax.adam(1e-3), {"mu": "ude8"}), "'ude8' is unsigned, but first moments are signed"),
+        (lambda: OURS(optax.adam(1e-3), {"*.mu": "ude8"}), "'ude8' is unsigned, but the first moment '0.mu' is signed"),
+        (lambda: OURS(optax.adam(1e-3), {"mu": "int10"}), "cannot store moments"),
+        (lambda: OURS(optax.adam(1e-3), {"mu": QuantSpec.parse("e4m3:mx32")}), "cannot store moments"),
+        (lambda: OURS(optax.adam(1e-3), {"mu": QuantSpec.parse("e4m3+stochastic")}), "cannot store moments"),
         (lambda: OURS(optax.adam(1e-3), group_size=0), "group_size must be a positive integer, not 0"),
         (lambda: OURS(optax.adam(1e-3), group_size=2.5), "group_size must be a positive integer"),
         (lambda: fp8jax.compress_state(optax.adam(1e-3), min_size=-1), "min_size must be"),
@@ -252,12 +255,12 @@ def test_wrong_arguments_are_refused(make, message):
 
 
 def test_what_is_no_transformation_and_wrong_shapes_are_refused():
-    with pytest.raises(TypeError, match="wraps an optax transformation"):
+    with pytest.raises(TypeError, match="expects an optax transformation"):
         fp8jax.compress_state(optax.adam)
-    with pytest.raises(TypeError, match="are in 8 bits already"):
+    with pytest.raises(TypeError, match="already have 8 bits"):
         OURS(fp8jax.compressed_adamw(1e-3, min_size=0)).init({"w": jnp.ones((4, 128))})
     tx = OURS(optax.adam(1e-3))
-    with pytest.raises(TypeError, match=r"\['w'\]\[0\] is 1, of type int, and no array"):
+    with pytest.raises(TypeError, match=r"\['w'\]\[0\] is 1, of type int, not an array"):
         tx.init({"w": [1, 2]})
     state = tx.init({"w": jnp.ones((4, 128))})
     with pytest.raises(ValueError, match=r"\.mu\['w'\] has shape \(4, 128\), but its gradient has \(128, 4\)"):
@@ -502,7 +505,7 @@ def test_steps_are_counted_for_those_that_count_none():
         for name in ("nu", "trace"):
             if (moment := optax.tree.get(state, name)) is not None:
                 np.testing.assert_array_equal(optax.tree.get(plain, name)["w"], moment["w"].dequantize())
-    with pytest.raises(ValueError, match=r"counts no steps.*CountedState\(jnp.zeros"):
+    with pytest.raises(ValueError, match=r"has no step count.*CountedState\(jnp.zeros"):
         OURS(optax.sgd(1.0, momentum=0.9)).update(p, state[1].inner, p)
     state = OURS(optax.lion(1.0)).init(p)
     assert jax.tree.structure(state, is_leaf=lambda x: isinstance(x, QTensor)) == jax.tree.structure(

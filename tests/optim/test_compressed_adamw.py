@@ -228,10 +228,10 @@ def test_apply_if_finite_skips_a_nan_and_keeps_the_state():
         ({"min_size": -1}, "min_size must be"),
         ({"mu": "fp8"}, "unknown number format 'fp8'"),
         ({"nu": "int3"}, "unknown number format 'int3'"),
-        ({"mu": "ude8"}, "mu 'ude8' has no signs, but first moments do"),
-        ({"mu": "e8m0"}, "has no signs"),
-        ({"nu": "e8m0"}, "'e8m0' holds scales, not tensors"),
-        ({"nu": "int10"}, "codes have 10 bits; give moments 8 or 16"),
+        ({"mu": "ude8"}, "mu 'ude8' is unsigned, but first moments are signed"),
+        ({"mu": "e8m0"}, "is unsigned"),
+        ({"nu": "e8m0"}, "'e8m0' is for scales only"),
+        ({"nu": "int10"}, "codes have 10 bits; use a format with 8 or 16"),
         ({"group_size": 3.5}, "group_size must be a positive integer, not 3.5"),
         ({"group_size": float("nan")}, "group_size must be a positive integer, not nan"),
         ({"b2": float("nan")}, "b2 must lie in"),
@@ -239,10 +239,10 @@ def test_apply_if_finite_skips_a_nan_and_keeps_the_state():
         ({"eps": float("nan")}, "eps must lie in"),
         ({"eps": float("inf")}, "eps must lie in"),
         ({"eps_root": float("nan")}, "eps_root must lie in"),
-        ({"nu_rounding": "up"}, "unknown nu_rounding 'up'; it is one of auto, nearest, stochastic"),
+        ({"nu_rounding": "up"}, "unknown nu_rounding 'up'; use one of auto, nearest, stochastic"),
         (
             {"nu_rounding": "stochastic", "nu": "fp32"},
-            "nu_rounding 'stochastic' is for codes and bf16, but nu is 'fp32'",
+            "nu_rounding 'stochastic' requires an 8-bit or bf16 nu, but nu is 'fp32'",
         ),
     ],
     ids=lambda x: str(x)[:30],
@@ -282,15 +282,15 @@ def test_traced_hyperparameters_pass():
 
 def test_wrong_trees_are_refused_with_the_place():
     tx = fp8jax.compressed_adamw(1e-3, min_size=0)
-    with pytest.raises(TypeError, match=r"\['ids'\] has dtype int32; leave it out with optax.masked"):
+    with pytest.raises(TypeError, match=r"\['ids'\] has dtype int32; exclude it with optax.masked"):
         tx.init({"ids": jnp.arange(3)})
     with pytest.raises(
-        TypeError, match=r"\['temperature'\] is 0.07, of type float, and no array; make it one with jnp.asarray"
+        TypeError, match=r"\['temperature'\] is 0.07, of type float, not an array; convert it with jnp.asarray"
     ):
         tx.init({"temperature": 0.07})
     p = {"w": jnp.ones((4, 128))}
     state = tx.init(p)
-    with pytest.raises(ValueError, match=r"\['w'\] has shape \(128, 4\), but its moments have \(4, 128\)"):
+    with pytest.raises(ValueError, match=r"\['w'\] has shape \(128, 4\), but its moments have shape \(4, 128\)"):
         tx.update({"w": jnp.ones((128, 4))}, state, p)
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update(p, state)

@@ -104,7 +104,7 @@ def test_wrappers_are_taken_over_where_both_have_them():
     _, state = run(sums, p, sums.init(p), range(2))
     again = optax.MultiSteps(fp8jax.compressed_adamw(1e-2, min_size=0), 4).gradient_transformation()
     chex.assert_trees_all_equal(fp8jax.convert_state(state, again, p).acc_grads, state.acc_grads)
-    with pytest.raises(ValueError, match="no place for the MultiStepsState"):
+    with pytest.raises(ValueError, match="no state that corresponds to the MultiStepsState"):
         fp8jax.convert_state(state, OURS["compressed"](), p)
 
 
@@ -164,13 +164,13 @@ def test_states_of_flax_are_converted_with_their_variables():
 
 def test_what_cannot_be_converted_is_refused():
     p = params()
-    with pytest.raises(TypeError, match="tx is an optimizer, not a dict"):
+    with pytest.raises(TypeError, match="tx is an optimizer, got a dict"):
         fp8jax.convert_state({}, {}, {})
     with pytest.raises(ValueError, match="the old state has 0 parts with count, mu, nu"):
         fp8jax.convert_state(optax.sgd(1e-2).init(p), OURS["compressed"](), p)
     with pytest.raises(ValueError, match="belongs to other parameters"):
         fp8jax.convert_state(EXACT().init({"w": p["w"]}), OURS["compressed"](), p)
-    with pytest.raises(ValueError, match=r"shape \(6, 256\) where the new one has \(256, 6\)"):
+    with pytest.raises(ValueError, match=r"shape \(6, 256\), but the new one has shape \(256, 6\)"):
         fp8jax.convert_state(EXACT().init(p), OURS["compressed"](), dict(p, w=p["w"].T))
 
 
@@ -189,7 +189,7 @@ def test_the_state_of_another_optimizer_is_refused_with_the_way_to_convert_it(na
         return
     call = getattr(tx, form)
     for other in (EXACT().init(p), EXACT().init(p)[0], {"count": 0, "mu": p, "nu": p}):
-        with pytest.raises(TypeError, match=r"takes the state of its own `init`.*fp8jax.convert_state"):
+        with pytest.raises(TypeError, match=r"expects the state that its own `init` returns.*fp8jax.convert_state"):
             call(p, other, p)
     # The names and the class alone do not make it the optimizer's own: its moments would stay as they are.
     state = tx.init(p)

@@ -318,7 +318,7 @@ def test_groups_keep_their_scales_beside_an_outlier():
 
 
 def test_groups_are_refused_or_left_out_where_they_cannot_be():
-    with pytest.raises(ValueError, match="impl 'triton' is for one scale a layer"):
+    with pytest.raises(ValueError, match="impl 'triton' supports only one scale per layer"):
         fp8jax.fp8lm_adamw(1e-3, group_size=128, impl="triton")
     with pytest.raises(ValueError, match="group_size must be a positive integer, not 0"):
         fp8jax.fp8lm_adamw(1e-3, group_size=0)

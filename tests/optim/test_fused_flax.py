@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 from flax import nnx
 from flax.training import train_state
@@ -59,16 +60,48 @@ def train(make, tx, steps=3, **arguments):
 def test_nnx_optimizer_trains_as_flax_s_own(kind):
     tx = MADE[kind]()
     ours, theirs = train(fp8jax.nnx.Optimizer, tx), train(nnx.Optimizer, tx)
-    assert jax.tree.structure(nnx.state(ours)) == jax.tree.structure(nnx.state(theirs))
     close(nnx.state(ours[0]), nnx.state(theirs[0]))
+    states = nnx.as_pure(ours[1].opt_state), nnx.as_pure(theirs[1].opt_state)
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    close(*states)
     assert int(ours[1].step[...]) == 3
-    # One takes over from the other.
-    nnx.update(theirs, nnx.state(ours))
-    chex.assert_trees_all_equal(nnx.state(theirs), nnx.state(ours))
+
+
+@pytest.mark.parametrize("kind", few(MADE, "compressed_adamw"))
+def test_a_quantized_moment_is_one_variable_which_checkpoints_keep(kind, tmp_path):
+    tx = MADE[kind]()
+    saved, other = train(fp8jax.nnx.Optimizer, tx), train(fp8jax.nnx.Optimizer, tx, steps=1)
+    variables = jax.tree.leaves(saved[1].opt_state, is_leaf=lambda x: isinstance(x, (nnx.Variable, fp8jax.QTensor)))
+    assert all(isinstance(x, nnx.Variable) for x in variables)
+    assert any(isinstance(x.get_value(), fp8jax.QTensor) for x in variables) == (kind != "bf16")
+    structure = jax.tree.structure(nnx.state(saved))
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state(saved))
+        checkpointer.wait_until_finished()
+        nnx.update(other, checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: nnx.state(other))))
+    chex.assert_trees_all_equal(nnx.state(other), nnx.state(saved))
+    for model, optimizer in (saved, other):
+        optimizer.update(model, nnx.grad(loss)(model))
+    chex.assert_trees_all_equal(nnx.state(other), nnx.state(saved))
+    assert jax.tree.structure(nnx.state(saved)) == structure
+
+
+def test_arrays_of_a_moment_with_names_of_sharded_axes_are_variables_of_their_own():
+    class Named(nnx.Module):
+        def __init__(self, **metadata):
+            self.kernel = nnx.Param(jnp.ones((32, 64)), eager_sharding=False, **metadata)
+
+    for metadata in ({"out_sharding": (None, "x")}, {"optimizer_sharding": (None, "x")}):
+        optimizer = fp8jax.nnx.Optimizer(Named(**metadata), MADE["compressed_adamw"](), wrt=nnx.Param)
+        assert optimizer.opt_state.mu.kernel.codes.get_metadata()["out_sharding"] == (None, "x")
+    optimizer = fp8jax.nnx.Optimizer(Named(note="kept"), MADE["compressed_adamw"](), wrt=nnx.Param)
+    moment = optimizer.opt_state.mu.kernel
+    assert isinstance(moment, nnx.Variable)
+    assert moment.get_metadata()["note"] == "kept"
 
 
 def test_nnx_optimizer_refuses_a_linen_module():
-    with pytest.raises(TypeError, match=r"takes an NNX module, not Dense, a module of Flax Linen: .*linen\.TrainState"):
+    with pytest.raises(TypeError, match=r"takes an NNX module, not Dense, a module of Flax Linen; .*linen\.TrainState"):
         fp8jax.nnx.Optimizer(nn.Dense(4), optax.sgd(0.1), wrt=nnx.Param)
 
 
@@ -149,7 +182,9 @@ def test_arguments_of_the_step_are_refused_by_a_chain_which_would_ignore_them():
         lambda: optimizer.update(model, nnx.state(model), apply_if=jnp.bool_(False)),
         lambda: state.apply_gradients(grads=before, step_arguments={"apply_if": jnp.bool_(False)}),
     ):
-        with pytest.raises(TypeError, match=r"apply_if is for a transformation with `step`.*with_clipping\(1.0, tx\)"):
+        with pytest.raises(
+            TypeError, match=r"apply_if requires a transformation with `step`.*with_clipping\(1.0, tx\)"
+        ):
             update()
     chex.assert_trees_all_equal(nnx.as_pure(nnx.state(model)), before)
 
@@ -283,7 +318,7 @@ def test_train_state_ends_the_step_of_scalings(recipe, chained):
         chex.assert_trees_all_close(after.scaling, wanted, rtol=1e-6)
         assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (after.scaling, scaling)), strict=True))
     plain = fp8jax.linen.TrainState.create(apply_fn=None, params=params, tx=tx)
-    with pytest.raises(ValueError, match=r"give TrainState.create its collection, scaling="):
+    with pytest.raises(ValueError, match=r"Pass scaling="):
         plain.apply_gradients(grads=weights, statistics=seen)
 
 
@@ -322,7 +357,9 @@ def test_bounds_are_those_of_trained_weights_and_frozen_ones_keep_theirs():
     assert kinds[0][trained][...] == bound > kinds[1][trained][...]
     assert kinds[0][frozen][...] == kinds[1][frozen][...]
     of_other = optax.chain(optax.sgd(1e-2), fp8jax.track_weight_amax()).init({"encoder": {"kernel": jnp.ones((4, 4))}})
-    with pytest.raises(ValueError, match="no parameter layers/0/kernel: its state is another model's, or that of a p"):
+    with pytest.raises(
+        ValueError, match="the parameter layers/0/kernel: its state belongs to another model, or to a p"
+    ):
         fp8jax.nnx.end_step(model, {}, of_other)
     model.embedding = nnx.Param(jnp.ones((4, 4)))  # one that trains it alone is of this model
     of_own = optax.chain(optax.sgd(1e-2), fp8jax.track_weight_amax()).init({"embedding": model.embedding[...]})
@@ -340,7 +377,7 @@ def test_linen_s_step_gives_bounds_of_trained_weights_and_leaves_frozen_ones():
     assert jax.tree.leaves(after[frozen]) == jax.tree.leaves(scaling[frozen]) == [0]
     assert jax.tree.leaves(after[trained]) == [jnp.abs(params[trained]["kernel"]).max()]
     alone = optax.chain(optax.sgd(1e-2), fp8jax.track_weight_amax()).init({"other": params[trained]})
-    with pytest.raises(ValueError, match=f"the optimizer follows no parameter {frozen}/kernel"):
+    with pytest.raises(ValueError, match=f"the optimizer does not track the parameter {frozen}/kernel"):
         fp8jax.linen.end_step(scaling, opt_state=alone)
 
 

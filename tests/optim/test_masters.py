@@ -227,31 +227,32 @@ def test_what_is_refused():
     for make in MADE.values():
         with pytest.raises(ValueError, match="unknown master 'bf16\\+int4'"):
             make(master="bf16+int4")
-        with pytest.raises(ValueError, match="master 'bf16' is what parameters of that dtype are"):
+        with pytest.raises(ValueError, match="master 'bf16' has no effect on parameters of that dtype"):
             make(master="bf16")
-        with pytest.raises(ValueError, match="all are in float32: give those of"):
+        with pytest.raises(ValueError, match="all are in float32; use those of"):
             make(master="bf16+int8").init(params)
-        with pytest.raises(TypeError, match="dtype bfloat16, but master 'fp16\\+int8' takes float16"):
+        with pytest.raises(TypeError, match="dtype bfloat16, but master 'fp16\\+int8' supports float16"):
             make(master="fp16+int8").init(half)
         state = jax.jit(make(master="bf16+int8").init)(half)
         with pytest.raises(ValueError, match="remainders in int8"):
             make(master="bf16+int16").update(gradients(0), state, half)
         with pytest.raises(
-            (ValueError, TypeError), match=r"has remainders in int8|a CompressedAdamState, not a MasterAdamS"
+            (ValueError, TypeError), match=r"has remainders in int8|a CompressedAdamState, got a MasterAdamS"
         ):
             make(master="bf16+stochastic").update(gradients(0), state, half)
-        with pytest.raises((ValueError, TypeError), match=r"no remainders, but|a MasterAdamState, not a Compressed"):
+        with pytest.raises((ValueError, TypeError), match=r"no remainders, but|a MasterAdamState, got a Compressed"):
             make(master="bf16+int8").update(gradients(0), jax.jit(make(master="bf16+stochastic").init)(half), half)
         with pytest.raises(ValueError, match="needs the parameters"):
             make(master="bf16+int8").update(gradients(0), state)
     for name, kinds in (("compressed_adamw", ("Compressed", "Master")), ("fp8lm_adamw", ("FP8LM", "FP8LMRemainder"))):
         tx = MADE[name](master="bf16+int8")
-        with pytest.raises(ValueError, match="takes no key"):
+        with pytest.raises(ValueError, match="does not use a key"):
             tx.step(gradients(0), (state := jax.jit(tx.init)(half)), half, key=jax.random.key(0))
-        with pytest.raises(TypeError, match="a {}(Adam)?State, not a {}(Adam)?State".format(*kinds)):
+        with pytest.raises(TypeError, match="a {}(Adam)?State, got a {}(Adam)?State".format(*kinds)):
             MADE[name]().update(gradients(0), state, half)
     with pytest.raises(
-        ValueError, match="master_rounding is for master weights in fp16; master 'bf16\\+int8' determines"
+        ValueError,
+        match="master_rounding requires master weights in fp16; omit it, because master 'bf16\\+int8' determines",
     ):
         MADE["fp8lm_adamw"](master="bf16+int8", master_rounding="stochastic")
     with pytest.raises(TypeError, match="a FP8LMRemainderState has no master weights"):
@@ -280,7 +281,7 @@ def test_parameters_recast_after_init_are_refused_with_both_dtypes(name):
     with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*bfloat16 or float16.*split_master_weights"):
         fp8jax.master_weights(state, wide)
     rounded = MADE[name](master="bf16+stochastic")
-    with pytest.raises(ValueError, match=r"keeps parameters in bfloat16, and all are in float32: give params.astype"):
+    with pytest.raises(ValueError, match=r"keeps parameters in bfloat16, but all are in float32; use params.astype"):
         rounded.update(wide, rounded.init(params), wide)
     if name in WITH_STEP:
         block = fp8jax.fused_backward(lambda p, x: jnp.sum(p["w"] * x) + jnp.sum(p["norm"]), tx)
@@ -337,7 +338,7 @@ def test_masters_of_parts_of_the_parameters_are_read_together(name):
     found = fp8jax.master_weights(state._replace(inner_states=state.inner_states | inner), high)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, w)
     flat = optax.flatten(made(name, "bf16+int16"))
-    with pytest.raises(ValueError, match="master weights of other parameters"):
+    with pytest.raises(ValueError, match="master weights for other parameters"):
         fp8jax.master_weights(flat.init({"w": high["c"]}), {"w": high["c"]})
 
 

@@ -249,7 +249,7 @@ def test_leaves_in_any_other_order_are_refused_by_their_dtypes(text):
         if list(order) == sorted(order):
             np.testing.assert_array_equal(jax.tree.unflatten(structure, mixed).dequantize(), q.dequantize())
             continue
-        with pytest.raises(ValueError, match="are not in the order of those of a QTensor"):
+        with pytest.raises(ValueError, match="do not have the order of a QTensor"):
             jax.tree.unflatten(structure, mixed)
     # What is no array of a QTensor passes, as under jax.tree.map.
     assert jax.tree.leaves(jax.tree.map(lambda x: x.shape, q, is_leaf=None)) != []

@@ -59,7 +59,7 @@ def test_states_of_a_call_give_its_scales(reverse):
         low = state._replace(x=state.x.at[layer].set(1e-3))
         found = fast.check(p, X, states={"w": dataclasses.replace(states["w"], state=low)})
         assert (found.first_failure is not None) == fails, found
-    with pytest.raises(ValueError, match="keeps a state, of which the given states have none"):
+    with pytest.raises(ValueError, match="keeps a state, but the passed states have none"):
         fast.check(p, X, states={"other": states["w"]})
 
 

@@ -89,7 +89,7 @@ def test_matrices_of_the_model_that_data_meet_are_no_data():
         explained = fp8jax.transform(fn, "te_current").explain(P, X)
         assert [e.path for e in explained.quantized] == [*taken, "down"], of
         assert [e.reason for e in explained.skipped] == (
-            [f"data meet what is computed from {of.strip()}"] if of else []
+            [f"data are multiplied by a value computed from {of.strip()}"] if of else []
         )
 
 
@@ -214,7 +214,7 @@ def test_rules_for_stacked_parameters():
     assert len(fp8jax.transform(fn, each).explain(BLOCKS, X).quantized) == 2
     explained = fp8jax.transform(fn, [fp8jax.Rule(".*/up", None), "te_current"]).explain(BLOCKS, X)
     assert [e.path for e in explained.skipped if e.is_product] == ["block_0/up"]
-    with pytest.raises(ValueError, match=r"block_0/up and block_1/up are concatenated .*Give both the same rule"):
+    with pytest.raises(ValueError, match=r"block_0/up and block_1/up are concatenated .*Use the same rule for both"):
         fp8jax.transform(fn, [fp8jax.Rule("block_1/.*", None), "te_current"])(BLOCKS, X)
 
 
@@ -228,4 +228,4 @@ def test_frozen_weights_that_are_stacked_are_told():
     frozen = {name: {k: fp8jax.freeze(w) if w.ndim > 1 else w for k, w in p.items()} for name, p in BLOCKS.items()}
     fast = fp8jax.transform(lambda p, x: loop(tree(jnp.stack)(p), x) + mlp(P | {"up": p["block_0"]["up"]}, x), "coat")
     left = [e.reason for e in fast.explain(frozen, X).skipped if e.is_product]
-    assert any("what is computed from block_0/up and block_1/up" in each and "frozen as" in each for each in left)
+    assert any("a value computed from block_0/up and block_1/up" in each and "frozen as" in each for each in left)

@@ -63,11 +63,11 @@ def test_numbers_and_functions_are_settings():
         fp8jax.transform(loss, "te_current")(Net(), X)
     note = next(note for note in raised.value.__notes__ if "fp8jax" in note)
     assert "traced 0.5 at [0].dropout.p as an array" in note
-    assert "fp8jax.filter_transform takes" in note
+    assert "use fp8jax.filter_transform for numbers" in note
     repeat = lambda p, x, n: jnp.tanh(x @ p["w"]) if n > 1 else x  # noqa: E731
     with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
         fp8jax.transform(repeat, "te_current")({"w": jnp.ones((WIDTH, WIDTH))}, X, 2)
-    note = "fp8jax.transform traced 2 at [2] as an array, as jax.jit does; static= takes arguments for settings"
+    note = "fp8jax.transform traced 2 at [2] as an array, as jax.jit does. To keep it static, use static= for arguments"
     assert note in raised.value.__notes__
     with pytest.raises(TypeError, match="dot_general requires") as raised:  # of shapes, not of the number
         fp8jax.transform(lambda p, x, n: x[:, 1:] @ p["w"] * n, "te_current")({"w": jnp.ones((WIDTH, WIDTH))}, X, 2)
@@ -79,7 +79,7 @@ def test_rules_go_by_the_paths_of_fields():
     explained = fp8jax.filter_transform(lambda x, model: loss(model, x), rules, params=1).explain(X, Net())
     assert [e.path for e in explained.skipped if e.is_product] == ["layers/0"]
     assert [e.path for e in explained.quantized] == ["layers/1"]
-    with pytest.raises(TypeError, match="takes a function"):
+    with pytest.raises(TypeError, match="expects a function"):
         fp8jax.filter_transform(3, "te_current")
 
 

@@ -34,10 +34,10 @@ LEFT = {
     "custom_vjp": (
         experts.sorted_tokens(experts.own_dot),
         P,
-        "inside custom_vjp_call, which has a derivative of its own",
+        "inside custom_vjp_call, which has a custom derivative",
     ),
-    "gathered": (experts.gathered, P, "data change or pick the matrix"),
-    "indexed": (experts.indexed, P, "data change or pick the matrix"),
+    "gathered": (experts.gathered, P, "data modify or select the matrix"),
+    "indexed": (experts.indexed, P, "data modify or select the matrix"),
 }
 
 
@@ -206,17 +206,17 @@ def test_square_matrices_of_a_named_function_are_as_the_rule_says():
 
 def test_a_name_that_no_grouped_product_has_is_refused():
     fn = experts.block(experts.sorted_tokens(experts.own_dot))
-    with pytest.raises(ValueError, match=r"no function called 'gmm' .*functions that do are own_dot"):
+    with pytest.raises(ValueError, match=r"no function named 'gmm' .*functions that do are own_dot"):
         fp8jax.transform(fn, [fp8jax.GroupedProduct("gmm"), "coat"]).explain(P, X)
     # What is inside of a custom derivative is not read.
     outer = jax.custom_vjp(lambda *operands: experts.jitted_dot(*operands))
     outer.defvjp(lambda *operands: (outer(*operands), operands), experts.own_dot_bwd)
     written = experts.block(experts.sorted_tokens(outer))
-    with pytest.raises(ValueError, match=r"no function called 'jitted_dot' .*functions that do are <lambda>"):
+    with pytest.raises(ValueError, match=r"no function named 'jitted_dot' .*functions that do are <lambda>"):
         fp8jax.transform(written, [fp8jax.GroupedProduct("jitted_dot"), "coat"]).explain(TRANSPOSED, X)
-    with pytest.raises(ValueError, match="no function called 'tanh'"):
+    with pytest.raises(ValueError, match="no function named 'tanh'"):
         fp8jax.transform(lambda p, x: jnp.tanh(x @ p["mixer"]), ["coat", fp8jax.GroupedProduct("tanh")])(P, X)
-    with pytest.raises(ValueError, match=r"function 'gmm\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"function 'gmm\(' is not a regular expression"):
         fp8jax.GroupedProduct("gmm(")
 
 
@@ -488,7 +488,7 @@ def test_frozen_experts_are_multiplied_as_codes(spec):
     want = values_and_gradients(lambda p, x: written(P | p, x), trained)
     assert 0 < relative(got[0], want[0]) < 0.1
     assert 0 < relative(got[1], want[1]) < 0.2
-    # Codes per output do not serve the transposed matrix: its values are multiplied in 16 bits.
+    # Codes per output cannot be used for the transposed matrix: its values are multiplied in 16 bits.
     stored = {name: fp8jax.freeze(TRANSPOSED[name], "e4m3:token") for name in frozen}
     general = fp8jax.transform(experts.block(experts.sorted_tokens(experts.general_dot)), "te_current")
     left = {e.path for e in general.explain(trained | stored, X).skipped if "values of 16 bits" in e.reason}

@@ -310,9 +310,9 @@ def test_auto_runs_where_nothing_has_8_bit_products(monkeypatch):
 
 
 def test_settings_and_the_table():
-    with pytest.raises(ValueError, match=r"linear\.skip_unprofitable is True or False, not 'some'"):
+    with pytest.raises(ValueError, match=r"linear\.skip_unprofitable must be True or False, got 'some'"):
         fp8jax.recipes.Linear(skip_unprofitable="some")
-    with pytest.raises(TypeError, match="takes a whole recipe"):
+    with pytest.raises(TypeError, match="expects a Recipe"):
         fp8jax.recipes.for_shapes(fp8jax.recipes.te_current().linear)
     for entry in json.loads(cost_model.RATES_PATH.read_text()):
         assert set(cost_model.Rates._fields) <= set(entry)

@@ -112,6 +112,10 @@ def test_bytes_of_a_model_are_in_its_report():
     plain = 4 * count  # the layers compute in fp32
     note = f"take {(count + 8) / 1024:.4g} KiB; without the recipe at least {plain / 1024:.4g} KiB"
     assert note in str(fp8jax.explain(model, "te_current", sample))
+    adapted = fp8jax.nnx.lora(fp8jax.nnx.quantize(model, "te_current"), rank=4, alpha=8.0, rngs=nnx.Rngs(1))
+    # Adapters need their inputs unquantized.
+    sample = jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)
+    assert f"take {plain / 1024:.4g} KiB, as many" in " ".join(str(fp8jax.explain(adapted, sample)).split())
 
 
 @pytest.mark.parametrize("recipe", ["coat", "te_current"])
@@ -137,10 +141,14 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
         made("norm", choice=None, residual_bytes=1, is_product=False, rates_device=""),
         made("head", choice=None, is_rematerialized=True),
     ]
+    assert explanation.residual_bytes_note(parts).startswith("memory: outside of jax.checkpoint, the inputs that")
+    assert explanation.residual_bytes_note(parts[1:3]).startswith("memory: the inputs that")
     assert explanation.residual_bytes_note(parts).endswith("take 2.5 KiB")
     parts[0] = parts[0]._replace(unquantized_residual_bytes=6 * 1024)
     told = explanation.residual_bytes_note(parts)
     assert told.endswith("take 2.5 KiB; without the recipe at least 6 KiB (2.4 times as much)")
+    equal = parts[0]._replace(unquantized_residual_bytes=1536)
+    assert explanation.residual_bytes_note([equal]).endswith("take 1.5 KiB, as many as without the recipe")
     assert (
         explanation.residual_bytes_note([parts[0]._replace(residual_bytes=3 << 30)] * 2)
         .split("; ")[0]
@@ -157,7 +165,7 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
     assert named in explanation.gains_note(many)
     assert "; pa0 gains nothing at 1,024 tokens" in explanation.gains_note(many[:1] * 2)
     explained = explanation.Explanation(tuple(parts))
-    assert "1 of 2 products are computed again in the backward pass" in str(explained)
+    assert "1 of 2 products are recomputed in the backward pass" in str(explained)
     names = [line.split()[0] for line in explained.details.splitlines()]
     assert names == ["path", "a", "b", "norm", "head"]
     assert "computed again" not in str(explanation.Explanation(tuple(parts[1:])))

@@ -133,6 +133,36 @@ def test_tokens_that_do_not_count_have_weight_zero(name):
     check(lambda p, x, y: MASKED[name](x @ p["out"], y), x, w, labels, weights)
 
 
+WEIGHTED = {
+    "positions": (lambda z, y: (losses(z, y) * jnp.arange(SHAPE[1])).sum(), lambda y: np.arange(SHAPE[1])),
+    "sequences": (lambda z, y: (losses(z, y) * jnp.cos(1.0 * y[:, :1])).sum(), lambda y: np.cos(1.0 * y[:, :1])),
+    "one number": (lambda z, y: (losses(z, y) * jnp.cos(1.0 * y[0, 0])).sum(), lambda y: np.cos(1.0 * y[0, 0])),
+    "one condition": (lambda z, y: lax.select(y[0, 0] < 99, losses(z, y), jnp.zeros(SHAPE)).sum(), lambda y: 1),
+    "column": (
+        lambda z, y: (losses(z.reshape(-1, VOCABULARY), y.reshape(-1))[:, None] * (1 + y.reshape(-1, 1))).sum(),
+        lambda y: 1 + y,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", few(WEIGHTED, "positions", "one condition", "column"))
+def test_weights_may_be_shared_by_tokens(name):
+    loss, weights = WEIGHTED[name]
+    x, w, labels = operands()
+    labels = zeroed(labels)
+    exact = np.broadcast_to(weights(np.asarray(labels)), SHAPE)
+    check(lambda p, x, y: loss(x @ p["out"], y), x, w, labels, exact)
+
+
+def test_several_weights_of_a_token_take_the_product():
+    x, w, labels = operands()
+    function = lambda p, x, y: (losses(x @ p["out"], y)[..., None] * jnp.ones((1, 1, 3))).sum()  # noqa: E731
+    run = fp8jax.transform(function, RECIPE)
+    params, labels = {"out": w}, zeroed(labels) + 1
+    assert [entry.kind for entry in run.explain(params, x, labels).quantized] == ["dot_general"]
+    np.testing.assert_allclose(run(params, x, labels), function(params, x, labels), rtol=1e-3)
+
+
 def test_tokens_predict_the_next_ones():
     """The last token of each sequence has logits, and no loss."""
     x, w, labels = operands()
@@ -239,7 +269,7 @@ def test_differentiated_weights_of_tokens_raise():
     run = fp8jax.transform(lambda p, x, y, weights: (losses(x @ p, zeroed(y)) * weights).sum(), RECIPE)
     weights = jnp.ones(SHAPE)
     assert np.isfinite(run(w, x, labels, weights))
-    with pytest.raises(ValueError, match="weights of tokens have no gradient"):
+    with pytest.raises(ValueError, match="token weights have no gradient"):
         jax.grad(run, argnums=3)(w, x, labels, weights)
 
 

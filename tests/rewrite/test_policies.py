@@ -96,7 +96,7 @@ def test_answers_are_the_policys_own_and_equal_ones_are_one():
     moved = policy(name.primitive, kind, name="fp8jax_product")
     assert (moved.src, moved.dst) == ("device", "pinned_host")
     assert type(policy(name.primitive, kind, name="theirs")).__name__ == "RecomputeType"
-    names = [*fp8jax.CHECKPOINT_NAMES, "fp8jax_product", "fp8jax_beside_product", "fp8jax_token"]
+    names = [*fp8jax.CHECKPOINT_NAMES, "fp8jax_product", "fp8jax_product_aux", "fp8jax_guard"]
     dots, own = map(with_products, (POLICIES.dots_saveable, POLICIES.save_only_these_names("fp8jax_norm")))
     assert all(dots(name.primitive, kind, name=one) is True for one in names)
     assert [one for one in names if own(name.primitive, kind, name=one) is True] == ["fp8jax_norm"]
@@ -109,12 +109,12 @@ def test_answers_are_the_policys_own_and_equal_ones_are_one():
     assert with_products(POLICIES.dots_saveable) == with_products(with_products(POLICIES.dots_saveable))
     assert hash(with_products(POLICIES.dots_saveable)) == hash(with_products(POLICIES.dots_saveable))
     assert with_products(None) is None
-    with pytest.raises(TypeError, match="takes a policy such as"):
+    with pytest.raises(TypeError, match="expects a policy such as"):
         with_products("dots_saveable")
 
 
 def test_explain_tells_of_products_that_are_computed_again():
     told = str(counted(None)[2].explain(P, X))
-    assert "3 of 3 products are computed again in the backward pass" in told
+    assert "3 of 3 products are recomputed in the backward pass" in told
     for policy in ("none", POLICIES.dots_saveable):
         assert "computed again" not in str(counted(policy)[2].explain(P, X))

@@ -57,9 +57,9 @@ def assert_near(fn, *args, rules="te_current", products=2):
 
 def test_data_in_the_first_argument_is_refused_unless_params_says_so():
     swapped = lambda x, p: mlp(p, x)  # noqa: E731
-    with pytest.raises(ValueError, match=r"shape \(4, 8, 32\), while argument 1 contains matrices: write params=1"):
+    with pytest.raises(ValueError, match=r"shape \(4, 8, 32\), while argument 1 contains matrices. Pass params=1"):
         fp8jax.transform(swapped, "te_current").explain(X, P)
-    with pytest.raises(ValueError, match="write params='p'"):
+    with pytest.raises(ValueError, match="Pass params='p'"):
         fp8jax.transform(swapped, "te_current")(X, p=P)
     assert eight_bit(fp8jax.transform(swapped, "te_current", params=1), X, P) == 2
     # The first argument is the parameter: data are one array, or a tree without matrices, or `params` says so.
@@ -256,7 +256,7 @@ def test_settings_are_static():
     assert len(fast.explain(layers, X, times=2, train=True).quantized) == 4
     # True and 1 are equal, and no setting is a number.
     assert fp8jax.transform(lambda p, x, n: mlp(p, x) * n, "te_current")(P, X, 1).shape == X.shape
-    with pytest.raises(TypeError, match="an argument that is no array must be hashable"):
+    with pytest.raises(TypeError, match="an argument that is not an array must be hashable"):
         fp8jax.transform(lambda p, x, s: mlp(p, x), "te_current")(P, X, {1})
 
 
@@ -268,7 +268,7 @@ def test_gradients_that_a_function_takes_itself_are_as_written():
         return mlp(jax.tree.map(lambda w, g: w - 0.01 * g, p, grads), x)
 
     with pytest.raises(
-        ValueError, match="no product of data with a parameter that a recipe could take; left as written"
+        ValueError, match="no product of data with a parameter that a recipe can quantize; left as written"
     ):
         fp8jax.transform(meta, "te_current")(P, X)
     both = lambda p, x: mlp(p, x) + meta(p, x)  # noqa: E731
@@ -278,7 +278,7 @@ def test_gradients_that_a_function_takes_itself_are_as_written():
     plan = fp8jax.transform(force, "te_current").explain(P, X)
     assert {e.reason[:18] for e in plan.skipped} == {"part of a gradient"}
     reasons = [e.reason.partition(" that the")[0] for e in fast.explain(P, X).skipped]
-    assert reasons == [*["part of a gradient"] * 3, *(f"data change or pick the matrix {name}" for name in P)]
+    assert reasons == [*["part of a gradient"] * 3, *(f"data modify or select the matrix {name}" for name in P)]
     want, got = (jax.grad(loss(f))(P, X) for f in (both, fast))
     assert 0 < relative(got, want) < 0.15
 
@@ -294,7 +294,7 @@ def test_what_has_a_derivative_of_its_own_is_as_written():
     fn = lambda p, x: product(p["up"], x) @ p["down"].astype(x.dtype)  # noqa: E731
     fast = fp8jax.transform(fn, "te_current")
     (left,) = fast.explain(P, X).skipped
-    assert (left.path, left.reason) == ("up", "inside custom_vjp_call, which has a derivative of its own")
+    assert (left.path, left.reason) == ("up", "inside custom_vjp_call, which has a custom derivative")
     np.testing.assert_array_equal(jax.grad(loss(fast))(P, X)["up"], 1)
 
 
@@ -329,7 +329,7 @@ def test_matrices_that_are_scaled():
     # What is a sum of parameters is no matrix that a rule could name.
     merged = lambda p, x: x @ (p["up"] + p["down"].T).astype(x.dtype) @ p["down"].astype(x.dtype)  # noqa: E731
     (left,) = fp8jax.transform(merged, "coat").explain(P, X).skipped
-    assert (left.reason, left.shape) == ("data meet what is computed from up and down", (WIDTH, INNER))
+    assert (left.reason, left.shape) == ("data are multiplied by a value computed from up and down", (WIDTH, INNER))
 
 
 STACK = normal(6, 3, WIDTH, WIDTH)
@@ -414,11 +414,11 @@ def test_a_row_that_data_pick_is_data():
 @pytest.mark.parametrize(
     ("matrix", "why"),
     [
-        (lambda p, x: p["up"] * (x[0, 0, :, None] > 0), "data change or pick the matrix up"),
-        (lambda p, x: p["up"] - jnp.outer(x[0, 0], x[0, 1, :1]), "data change or pick the matrix up"),
-        (lambda p, x: p["stack"][jnp.argmax(x[:, 0], -1) % 3], "data change or pick the matrix stack"),
-        (lambda p, x: jnp.maximum(p["up"], p["down"].T), "data meet what is computed from up and down"),
-        (lambda p, x: jnp.ones((WIDTH, 3)), "data meet what is computed from constants"),
+        (lambda p, x: p["up"] * (x[0, 0, :, None] > 0), "data modify or select the matrix up"),
+        (lambda p, x: p["up"] - jnp.outer(x[0, 0], x[0, 1, :1]), "data modify or select the matrix up"),
+        (lambda p, x: p["stack"][jnp.argmax(x[:, 0], -1) % 3], "data modify or select the matrix stack"),
+        (lambda p, x: jnp.maximum(p["up"], p["down"].T), "data are multiplied by a value computed from up and down"),
+        (lambda p, x: jnp.ones((WIDTH, 3)), "data are multiplied by a value computed from constants"),
     ],
 )
 def test_matrices_that_no_rule_can_name_are_told(matrix, why):
@@ -591,7 +591,7 @@ def test_programs_that_are_not_read_are_told():
     product.def_vmap(lambda size, batched, w, x: (product(w, x), True))
     fast = fp8jax.transform(lambda p, x: product(p["up"], x) @ p["down"].astype(x.dtype), "te_current")
     (left,) = fast.explain(P, X).skipped
-    assert (left.path, left.reason) == ("up", "inside custom_vmap_call, which is not read")
+    assert (left.path, left.reason) == ("up", "inside custom_vmap_call, which is not supported")
 
 
 def test_experts_by_groups_of_tokens():
@@ -719,11 +719,28 @@ def test_closures_over_traces():
         np.testing.assert_array_equal(got, jax.jit(fp8jax.transform(mlp, "te_current"))(P, X) * jnp.bfloat16(scale))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """A module that is a pytree, as those of Equinox."""
+
+    kernel: jax.Array
+
+    def __call__(self, x):
+        return x @ self.kernel
+
+
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"up asks for precision .*HIGHEST.* cannot give, at .*test_transform.py:\d+"):
+    with pytest.raises(
+        ValueError, match=r"up asks for precision .*HIGHEST.* does not support, at .*test_transform.py:\d+"
+    ):
         fp8jax.transform(lambda p, x: jnp.dot(x, p["up"].astype(x.dtype), precision="highest"), "coat")(P, X)
-    with pytest.raises(TypeError, match="takes a function of parameters and data, not 3"):
+    with pytest.raises(TypeError, match="expects a function of parameters and data, got 3"):
         fp8jax.transform(3, "coat")
+    # An Equinox module is called with data alone: its vector would be taken for the parameter of a matmul.
+    for transform in (fp8jax.transform, fp8jax.filter_transform):
+        with pytest.raises(TypeError, match=r"not Dense, which contains its parameters.*lambda model, x: model\(x\)"):
+            transform(Dense(jnp.ones((64, 64))), "coat")
     with pytest.raises(ValueError, match="coats"):
         fp8jax.transform(mlp, "coats")
     with pytest.raises(ValueError, match="has no product of data with a parameter"):
@@ -734,7 +751,7 @@ def test_bad_input():
         fp8jax.transform(lambda p, x: x @ p["up"], "coat")({"up": P["up"].astype(jnp.complex64)}, X)
     with pytest.raises(ValueError, match="has no product of data with a parameter") as told:
         fp8jax.transform(lambda x: mlp(P, x), "coat")(X)
-    assert "2 matrices that it does not get as arguments" in "".join(told.value.__notes__)
+    assert "closes over 2 matrices" in "".join(told.value.__notes__)
 
 
 def test_a_copy_computes_the_same_and_knows_no_programs():

@@ -40,6 +40,10 @@ def by_group(x):
     return ((y - y.mean((1, 3), keepdims=True)) * lax.rsqrt(y.var((1, 3), keepdims=True) + 1e-5)).reshape(x.shape)
 
 
+def by_example(x):
+    return (x - x.mean()) * lax.rsqrt(x.var() + 1e-5)
+
+
 def modulated(norm):
     def before(p, x):
         shift, scale = jnp.split((CONDITION @ p["mod"])[:, None], 2, -1)
@@ -65,6 +69,12 @@ def rows(fn, recipe="coat", *args):
             "n",
             "its mean is over the axes (1, 3) of 4, not over the last one",
         ),
+        (
+            lambda p, x: jax.vmap(by_example)(x) * p["n"],
+            "norm",
+            "n",
+            "its mean is over the axes (1, 2) of 3, not over the last one",
+        ),
         (lambda p, x: jnp.abs(rms(x) * p["n"]), "RMSNorm", "n", "no product of a recipe reads its result as it is"),
         (
             lambda p, x: x + rms(x @ p["up"] @ p["down"]) * p["n"],
@@ -74,7 +84,7 @@ def rows(fn, recipe="coat", *args):
         ),
         (lambda p, x: jnp.sin(layer_norm(x)), "LayerNorm", "", "no product of a recipe reads its result as it is"),
     ],
-    ids=["adaLN", "adaRMS", "groups", "abs", "after a residual sum", "no parameter"],
+    ids=["adaLN", "adaRMS", "groups", "vmap", "abs", "after a residual sum", "no parameter"],
 )
 def test_norms_that_are_not_taken_are_listed_with_the_reason(norm, kind, path, why):
     fn = lambda p, x: jnp.sum(jnp.sin(norm(p, x) @ p["up"]) @ p["down"])  # noqa: E731
@@ -87,7 +97,7 @@ def test_a_norm_that_is_taken_is_listed_once_and_without_a_context_with_that_rea
     taken = fp8jax.transform(fn, "coat").explain(P, X)
     assert [e.kind for e in taken.rows] == [e.kind for e in taken.entries] == ["RMSNorm", "dot_general"]
     ((kind, path, why),) = rows(fn, "te_current")
-    assert (kind, path, why.split(",")[0]) == ("RMSNorm", "n", "no rule's recipe has a context")
+    assert (kind, path, why.split(",")[0]) == ("RMSNorm", "n", "no rule has a recipe with a context")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +123,7 @@ def test_products_of_data_are_listed_and_a_softmax_is_no_activation():
         h = x @ p["up"]
         return jnp.sum(jax.nn.softmax(h @ h.mT) @ h @ p["down"])
 
-    assert rows(fn) == [("dot_general", "", "both operands are data, as those of attention are")] * 2
+    assert rows(fn) == [("dot_general", "", "both operands are data, as in attention")] * 2
     explained = fp8jax.transform(fn, "coat").explain(P, X)
     assert explained.details.count("dot_general") == 4
     assert explained.details.count("test_unplanned.py") == 4

@@ -30,16 +30,16 @@ from fp8jax.core.qtensor import from_bytes
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.autodiff.residuals import quantize_residual
 
-PRODUCT, PRODUCT_AUX = "fp8jax_product", "fp8jax_beside_product"
+PRODUCT, PRODUCT_AUX = "fp8jax_product", "fp8jax_product_aux"
 NORM, ACTIVATION, INPUT = CHECKPOINT_NAMES = ("fp8jax_norm", "fp8jax_activation", "fp8jax_input")
 Tree = TypeVar("Tree")
 
 
 def save_quantized(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") -> Array:
-    """The values of `x` rounded to codes, for a `jax.checkpoint` that saves the codes.
+    """Rounds `x` to codes and returns the rounded values, for a `jax.checkpoint` that saves the codes.
 
-    The codes and their scales have a name. Under a policy that saves this name, a block saves them in place of the
-    16-bit array, and recomputes the readers of the array from them:
+    The codes and their scales have a checkpoint name. If the policy of a block saves this name, the block saves them
+    instead of the 16-bit array, and recomputes later operations from them:
 
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("hidden"))
         def block(x, w1, w2):
@@ -66,16 +66,18 @@ def save_quantized(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") 
     if isinstance(spec, str) and parsed_spec.scale_format == "fp32":
         parsed_spec = dataclasses.replace(parsed_spec, scale_format="bf16")
     if parsed_spec.rounding != "nearest":
-        raise ValueError(f"save_quantized takes no key and rounds to nearest, not {spec!r}; leave out '+stochastic'")
+        raise ValueError(f"save_quantized rounds to nearest and takes no key, got spec {spec!r}; omit '+stochastic'")
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"save_quantized takes (..., channels) of a floating dtype, not {x.dtype}{list(x.shape)}")
+        raise ValueError(
+            f"save_quantized expects (..., channels) with a floating-point dtype, got {x.dtype}{list(x.shape)}"
+        )
     codes = with_checkpoint_name(quantize_residual(x, parsed_spec), name)
     values = _straight_through(x, from_bytes(codes).dequantize(x.dtype))
     return derivatives.check_differentiable_dtypes("save_quantized", values, x)
 
 
 def with_checkpoint_name(tree: Tree, name: str) -> Tree:
-    """A tree whose arrays have a name for policies of `jax.checkpoint`."""
+    """Gives the arrays of a tree a name for policies of `jax.checkpoint`."""
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)
 
 
@@ -108,18 +110,18 @@ def with_products(policy: Policy | None) -> Policy | None:
         policy: any policy of `jax.checkpoint`; None, which saves nothing, stays None.
 
     Raises:
-        TypeError: it is no function.
+        TypeError: it is not a function.
     """
     if policy is None or isinstance(policy, WithProducts):
         return policy
     if not callable(policy):
-        raise TypeError(f"with_products takes a policy such as jax.checkpoint_policies.dots_saveable, not {policy!r}")
+        raise TypeError(f"with_products expects a policy such as jax.checkpoint_policies.dots_saveable, got {policy!r}")
     return WithProducts(policy)
 
 
 @dataclasses.dataclass(frozen=True)
 class WithProducts:
-    """The policy of `with_products`. Equal policies give equal objects, so that JAX traces once."""
+    """The policy of `with_products`. Equal policies return equal objects, so that JAX traces once."""
 
     policy: Policy
 

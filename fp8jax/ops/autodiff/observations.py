@@ -1,11 +1,11 @@
-"""Observations: statistics of the tensors of a step, which `fp8jax.telemetry` takes out of its program.
+"""Observations: statistics of the tensors of a step that `fp8jax.telemetry` takes out of its program.
 
-An operation adds `observe` to an array that it returns. This is an identity primitive whose further operands are
-statistics. It exists only in functions that are traced by `fp8jax.telemetry`: elsewhere `current_place` is None, and
-programs stay as they are. The flag is part of the key of JAX's caches.
+An operation adds `observe` to an array that it returns. This is an identity primitive with statistics as further
+    operands. It exists only in functions that are traced by `fp8jax.telemetry`: elsewhere `current_place` is None, and
+programs stay unchanged. The flag is part of the key of JAX's caches.
 
-Each statistic is a sum or a maximum. Those of microbatches, devices and several products of a weight are then merged
-exactly. `summarize` computes ratios from the merged ones.
+Each statistic is a sum, the logarithm of a sum, or a maximum. The statistics of microbatches, devices and several
+products of a weight are then merged exactly. `summarize` computes ratios from the merged ones.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -30,7 +31,7 @@ is_observing: Any = jax.make_user_context(False)
 
 
 class Place(NamedTuple):
-    """Where an observation is made.
+    """The place of an observation.
 
     Attributes:
         layer: the path of the layer or parameter.
@@ -66,124 +67,161 @@ def current_place(default_layer: str) -> Place | None:
     return _current.place if _current.place.layer else _current.place._replace(layer=default_layer)
 
 
-@dataclasses.dataclass(frozen=True)
-class Observation:
-    """The statistics of one tensor, fp32 scalars by name.
+# How the statistics of two tensors are merged. All others are sums.
+_MAXIMA = (
+    "amax",
+    "range_ratio",
+    "largest_scale",
+    "smallest_scale",
+    "minus_bits",
+    "largest_exponent",
+    "smallest_exponent",
+    "fallback_threshold",
+    "factor",
+)
+_LOG_SUMS = ("log_signal", "log_noise")
+
+
+class Observation(NamedTuple):
+    """The statistics of one tensor, or merged ones of several.
 
     Attributes:
-        sums: those that are merged by addition.
-        maxima: those that are merged by the maximum.
+        names: of the statistics.
+        values: fp32 (*stacked layers, statistics).
     """
 
-    sums: Mapping[str, Array]
-    maxima: Mapping[str, Array]
+    names: tuple[str, ...]
+    values: Array
+
+    @classmethod
+    def from_scalars(cls, scalars: Mapping[str, Array]) -> "Observation":
+        """The statistics of one tensor, by name."""
+        return cls(tuple(scalars), lax.stop_gradient(jnp.stack(list(scalars.values()))))
+
+    @classmethod
+    def neutral(cls, names: tuple[str, ...], shape: tuple[int, ...] = ()) -> "Observation":
+        """The statistics of no tensor, which change none that they are merged with; `shape` is that of layers."""
+        values = jnp.array([-jnp.inf if name in _MAXIMA + _LOG_SUMS else 0.0 for name in names], jnp.float32)
+        return cls(names, jnp.broadcast_to(values, (*shape, len(names))))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The axes of stacked layers."""
-        return next(x.shape for x in (*self.sums.values(), *self.maxima.values()))
+        return self.values.shape[:-1]
 
     def merge(self, other: "Observation") -> "Observation":
-        """The statistics of both tensors together."""
-        sums, maxima = dict(self.sums), dict(self.maxima)
-        for name, x in other.sums.items():
-            sums[name] = sums[name] + x if name in sums else x
-        for name, x in other.maxima.items():
-            maxima[name] = jnp.maximum(maxima[name], x) if name in maxima else x
-        return Observation(sums, maxima)
+        """Those of two tensors together. If they are in loops of different lengths, all layers are merged."""
+        if self.shape != other.shape:
+            return self.reduce().merge(other.reduce())
+        names = tuple(dict.fromkeys(self.names + other.names))
+        x, y = self._select(names), other._select(names)
+        return Observation(names, _by_kind(names, x + y, jnp.logaddexp(x, y), jnp.maximum(x, y)))
 
-    def concatenate(self, other: "Observation") -> "Observation":
-        """The statistics of the layers of both, along the first axis of stacked layers."""
-        sums = {name: jnp.concatenate([x, other.sums[name]]) for name, x in self.sums.items()}
-        maxima = {name: jnp.concatenate([x, other.maxima[name]]) for name, x in self.maxima.items()}
-        return Observation(sums, maxima)
+    def reduce(self, axes: Sequence[int] | None = None) -> "Observation":
+        """Those of the layers along axes, or of all, together."""
+        x, axes = self.values, tuple(range(len(self.shape)) if axes is None else axes)
+        if not axes:
+            return self
+        values = _by_kind(self.names, jnp.sum(x, axes), jax.nn.logsumexp(x, axes), jnp.max(x, axes))
+        return self._replace(values=values)
 
-    def reduce(self, axes: tuple[int, ...]) -> "Observation":
-        """The statistics merged over axes."""
-        return Observation(
-            {name: jnp.sum(x, axes) for name, x in self.sums.items()},
-            {name: jnp.max(x, axes) for name, x in self.maxima.items()},
-        )
+    def _select(self, names: tuple[str, ...]) -> Array:
+        """The values of statistics; those of no tensor where this has none."""
+        if names == self.names:
+            return self.values
+        missing = Observation.neutral(tuple(name for name in names if name not in self.names), self.shape)
+        present = self.names + missing.names
+        return jnp.concatenate([self.values, missing.values], -1)[..., np.array([*map(present.index, names)])]
 
 
-def compare(x: Array, codes: Any, *, is_relative: bool = False, row_mask: Array | None = None) -> Observation:
-    """The statistics of a tensor and of what its codes lose.
+def _by_kind(names: Sequence[str], sums: Array, log_sums: Array, maxima: Array) -> Array:
+    """Merged values of statistics, each by its kind."""
+    kinds = [np.array([name in kind for name in names]) for kind in (_LOG_SUMS, _MAXIMA)]
+    return jnp.select(kinds, [log_sums, maxima], sums)
+
+
+def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> Observation:
+    """The statistics of a tensor and of the errors of its codes.
 
     Args:
         codes: of its shape: a `QTensor`, also as bytes, or a `FallbackTensor`. An array, or None, loses nothing.
-        is_relative: whether squares are of values relative to the amax, because they would underflow.
         row_mask: bool (rows, 1), which rows of a matrix are counted; None counts all. Scales are then per row.
     """
-    x = lax.stop_gradient(x).astype(jnp.float32)
-    finite = jnp.isfinite(x)
+    is_coded = isinstance(codes, (QTensor, FallbackTensor))
+    x, codes = lax.stop_gradient((x, codes if is_coded else None))
+    is_counted = jnp.isfinite(x) if row_mask is None else jnp.isfinite(x) & row_mask
+    magnitude = jnp.where(is_counted, jnp.abs(x), 0).astype(jnp.float32)
+    # Squares of values relative to the amax do not overflow.
+    unit = lax.reduce(magnitude, np.float32(formats.TINY), lax.max, tuple(range(x.ndim)))
+    # Without a barrier, XLA would save decoded arrays of the forward pass for the backward pass, and masks for the
+    # second reduction.
+    x, codes, unit = lax.optimization_barrier((x, codes, unit))
+    x = x.astype(jnp.float32)
+    is_finite = jnp.isfinite(x)
+    magnitude = jnp.where(is_finite if row_mask is None else is_finite & row_mask, jnp.abs(x), 0)
     size = jnp.float32(x.size) if row_mask is None else x.shape[-1] * jnp.sum(row_mask, dtype=jnp.float32)
-    added: dict[str, Array] = {"nonfinite": ~finite}
-    x = jnp.where(finite if row_mask is None else finite & row_mask, x, 0)
-    magnitude = jnp.abs(x)
-    if not isinstance(codes, (QTensor, FallbackTensor)):
-        sums, maxima = _reduce_in_one_pass(added, {"amax": magnitude}, row_mask)
-        return Observation({"size": size} | sums, maxima)
-    codes = lax.stop_gradient(codes)
+    found, added, largest = {"size": size}, {"nonfinite": ~is_finite}, {"amax": magnitude}
+    if not is_coded:
+        return Observation.from_scalars(found | _reduce_in_one_pass(added, largest, row_mask))
     codes = from_bytes(codes) if isinstance(codes, QTensor) else codes
     decoded = codes.dequantize()
-    difference = jnp.where(finite & jnp.isfinite(decoded), x - decoded, 0)
-    unit = jnp.maximum(jnp.max(magnitude, initial=0.0), formats.TINY) if is_relative else 1.0
-    nonzero = magnitude >= formats.TINY
+    difference, nonzero = x - decoded, magnitude >= formats.TINY
     added |= {
-        "signal": jnp.square(x / unit),
-        "noise": jnp.square(difference / unit),
+        "log_signal": jnp.square(magnitude / unit),
+        "log_noise": jnp.square(jnp.where(jnp.isfinite(difference), difference, 0) / unit),
         "nonzero": nonzero,
         "lost": nonzero & (decoded == 0),
     }
-    largest = {"amax": magnitude}
     base: QTensor = codes.base if isinstance(codes, FallbackTensor) else codes
     if not base.spec.is_packed:
         limit, tolerance = _largest_values(base), _half_ulp_of_largest(formats.get(base.spec.format))
-        exponent = jnp.log2(limit)
         added["saturated"] = magnitude > limit * (1 + tolerance)
         largest["range_ratio"] = jnp.where(nonzero, magnitude / limit, 0)
-        largest["largest_scale"] = jnp.where(nonzero, exponent, -jnp.inf)
-        largest["smallest_scale"] = jnp.where(nonzero, -exponent, -jnp.inf)
-    sums, maxima = _reduce_in_one_pass(added, largest, row_mask)
-    sums["size"] = size
-    maxima["minus_bits"] = -jnp.float32(formats.get(base.spec.format).bits)
+        largest["largest_scale"] = jnp.where(nonzero, limit, 0)
+        largest["smallest_scale"] = jnp.where(nonzero, -limit, -jnp.inf)
+    found |= _reduce_in_one_pass(added, largest, row_mask)
+    found["minus_bits"] = -jnp.float32(formats.get(base.spec.format).bits)
     total = lambda condition: jnp.sum(condition, dtype=jnp.float32, where=row_mask)  # noqa: E731
     if isinstance(codes, FallbackTensor):
-        sums |= {"fallback": total(codes.fallback_mask), "blocks": total(jnp.ones_like(codes.fallback_mask))}
+        found |= {"fallback": total(codes.fallback_mask), "blocks": total(jnp.ones_like(codes.fallback_mask))}
     if base.expansion is not None:
         exponents = base.expansion.astype(jnp.float32)
-        sums |= {"exponents": total(exponents), "groups": total(jnp.ones_like(exponents))}
+        found |= {"exponents": total(exponents), "groups": total(jnp.ones_like(exponents))}
         for name, sign in (("largest_exponent", 1), ("smallest_exponent", -1)):
-            maxima[name] = jnp.max(sign * exponents, initial=-jnp.inf, where=row_mask)
-    return Observation(sums, maxima)
+            found[name] = jnp.max(sign * exponents, initial=-jnp.inf, where=row_mask)
+    # Logarithms of all values at once: operations on single numbers would take long to compile.
+    names, values = Observation.from_scalars(found)
+    sign = np.array([-1 if name == "smallest_scale" else 1 for name in names], np.float32)
+    kinds = [np.array([name in kind for name in names]) for kind in (_LOG_SUMS, ("largest_scale", "smallest_scale"))]
+    logs = [jnp.log(values) + 2 * jnp.log(unit), sign * jnp.log2(sign * values)]
+    return Observation(names, jnp.select(kinds, logs, values))
 
 
 def _reduce_in_one_pass(
     added: Mapping[str, Array], largest: Mapping[str, Array], row_mask: Array | None
-) -> tuple[dict[str, Array], dict[str, Array]]:
+) -> dict[str, Array]:
     """The sums of some arrays and the maxima of others, fp32, by one reduction: XLA reads what they share once."""
     if row_mask is not None:
         added = {name: jnp.where(row_mask, x, 0) for name, x in added.items()}
     operands = [x.astype(jnp.float32) for x in (*added.values(), *largest.values())]
-    initial = [jnp.float32(0)] * len(added) + [jnp.float32(-jnp.inf)] * len(largest)
+    # An array without elements has the maximum 0 of magnitudes and scales.
+    initial = [jnp.float32(0)] * len(added) + [
+        jnp.float32(-jnp.inf if name == "smallest_scale" else 0) for name in largest
+    ]
 
     def merge(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
         pairs = list(zip(xs, ys, strict=True))
         return [x + y for x, y in pairs[: len(added)]] + [jnp.maximum(x, y) for x, y in pairs[len(added) :]]
 
     results = lax.reduce(operands, initial, merge, tuple(range(operands[0].ndim)))
-    totals = dict(zip(added, results[: len(added)], strict=True))
-    maxima = dict(zip(largest, results[len(added) :], strict=True))
-    for name in ("amax", "range_ratio"):  # An array without elements has none.
-        if name in maxima:
-            maxima[name] = jnp.maximum(maxima[name], 0)
-    return totals, maxima
+    return dict(zip((*added, *largest), results, strict=True))
 
 
 def _largest_values(codes: QTensor) -> Array:
     """The largest magnitude that each element's scale can represent."""
     fmt = formats.get(codes.spec.format)
-    return codes.with_codes(jnp.full_like(codes.codes, fmt.encode(jnp.float32(fmt.max)))).dequantize()
+    codes = codes.with_codes(jnp.full_like(codes.codes, fmt.encode(jnp.float32(fmt.max))))
+    return dataclasses.replace(codes, expansion=None).dequantize()  # any power of the largest value is itself
 
 
 def _half_ulp_of_largest(fmt: formats.Format) -> float:
@@ -193,11 +231,12 @@ def _half_ulp_of_largest(fmt: formats.Format) -> float:
 
 
 def summarize(observation: Observation) -> dict[str, Array]:
-    """The statistics of a tensor for a reader, by name; `fp8jax.telemetry` describes them."""
-    sums, maxima, found = observation.sums, observation.maxima, dict[str, Array]()
-    if "signal" in sums:
-        signal, noise = sums["signal"], sums["noise"]
-        found["snr_db"] = 10 * (jnp.log10(signal) - jnp.log10(jnp.maximum(noise, 1e-20 * signal)))
+    """The statistics for a reader, by name, each with the axes of stacked layers; `fp8jax.telemetry` describes them."""
+    merged = dict(zip(observation.names, jnp.moveaxis(observation.values, -1, 0), strict=True))
+    found: dict[str, Array] = {}
+    if "log_signal" in merged:
+        signal, noise = merged["log_signal"], merged["log_noise"]
+        found["snr_db"] = 10 / math.log(10) * (signal - jnp.maximum(noise, signal + math.log(1e-20)))
     for name, part, whole in (
         ("saturated", "saturated", "size"),
         ("lost", "lost", "nonzero"),
@@ -205,18 +244,18 @@ def summarize(observation: Observation) -> dict[str, Array]:
         ("fallback_rate", "fallback", "blocks"),
         ("expansion", "exponents", "groups"),
     ):
-        if part in sums:
-            found[name] = sums[part] / jnp.maximum(sums[whole], 1)
-    if "squared_update" in sums:
-        weight = jnp.maximum(sums["squared_weight"], formats.TINY)
-        found["update_ratio"] = jnp.sqrt(sums["squared_update"] / weight)
-    if "minus_bits" in maxima:
-        found["bits"] = -maxima["minus_bits"]
+        if part in merged:
+            found[name] = merged[part] / jnp.maximum(merged[whole], 1)
+    if "squared_update" in merged:
+        weight = jnp.maximum(merged["squared_weight"], formats.TINY)
+        found["update_ratio"] = jnp.sqrt(merged["squared_update"] / weight)
+    if "minus_bits" in merged:
+        found["bits"] = -merged["minus_bits"]
     copied = "amax", "range_ratio", "fallback_threshold", "factor"
-    found |= {name: maxima[name] for name in copied if name in maxima}
+    found |= {name: merged[name] for name in copied if name in merged}
     for name, kind in (("scale_spread", "scale"), ("expansion_spread", "exponent")):
-        if f"largest_{kind}" in maxima:
-            found[name] = jnp.maximum(maxima[f"largest_{kind}"] + maxima[f"smallest_{kind}"], 0)
+        if f"largest_{kind}" in merged:
+            found[name] = jnp.maximum(merged[f"largest_{kind}"] + merged[f"smallest_{kind}"], 0)
     return found
 
 
@@ -224,15 +263,12 @@ def observe(y: Array, place: Place | None, role: str, observation: Observation) 
     """`y`, unchanged; the observation leaves the program with it.
 
     Args:
-        y: an array that the program needs. It has a tangent of its own.
+        y: an array that the program needs. It has its own tangent.
         place: where it is made; None observes nothing.
     """
     if place is None:
         return y
-    arrays = lax.stop_gradient((*observation.sums.values(), *observation.maxima.values()))
-    return OBSERVE.bind(
-        y, *arrays, place=place, role=role, sums=tuple(observation.sums), maxima=tuple(observation.maxima)
-    )
+    return OBSERVE.bind(y, lax.stop_gradient(observation.values), place=place, role=role, names=observation.names)
 
 
 def observe_codes(
@@ -257,26 +293,18 @@ def observe_codes(
     return observe(y, place, role, compare(x.T if transposed else x, codes, row_mask=row_mask))
 
 
-def from_values(sums: Sequence[str], maxima: Sequence[str], values: Array) -> Observation:
-    """The observation with statistics of these names, from their values (..., statistics)."""
-    columns = dict(zip((*sums, *maxima), jnp.moveaxis(values, -1, 0), strict=True))
-    return Observation({name: columns[name] for name in sums}, {name: columns[name] for name in maxima})
-
-
 def _batch(operands: Any, dims: Any, **params: Any) -> tuple[Array, Any]:
     """An observation of a batch is that of all its members together."""
-    y, *arrays = operands
-    merged = [
-        x if dim is None else (jnp.sum if i < len(params["sums"]) else jnp.max)(x, dim)
-        for i, (x, dim) in enumerate(zip(arrays, dims[1:], strict=True))
-    ]
-    return OBSERVE.bind(y, *merged, **params), dims[0]
+    y, values = operands
+    if dims[1] is not None:
+        values = Observation(params["names"], jnp.moveaxis(values, dims[1], 0)).reduce().values
+    return OBSERVE.bind(y, values, **params), dims[0]
 
 
 OBSERVE = Primitive("fp8jax_observe")
-OBSERVE.def_impl(lambda y, *_, **__: y)
-OBSERVE.def_abstract_eval(lambda y, *_, **__: y)
+OBSERVE.def_impl(lambda y, _, **__: y)
+OBSERVE.def_abstract_eval(lambda y, _, **__: y)
 # The tangent itself, not a copy: facts about cotangents are found by identity.
 ad.primitive_jvps[OBSERVE] = lambda primals, tangents, **params: (OBSERVE.bind(*primals, **params), tangents[0])
 batching.primitive_batchers[OBSERVE] = _batch
-mlir.register_lowering(OBSERVE, lambda context, y, *_, **__: [y])
+mlir.register_lowering(OBSERVE, lambda context, y, _, **__: [y])

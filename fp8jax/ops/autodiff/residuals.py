@@ -33,7 +33,7 @@ _gradient_facts: dict[int, tuple[Any, Any, "ArrayFacts"]] = {}
 
 
 def attach_facts(gradient: Array | None, facts: "ArrayFacts") -> None:
-    """Attaches facts to a gradient, for the operation that reads it; does nothing if it is no array.
+    """Attaches facts to a gradient, for the operation that reads it; does nothing if it is not an array.
 
     Facts computed from `gradient` itself would keep it alive: compute them from what it is computed from.
     """
@@ -69,7 +69,7 @@ def derive_key(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
     """The key for codes of one use, "x_residual" or "dy"; None where their spec rounds to nearest.
 
     Raises:
-        ValueError: it rounds stochastically, and there is no key.
+        ValueError: it rounds stochastically, but there is no key.
     """
     if spec.rounding != "stochastic":
         return None
@@ -143,7 +143,7 @@ class Differentiable(Recomputable, Protocol):
         passthrough_cotangent: Array | None,
         predicted: Any,
     ) -> tuple[tuple[Array | None, ...], "tuple[ArrayFacts, ...]"]:
-        """The cotangents of the differentiable inputs, and facts about them; no facts if nothing is known.
+        """The cotangents of the differentiable inputs, and facts about them, if any.
 
         Args:
             saved: residuals of the operation.
@@ -167,7 +167,7 @@ ALREADY_SAVED = AlreadySaved()
 
 
 class ArrayFacts(NamedTuple):
-    """Facts about an array besides its values.
+    """Facts about an array in addition to its values.
 
     Attributes:
         recompute_rule: the operation that recomputes it, and its residuals; `ALREADY_SAVED` and None if the array is
@@ -177,8 +177,9 @@ class ArrayFacts(NamedTuple):
         scale: a recipe or spec, and the fp32 scale under which its layers quantize the array.
         predicted: of a gradient, facts about the cotangents that follow from it
             (`fp8jax.ops.quantization.fused_outputs.CotangentPrediction`).
-        codes: a spec, and the codes of the array as a matrix (tokens, inputs) under that spec, as bytes. For the
-            gradient of a grouped product, `fp8jax.ops.quantization.token_codes.RowsAndColumns`.
+        codes: a spec, and the codes of the array as a matrix (tokens, inputs) under that spec, as bytes. For rows of a
+            grouped product also `fp8jax.ops.quantization.token_codes.TokenCodes`, and for its gradient
+            `RowsAndColumns` of that module.
         amax: of a gradient, its largest finite magnitude, an fp32 scalar.
         row_source: an array of tokens, and the int32 index (rows,) of the token that each row is.
     """
@@ -207,7 +208,7 @@ def compute_uncached(use: Hashable, make: Callable[[], T], *dependencies: Any) -
 
 
 class InputFacts(NamedTuple):
-    """Facts about an input, and what its readers share.
+    """Facts about an input, and values that its readers share.
 
     Attributes:
         facts: of the input.

@@ -81,11 +81,11 @@ _HASHABLE_TYPES = {bool, int, float, str, type(None), type}
 
 
 def _content(x: Any) -> Hashable:
-    """Return a hashable key of a function or a value in its closure, or raise TypeError if there is none."""
+    """Return a hashable key of a function or of a value in its closure; raise TypeError if there is none."""
     if type(x) in _HASHABLE_TYPES:
         return type(x), x
     if isinstance(x, (jax.Array, jax.core.Tracer, np.ndarray)):
-        raise TypeError("an array has no content that is known")
+        raise TypeError("the content of a traced array is not known")
     if isinstance(x, functools.partial):
         return "partial", _content(x.func), _content(x.args), _content(tuple(sorted(x.keywords.items())))
     if isinstance(x, types.FunctionType) and (x.__closure__ or x.__defaults__ or x.__kwdefaults__):
@@ -133,7 +133,7 @@ def record_choice(operation: str, choice: Choice) -> Choice:
 
 
 def record_choices() -> contextlib.AbstractContextManager[list[tuple[str, Choice]]]:
-    """Return a context whose value is the list of traced operations and their choices, in order.
+    """Return a context manager that yields the list of traced operations and their choices, in order.
 
     A function that JAX traced before and finds in its cache is not recorded again.
     """
@@ -147,7 +147,7 @@ def record_residual(description: str) -> None:
 
 
 def record_residuals() -> contextlib.AbstractContextManager[list[str]]:
-    """Return a context whose value is the list of residuals that traced layers save, each kind once."""
+    """Return a context manager that yields the list of residuals that traced layers save, each kind once."""
     return _recording(_residuals)
 
 
@@ -187,9 +187,9 @@ def target(
         ValueError: a number is out of range.
     """
     if capability is not None and not 50 <= capability < 1000:
-        raise ValueError(f"capability is 80 for an A100 and 90 for an H200, not {capability!r}")
+        raise ValueError(f"unknown capability; use 80 for an A100 or 90 for an H200, got {capability!r}")
     if free_multiprocessors is not None and not 0 <= free_multiprocessors <= 64:
-        raise ValueError(f"free_multiprocessors lies in [0, 64], not {free_multiprocessors!r}")
+        raise ValueError(f"free_multiprocessors must be in [0, 64], got {free_multiprocessors!r}")
     settings = {"capability": capability, "kernels": kernels, "free_multiprocessors": free_multiprocessors}
     new = _target.value._replace(**{name: value for name, value in settings.items() if value is not None})
     with _target(new):
@@ -266,7 +266,7 @@ def cast_varying_over(results: Any, axes: Collection[str]) -> Any:
 def mark_varying(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with results that vary over the mesh axes of any argument.
 
-    Results of a kernel have no such type.
+    Results of a kernel do not have this type.
     """
     return lambda *args: cast_varying_like(function(*args), *args)
 
@@ -277,7 +277,7 @@ IMPLS = ("auto", "xla", "triton")
 def check_impl(impl: str, impls: tuple[str, ...] = IMPLS) -> None:
     """Raise ValueError for an unknown `impl`."""
     if impl not in impls:
-        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(impls)}")
+        raise ValueError(f"unknown impl {impl!r}; use one of {', '.join(impls)}")
 
 
 def choose_impl(impl: str, unsupported_reason: Callable[[], str | None], kernel: str = "the kernel") -> Choice:
@@ -429,10 +429,10 @@ def missing_kernels_advice() -> str | None:
         return None
     packages = " ".join(f'"{requirement}"' for requirement in REQUIREMENTS)
     # Packages do not help if the GPU is too old.
-    remedy = f". Type: pip install {packages}" if capability() >= TRITON_CAPABILITY else ""
+    remedy = f". Run: pip install {packages}" if capability() >= TRITON_CAPABILITY else ""
     return (
-        f"no Triton kernel of fp8jax runs on this GPU, because {reason}. Steps may take longer than in bf16: XLA makes "
-        f"all codes, norms and activations stay as the model has them, and 8-bit optimizer states cost time{remedy}"
+        f"the Triton kernels of fp8jax cannot run on this GPU, because {reason}. Steps may be slower than in bf16: "
+        f"XLA computes all codes, norms and activations are not fused, and 8-bit optimizer states cost time{remedy}"
     )
 
 

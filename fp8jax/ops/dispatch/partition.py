@@ -5,7 +5,7 @@ per dimension. `"m n"` is a matrix, `"n m"` its transpose. `"m n/128"` has an en
 then sharded between blocks only. Dimensions of one name are sharded alike. `-` is never sharded, and `""` is a scalar.
 If a mesh axis could shard several dimensions, the first name wins.
 
-Arrays that cannot be sharded as they are placed are gathered, such as shards that end within a block.
+Arrays are gathered if their sharding is not supported, such as shards that end within a block.
 """
 
 import contextlib
@@ -238,7 +238,7 @@ class Placement(NamedTuple):
     """The devices of a call.
 
     Attributes:
-        mesh: mesh of all devices, whose axes collectives use.
+        mesh: mesh of all devices with the axes for collectives.
         group: mesh of the devices that XLA numbers.
     """
 
@@ -328,8 +328,8 @@ def run_partitioned(
         sum_dim: dimension that the only result is summed over. `function` must reduce it with `sharding.psum`.
         out_spec: sharding of the only result on Explicit mesh axes. On Auto axes XLA's partitioner decides.
         is_kernel: whether `function` is a kernel, which `jax.vmap` runs sequentially. Other functions are mapped.
-        takes_stacks: whether a kernel also takes operands that all have one more leading dimension, and returns results
-            that have it. The first `jax.vmap` then is one call of it.
+        takes_stacks: whether a kernel also supports operands that all have one more leading dimension, and returns
+            results with it. The first `jax.vmap` then is one call of it.
 
     Returns:
         The results for global arrays.
@@ -388,8 +388,8 @@ def _code_digest() -> str:
     """Return a digest of the code and packages that compile kernels.
 
     The kernel's code is no part of a program for the partitioner, so the call's name must identify it in JAX's
-    persistent cache. That cache hits only with `jax_remove_custom_partitioning_ptr_from_cache_key`, since keys
-    otherwise hold a pointer.
+    persistent cache. The cache hits only with `jax_remove_custom_partitioning_ptr_from_cache_key`, since keys otherwise
+    hold a pointer.
     """
     digest = hashlib.sha256()
     for package in ("pallas_kernels", "fp8jax.core", "fp8jax.ops"):
@@ -521,7 +521,7 @@ def _call_on_explicit_axes(
 ) -> tuple[Array, ...]:
     """Reshard the operands as the notation allows, and run `function(sharding, *shards)` in `jax.shard_map`.
 
-    The types of the operands say how they are sharded. A mesh may also have Auto axes. XLA's partitioner then runs
+    The types of the operands determine their sharding. A mesh may also have Auto axes. XLA's partitioner then runs
     `function`, on the parts that the Explicit axes leave.
     """
     named_shardings = [jax.typeof(x).sharding for x in arrays]

@@ -51,14 +51,14 @@ def check_operands(
         raise ValueError(f"vocabulary_axis must be 0 or 1, got {vocabulary_axis}")
     if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[1 - vocabulary_axis % 2]:
         expected = "(vocabulary, channels)" if vocabulary_axis % 2 == 0 else "(channels, vocabulary)"
-        raise ValueError(f"the head takes x (..., channels) and w {expected}, not {x.shape} and {w.shape}")
+        raise ValueError(f"the output head expects x (..., channels) and w {expected}, not {x.shape} and {w.shape}")
     if not (jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(w.dtype, jnp.floating)):
         raise TypeError(f"x and w must be floats, not {x.dtype} and {w.dtype}")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must be integers, not {labels.dtype}")
     for name, array in (("labels", labels), ("where", where)):
         if array is not None and array.shape != x.shape[:-1]:
-            raise ValueError(f"{name} must have the shape {x.shape[:-1]} of x without channels, not {array.shape}")
+            raise ValueError(f"{name} must have the shape of x without channels, {x.shape[:-1]}, got {array.shape}")
     if where is not None and where.dtype != jnp.bool_:
         raise TypeError(f"where must be bool, not {where.dtype}")
     if bias is not None and bias.shape != (w.shape[vocabulary_axis % 2],):
@@ -90,8 +90,8 @@ def check_labels(labels: Array, is_counted: Array, vocabulary: int) -> None:
     counted_labels = jnp.where(is_counted, labels, 0)
     checkify.debug_check(
         jnp.all(_is_in_vocabulary(labels, vocabulary) | ~is_counted),
-        f"labels that count must lie in [0, {vocabulary}), and are from {{lowest}} to {{highest}}: give tokens without "
-        "a target the label that linear_cross_entropy ignores, or leave them out by where=",
+        f"labels must be in [0, {vocabulary}), got labels from {{lowest}} to {{highest}}. For tokens without a "
+        "target, use the label that linear_cross_entropy ignores, or exclude them with where=",
         lowest=jnp.min(counted_labels),
         highest=jnp.max(counted_labels),
     )
@@ -193,7 +193,7 @@ def linear_cross_entropy(
         w: (channels, vocabulary), or (vocabulary, channels) with `vocabulary_axis=0`, as in an embedding table. If a
             mesh shards the vocabulary, each device computes its shard of the logits. Channels are gathered once.
         labels: (...), integers in [0, vocabulary), or `ignore_label`. Any other label of a counted token makes the loss
-            NaN. Under `jax.experimental.checkify` with `user_checks` it raises an error.
+            NaN. With `user_checks` of `jax.experimental.checkify` it raises an error.
         bias: (vocabulary,).
         where: bool (...), the tokens that count; None counts all. Values of other tokens, NaN too, have no effect.
         ignore_label: tokens with this label do not count, by default -100 as in PyTorch and Hugging Face. None, or a
@@ -204,10 +204,10 @@ def linear_cross_entropy(
         reduction: "mean" over the counted tokens (0 if there are none), "sum", or "none".
         tokens_per_chunk: tokens per chunk and device. None limits logits and cotangents to 1.5 GiB (quantized: 2 GiB
             and 8,192 tokens), with at most 16 chunks.
-        recipe: recipe of the head's products: a `Linear`, such as `fp8jax.recipes.HEAD`, or a `Recipe`, whose `head`
-            applies if quantized, else `linear`. None multiplies in the dtype of `x`. With one FP8 scale per operand,
-            all chunks share the scales and logits are rounded to the dtype of `x`. Else each chunk has its own scales.
-            An 8-bit head costs accuracy.
+        recipe: recipe of the head's products: a `Linear`, such as `fp8jax.recipes.HEAD`, or a `Recipe`, with its `head`
+            if that is quantized, else its `linear`. None multiplies in the dtype of `x`. With one FP8 scale per
+            operand, all chunks share the scales and logits are rounded to the dtype of `x`. Else each chunk has its own
+            scales. An 8-bit head costs accuracy.
         key: PRNG key for recipes that round stochastically.
 
     Returns:
@@ -221,7 +221,7 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be above 0, got {softcap}; None caps nothing")
+        raise ValueError(f"softcap must be above 0, got {softcap}; use None for no softcap")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
     if not z_loss >= 0:
@@ -233,8 +233,8 @@ def linear_cross_entropy(
     linear_recipe = None if recipe is None or not linear_part(recipe).is_quantized else require_stateless(recipe)
     if linear_recipe is not None and not has_codes(linear_recipe) and explicit_mesh(x, w) is not None:
         raise ValueError(
-            "on a mesh with Explicit axes the head takes a recipe whose operands have one FP8 scale each, such as "
-            "'te_current', or none: give recipe=None, or Auto axes"
+            "on a mesh with Explicit axes, the output head needs a recipe with one FP8 scale per operand, such as "
+            "'te_current', or none. Pass recipe=None, or use Auto axes"
         )
     config = _LossConfig(softcap, label_smoothing, z_loss, vocabulary_axis % 2, tokens_per_chunk, linear_recipe)
     is_counted = jnp.ones(labels.shape, bool) if where is None else where
@@ -276,8 +276,8 @@ def weighted_cross_entropy(
     """
     config = _LossConfig(None, label_smoothing, z_loss, vocabulary_axis, None, recipe)
     weights = derivatives.error_if_differentiated(
-        "the weights of tokens have no gradient where an 8-bit head runs with its softmax cross-entropy: put "
-        "jax.lax.stop_gradient around them, or leave the head in 16 bits",
+        "token weights have no gradient if the 8-bit output head is fused with its softmax cross-entropy. Apply "
+        "jax.lax.stop_gradient to them, or keep the head in 16 bits",
         weights,
     )
     return _weighted_sum_of_losses(config, x, w, bias, None, labels, weights)
@@ -365,7 +365,7 @@ def _logit_cotangents(config: _LossConfig, sharding: DimSharding, softmax: _Soft
 
 
 def _mark_invalid_labels(softmax: _Softmax, weights: Array) -> Array:
-    """Return the weights, with NaN for counted tokens whose label is invalid."""
+    """Return the weights, with NaN for counted tokens with an invalid label."""
     return jnp.where(softmax.is_valid_label | (weights == 0), weights, jnp.nan)
 
 
@@ -518,7 +518,7 @@ def _sharded_losses(config: _LossConfig, x: Array, *operands: Any) -> Array:
 def _sharded_gradients(
     config: _LossConfig, differentiable_inputs: tuple[Array | None, ...], *operands: Any
 ) -> _Gradients:
-    """Return the gradients. Those under a recipe cannot be differentiated again."""
+    """Return the gradients. With a recipe they cannot be differentiated again."""
     if config.linear_recipe is not None:
         operands = lax.stop_gradient(operands)
     x, w, bias, *_ = operands

@@ -149,7 +149,7 @@ def quantize_cotangents(
         scale: fp32 scalar, for the format of `rows`.
     """
     specs = rows, columns
-    xla_choice = Choice("xla", "more than a product made them")
+    xla_choice = Choice("xla", "the logits are not the result of a product alone")
     choice = xla_choice if facts is None else choose_impl(impl, functools.partial(_unsupported_reason, z, specs))
     record_choice("cotangents of logits", choice)
     fp32_scales = [
@@ -381,7 +381,7 @@ def max_logit_cotangent(vocabulary: int | Array, softcap: float | None, z_loss: 
 
 
 def bound_excess(vocabulary: int | Array, z_loss: float, lse: Array) -> Array:
-    """Return by what factor, at least 1, uncapped cotangents may exceed `max_logit_cotangent`, fp32."""
+    """Return the factor, at least 1, by which uncapped cotangents may exceed `max_logit_cotangent`, fp32."""
     factors = jnp.where(jnp.isfinite(lse), jnp.abs(1 + 2 * z_loss * lse), 1.0)
     return jnp.maximum(jnp.max(factors, initial=1.0) / max_logit_cotangent(vocabulary, None, z_loss), 1.0)
 

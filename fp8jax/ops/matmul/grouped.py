@@ -56,8 +56,8 @@ def grouped_matmul(
     Args:
         x: (T, K), the rows of each group consecutive; an array, or a QTensor with scales per row or group of a row, or
             a `FallbackTensor` of such.
-        w: (G, N, K); an array, or a QTensor of a matrix mapped by `jax.vmap`, with scales of its own for each matrix;
-            or `DeferredMatrices`.
+        w: (G, N, K); an array, or a QTensor of a matrix mapped by `jax.vmap`, with its own scales for each matrix; or
+            `DeferredMatrices`.
         transposed: whether w is (G, K, N), an array. No transposed copy is made.
         scales_are_shared: whether rows of a group, in blocks of 128 from its first row, have the same scales.
         fast: whether to use fast accumulation, if the GPU has it.
@@ -75,7 +75,7 @@ def grouped_matmul(
     axis = 1 if transposed else 2
     if len(x.shape) != 2 or len(w.shape) != 3 or x.shape[1] != w.shape[axis] or groups.ends.shape != w.shape[:1]:
         layout, shapes = "(G, K, N)" if transposed else "(G, N, K)", f"{x.shape}, {w.shape} and {groups.ends.shape[0]}"
-        raise ValueError(f"grouped_matmul takes (T, K), {layout} and G groups, not {shapes} groups")
+        raise ValueError(f"grouped_matmul expects (T, K), {layout} and G groups, got {shapes} groups")
     choice, kernel_name = _choose("grouped matmul", x, w, x.shape[1], impl, scales_are_shared)
     static = transposed, fast, current_target().free_multiprocessors
     # Blocks of 128 rows may belong to two shards.
@@ -134,7 +134,7 @@ def grouped_matmul_dw(
         shape, length = x.values.shape[::-1] if isinstance(x, UnpaddedRows) else x.shape, tokens.length
         length = tokens.num_rows if isinstance(x, UnpaddedRows) else length
         if len(shape) != 2 or shape[1] != length:
-            raise ValueError(f"grouped_matmul_dw takes (n, {length}), not {shape}")
+            raise ValueError(f"grouped_matmul_dw expects (n, {length}), not {shape}")
     choice, kernel_name = _choose("grouped matmul of tokens", a, b, tokens.num_rows, impl, True)
     operands = a, b, tokens.rows, tokens.starts, tokens.lengths, scale, row_scale, column_scale
     static = fast, current_target().free_multiprocessors
@@ -192,7 +192,7 @@ def _token_notation(x: Operand | UnpaddedRows, name: str) -> Any:
 
 
 def _notation(x: Operand | DeferredMatrices | FallbackTensor, names: str, prefix: str = "") -> Any:
-    """Return the notation of an operand, whose leading axes are `prefix`."""
+    """Return the notation of an operand with leading axes `prefix`."""
     if isinstance(x, DeferredMatrices):
         return tuple(" ".join("-" * leaf.ndim) for leaf in jax.tree.leaves(x))
     if isinstance(x, FallbackTensor):
@@ -244,7 +244,7 @@ def _multiply_shard_dw(
 
 
 def _with_local_length(x: Any) -> Any:
-    """Return an operand whose packed codes are a device's part of its contraction."""
+    """Return an operand with the packed codes of a device's part of its contraction."""
     is_packed = isinstance(x, QTensor) and x.length is not None
     return dataclasses.replace(x, length=2 * x.codes.shape[x.spec.axis]) if is_packed else x
 
@@ -255,7 +255,7 @@ def _sum_dtype(a: Any, b: Any, dtype: Any) -> Any:
 
 
 def _multiply_tile(fast: bool, dtype: DTypeLike, a: Any, b: Any) -> Array:
-    """Return a @ b.T by XLA, for matrices of one group. That of arrays is computed in the dtype of `a`."""
+    """Return a @ b.T by XLA, for matrices of one group. The product of arrays is computed in the dtype of `a`."""
     if isinstance(a, FallbackTensor) and not on_cuda():
         products = (_multiply_tile(fast, jnp.float32, part, b) for part in (a.base, a.masked_residual()))
         return sum(products, jnp.zeros((), jnp.float32)).astype(dtype)

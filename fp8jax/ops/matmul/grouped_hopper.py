@@ -36,7 +36,7 @@ class Encoder(Protocol):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["encoder"])
 @dataclasses.dataclass(frozen=True)
 class DeferredMatrices:
-    """Matrices (G, N, K) that are quantized where a tile reads them, so that their codes take no memory.
+    """Matrices (G, N, K) that are quantized when a tile reads them, so that their codes need no memory.
 
     Attributes:
         values: an array of G matrices.
@@ -64,7 +64,7 @@ class DeferredMatrices:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["encoder"])
 @dataclasses.dataclass(frozen=True)
 class UnpaddedRows:
-    """The transpose of a matrix whose rows are not yet in the padded axis.
+    """The transpose of a matrix with rows that are not yet in the padded axis.
 
     Attributes:
         values: (rows, n), an array or a QTensor.
@@ -123,7 +123,7 @@ def _missing_kernel(a: Any, b: Any) -> str | None:
         return f"shapes {a.shape} and {b.shape} are empty"
     for x in (a, b):
         if find_spec(x) is None and x.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"it takes 8 or 16 bits, not {x.dtype}"
+            return f"it supports 8 or 16 bits, not {x.dtype}"
     return None
 
 
@@ -136,7 +136,7 @@ def _is_in_blocks(a: QuantSpec | None, b: QuantSpec | None, *, contracts_tokens:
 
 
 def _is_in_int8_blocks(a: QuantSpec | None, b: QuantSpec | None, *, contracts_tokens: bool) -> bool:
-    """Return whether codes are int8 in blocks of 128x128. Those of rows have a scale per row of a block."""
+    """Return whether codes are int8 in blocks of 128x128. Codes of rows have a scale per row of a block."""
     if a is None or b is None or not a.format == b.format == "int8":
         return False
     kinds = (a.granularity, a.group_size, b.granularity, b.group_size)
@@ -327,7 +327,7 @@ def _pad(x: Array, rows: Array) -> Array:
 
 
 def _to_bf16(x: Any) -> Array:
-    """Return the values of a matrix or of a stack of matrices, rounded to bf16."""
+    """Return the values of a matrix or a stack of matrices, rounded to bf16."""
     if not isinstance(x, QTensor):
         return x.astype(jnp.bfloat16)
     decode = lambda q: q.dequantize(jnp.bfloat16)  # noqa: E731

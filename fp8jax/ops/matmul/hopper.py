@@ -23,7 +23,7 @@ from fp8jax.ops.quantization.microscaling import fold_microscales, is_foldable
 
 
 def is_shardable(*operands: Any) -> bool:
-    """Return whether all operands are quantized, and packed in no way that shards would cut."""
+    """Return whether all operands are quantized, and not packed in a way that shards would split."""
 
     def is_cut(spec: QuantSpec) -> bool:
         return spec.is_packed and not (formats.get(spec.format).is_fp4 and spec.axis in (-1, 1))
@@ -101,7 +101,7 @@ def is_int8_blocks(a: QTensor, b: QTensor) -> bool:
 def unsupported_int8_reason(a: QTensor, b: QTensor) -> str | None:
     """Return why the int8 kernel cannot multiply the operands, or None."""
     if not is_int8_blocks(a, b):
-        return f"it takes int8 in blocks of {BLOCK_SIZE}, not {a.spec} with {b.spec}"
+        return f"it supports int8 in blocks of {BLOCK_SIZE}, not {a.spec} with {b.spec}"
     if 0 in (*a.shape, *b.shape):
         return f"shapes {a.shape} and {b.shape} are empty"
     if not current_target().kernels:
@@ -159,7 +159,7 @@ def choose_kernel(a: Any, b: Any) -> tuple[Choice, KernelName | Literal["cublas"
         return Choice(kernel_language(), f"the kernel for {_DESCRIPTIONS['int8']}"), "int8"
     fp8 = _is_fp8_pair(a, b)
     if not (fp8 or _is_int8_pair(a, b)) or 0 in (*a.shape, *b.shape):
-        return Choice("xla", "the kernels take two FP8 or two int8 operands that are not empty"), None
+        return Choice("xla", "the kernels support two non-empty FP8 or int8 operands"), None
     e5m2 = a.spec.format == b.spec.format == "e5m2"
     per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
     cublas = fp8 and per_tensor and not e5m2 and capability() >= 89
@@ -205,7 +205,7 @@ def _kernel_unsupported_reason(a: QTensor, b: QTensor) -> str | None:
         return "kernels are switched off"
     kernel = find_kernel(a, b)
     if _is_int8_pair(a, b) and kernel is None:  # no GPU has such a kernel
-        return f"int8 kernels take scales of tensors, rows and blocks of 128, not {a.spec} with {b.spec}"
+        return f"int8 kernels support scales per tensor, row or block of 128, not {a.spec} with {b.spec}"
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
         return "it needs a Hopper GPU and jax >= 0.11"
     if kernel is None:
@@ -226,7 +226,7 @@ def contraction_length(q: QTensor) -> int:
 
 
 def find_kernel(a: Any, b: Any) -> KernelName | None:
-    """Return the kernel for such scales, or None. `unsupported_reason` may still reject the operands."""
+    """Return the kernel for these scales, or None. `unsupported_reason` may still reject the operands."""
     if isinstance(a, FallbackTensor) or is_int8_blocks(a, b):
         return "int8"
     micro = [q.spec.has_microscales for q in (a, b)]

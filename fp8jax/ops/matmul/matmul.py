@@ -95,11 +95,11 @@ def matmul(
         ShardingTypeError: JAX's rule needs a sharding of the result.
     """
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
+        raise ValueError(f"matmul expects (M, K) and (N, K), got {a.shape} and {b.shape}")
     if isinstance(b, FallbackTensor) or (isinstance(a, FallbackTensor) and getattr(b, "spec", None) != a.base.spec):
         raise ValueError(
-            f"beside blocks with residuals, a, matmul takes plain ones, b, of one spec, not {_describe(a)} and "
-            f"{_describe(b)}"
+            f"if a has blocks with fallback residuals, b must have plain blocks of the same spec, got {_describe(a)} "
+            f"and {_describe(b)}"
         )
     choice, kernel_name = _choose_with_fallback(a, b, impl, impl == "mosaic" or on_cuda())
     record_choice("fallback matmul" if isinstance(a, FallbackTensor) else "matmul", choice)
@@ -159,7 +159,7 @@ def _choose_kernel(a: Operand | FallbackTensor, b: Operand, impl: str, cuda: boo
     left = strip_residual(a)
     has_codes = isinstance(left, QTensor) and isinstance(b, QTensor) and has_matmul_codes(left) and has_matmul_codes(b)
     if not has_codes and not is_block_scaled_pair(a, b):
-        reason = reason or "an operand has no codes that matrix units take"
+        reason = reason or "an operand is not in a matmul format"
     elif reason is None:
         if impl == "auto":
             return hopper.choose_kernel(a, b)
@@ -279,8 +279,8 @@ def has_matmul_codes(q: QTensor) -> bool:
     along = {"channel": 1, "token": 0, "group": 0, "mx": 0, "nv": 0}.get(q.spec.granularity)
     if along is not None and q.spec.axis % 2 == along:
         raise ValueError(
-            f"{q.spec} along axis {q.spec.axis} has a scale for each index of the contraction, which no product of "
-            f"codes can apply"
+            f"{q.spec} along axis {q.spec.axis} has a scale for each contracted index, which a product of codes "
+            "cannot apply"
         )
     return formats.get(q.spec.format).is_matmul_format and not q.spec.expand
 

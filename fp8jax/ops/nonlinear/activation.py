@@ -78,7 +78,9 @@ def activation(x: Array, *, recipe: Recipe | Context | str, activation: str) -> 
 def check_glu_inputs(gate: Array, up: Array) -> None:
     """Raise ValueError if gate and up differ in shape or dtype."""
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
-        raise ValueError(f"glu takes arrays alike, not {gate.dtype}{gate.shape} and {up.dtype}{up.shape}")
+        raise ValueError(
+            f"glu expects arrays of the same dtype and shape, got {gate.dtype}{gate.shape} and {up.dtype}{up.shape}"
+        )
 
 
 # Bounds of cotangents assume two things of an activation f: |f'(x)| <= MAX_SLOPE, and |f(x)| <= |x|. No code checks
@@ -238,7 +240,7 @@ def _amaxes_if_loose(
     with jax.named_scope("sample"):
         sample = backend.compute_amaxes(operation, kinds, operands, every=scaling.SAMPLE_EVERY)
     is_loose = [(amax == 0) | scaling.is_loose(bound, amax, fmt) for bound, amax in zip(bounds, sample, strict=True)]
-    with jax.named_scope("mend"):
+    with jax.named_scope("requantize"):
         return tuple(
             backend.compute_amaxes(operation, kinds, operands, compute_if=functools.reduce(jnp.logical_or, is_loose))
         )
@@ -376,7 +378,7 @@ def _save_and_quantize_result(
             (sample,) = backend.compute_amaxes(exact_operation, kinds, operands, every=scaling.SAMPLE_EVERY)
         parts, amax, codes = save(result=(_scale_from_sample(out_spec, sample), formats.get(out_spec.format).dtype))
         scale = _scale_from_sample(out_spec, sample, amax)
-        with jax.named_scope("mend"):
+        with jax.named_scope("requantize"):
             codes = backend.requantize_if(
                 exact_operation, kinds, operands, codes, scale, amax > scaling.amax_from_sample(sample)
             )
@@ -394,5 +396,5 @@ def _save_and_quantize_result(
 
 def _function(name: str) -> Callable[[Array], Array]:
     if name not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {name!r}; it is one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"unknown activation {name!r}; use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

@@ -54,7 +54,7 @@ class GroupedGluResiduals(NamedTuple):
 
 
 class GluCotangents(NamedTuple):
-    """What is known about the cotangents of a GLU when its result is recomputed.
+    """Facts about the cotangents of a GLU that are available when its result is recomputed.
 
     Attributes:
         spec: of the codes.

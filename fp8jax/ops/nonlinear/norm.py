@@ -184,7 +184,7 @@ def normalize(
     for name, parameter in (("scale", scale), ("bias", bias)):
         if x.ndim < 1 or (parameter is not None and parameter.shape != x.shape[-1:]):
             shape = None if parameter is None else parameter.shape
-            raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
+            raise ValueError(f"a norm expects x (..., channels) and {name} (channels,), got {x.shape} and {shape}")
     dtype, context = jnp.dtype(x.dtype if dtype is None else dtype), context_part(recipe)
     operation = None
     if context.spec is not None or fused_outputs.emits_codes(recipe):
@@ -214,7 +214,7 @@ def _normalize_and_save(
     centered: bool,
     returns_input: bool,
 ) -> tuple[Array, Array | None, ArrayFacts]:
-    """`normalize` with a backward pass of its own, by the kernels of `operation`, or by XLA without one."""
+    """`normalize` with a custom backward pass, by the kernels of `operation`, or by XLA without one."""
     context, consumer = context_part(recipe), fused_outputs.find_consumer(recipe)
     value, weight, shift = lax.stop_gradient((x, scale, bias))
     out_spec, result_bound = None if consumer is None else consumer.spec("x"), None
@@ -354,7 +354,7 @@ def _save_and_quantize_result(
         rstd, mean = residual_arrays[2:]
         operands = quantize_recomputed_triton.Operands(x, rstd=rstd, mean=mean, weight=scale, bias=bias)
         out_scale, exact_operation = result_bound.scale_from_amax(amax), operation._replace(reads_arrays=True)
-        with jax.named_scope("mend"):
+        with jax.named_scope("requantize"):
             codes = backend.requantize_if(
                 exact_operation,
                 (quantize_recomputed_triton.NORM,),

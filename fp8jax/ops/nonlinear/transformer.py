@@ -67,7 +67,7 @@ def norm_linear(
     """
     recipe = _resolve_whole_recipe(recipe)
     if norm not in ("rms", "layer") or (norm == "rms" and norm_bias is not None):
-        raise ValueError(f"norm is 'rms', without norm_bias, or 'layer', not {norm!r} with norm_bias {norm_bias}")
+        raise ValueError(f"norm must be 'rms' (without norm_bias) or 'layer', got {norm!r} with norm_bias {norm_bias}")
     centered = norm == "layer"
     h, passthrough, facts = normalize(x, scale, norm_bias, recipe, eps, None, centered=centered, returns_input=residual)
     y = linears(h, weights, recipe=recipe, key=key, quantized=quantized, facts=facts, out_sharding=out_sharding)
@@ -181,5 +181,5 @@ def glu_linear(
 def _resolve_whole_recipe(recipe: Recipe | str) -> Recipe:
     preset = resolve(recipe)
     if not isinstance(preset, Recipe):
-        raise TypeError(f"a norm or an activation with linear layers follows a whole fp8jax.Recipe, not {preset!r}")
+        raise TypeError(f"a norm or an activation fused with linear layers needs a full fp8jax.Recipe, got {preset!r}")
     return preset

@@ -64,7 +64,7 @@ def needs_dither(moment: Moment, b1: Any) -> bool:
 
 
 def unsupported_reason(adam: Adam, leaf: Leaf) -> str | None:
-    """Why the kernel cannot take a leaf with quantized moments, or None."""
+    """The reason why the kernel does not support a leaf with quantized moments, or None."""
     from pallas_kernels.optimizers import adamw_triton
 
     if adam.nesterov:
@@ -73,7 +73,7 @@ def unsupported_reason(adam: Adam, leaf: Leaf) -> str | None:
         return f"the kernel has remainders of bf16 master weights, and not of {leaf.dtype}"
     specs = [moment.spec for moment in leaf.quantized_arrays]
     if any(spec.expand == "coat" for spec in specs):
-        return "expand='coat' takes exponents as the paper does, which the kernel does not; take expand=True"
+        return "the kernel does not support expand='coat', the exponents of the paper; use expand=True"
     in_groups = all(spec.granularity == "group" and spec.axis in (-1, len(leaf.grad.shape) - 1) for spec in specs)
     if not in_groups or any(spec.rounding != "nearest" or spec.group_size != leaf.group_size for spec in specs):
         stored_specs = " and ".join(map(str, specs))
@@ -83,14 +83,14 @@ def unsupported_reason(adam: Adam, leaf: Leaf) -> str | None:
 
 
 class ShardStride(NamedTuple):
-    """Where the groups of a shard, or its elements, lie in the whole array.
+    """The positions of the groups or elements of a shard in the whole array.
 
     Group n of the shard is group `first + n // inner * stride + n % inner` of the whole.
 
     Attributes:
         first: number of the shard's first group, uint32.
         inner: length of a run of groups that are adjacent in the whole.
-        stride: distance between the starts of two such runs; 0 if there is one run.
+        stride: distance between the starts of two runs; 0 if there is one run.
     """
 
     first: Array
@@ -274,7 +274,9 @@ def _vmap_as_leading_axis(function: Any) -> Any:
             results = jax.lax.map(one, jnp.arange(size))
             return results, jax.tree.map(lambda _: True, results)
         if any(jax.tree.leaves(batched[4])):
-            raise NotImplementedError("impl 'triton' cannot map over the scalars of the step; take impl='xla'")
+            raise NotImplementedError(
+                "impl 'triton' does not support jax.vmap over the scalars of the step; use impl='xla'"
+            )
 
         def broadcast(x: Array, is_mapped: bool) -> Array:
             return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))

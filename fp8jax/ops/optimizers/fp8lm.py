@@ -1,4 +1,4 @@
-"""FP8-LM's AdamW (Peng et al., 2023, section 2.2) on parameters whose moments and master weights have few scales.
+"""FP8-LM's AdamW (Peng et al., 2023, section 2.2) for parameters with few scales for moments and master weights.
 
 The scales of a step come from upper bounds: of the amax that the last step stored, of the gradient's amax, and of the
 learning rate. They are known before the step, so it is one pass over its arrays, after one over the gradient.
@@ -37,7 +37,7 @@ _ROUNDING_MARGIN = np.float32(1 + 2**-20)
 
 
 def reference(adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
-    """The step in plain JAX. Leaves without quantized arrays take the step of `adamw`."""
+    """The step in plain JAX. Leaves without quantized arrays use the step of `adamw`."""
     if not leaves[0].quantized_arrays:
         return adamw.reference(adam, leaves)
     return [_step_quantized(adam, leaf) for leaf in leaves]
@@ -124,7 +124,7 @@ def _grad_dtype(leaf: Leaf) -> Any:
 
 
 def quantize_to_pow2_scale(values: Array, spec: QuantSpec) -> QTensor:
-    """A quantized array whose scales are the powers of two for its own amax."""
+    """A quantized array with power-of-two scales for its own amax."""
     bound = array_block_amax(values, spec.block_shape(values.shape))
     return quantize_with_scale(values, spec, pow2_scale_from_bound(bound, formats.get(spec.format)))
 
@@ -169,13 +169,13 @@ def pow2_scale_from_bound(bound: Array, fmt: formats.Format) -> Array:
 
 
 def unsupported_reason(adam: Adam, leaf: Leaf) -> str | None:
-    """Why the kernel cannot take a leaf with quantized arrays, or None."""
+    """The reason why the kernel does not support a leaf with quantized arrays, or None."""
     from pallas_kernels.optimizers import fp8lm_triton
 
     del adam
     mu, is_stochastic = leaf.mu, leaf.weight_seed is not None
     if mu.spec.granularity != "tensor":
-        return f"scales are of groups of {mu.spec.group_size}, and the kernel takes one a layer"
+        return f"moments have scales for groups of {mu.spec.group_size}, but the kernel supports one scale per layer"
     if isinstance(leaf.weight, MasterWeight) and leaf.dtype != jnp.bfloat16:
         return f"the kernel has remainders of bf16 master weights, and not of {leaf.dtype}"
     return fp8lm_triton.unsupported_reason(mu.shape, _grad_dtype(leaf), leaf.dtype, mu.codes.dtype, is_stochastic)

@@ -75,7 +75,7 @@ class Adam:
 
 
 class TreeSlice(NamedTuple):
-    """Which part of the parameters a step is of, so that its noise is that of a step of all.
+    """The part of the parameters that a step updates, so that its noise equals that of a step of all parameters.
 
     Attributes:
         name: path of the parameters in the whole tree, keys joined by "/".
@@ -100,7 +100,7 @@ class TreeSlice(NamedTuple):
         if size % 8:
             raise ValueError(
                 f"a stacked parameter with layers of shape {shape} has {quantity} that are rounded stochastically, "
-                f"with noise of eight elements each: take layers of a multiple of eight elements, or {fix}"
+                f"with noise for eight elements at a time. Use layers with a multiple of eight elements, or {fix}"
             )
         return self.layer.astype(jnp.uint32) * np.uint32(size // 8)
 
@@ -109,7 +109,7 @@ WHOLE_TREE = TreeSlice()
 
 
 class StepResult(NamedTuple):
-    """What a step makes of one parameter, or trees of it.
+    """The result of a step for one parameter, or trees of results.
 
     Attributes:
         weight: the new parameter, or its change.
@@ -317,7 +317,7 @@ def suppress_dead_elements(
     largest direction.
 
     - If the direction of an element is below D / 40, its first moment becomes 0. That changes no later update by more
-      than this share of the group's largest. Rounding to nearest could hold such a moment at the smallest code.
+      than this share of the group's largest. Rounding to nearest could keep this moment at the smallest code.
     - If also its gradient is 0 and its direction below D / 2^24, its second moment decays no further. It keeps its
       bias-corrected value, but at least 1/128 of the group's largest; between 1/8 and 1/2 it becomes 1/2, and
       larger ones decay. A first moment in codes gets there some 45 steps after its last gradient.

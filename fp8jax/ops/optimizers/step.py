@@ -138,7 +138,7 @@ class FusedOptimizer(NamedTuple):
         reference: the step in plain JAX, of one leaf with quantized arrays, or of all leaves that have none.
         kernel: the step by a kernel, of leaves with quantized arrays.
         kernel_module: name of the kernel's module in pallas_kernels.
-        unsupported_reason: why the kernel cannot take a leaf, or None.
+        unsupported_reason: the reason why the kernel does not support a leaf, or None.
     """
 
     name: str
@@ -224,32 +224,49 @@ def step_tree(
         for i, (g, w, m, v, master, amax, flag) in enumerate(zip(*columns, decay_flags, strict=True))
     ]
     if key is not None and all(leaf.weight_seed is None for leaf in leaves):
-        raise ValueError("key rounds bf16 parameters stochastically, and there are none")
+        raise ValueError("key applies only to stochastic rounding of bf16 parameters, and there are none; omit it")
+    place = current_place("")
+    before: list[dict[str, Array]] = []
+    if place is not None:
+        # A kernel overwrites parameters and moments: what the statistics need of them is computed when the gradient is
+        # there, and before the kernel runs. Otherwise XLA would copy all of them when the step starts.
+        leaves = [lax.optimization_barrier(leaf) for leaf in leaves]
+        pairs = [lax.optimization_barrier((leaf, _arrays_before_step(adam, leaf))) for leaf in leaves]
+        leaves, before = [leaf for leaf, _ in pairs], [arrays for _, arrays in pairs]
     results = step_leaves(optimizer, adam, leaves, impl)
-    if (place := current_place("")) is not None:
+    if place is not None:
         layer_axes = () if tree_slice.layer is None else (0,)
         places = [place._replace(layer=tree_slice.path(path), layer_axes=layer_axes) for path, _ in paths_and_mus]
-        results = [_observe_step(adam, *each) for each in zip(places, leaves, results, strict=True)]
+        results = [_observe_step(*each) for each in zip(places, leaves, before, results, strict=True)]
     return StepResult(*(treedef.unflatten([result[i] for result in results]) for i in range(len(StepResult._fields))))
 
 
-def _observe_step(adam: Adam, place: Place, leaf: Leaf, result: StepResult) -> StepResult:
+def _arrays_before_step(adam: Adam, leaf: Leaf) -> dict[str, Array]:
+    """By role, the exact new values of the moments in codes, and the parameter before the step, negated; fp32."""
+    gradient = scale_and_clip(load(leaf.grad), adam.grad_scale)
+    arrays = {"update": -_parameter(leaf.weight)}
+    for role, old, decay, value in (("m", leaf.mu, adam.b1, gradient), ("v", leaf.nu, adam.b2, jnp.square(gradient))):
+        if isinstance(old, QTensor):
+            exact = decay * load(old) + (1 - decay) * value
+            arrays[role] = exact if adam.apply_if is None else jnp.where(adam.apply_if, exact, load(old))
+    return arrays
+
+
+def _parameter(weight: Any) -> Array:
+    """A parameter in fp32, without the remainder of its master weight."""
+    return (weight.high if isinstance(weight, MasterWeight) else weight).astype(jnp.float32)  # type: ignore[no-any-return]
+
+
+def _observe_step(place: Place, leaf: Leaf, before: dict[str, Array], result: StepResult) -> StepResult:
     """The result of a step, with observations of the moments in codes and of the parameter's change."""
     mu = result.mu
     tie, untie = (mu.codes, mu.with_codes) if isinstance(mu, QTensor) else (mu, lambda x: x)
-    gradient = scale_and_clip(load(leaf.grad), adam.grad_scale)
-    moments = (("m", leaf.mu, mu, adam.b1, gradient), ("v", leaf.nu, result.nu, adam.b2, jnp.square(gradient)))
-    for role, old, new, decay, value in moments:
-        if isinstance(new, QTensor):
-            exact: Any = decay * load(old) + (1 - decay) * value
-            exact = exact if adam.apply_if is None else jnp.where(adam.apply_if, exact, load(old))
-            tie = observe(tie, place, role, compare(exact, new, is_relative=True))
-    new_weight, old_weight = (
-        (w.high if isinstance(w, MasterWeight) else w).astype(jnp.float32) for w in (result.weight, leaf.weight)
-    )
-    change = new_weight - old_weight if leaf.in_place else new_weight
-    squares = {"squared_update": jnp.sum(jnp.square(change)), "squared_weight": jnp.sum(jnp.square(old_weight))}
-    tie = observe(tie, place, "update", Observation(squares, {}))
+    for role, new in (("m", mu), ("v", result.nu)):
+        if role in before:
+            tie = observe(tie, place, role, compare(before[role], new))
+    change = _parameter(result.weight) + before["update"] if leaf.in_place else _parameter(result.weight)
+    squares = {"squared_update": jnp.sum(jnp.square(change)), "squared_weight": jnp.sum(jnp.square(before["update"]))}
+    tie = observe(tie, place, "update", Observation.from_scalars(squares))
     return result._replace(mu=untie(tie))
 
 
@@ -268,7 +285,7 @@ def step_leaves(optimizer: FusedOptimizer, adam: Adam, leaves: Sequence[Leaf], i
 
 
 def _choose(optimizer: FusedOptimizer, adam: Adam, leaf: Leaf, impl: str) -> Choice:
-    """What computes the step of a leaf."""
+    """The functions that compute the step of a leaf."""
     check_impl(impl)
     if not leaf.quantized_arrays:
         return Choice("xla", "no moment is quantized")
@@ -335,7 +352,8 @@ def _apply_if(adam: Adam, leaf: Leaf, result: StepResult) -> StepResult:
 
 
 def _cast_varying(adam: Adam, leaf: Leaf, result: StepResult) -> StepResult:
-    """Each result as varying over the mesh axes of what it depends on: a rate may vary where moments do not."""
+    """Each result varies over the mesh axes of the values that it depends on: a rate may vary over an axis over which
+    moments do not."""
     scalars = vars(adam)
     moment_scalars = [x for name, x in scalars.items() if name not in ("rate", "weight_decay", "max_direction")]
     others = cast_varying_like(result._replace(mu=None, nu=None), leaf, list(scalars.values()))

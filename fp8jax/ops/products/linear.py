@@ -44,7 +44,7 @@ def linear(
     quantized: QuantizedWeight | None = None,
     out_sharding: OutSharding = None,
 ) -> Array:
-    """x @ w + bias with the matmuls of a recipe, differentiable in x, w and bias.
+    """Returns x @ w + bias with the matmuls of a recipe, differentiable in x, w and bias.
 
     Args:
         x: (..., inputs), any floating dtype.
@@ -61,8 +61,8 @@ def linear(
         (..., outputs) in the dtype of `x`. Each gradient has the dtype of its argument.
 
     Raises:
-        ValueError: shapes do not match, or a key is missing. `quantized` is of another shape or recipe. The codes of a
-            frozen weight are integers and those of the recipe are not, or the reverse.
+        ValueError: shapes do not match, or a key is missing. `quantized` is of another shape or recipe. A frozen weight
+            has integer codes and the recipe floating-point ones, or vice versa.
     """
     out_spec = output_spec(x, w, out_sharding)
     return recipe_dot(
@@ -97,13 +97,13 @@ def dot_general(
     Args:
         lhs: input, any rank; its free axes are tokens.
         rhs: weight, any rank; its free axes are outputs.
-        dimension_numbers: as in `jax.lax.dot_general`. Each batch element has scales of its own.
+        dimension_numbers: as in `jax.lax.dot_general`. Each batch element has its own scales.
         precision: None, or JAX's default in another spelling.
-        preferred_element_type: dtype of the result; None takes that of `lhs`.
+        preferred_element_type: dtype of the result; None means that of `lhs`.
         recipe, key, out_sharding: as of `linear`.
         quantized: result of `quantize_weight` for `rhs` as a matrix (inputs, outputs), or as (batch, inputs, outputs)
             with one batch axis.
-        input_facts: facts about `lhs`, as `fp8jax.transform` has them: what it is made from, and its codes.
+        input_facts: facts about `lhs` from `fp8jax.transform`: how to recompute it, and its codes.
         bias: (outputs,) for all free axes of `rhs`, added in the dtype of `lhs`; without batch axes.
         step_weight: as of `recipe_dot`, in place of `quantized`.
         split_sizes: as of `recipe_dot`; `rhs` then has one free axis and no batch axes.
@@ -123,7 +123,8 @@ def dot_general(
         return y if bias is None else y + bias.astype(y.dtype).reshape(y.shape[y.ndim - n_outputs :])
     if not is_default_precision(precision):
         raise ValueError(
-            f"a quantized product takes no precision={precision!r}: give None, or leave the product as it is written"
+            f"a quantized product does not support precision={precision!r}; set it to None, or do not quantize this "
+            "product"
         )
     out_spec = product_sharding(lhs, rhs, dimension_numbers, out_sharding)
     (lhs_contract, _), (lhs_batch, _) = dimension_numbers
@@ -135,11 +136,11 @@ def dot_general(
     x, w = merge(left, *first, len(tokens), c), merge(right, *first, c, len(outputs))
     if batch:
         if bias is not None:
-            raise ValueError(f"a bias serves one product, not one for each of the batch axes {lhs_batch}")
+            raise ValueError(f"a bias is not supported with batch axes {lhs_batch}")
         if quantized is None and step_weight.forward_codes is not None and step_weight.dgrad_codes is not None:
             quantized = QuantizedWeight(step_weight.forward_codes, step_weight.dgrad_codes)
         if quantized is not None and (len(batch) > 1 or quantized.dgrad.codes.ndim != 3):
-            raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
+            raise ValueError(f"a quantized weight is not supported with batch axes {lhs_batch}")
         keys = None if key is None else reshard(jax.random.split(key, x.shape[0]), spec_of(x)[:1], x)
         batched_spec = (merge_spec(out_spec, (len(batch), len(tokens), len(outputs))) or (None,))[1:] or None
         layout_policy = step_weight.layout_policy
@@ -250,11 +251,13 @@ def _parse_subscripts(subscripts: str, *ndims: int) -> tuple[str, str, str]:
         terms = [t.replace("...", dots) for t, dots in zip(terms, ellipses, strict=True)]
         out = out.replace("...", "".join(names))
     if not arrow or len(terms) != 2 or any(len(set(t)) != len(t) or "." in t for t in (*terms, out)):
-        raise ValueError(f"einsum takes two operands, each index once in each, and an output, not {subscripts!r}")
+        raise ValueError(
+            f"einsum expects two operands with each index at most once, and an explicit output, got {subscripts!r}"
+        )
     a, b = terms
     lone_indices = [i for i in (*a, *b) if i not in out and not (i in a and i in b)]
     if lone_indices or set(out) - {*a, *b} or (len(a), len(b)) != ndims:
-        raise ValueError(f"einsum {subscripts!r} of operands with {ndims} axes is no batched matrix product")
+        raise ValueError(f"einsum {subscripts!r} of operands with {ndims} axes is not a batched matrix product")
     return a, b, out
 
 
@@ -282,7 +285,9 @@ def linears(
         ValueError: `quantized` has another length than `weights`; or as `linear`.
     """
     if quantized is not None and len(quantized) != len(weights):
-        raise ValueError(f"{len(weights)} weights were given quantized as {len(quantized)}")
+        raise ValueError(
+            f"{len(weights)} weights were passed with {len(quantized)} quantized weights; pass one for each"
+        )
     weight_codes: Sequence[QuantizedWeight | None] = quantized or [None] * len(weights)
     linear_recipe, results, x_source = require_stateless(recipe), [], None
     for w, codes in zip(weights, weight_codes, strict=True):
@@ -308,7 +313,7 @@ def key_from_data(x: Array) -> Array:
     """A PRNG key derived from the first channels of an array, for stochastic rounding where no key can be passed.
 
     The noise depends on the data alone. It needs no state, repeats exactly, and differs between steps and layers.
-    Inside `jax.shard_map` each device has a key of its own, so that rounding errors average out over replicas.
+    Inside `jax.shard_map` each device has its own key, so that rounding errors average out over replicas.
     """
 
     def hash_bits(x: Array) -> tuple[Array]:
@@ -323,7 +328,7 @@ def key_from_data(x: Array) -> Array:
 def flatten_tokens(x: Array, w: Array | FrozenWeight) -> Array:
     """The input (..., inputs) as a matrix (tokens, inputs); raises ValueError if it does not fit the weight."""
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
-        raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
+        raise ValueError(f"linear expects (..., inputs) and (inputs, outputs), got {x.shape} and {w.shape}")
     return merge(x, x.ndim - 1, 1)
 
 
@@ -347,7 +352,7 @@ def require_stateless(recipe: Recipe | Linear | str) -> Linear:
         if strategy.collects_stats:
             kind = linear_recipe.scaling_name(operand)
             raise ValueError(
-                f"{kind} scaling has a state: call fp8jax.scaled_linear or scaled_ragged_dot, or take scaling='current'"
+                f"{kind} scaling keeps a state; use fp8jax.scaled_linear, scaled_ragged_dot or scaling='current'"
             )
     return linear_recipe
 
@@ -380,7 +385,7 @@ def init_scaling(recipe: Recipe | Linear | str, w: Array | None = None) -> Scali
 
     Args:
         recipe: a recipe with a stateful scaling.
-        w: the weight, (inputs, outputs), for scalings that measure it at the start.
+        w: the weight, (inputs, outputs), for scalings that measure the initial weight.
 
     Raises:
         ValueError: the recipe's scaling has no state.
@@ -413,7 +418,8 @@ def scaled_linear(
         state: of `init_scaling` or `update_scaling`; no gradient flows to it. Layers that share the codes of an input
             (`input_facts`) use the scale of the first layer's state.
         amax_slot: fp32 scalar of any value, another one for each call. Its cotangent is the amax of the output's
-            gradient. JAX sums cotangents: a slot of two calls would get the sum of both. None if the gradient's scaling
+            gradient. JAX sums cotangents: a slot used in two calls would receive the sum of both. None if the
+                gradient's scaling
             has no state.
         recipe: a recipe with a stateful scaling, such as "delayed".
         quantized: result of `quantize_weight` under the scale that `weight_scale` returns; None quantizes `w` here.
@@ -421,8 +427,8 @@ def scaled_linear(
         input_facts, step_weight: as of `dot_general`.
 
     Returns:
-        The output, and the statistics of `x` and `w`. Their `dy` is 0: the cotangent of the slot takes its place. Pass
-        the merged statistics of a step to `update_scaling`.
+        The output, and the statistics of `x` and `w`. Their `dy` is 0; use the cotangent of the slot instead. Pass the
+        merged statistics of a step to `update_scaling`.
 
     Raises:
         ValueError: shapes do not match, the recipe's scaling has no state, or a slot or a key is missing.
@@ -437,7 +443,7 @@ def scaled_linear(
     if "dy" in strategies:
         if amax_slot is None:
             raise ValueError(
-                f"{linear_recipe.scaling} scaling observes gradients: give scaled_linear amax_slot=jnp.zeros([])"
+                f"{linear_recipe.scaling} scaling observes gradients; pass amax_slot=jnp.zeros([]) to scaled_linear"
             )
         dy_amax = strategies["dy"].expected_amax(operand_state(state, "dy"))
         scales = (scales or Scales())._replace(dy_amax=dy_amax, amax_slot=amax_slot)
@@ -460,7 +466,7 @@ def scaled_linear(
     )
     if isinstance(threshold, Threshold) and x_source is not None:
         place = current_place(f"linear {'x'.join(map(str, w.shape))}")
-        y = observe(y, place, "x", Observation({}, {"fallback_threshold": operand_state(state, "x")}))
+        y = observe(y, place, "x", Observation.from_scalars({"fallback_threshold": operand_state(state, "x")}))
         stats["x"] = threshold.count_fallbacks(x_source.fallback_tensor.fallback_mask)
     stats |= {
         n: strategies[n].collect_stats(operand_state(state, n), values[n])
@@ -518,7 +524,9 @@ def _scale(name: str, value: Array, state: ScalingState, linear_recipe: Linear) 
 def operand_state(state: ScalingState, operand: str) -> Array:
     value = getattr(state, operand)
     if value is None:
-        raise ValueError(f"the scaling of {operand} keeps a state, and none is given: take that of init_scaling")
+        raise ValueError(
+            f"the scaling of {operand} keeps a state, but none was passed; pass the result of init_scaling"
+        )
     return value
 
 

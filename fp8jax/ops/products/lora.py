@@ -86,8 +86,8 @@ class AdaptedWeight:
 
     def __jax_array__(self, *_: Any) -> Any:
         raise TypeError(
-            f"a weight {self.shape} with an adapter is no array: call the model through fp8jax.transform, "
-            "fp8jax.nnx.quantize or fp8jax.linen.quantize, or merge it with fp8jax.lora.merge"
+            f"a weight {self.shape} with an adapter is not an array. Call the model through fp8jax.transform, "
+            "fp8jax.nnx.quantize or fp8jax.linen.quantize, or merge the adapter with fp8jax.lora.merge"
         )
 
     __getitem__ = __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __jax_array__
@@ -110,7 +110,9 @@ def init_adapter(
     """
     *stacked, inputs, outputs = shape
     if not 1 <= rank <= min(inputs, outputs):
-        raise ValueError(f"the rank of an adapter of a weight {shape} is from 1 to {min(inputs, outputs)}, not {rank}")
+        raise ValueError(
+            f"the rank of an adapter for a weight {shape} must be from 1 to {min(inputs, outputs)}, got {rank}"
+        )
     if not 0 < alpha < float("inf"):
         raise ValueError(f"alpha of an adapter must be positive and finite, got {alpha}")
     a = jax.random.uniform(key, (*stacked, inputs, rank), jnp.float32, -1, 1) / inputs**0.5
@@ -150,10 +152,10 @@ def lora_linear(
 def apply_adapter(x: Array, adapter: Adapter, dropout: float = 0.0, key: Array | None = None) -> Array:
     """Return the adapter's part of a product, scale (x a) b; see `lora_linear`."""
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is a share of the adapter's inputs, from 0 to below 1, got {dropout}")
+        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
     if dropout:
         if key is None:
-            raise ValueError(f"dropout {dropout} needs dropout_key=jax.random.key(...); leave it 0 in evaluation")
+            raise ValueError(f"dropout {dropout} needs dropout_key=jax.random.key(...); set dropout=0 for evaluation")
         x = jnp.where(jax.random.bernoulli(key, 1 - dropout, x.shape), x / (1 - dropout), 0).astype(x.dtype)
     return (x @ adapter.a.astype(x.dtype)) @ (adapter.b * adapter.scale).astype(x.dtype)
 
@@ -193,8 +195,8 @@ def merge_adapter(w: Weight, adapter: Adapter, dtype: DTypeLike | None = None) -
 def adapt(params: Any, adapters: Mapping[str, Adapter]) -> Any:
     """Return the tree with `AdaptedWeight` in place of the weights at the adapters' paths.
 
-    `fp8jax.transform` and `fp8jax.linen.quantize` accept such trees, and trees with frozen weights, as parameters, also
-    through checkpointing, scans and sharding. Products with such weights become `fp8jax.lora.linear`.
+    `fp8jax.transform` and `fp8jax.linen.quantize` accept these trees, and trees with frozen weights, as parameters,
+    also through checkpointing, scans and sharding. Products with adapted weights become `fp8jax.lora.linear`.
 
     Args:
         params: tree of arrays or frozen weights.
@@ -212,7 +214,7 @@ def adapt(params: Any, adapters: Mapping[str, Adapter]) -> Any:
 def _weights_by_path(params: Any, adapters: Mapping[str, Adapter]) -> dict[str, Any]:
     weights = leaves_by_path(params)
     if unknown := sorted(set(adapters) - set(weights)):
-        raise ValueError(f"there is no weight {unknown[0]!r} for an adapter; the weights are {', '.join(weights)}")
+        raise ValueError(f"there is no weight {unknown[0]!r} for an adapter; use one of {', '.join(weights)}")
     return weights
 
 
@@ -227,7 +229,7 @@ def leaves_by_path(params: Any) -> dict[str, Any]:
 
 
 def match_matrices(params: Any, targets: str) -> dict[str, Any]:
-    """Return the matrices of a tree whose whole path matches a regular expression, by path.
+    """Return the matrices of a tree with a path that fully matches a regular expression, by path.
 
     Raises:
         ValueError: it is not a regular expression, or matches no matrix. The message lists all matrices.
@@ -235,11 +237,11 @@ def match_matrices(params: Any, targets: str) -> dict[str, Any]:
     try:
         pattern = re.compile(targets)
     except re.error as error:
-        raise ValueError(f"targets {targets!r} is no regular expression: {error}") from None
+        raise ValueError(f"targets {targets!r} is not a regular expression: {error}") from None
     matrices = {path: w for path, w in leaves_by_path(params).items() if len(w.shape) >= 2}
     matches = {path: w for path, w in matrices.items() if pattern.fullmatch(path)}
     if not matches:
-        raise ValueError(f"targets {targets!r} match none of the matrices: {', '.join(matrices) or 'there are none'}")
+        raise ValueError(f"targets {targets!r} match no matrix; the matrices are: {', '.join(matrices) or 'none'}")
     return matches
 
 
@@ -253,7 +255,7 @@ def init_adapters(
     dtype: DTypeLike = jnp.float32,
     axes: tuple[int, int] = (1, 1),
 ) -> dict[str, Adapter]:
-    """Return new adapters by path for the matrices whose paths match; these are the trainable parameters.
+    """Return new adapters, by path, for the matrices with matching paths; these are the trainable parameters.
 
     Args:
         key: PRNG key.

@@ -1,4 +1,4 @@
-"""Operand sources: how a product gets the codes of its input and of its weight, and what it saves of each.
+"""Operand sources, which provide the codes of a product's input and weight, and the residuals that it saves.
 
 A product y = x @ w reads both matrices twice: in the forward pass, and in the gradient of the other one. All sources
 have one contract:
@@ -291,7 +291,7 @@ class RecomputableInput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FallbackBlocks:
-    """An input in int8 blocks, some of which fall back to 16 bits, and the codes that are saved, as bytes."""
+    """An input in int8 blocks, where some blocks fall back to 16 bits, and the saved codes, as bytes."""
 
     fallback_tensor: FallbackTensor
     codes: QTensor
@@ -348,7 +348,7 @@ def encode(
     """A matrix as an operand, or its transposed copy if `transposed`; unquantized if `spec` is None.
 
     Args:
-        x: the matrix; or a stack of matrices, which gives an operand of `fp8jax.ops.matmul.grouped.grouped_matmul`.
+        x: the matrix; or a stack of matrices, which returns an operand of `fp8jax.ops.matmul.grouped.grouped_matmul`.
         strategy: of per-tensor scales.
         scale: given scale; None computes it from `x`.
         is_scale_clamped: whether codes were made under `scale` before.
@@ -430,10 +430,10 @@ def _encode_stack(
 
 
 class Input(NamedTuple):
-    """The input of a product, and what is known about it.
+    """The input of a product, and facts about it.
 
     Attributes:
-        matrix: (tokens, inputs). If it is no view of `source`, it may have several axes of tokens.
+        matrix: (tokens, inputs). If it is not a view of `source`, it may have several axes of tokens.
         source: the user's array from which it is made; None for itself. Products that read one source share its codes.
         differentiates_source: whether `source` is (..., inputs), so that gradients flow to it.
         input_facts: facts about `source`.
@@ -466,7 +466,7 @@ def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | Non
         facts = facts._replace(recompute_rule=(ALREADY_SAVED, source))
     fused_output = facts.fused_output if x.differentiates_source and source.shape[-1] == matrix.shape[-1] else None
     facts = facts._replace(fused_output=fused_output and fused_output.cast(matrix.dtype))
-    # Layers with scaling states of their own share the codes made under the scale of the first layer.
+    # Layers with separate scaling states share the codes made under the scale of the first layer.
     strategy, given_scale = side.strategy if scale is None else recipe.strategy("x"), scale
     scale = facts.scale_for(recipe) if scale is None else scale
     subkey = None if side.residual is None else derive_key(key, side.residual, "x_residual")
@@ -544,5 +544,5 @@ def fallback_input_source(
     codes = input_facts.get_or_compute(
         use, lambda: with_checkpoint_name(make_residual(), INPUT), None, None if subkey is None else key
     )
-    # Another product may have made the saved codes. Each layer has a threshold of its own.
+    # Another product may have made the saved codes. Each layer has its own threshold.
     return FallbackBlocks(fallback_tensors[0] if fallback_tensors else quantizer()[0], codes)

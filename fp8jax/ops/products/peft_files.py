@@ -49,7 +49,7 @@ def read(metadata: Mapping[str, str] | None, names: Iterable[str]) -> dict[str, 
     if not isinstance(tensor_digests, dict) or not all(isinstance(x, str) for x in tensor_digests.values()):
         raise ValueError(f"{KEY} in its metadata is damaged")
     for name in sorted({*names} ^ tensor_digests.keys()):
-        raise ValueError(f"{name} has a digest and no values" if name in tensor_digests else f"{name} has no digest")
+        raise ValueError(f"{name} has a digest but no values" if name in tensor_digests else f"{name} has no digest")
     return tensor_digests
 
 
@@ -90,12 +90,12 @@ def save(
     """
     folder, safetensors = Path(folder), _import_safetensors()
     if unknown := sorted(set(adapters) - set(names)):
-        raise ValueError(f"{folder}: there is no name for the adapter of {unknown[0]}")
+        raise ValueError(f"{folder}: there is no PEFT name for the adapter of {unknown[0]}")
     if not adapters:
         raise ValueError(f"{folder}: there are no adapters")
     first = next(iter(adapters.values()))
     if any((a.rank, a.alpha) != (first.rank, first.alpha) for a in adapters.values()):
-        raise ValueError(f"{folder}: adapters of several ranks or alphas are not written here")
+        raise ValueError(f"{folder}: adapters with different ranks or alphas are not supported")
     if not _is_alpha(first.alpha):
         raise ValueError(f"{folder}: alpha of an adapter must be positive and finite, got {first.alpha}")
     tensors = {}
@@ -103,7 +103,7 @@ def save(
         name, stacked = names[path], "{}" in names[path]
         if adapter.a.ndim != 2 + stacked:
             raise ValueError(
-                f"{folder}: the adapter of {path} is stacked {adapter.a.ndim - 2} times, its name is {name}"
+                f"{folder}: the adapter of {path} is stacked {adapter.a.ndim - 2} times, but its name is {name}"
             )
         for which, factor in (("A", adapter.a), ("B", adapter.b)):
             values = np.asarray(factor, np.float32)
@@ -157,7 +157,7 @@ def load(folder: Path | str, names: Mapping[str, str], *, verify: bool = True) -
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", tensor)
         matches = [(path, m) for path, p in patterns.items() if match is not None and (m := p.fullmatch(match[1]))]
         if match is None or not matches:
-            raise ValueError(f"{folder / WEIGHTS}: {tensor} is the name of no adapter known here")
+            raise ValueError(f"{folder / WEIGHTS}: {tensor} is not the name of a known adapter")
         (path, m), *_ = matches
         factors = found.setdefault(path, {"A": {}, "B": {}})
         factors[match[2]][int(m[1]) if m.groups() else 0] = np.asarray(values, np.float32).T
@@ -165,7 +165,7 @@ def load(folder: Path | str, names: Mapping[str, str], *, verify: bool = True) -
         {i for path, parts in found.items() if "{}" in names[path] for matrices in parts.values() for i in matrices}
     )
     if layers != list(range(len(layers))) or not found:
-        raise ValueError(f"{folder / WEIGHTS} has adapters of the layers {layers}, not of all from 0 on")
+        raise ValueError(f"{folder / WEIGHTS} has adapters for the layers {layers}, not for every layer from 0 on")
     # Rank-stabilised LoRA divides alpha by the root of the rank.
     alpha = alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
     return {path: _stack_adapter(folder, names[path], parts, layers, rank, alpha) for path, parts in found.items()}
@@ -196,7 +196,7 @@ def _read_tensors(folder: Path, safetensors: Any, config: Mapping[str, Any] | No
     path = folder / WEIGHTS
     try:
         if not path.is_file():
-            raise ValueError("it is missing" if not path.exists() else "it is no regular file")
+            raise ValueError("it is missing" if not path.exists() else "it is not a regular file")
         tensors: dict[str, np.ndarray] = safetensors.numpy.load_file(path)
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -215,7 +215,7 @@ def _read_tensors(folder: Path, safetensors: Any, config: Mapping[str, Any] | No
         if written != settings:
             raise ValueError(
                 f"{folder / CONFIG} has {settings}, but {WEIGHTS} was written with {written}: one of them is damaged. "
-                "After an intended change, load with verify=False"
+                "If you changed it on purpose, load with verify=False"
             )
     return tensors
 
@@ -224,31 +224,32 @@ def _read_config(path: Path) -> dict[str, Any]:
     """Return a configuration in which only rank, alpha and `use_rslora` affect the result."""
     try:
         if path.exists() and not path.is_file():
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         config = json.loads(path.read_text())
         rank, alpha = config["r"], config["lora_alpha"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error!r})") from None
     # No array has a rank of more than 31 bits.
     if type(rank) is not int or not 0 < rank < 2**31:
-        raise ValueError(
-            f"{path} cannot be read (r is {_format_setting(rank)}, and a rank is a whole number from 1 on)"
-        )
+        raise ValueError(f"{path} cannot be read (r is {_format_setting(rank)}, not an integer of at least 1)")
     if not _is_alpha(alpha):
         raise ValueError(
             f"{path} cannot be read (lora_alpha is {_format_setting(alpha)}, not a positive and finite number)"
         )
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type is {config.get('peft_type')!r}; known here is 'LORA'")
+        raise ValueError(f"{path}: peft_type is {config.get('peft_type')!r}; only 'LORA' is supported")
     if config.get("use_rslora") is not None and not isinstance(config["use_rslora"], bool):
         raise ValueError(
             f"{path} cannot be read (use_rslora is {_format_setting(config['use_rslora'])}, neither true nor false)"
         )
     for name, value in config.items():
         if name not in _KNOWN_SETTINGS and not _is_empty(value):
-            raise ValueError(f"{path}: {name} = {_format_setting(value)} is not known here")
+            raise ValueError(f"{path}: {name} = {_format_setting(value)} is not supported")
     if config.get("init_lora_weights", True) not in _INITS_KEEPING_BASE:
-        raise ValueError(f"{path}: init_lora_weights = {config['init_lora_weights']!r} changes the base, too")
+        raise ValueError(
+            f"{path}: init_lora_weights = {config['init_lora_weights']!r} also changes the base weights, which is not "
+            "supported"
+        )
     return config
 
 
@@ -276,4 +277,4 @@ def _import_safetensors() -> Any:
         importlib.import_module("safetensors.numpy")
         return importlib.import_module("safetensors")
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("peft's files are written and read by safetensors: pip install safetensors") from None
+        raise ModuleNotFoundError("PEFT files need the package safetensors: pip install safetensors") from None

@@ -4,7 +4,7 @@
     dx = dy @ w.T          "dgrad"
     dw = x.T @ dy          "wgrad"
 
-A recipe gives the format in which each of the three matmuls reads its operands. The source of an operand
+A recipe defines the format in which each of the three matmuls reads its operands. The source of an operand
 (`fp8jax.ops.products.operands`) makes its codes, and decides what is saved of it for the backward pass.
 
 The input is quantized outside of the `jax.custom_vjp` function, from its value alone. Its codes are an argument of that
@@ -52,7 +52,7 @@ class CotangentOperands(NamedTuple):
     Attributes:
         rows: operand of dgrad, (tokens, outputs).
         columns: operand of wgrad, (outputs, tokens).
-        sums: gradient of the bias, the sums over tokens, fp32 (outputs,); None if they are not asked for.
+        sums: gradient of the bias, the sums over tokens, fp32 (outputs,); None if they are not requested.
     """
 
     rows: Operand
@@ -136,12 +136,12 @@ def row_bounds(a: Operand, b: Operand) -> Array:
 
 
 class Scales(NamedTuple):
-    """Scales that the caller gives, fp32 scalars. A scale that is None is computed from the tensor.
+    """Scales passed by the caller, fp32 scalars. A scale that is None is computed from the tensor.
 
     Attributes:
         x: scale of the input.
         w: scale of the weight.
-        dy_amax: expected amax of the output's gradient; 0 takes the amax of the gradient itself.
+        dy_amax: expected amax of the output's gradient; 0 means the amax of the gradient itself.
         amax_slot: any scalar, given with `dy_amax`. Its cotangent is the measured amax of the output's gradient.
     """
 
@@ -193,7 +193,7 @@ class Operands(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What a product saves for its backward pass.
+    """The residuals of a product for its backward pass.
 
     Attributes:
         x, w: what the sources of input and weight save. The input of a frozen weight is not saved.
@@ -289,7 +289,7 @@ def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: OutSharding) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(config: ProductConfig, operands: Operands) -> Any:
-    """The product of two quantized operands, whose gradients are quantized products, too."""
+    """The product of two quantized operands. Its gradients are quantized products, too."""
     return _forward(config, operands)[0]
 
 
@@ -342,7 +342,7 @@ def _forward(config: ProductConfig, operands: Operands) -> tuple[Any, Residuals]
 def _matmuls(
     config: ProductConfig, x: Array, bias: Array | None, x_operand: ForwardOperand, w_operand: ForwardOperand
 ) -> list[Array]:
-    """The result, or the arrays into which it is split, each by a matmul of its own."""
+    """The result, or the arrays into which it is split, each by its own matmul."""
     matrix_spec = merge_spec(config.out_spec, (x.ndim - 1, 1))
     fast = "forward" in config.recipe.fast_accumulation
     ys = []
@@ -435,13 +435,14 @@ def _gradients(
             out_spec=w_kind.spec,
             transposed=recipe.dy_wgrad == SAME and recipe.rotation is None,
         )
-        if isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
-            # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
-            dx, dw = lax.optimization_barrier((dx, dw))
         is_row_operand = isinstance(dy_rows, QTensor)
         dw = observe_codes(
             dw, config.place, "dy", dy, dy_rows if is_row_operand else dy_columns, transposed=not is_row_operand
         )
+        has_both_layouts = isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS
+        if has_both_layouts or config.place is not None:
+            # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
+            dx, dw = lax.optimization_barrier((dx, dw))
 
     operand_cotangents = Operands(
         x=dx,
@@ -455,7 +456,7 @@ def _gradients(
 def _scale_of_dy(
     recipe: Linear, scales: Scales | None, dy_facts: ArrayFacts, dy: PackedMatrix
 ) -> tuple[PackedMatrix, Array | None, Array | None]:
-    """The scale of the output's gradient, if it is set before quantization, and its measured amax, if asked for.
+    """The scale of the output's gradient, if it is set before quantization, and its measured amax, if requested.
 
     Returns:
         `dy`, as one matrix if it had to be measured; the scale or None; the amax or None.
@@ -476,8 +477,8 @@ def check_slot_varies(slot: Array | None, dy: Any) -> None:
     """Raise ValueError if the slot of an amax does not vary over the mesh axes of `dy`."""
     if slot is not None and (axes := varying_axes(dy) - varying_axes(slot)):
         raise ValueError(
-            f"the layer's arrays vary over the mesh axes {sorted(axes)} and the amax_slot of its scaling does not: JAX "
-            f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
+            f"the layer's arrays vary over the mesh axes {sorted(axes)}, but the amax_slot of its scaling does not. "
+            "JAX would sum its cotangent, an amax, over these axes. Pass check_vma=False to jax.shard_map"
         )
 
 

@@ -64,7 +64,7 @@ def ragged_dot(
             supported. `w` may be (groups, outputs, inputs). Or both operands are contracted along their tokens, which
             are the ragged dimension: (tokens, m) and (tokens, n) give (groups, m, n), quantized as the operands of a
             weight's gradient.
-        preferred_element_type: dtype of the result; None takes that of `x`.
+        preferred_element_type: dtype of the result; None means that of `x`.
         quantized: result of `fp8jax.quantize_weight` for the matrices (groups, inputs, outputs); None quantizes `w` in
             this call.
         step_weight: as of `fp8jax.ops.products.product.recipe_dot`, in place of `quantized`.
@@ -108,11 +108,11 @@ def scaled_ragged_dot(
             part of the output's gradient. None if the gradient's scaling has no state.
         recipe: a recipe with a stateful scaling, such as "te_delayed".
         key, group_offset, dimension_numbers, preferred_element_type, step_weight, input_facts: as in `ragged_dot`.
-        quantized: as in `ragged_dot`, under the scales that the state gives.
+        quantized: as in `ragged_dot`, under the scales of the state.
 
     Returns:
-        The output, and the statistics of `x` and `w` as of `fp8jax.scaled_linear`, with a leading axis of groups. Those
-        of a group without rows are 0 for `x`, which leaves its state as it is.
+        The output, and the statistics of `x` and `w` as of `fp8jax.scaled_linear`, with a leading axis of groups. For a
+        group without rows the statistics of `x` are 0, so its state does not change.
 
     Raises:
         ValueError: as `ragged_dot`; or the recipe's scaling has no state, or a slot is missing.
@@ -121,7 +121,7 @@ def scaled_ragged_dot(
     linear_recipe = linear_part(recipe)
     if "dy" in stateful_strategies(recipe) and amax_slot is None:
         raise ValueError(
-            f"{linear_recipe.scaling} scaling observes gradients: give scaled_ragged_dot amax_slot=jnp.zeros(groups)"
+            f"{linear_recipe.scaling} scaling observes gradients; pass amax_slot=jnp.zeros(groups) to scaled_ragged_dot"
         )
     static = linear_recipe, dimension_numbers, preferred_element_type
     arrays = x, w, group_sizes, group_offset, key, lax.stop_gradient(state), amax_slot
@@ -140,15 +140,15 @@ def _multiply(
     step_weight = step_weight if quantized is None else StepWeight.from_codes(quantized)
     group_offset, _, state, _ = arrays
     if form.contracts_tokens and state is not None:
-        raise ValueError("a product along tokens has no weight, and no scaling state: take fp8jax.ragged_dot")
+        raise ValueError("a product that contracts tokens has no weight and no scaling state; use fp8jax.ragged_dot")
     if (reason := unsupported_ragged_reason(recipe)) is not None:
-        raise ValueError(f"ragged_dot cannot follow the recipe: {reason}; take one without, such as 'mxfp8'")
+        raise ValueError(f"ragged_dot does not support the recipe: {reason}; use another, such as 'mxfp8'")
     if isinstance(w, FrozenWeight) and form.transposed:
         w, form = w.T, form._replace(transposed=False)
     x, w = form.arrange(x, w)
     form.check(x, w, group_sizes, group_offset)
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"ragged_dot takes group_sizes of integers, not {group_sizes.dtype}")
+        raise TypeError(f"ragged_dot expects integer group_sizes, got {group_sizes.dtype}")
     facts, mesh, sharing_keys = input_facts, explicit_mesh(x, w), (group_sizes, group_offset)
 
     def multiply(x: Array, w: Any, group_sizes: Array, step_weight: StepWeight, *arrays: Any) -> Any:
@@ -189,7 +189,7 @@ def unsupported_ragged_reason(recipe: Linear) -> str | None:
     specs = {field: spec for field in fields if (spec := recipe.spec(field)) is not None}
     for field, spec in specs.items():
         if spec.granularity == "nvblock":
-            return f"{field} is {spec}, and grouped matmuls have such squares of scales for weights alone"
+            return f"{field} is {spec}, but grouped matmuls support square blocks of scales for weights only"
         if recipe.rotation is not None and field.endswith("_wgrad") and spec.granularity == "tensor":
             return f"rotation={recipe.rotation} before {field}={spec} is not built for grouped matmuls"
     return None
@@ -222,9 +222,9 @@ class _Form(NamedTuple):
         if is_plain and group == () and x.ndim == w.ndim == 2 and ragged == contract[0]:
             return cls(contracts_tokens=True, x_transposed=contract[0] == (1,), w_transposed=contract[1] == (1,))
         raise ValueError(
-            f"ragged_dot takes (tokens, inputs), (groups, inputs, outputs) or (groups, outputs, inputs), or contracts "
-            f"the tokens of (tokens, m) with those of (tokens, n), not {numbers} of {x.shape} and {w.shape}. Map batch "
-            f"dimensions by jax.vmap"
+            "ragged_dot expects (tokens, inputs) and (groups, inputs, outputs) or (groups, outputs, inputs), or "
+            f"contracts the tokens of (tokens, m) and (tokens, n), got {numbers} of {x.shape} and {w.shape}. Use "
+            "jax.vmap for batch dimensions"
         )
 
     def arrange(self, x: Array, w: Any) -> tuple[Array, Any]:
@@ -236,16 +236,16 @@ class _Form(NamedTuple):
         sizes, shapes = group_sizes.shape, f"{x.shape}, {w.shape} and {group_sizes.shape}"
         if self.contracts_tokens:
             if x.ndim != 2 or w.ndim != 2 or x.shape[0] != w.shape[0] or len(sizes) != 1:
-                raise ValueError(f"ragged_dot contracts (tokens, m) and (tokens, n) in groups (groups,), not {shapes}")
+                raise ValueError(f"ragged_dot contracts (tokens, m) and (tokens, n) in groups (groups,), got {shapes}")
             if group_offset is not None:
-                raise ValueError("ragged_dot along tokens takes no group_offset: give the sizes of the groups alone")
+                raise ValueError("ragged_dot along tokens does not support group_offset; pass only the group sizes")
             return
         layout = "(groups, outputs, inputs)" if self.transposed else "(groups, inputs, outputs)"
         is_matching = x.ndim == 2 and w.ndim == 3 and x.shape[1] == w.shape[2 if self.transposed else 1]
         if not is_matching or len(sizes) != 1 or (sizes != w.shape[:1] and group_offset is None) or sizes < w.shape[:1]:
-            raise ValueError(f"ragged_dot takes (tokens, inputs), {layout} and (groups,), not {shapes}")
+            raise ValueError(f"ragged_dot expects (tokens, inputs), {layout} and (groups,), got {shapes}")
         if group_offset is not None and jnp.size(group_offset) != 1:
-            raise ValueError(f"group_offset is one integer, not an array of shape {jnp.shape(group_offset)}")
+            raise ValueError(f"group_offset must be a scalar integer, got an array of shape {jnp.shape(group_offset)}")
 
     def out_spec(self, x_spec: tuple[Any, ...], w_spec: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the sharding of the result on Explicit axes. An axis shards one dimension."""

@@ -14,7 +14,7 @@ from fp8jax.core import derivatives
 from fp8jax.core.groups import Groups, PaddedTokens
 from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import SAME, Linear
-from fp8jax.core.spec import TRANSPOSABLE
+from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT, PRODUCT_AUX, with_checkpoint_name
 from fp8jax.ops.autodiff.observations import Observation, current_place, observe, observe_codes
 from fp8jax.ops.autodiff.residuals import (
@@ -46,7 +46,7 @@ from fp8jax.ops.quantization.group_scales import (
     quantize_rows,
     transpose_rows,
 )
-from fp8jax.ops.quantization.token_codes import TokenCodes, quantize_tokens, supports
+from fp8jax.ops.quantization.token_codes import RowsAndColumns, TokenCodes, quantize_tokens, supports
 
 
 @functools.partial(
@@ -58,7 +58,8 @@ class _RecomputeResidual:
 
     Attributes:
         operation, residuals: of the operation.
-        index: the token of each row, if the operation recomputes tokens before they are permuted; else None.
+        index: the token of each row, if the operation recomputes tokens before they are permuted; else None, also if it
+            recomputes their codes.
         scale: of the codes of these tokens, if the recipe quantizes tokens before they are permuted; else None.
     """
 
@@ -72,7 +73,7 @@ InputResidual = QTensor | TokenCodes | Array | _RecomputeResidual
 
 
 class InputSource(NamedTuple):
-    """What a product reads and saves of its input.
+    """The codes that a product reads and saves of its input.
 
     Attributes:
         codes: as bytes, if the recipe saves codes.
@@ -103,6 +104,8 @@ def input_source(
     # Scales and codes of the whole array are not used: they may depend on rows outside of all groups.
     facts, side, residual_spec = input_facts.facts, input_side(recipe), recipe.spec("x_residual")
     recompute_rule, tokens = facts.recompute_rule, padded_tokens(recipe, groups, x.shape[0])
+    if scale is None and (token_codes := _known_token_codes(facts, residual_spec, tokens)) is not None:
+        return InputSource(token_codes, token_codes if recompute_rule is None else _RecomputeResidual(*recompute_rule))
     if scale is None and facts.row_source is not None and supports(facts.row_source[0], residual_spec, tokens):
         return _token_source(*facts.row_source, side, tokens, input_facts, sharing_keys)
     if residual_spec is None:
@@ -112,20 +115,28 @@ def input_source(
 
     def make_residual() -> QTensor:
         residual_scale = convert_scale_to_spec(scale, side.forward, residual_spec)
-        if scale is None and facts.codes is not None and facts.codes[0] == residual_spec:
-            q = facts.codes[1]
+        codes_spec, known_codes = facts.codes or (None, None)
+        if scale is None and codes_spec == residual_spec and isinstance(known_codes, QTensor):
+            q = known_codes
         else:
             values = lax.stop_gradient(x)
             q = to_bytes(quantize_rows(values, residual_spec, side.strategy, tokens, subkey, scale=residual_scale))
         q = with_checkpoint_name(q, INPUT)
         return q if recompute_rule is None else dataclasses.replace(q, scale=with_checkpoint_name(q.scale, PRODUCT_AUX))
 
-    # Products with states of their own share the codes made under the scales of the first one.
+    # Products with their own states share the codes made under the scales of the first one.
     use = "groups of rows", residual_spec, side.strategy if scale is None else recipe.strategy("x"), x.shape
     codes: QTensor = input_facts.get_or_compute(use, make_residual, *sharing_keys, None if subkey is None else key)
     if recompute_rule is None or residual_spec.rounding == "stochastic":  # the codes depend on the key
         return InputSource(codes, codes)
     return InputSource(codes, _recompute_residual(facts, x))
+
+
+def _known_token_codes(facts: ArrayFacts, spec: QuantSpec | None, tokens: PaddedTokens) -> TokenCodes | None:
+    """Return codes of the tokens that the rows are, if they are known under this spec."""
+    if facts.codes is None or facts.codes[0] != spec or not isinstance(facts.codes[1], TokenCodes):
+        return None
+    return facts.codes[1] if supports(facts.codes[1].codes, spec, tokens) else None
 
 
 def _token_source(
@@ -184,7 +195,9 @@ def input_columns(
         if isinstance(columns, TokenColumns):
             return columns, predicted
         x = x.astype(dx.dtype)
-        if saved.scale is not None and saved.index is not None:
+        if isinstance(columns, TokenCodes) and saved.index is None:
+            residual = columns
+        elif saved.scale is not None and saved.index is not None:
             assert side.backward is not None
             residual = quantize_tokens(x, saved.index, side.backward, side.strategy, tokens, saved.scale)
         else:
@@ -249,7 +262,7 @@ def multiply_rows(
     config = config._replace(place=place)
     result: Array = _ragged_product(config, x, trained_w, source, w_source, groups, dy_key, scales, token)
     if scaling is not None and scaling.thresholds is not None:
-        observation = Observation({}, {"fallback_threshold": jnp.max(scaling.thresholds)})
+        observation = Observation.from_scalars({"fallback_threshold": jnp.max(scaling.thresholds)})
         result = observe(result, place, "x", observation)
     return result, counts
 
@@ -355,8 +368,10 @@ def _gradient_operands(
     spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_strategy("dy")
     shares_codes = recipe.dy_wgrad == SAME and recipe.rotation is None
     if shares_codes and spec is not None and scale is None:
-        codes = None
-        if facts.codes is not None and facts.codes[0] == spec:
+        codes: Any = None
+        if (token_codes := _known_token_codes(facts, spec, tokens)) is not None:
+            codes = token_codes.gather(tokens, rows=True, columns=True)
+        elif facts.codes is not None and facts.codes[0] == spec and isinstance(facts.codes[1], RowsAndColumns):
             codes = facts.codes[1]
         elif facts.row_source is not None and supports(facts.row_source[0], spec, tokens):
             codes = quantize_tokens(*facts.row_source, spec, strategy, tokens).gather(tokens, rows=True, columns=True)

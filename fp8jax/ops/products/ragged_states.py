@@ -16,7 +16,7 @@ from fp8jax.ops.quantization.group_scales import amax_per_group
 
 
 class GroupScaling(NamedTuple):
-    """What the states of a product's groups give.
+    """The scales from the states of a product's groups.
 
     Attributes:
         scales: given scales, fp32 (groups,).

@@ -34,11 +34,11 @@ from fp8jax.recipes import linear_part
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenWeight:
-    """A weight that is not trained, as 8-bit codes. `freeze` makes it, and `fp8jax.linear` multiplies by it.
+    """A frozen weight as 8-bit codes, created by `freeze` and multiplied by `fp8jax.linear`.
 
     Attributes:
         codes: of the transposed matrix, (..., outputs, inputs), as bytes. Leading axes stack weights, such as those of
-            a scanned model, each with scales of its own.
+            a scanned model, each with its own scales.
         dtype: static; of the parameter that it replaces.
         inputs, outputs: static; the sizes of the parameter's axes, if it has several axes of inputs or outputs.
         transposed: static; whether it replaces the transposed matrix. Its codes are then (..., inputs, outputs).
@@ -68,11 +68,11 @@ class FrozenWeight:
         """The transposed matrix, with the same codes.
 
         Raises:
-            ValueError: the scales do not serve the transposed matrix, as scales per group or per output.
+            ValueError: the scales, such as those per group or per output, cannot be used for the transposed matrix.
         """
         spec = self.codes.spec
         if spec.granularity not in TRANSPOSABLE or spec.expand:
-            raise ValueError(f"codes of {spec} do not serve the transposed matrix; freeze as e4m3 or e4m3:block128")
+            raise ValueError(f"codes of {spec} cannot be used transposed; freeze as 'e4m3' or 'e4m3:block128'")
         return dataclasses.replace(self, inputs=self.outputs, outputs=self.inputs, transposed=not self.transposed)
 
     @property
@@ -93,15 +93,15 @@ class FrozenWeight:
 
     def __jax_array__(self, *_: Any) -> Any:
         raise TypeError(
-            f"a frozen weight {self.shape} is no array: multiply it by fp8jax.linear, call the model through "
-            "fp8jax.transform, fp8jax.nnx.quantize or fp8jax.linen.quantize, or take its values with dequantize()"
+            f"a frozen weight {self.shape} is not an array. Multiply it with fp8jax.linear, call the model through "
+            "fp8jax.transform, fp8jax.nnx.quantize or fp8jax.linen.quantize, or call dequantize() for its values"
         )
 
     __getitem__ = __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __jax_array__
 
 
 def freeze(w: Array, spec: QuantSpec | str = "e4m3", axes: tuple[int, int] = (1, 1)) -> FrozenWeight:
-    """A weight as 8-bit codes, rounded to nearest under scales of its own.
+    """A weight as 8-bit codes, rounded to nearest under its own scales.
 
     Args:
         w: (..., inputs, outputs), floating; leading axes stack weights.
@@ -110,15 +110,15 @@ def freeze(w: Array, spec: QuantSpec | str = "e4m3", axes: tuple[int, int] = (1,
         axes: how many of the last axes are inputs and outputs, such as (1, 2) for (channels, heads, width).
 
     Raises:
-        ValueError: the weight is no matrix, or the spec does not have 8 bits or rounds stochastically.
+        ValueError: the weight is not a matrix, or the spec does not have 8 bits or rounds stochastically.
     """
     spec, (ins, outs) = QuantSpec.parse(spec), axes
     if min(axes) < 1 or w.ndim < sum(axes):
         raise ValueError(
-            f"freeze takes weights (..., inputs, outputs), with axes={axes}, not an array of shape {w.shape}"
+            f"freeze expects weights (..., inputs, outputs) with axes={axes}, got an array of shape {w.shape}"
         )
     if formats.get(spec.format).bits != 8 or spec.rounding != "nearest" or spec.layer_axes or spec.axis != -1:
-        raise ValueError(f"a frozen weight has 8-bit codes rounded to nearest along its last axis, not {spec}")
+        raise ValueError(f"a frozen weight needs an 8-bit spec along its last axis that rounds to nearest, got {spec}")
 
     def encode_matrix(w: Array) -> QTensor:
         transposed = quantize(lax.stop_gradient(w), None, spec)[1]
@@ -142,8 +142,9 @@ def check_same_kind(recipe: Linear, weight_spec: QuantSpec) -> None:
             and formats.get(operand_spec.format).is_float != formats.get(weight_spec.format).is_float
         ):
             raise ValueError(
-                f"linear.{name}={operand_spec} and a frozen weight of {weight_spec} are floating and integer codes: "
-                f"freeze the weight in a format of the recipe's kind, or take recipe 'bf16', which decodes it"
+                f"linear.{name}={operand_spec} and a frozen weight of {weight_spec} mix floating-point and integer "
+                "codes. Freeze the weight in a format of the recipe's kind, or use the recipe 'bf16', which "
+                "dequantizes it"
             )
 
 
@@ -202,9 +203,9 @@ class FrozenSource:
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight as its products read it, made once for all calls of a step by `quantize_weight`.
+    """A weight quantized for its products by `quantize_weight`, once for all calls of a step.
 
-    Codes are stored as bytes. FP8 arrays may not enter a differentiated function.
+    Codes are stored as bytes. A differentiated function cannot have FP8 inputs.
 
     Attributes:
         forward: (outputs, inputs).
@@ -354,7 +355,7 @@ def weight_source(
     forward_codes, dgrad_codes = step_weight.forward_codes, step_weight.dgrad_codes
     if isinstance(w, FrozenWeight):
         if dgrad_codes is not None:
-            raise ValueError("a frozen weight is quantized already: leave out quantized=")
+            raise ValueError("a frozen weight is already quantized; omit quantized=")
         check_same_kind(recipe, w.codes.spec)
         return FrozenSource(w.codes, w.transposed)
     if forward_codes is None or dgrad_codes is None:
@@ -367,29 +368,31 @@ def weight_source(
     shape, *specs = dgrad_codes.shape, forward_codes.spec, dgrad_codes.spec
     if shape != w.shape or specs != [recipe.spec("w"), recipe.spec("w_dgrad")]:
         expected = f"{w.shape} of specs {recipe.w} and {recipe.w_dgrad}"
-        raise ValueError(f"a weight {expected} was given quantized as {shape}, {specs[0]} and {specs[1]}")
+        raise ValueError(
+            f"a weight of shape {expected} was passed with a quantized weight of {shape}, {specs[0]} and {specs[1]}"
+        )
     # Given codes need nothing that they could be made from.
     return dataclasses.replace(step_weight, values=None, to_weight=None)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
-    """The codes of a weight as the products of a recipe read them, for every call of `fp8jax.linear` in a step.
+    """Quantizes a weight for the products of a recipe, once for all calls of `fp8jax.linear` in a step.
 
-    Under gradient accumulation the microbatches of a step then share the scales and codes of the weight and of its
-    transposed copy, which take one byte per parameter each:
+    With gradient accumulation, the microbatches of a step share the scales and codes of the weight and of its
+    transposed copy. Each copy needs one byte per parameter:
 
         quantized = fp8jax.quantize_weight(w, recipe=recipe)
         y = fp8jax.linear(x, w, recipe=recipe, quantized=quantized)
 
     Args:
-        w: (inputs, outputs), any floating dtype. Leading axes stack weights, such as those of experts, each with scales
-            of its own. Gradients flow to the `w` that `linear` is given, not to this one.
+        w: (inputs, outputs), any floating dtype. Leading axes stack weights, such as those of experts, each with its
+            own scales. Gradients flow to the `w` that is passed to `linear`, not to this one.
         recipe: a `Recipe`, its part `Linear`, or a preset's name; it quantizes the weight in both products.
         scale: fp32 scalar (with leading axes: of their shape), for granularity "tensor" and the format of the forward
-            product; None takes it from `w`.
+            product. None computes it from `w`.
 
     Returns:
-        Codes with their scales, rounded to nearest. They are valid while `w` stays the same.
+        Codes with their scales, rounded to nearest. They are valid until `w` changes.
 
     Raises:
         ValueError: a product of the recipe reads the weight unquantized.
@@ -401,7 +404,7 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     forward, dgrad = linear_recipe.spec("w"), linear_recipe.spec("w_dgrad")
     if forward is None or dgrad is None:
         raise ValueError(
-            f"the recipe computes with w={linear_recipe.w!r}, w_dgrad={linear_recipe.w_dgrad!r}: not quantized in both"
+            f"the recipe computes with w={linear_recipe.w!r}, w_dgrad={linear_recipe.w_dgrad!r}; both must be quantized"
         )
     strategy = linear_recipe.stateless_strategy("w")
     if one_pass_spec(linear_recipe) is not None:
@@ -417,7 +420,7 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
 
 
 def quantize_in_one_pass(w: Array, recipe: Linear) -> QuantizedWeight | None:
-    """`quantize_weight`; None if it takes more than one pass over the matrix."""
+    """`quantize_weight`; None if it needs more than one pass over the matrix."""
     return None if one_pass_spec(recipe) is None else quantize_weight(w, recipe=recipe)
 
 

@@ -78,7 +78,9 @@ def quantize(
     """
     spec = QuantSpec.parse(spec)
     if (spec.format, spec.granularity, spec.rounding) != ("int8", "block", "nearest"):
-        raise ValueError(f"fallback is of int8 in blocks, rounded to nearest, such as 'int8:block128', not {spec}")
+        raise ValueError(
+            f"fallback needs an int8 spec with blocks that rounds to nearest, such as 'int8:block128', got {spec}"
+        )
     choice = record_choice("fallback quantize", _choose(x, spec, impl))
     threshold = jnp.asarray(threshold, jnp.float32)
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
@@ -98,7 +100,9 @@ def make_fallback_tensor(x: Array, base: QTensor, fallback_mask: Array) -> Fallb
 
 def _choose(x: Array, spec: QuantSpec, impl: str) -> Choice:
     if len(x.shape) != 2:
-        raise ValueError(f"fallback quantization takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
+        raise ValueError(
+            f"fallback quantization expects a matrix, got shape {x.shape}; use jax.vmap for stacks of them"
+        )
 
     def unsupported_reason() -> str | None:
         if (reason := missing_triton("quantization.fallback_triton")) is not None:

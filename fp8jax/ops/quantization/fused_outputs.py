@@ -169,7 +169,7 @@ def make_array_facts(
 def emits_codes(recipe: Recipe | Context | str) -> bool:
     """Return whether operations without quantized residuals compute the codes that linear layers read, on a GPU.
 
-    Such layers save no codes: the result is recomputed, with equal values, so per-tensor codes are equal too.
+    These layers save no codes: the result is recomputed, with equal values, so per-tensor codes are equal too.
     Microscaled codes are rounded again, not shifted (`fp8jax.ops.quantization.microscaling`). Differentiable once.
     """
     resolved = resolve(recipe)
@@ -206,7 +206,7 @@ def writes_result(recipe: Recipe | Context | str) -> bool:
 
 
 def supports(spec: QuantSpec) -> bool:
-    """Return whether the kernels can compute such codes: plain FP8 per tensor, rounded to nearest."""
+    """Return whether the kernels can compute these codes: plain FP8 per tensor, rounded to nearest."""
     fmt = formats.get(spec.format)
     is_fp8_per_tensor = fmt.is_float and fmt.bits == 8 and spec.granularity == "tensor" and spec.scale_format == "fp32"
     return (

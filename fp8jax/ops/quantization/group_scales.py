@@ -1,4 +1,4 @@
-"""Codes of a matrix whose rows are in groups. No scale spans two groups, and rows in no group change no scale.
+"""Codes of a matrix with rows in groups. No scale spans two groups, and rows in no group change no scale.
 
 Per-tensor scales are per group, and blocks along rows start at each group's first row.
 """
@@ -184,7 +184,7 @@ def quantize_columns(
 
     Args:
         x: floating array (rows, n), or codes of `quantize_rows`, which are decoded.
-        spec: of the transposed matrix, without expansion. Its groups and tokens run along the rows of `x`. None gives
+        spec: of the transposed matrix, without expansion. Its groups and tokens run along the rows of `x`. None means
             the array itself.
         strategy, tokens, key, scale: as in `quantize_rows`.
         dtype: of decoded values; None is fp32.

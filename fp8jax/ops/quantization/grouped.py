@@ -78,9 +78,9 @@ class _Operands(NamedTuple):
 def _check(rows: str | None, columns: str | None, operands: _Operands) -> None:
     x, tokens, index, row_scale, column_scale, row_factor = operands
     if x.ndim != 2 or 0 in x.shape:
-        raise ValueError(f"x has shape {x.shape}; expected a matrix that is not empty")
+        raise ValueError(f"x has shape {x.shape}; expected a non-empty matrix")
     if rows is None and columns is None:
-        raise ValueError("rows and columns are None; name the format of at least one result")
+        raise ValueError("rows and columns are both None; pass the format of at least one result")
     num_rows = (x if index is None else index).shape[0]
     if tokens.num_rows != num_rows or tokens.alignment != ALIGNMENT:
         raise ValueError(
@@ -89,14 +89,16 @@ def _check(rows: str | None, columns: str | None, operands: _Operands) -> None:
     if x.dtype.itemsize == 1:
         has_other_format = any(f is not None and formats.get(f).dtype != x.dtype for f in (rows, columns))
         if has_other_format or row_scale is not None or column_scale is not None:
-            raise ValueError(f"x has codes of {x.dtype}, which are copied: give results of that format, without scales")
+            raise ValueError(
+                f"x has codes of {x.dtype}, which are only copied; use the same format for the results, without scales"
+            )
         if row_factor is not None and (columns is None or not formats.get(columns).is_fp8):
-            raise ValueError(f"row_factor is multiplied into columns of FP8 codes, and columns is {columns!r}")
+            raise ValueError(f"row_factor needs columns of FP8 codes, but columns is {columns!r}")
         if row_factor is not None and row_factor.shape != (num_rows,):
             raise ValueError(f"row_factor has shape {row_factor.shape}; expected {(num_rows,)}")
         return
     if row_factor is not None:
-        raise ValueError(f"row_factor is for 8-bit codes, and x is {x.dtype}: multiply it into the scales")
+        raise ValueError(f"row_factor needs 8-bit codes, but x is {x.dtype}; multiply the factor into the scales")
     for name, fmt, scale, length in (
         ("row", rows, row_scale, num_rows),
         ("column", columns, column_scale, tokens.num_groups),
@@ -104,7 +106,7 @@ def _check(rows: str | None, columns: str | None, operands: _Operands) -> None:
         if fmt is not None and not formats.get(fmt).is_matmul_format:
             raise ValueError(f"{name}s is {fmt!r}; expected 'e4m3', 'e5m2' or 'int8'")
         if (fmt is None) != (scale is None):
-            raise ValueError(f"{name}s is {fmt!r} and {name}_scale is {scale}: give both, or none")
+            raise ValueError(f"{name}s is {fmt!r} and {name}_scale is {scale}; pass both or neither")
         if scale is not None and scale.shape not in ((), (length,)):
             raise ValueError(f"{name}_scale has shape {scale.shape}; expected () or {(length,)}")
 

@@ -57,7 +57,8 @@ def fold_microscales(q: QTensor, *, impl: str = "auto") -> QTensor:
     """
     if not is_foldable(q):
         raise ValueError(
-            f"fold_microscales takes e4m3 codes microscaled by 32 of a row under a level 1 scale, not {q.spec}"
+            "fold_microscales expects e4m3 codes with a microscale per 32 elements of a row and an outer scale, got "
+            f"{q.spec}"
         )
     empty = f"shape {q.shape} is empty" if 0 in q.shape else None
     choice = choose_impl(impl, lambda: empty or missing_triton("quantization.fold_triton"))

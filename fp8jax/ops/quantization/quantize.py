@@ -98,7 +98,7 @@ def quantize(
 ) -> Pair:
     """Quantize a matrix and its transposed copy.
 
-    The codes equal those of `fp8jax.quantize`, except for the noise of stochastic rounding. That noise differs between
+    The codes equal those of `fp8jax.quantize`, except for the noise of stochastic rounding. The noise differs between
     XLA and the kernel (`fp8jax.core.noise`). Both are unbiased and repeatable.
 
     Args:
@@ -231,7 +231,9 @@ def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") ->
         ValueError: the granularity is unsupported, or as in `quantize`.
     """
     if q.spec.granularity not in TRANSPOSABLE:
-        raise ValueError(f"the scales of {q.spec} do not serve the transposed matrix; quantize it along its other axis")
+        raise ValueError(
+            f"the scales of {q.spec} cannot be used for the transposed matrix; quantize it along the other axis"
+        )
     fits = len(q.shape) == 2 and q.codes.dtype.itemsize == 1 and 0 not in q.shape
     shape_reason = None if fits else f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
     choice = choose_impl(
@@ -291,16 +293,16 @@ def _parse(
     second: Any = columns if columns is None or columns == "same" else QuantSpec.parse(columns)
     config = _QuantizeConfig(first, second, strategy, sums)
     if config.shares_codes and (first is None or first.granularity not in TRANSPOSABLE):
-        raise ValueError(f"columns 'same' needs rows with scales that transpose, not {rows}")
+        raise ValueError(f"columns='same' needs a rows spec with scales that can be transposed, got {rows}")
     if config.shares_codes and first is not None and first.granularity == "block" and first.axis not in (-1, 1):
-        raise ValueError(f"columns 'same' needs blocks along the last axis, not {first}")
+        raise ValueError(f"columns='same' needs blocks along the last axis, got {first}")
     return config
 
 
 def _choose(x: Any, config: _QuantizeConfig, scale: Array | None, impl: str) -> Choice:
     x = jax.ShapeDtypeStruct(packed_shape(x), x[0].dtype) if isinstance(x, tuple) else x
     if len(x.shape) != 2:
-        raise ValueError(f"quantize takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
+        raise ValueError(f"quantize expects a matrix, got shape {x.shape}; use jax.vmap for stacks of them")
     if config.is_nvfp4:
         return choose_impl(
             impl,
@@ -409,7 +411,7 @@ def _kernel(
 
 
 def _takes_stacks(config: _QuantizeConfig, x: PackedMatrix, scale: Array | None, amax: Array | None) -> bool:
-    """Return whether one launch quantizes a stack of such matrices, such as those of experts."""
+    """Return whether one launch quantizes a stack of these matrices, such as those of experts."""
     kinds = {spec.granularity for spec in config.specs if spec is not None}
     plain = not (config.sums or config.is_stochastic or isinstance(x, tuple)) and amax is None
     return plain and kinds <= {"tensor", "group", "block"} and (scale is None or scale.size == 1)

@@ -23,7 +23,7 @@ def rotate_rows(x: Array, size: int | None) -> Array:
     """Transform each group of consecutive rows by H D / sqrt(size), with the Hadamard matrix H and signs D.
 
     Args:
-        x: floating array (rows, n). Rows after the last full group stay as they are.
+        x: floating array (rows, n). Rows after the last full group stay unchanged.
         size: rows of a group, a power of two; None returns `x`.
 
     Returns:

@@ -71,7 +71,7 @@ class TokenCodes(NamedTuple):
         )
 
 
-def supports(x: Array, spec: QuantSpec | None, tokens: PaddedTokens) -> bool:
+def supports(x: Array | QTensor, spec: QuantSpec | None, tokens: PaddedTokens) -> bool:
     """Return whether tokens can be quantized before they are permuted: in FP8 per tensor, rounded to nearest."""
     return spec is not None and fused_outputs.supports(spec) and 0 not in x.shape and tokens.alignment == ALIGNMENT
 
@@ -89,14 +89,25 @@ def quantize_tokens(
         scale: fp32 (tokens, 1), scales of such codes that were made before; None computes them.
     """
     if scale is None:
-        fmt, row_amax = formats.get(spec.format), compute_row_amax(x)
+        row_amax = compute_row_amax(x)
         largest = jnp.max(jnp.where(tokens.is_in_group, row_amax[index], 0.0), initial=0.0)
-        outer_scale = scaling.to_scale(strategy.reduce_amax(largest), fmt)
-        # Tokens in no group saturate.
-        scale = scaling.pow2_scale(jnp.minimum(row_amax, largest)[:, None], outer_scale, fmt)
+        scale = token_scales(row_amax, largest, spec, strategy)
+    return TokenCodes(encode_tokens(x, spec, scale), index)
+
+
+def token_scales(row_amax: Array, largest: Array, spec: QuantSpec, strategy: Scaling) -> Array:
+    """Return the scale of each token, fp32 (tokens, 1), from amax of tokens and of the largest token in a group."""
+    fmt = formats.get(spec.format)
+    outer_scale = scaling.to_scale(strategy.reduce_amax(largest), fmt)
+    # Tokens in no group saturate.
+    return scaling.pow2_scale(jnp.minimum(row_amax, largest)[:, None], outer_scale, fmt)
+
+
+def encode_tokens(x: Array, spec: QuantSpec, scale: Array) -> QTensor:
+    """Return the codes of tokens (tokens, n) under scales of `token_scales`, as bytes."""
     codes, _ = quantize(x, QuantSpec(spec.format, "token"), scale=scale)
     assert codes is not None
-    return TokenCodes(to_bytes(codes), index)
+    return to_bytes(codes)
 
 
 def unscaled_columns(codes: Array, fmt: str, group_scale: Array) -> TokenColumns:
