@@ -228,7 +228,7 @@ def exchanged(
 def check_devices(llama: LlamaConfig, devices: int) -> None:
     """Raises ValueError that says why so many devices cannot share experts, and the fix."""
     if not llama.experts:
-        raise ValueError(f"expert={devices}: the model has no experts; take data={devices} or fsdp={devices}")
+        raise ValueError(f"expert={devices}: the model has no experts; use data={devices} or fsdp={devices}")
     if llama.experts % devices:
         fits = [n for n in range(1, llama.experts + 1) if llama.experts % n == 0]
         raise ValueError(f"{devices} devices along expert do not divide {llama.experts} experts; expert may be {fits}")
@@ -237,7 +237,7 @@ def check_devices(llama: LlamaConfig, devices: int) -> None:
 def check(recipe: fp8jax.Recipe) -> None:
     """Raises ValueError for a recipe with a scaling state, or without products of experts."""
     if (reason := unsupported_ragged_reason(recipe.linear)) is not None:
-        raise ValueError(f"{recipe.name}: {reason}; take mxfp8, nvfp4, coat or another recipe")
+        raise ValueError(f"{recipe.name}: {reason}; use mxfp8, nvfp4, coat or another recipe")
     names = sorted(
         {
             recipe.linear.scaling_name(operand)
@@ -247,6 +247,6 @@ def check(recipe: fp8jax.Recipe) -> None:
     )
     if names:
         raise ValueError(
-            f"{recipe.name}: {' and '.join(names)} scaling keeps a state for each product, and this program's "
-            "experts have none; take coat, coat_fast, deepseek or another recipe without it"
+            f"{recipe.name}: {' and '.join(names)} scaling keeps a state for each product, which this program does "
+            "not support for experts; use coat, coat_fast, deepseek or another recipe without it"
         )
