@@ -326,6 +326,27 @@ def ten_bits() -> Programs:
     return {"block": (program, tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))}
 
 
+def observed() -> Programs:
+    """Gradients of four gated blocks, without and with telemetry."""
+    import jax
+    import jax.numpy as jnp
+
+    import fp8jax
+
+    def loss(params: Any, x: Any) -> Any:
+        for w in params:
+            y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
+            x = x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
+        return jnp.mean(jnp.square(x))
+
+    width, inner = 512, 1536
+    shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
+    params = [{name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()} for _ in range(4)]
+    program = jax.grad(fp8jax.transform(loss, "coat"))
+    arguments = (params, jax.ShapeDtypeStruct((8192, width), jnp.bfloat16))
+    return {"plain": (program, arguments), "observed": (fp8jax.telemetry(program), arguments)}
+
+
 def _kernels(text: str) -> dict[str, int]:
     """How many calls there are of each Triton kernel."""
     calls = re.findall(r" custom-call\(.*triton_kernel_call.*", text)
@@ -402,7 +423,8 @@ def main() -> None:
                     for s, spec in zip(shapes, where, strict=True)
                 ]
                 with choice.record_choices() as told:
-                    text = jax.jit(program).lower(*placed).compile().as_text()
+                    executable = jax.jit(program).lower(*placed).compile()
+                text = executable.as_text()
                 products = compiled.parse_products(text)
                 found[kind][name] = {
                     "products": [dataclasses.astuple(p) for p in products],
@@ -414,6 +436,7 @@ def main() -> None:
                     "bytes": _bytes(text),
                     "written": _written(text, "bf16", "f16"),
                     "wide": _written(text, "f32", "s32"),
+                    "temporaries": executable.memory_analysis().temp_size_in_bytes,
                     "sums": [tuple(c) for c in collectives(text) if c.kind in ("all-reduce", "reduce-scatter")],
                 }
     print(MARK + json.dumps(found))

@@ -112,8 +112,9 @@ def linear_loss(recipe):
 
 
 def test_statistics_are_a_mapping_in_one_array():
-    p, batches = {"w": normal(0, WIDTH, INNER)}, normal(1, 3, TOKENS, WIDTH)
-    observe = fp8jax.telemetry(fp8jax.transform(lambda p, x: x @ p["w"], "te_current"))
+    p, batches = {"w": normal(0, 2, WIDTH, WIDTH)}, normal(1, 3, TOKENS, WIDTH)
+    layers = lambda p, x: jax.lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0]  # noqa: E731
+    observe = fp8jax.telemetry(fp8jax.transform(layers, "te_current"))
     run = jax.jit(lambda x: observe(p, x)[1])
     (array,) = jax.tree.leaves(run(batches[0]))
     assert isinstance(array, jax.Array)

@@ -176,9 +176,10 @@ def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> Observati
     if not base.spec.is_packed:
         limit, tolerance = _largest_values(base), _half_ulp_of_largest(formats.get(base.spec.format))
         added["saturated"] = magnitude > limit * (1 + tolerance)
-        largest["range_ratio"] = jnp.where(nonzero, magnitude / limit, 0)
-        largest["largest_scale"] = jnp.where(nonzero, limit, 0)
-        largest["smallest_scale"] = jnp.where(nonzero, -limit, -jnp.inf)
+        # XLA on GPUs writes a condition to memory if more arrays depend on it. These depend on another one.
+        largest["range_ratio"] = magnitude / jnp.where(limit > 0, limit, jnp.inf)
+        largest["largest_scale"] = jnp.where(magnitude > 0, limit, 0)
+        largest["smallest_scale"] = jnp.where(magnitude > 0, -limit, -jnp.inf)
     found |= _reduce_in_one_pass(added, largest, row_mask)
     found["minus_bits"] = -jnp.float32(formats.get(base.spec.format).bits)
     total = lambda condition: jnp.sum(condition, dtype=jnp.float32, where=row_mask)  # noqa: E731
