@@ -240,7 +240,7 @@ def _step_leaf(
     weight, remainder = (weight.high, weight.remainder) if isinstance(weight, MasterWeight) else (weight, None)
     parts = weight if remainder is None else (weight, remainder)
     moments = _moment_arrays(leaf.mu), _moment_arrays(leaf.nu)
-    nu_seed = None if salt is None else leaf.advance_seed(seed)
+    nu_seed = None if salt is None or seed is None else leaf.advance_seed(seed)
     weight_part = parts if needs_weight else None
     operands = _Operands(leaf.grad, weight_part, *moments, scalars, leaf.weight_seed, nu_seed, salt)
     result, mu, nu = _vmap_as_leading_axis(call)(*operands)

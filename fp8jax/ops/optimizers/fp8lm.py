@@ -208,7 +208,7 @@ def _make_scalars(adam: Adam, decays: bool) -> tuple[Array | None, ...]:
     return tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in scalars)
 
 
-def _step_by_kernel(static: tuple[tuple[str, Any], ...], traced: dict[str, Array], leaf: Leaf) -> StepResult:
+def _step_by_kernel(static: tuple[tuple[str, Any], ...], traced: dict[str, Any], leaf: Leaf) -> StepResult:
     """The step of one leaf by the kernel, on each device of its part; see `Adam.split_static`."""
     from pallas_kernels.optimizers import fp8lm_triton
 
