@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder (default: results)")
     options = parser.parse_args(argv)
     if options.data and (options.dry or options.cpu):
-        parser.error("--data trains on GPUs: leave out --dry and --cpu")
+        parser.error("--data trains on GPUs; omit --dry and --cpu")
     try:
         commit = record.commit()
     except ValueError as error:

@@ -95,7 +95,7 @@ def _memory_sentence(result: Result, baseline: Result) -> str:
     if ours.split()[1] == theirs.split()[1]:
         theirs = theirs.split()[0]
     factor = _times(_moments(baseline) / max(_moments(result), 1), " times less")
-    return f"Moments take {ours} instead of {theirs} ({factor}) at {_percent(result, baseline)} loss ({result.recipe})."
+    return f"Moments need {ours} instead of {theirs} ({factor}) at {_percent(result, baseline)} loss ({result.recipe})."
 
 
 def _cpu_sentence(names: Sequence[str], quantized: Mapping[str, str]) -> str:

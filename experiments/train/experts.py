@@ -145,19 +145,21 @@ class RecipeProducts(ExpertProducts):
         weights_R: jax.Array, routes: Routes,
     ) -> jax.Array:  # fmt: skip
         linear = self.recipe.linear
-        if not linear.is_quantized or linear.is_stochastic or isinstance(routes, SharedRoutes):
+        if not linear.is_quantized or linear.is_stochastic:
             return super().mlp(x_NxD, tokens, norm, gate_up_ExDx2F, down_ExFxD, weights_R, routes)
         # Codes are made of tokens before they are permuted, and of gate and up where they are multiplied.
-        groups = routes.sizes_E
+        groups, combine = routes.sizes_E, routes.combine
         if norm is not None:
             x_NxD = recomputed(_apply_norm, self, x_NxD, tokens, norm)
         if isinstance(routes, GatheredRoutes):
             x_RxD, facts = routes.gather.dispatch_with_facts(x_NxD, routes.wire_format)
-            combine = routes.combine
         else:
+            exchanged = routes if isinstance(routes, SharedRoutes) else None
+            rule = _DecodeTokens(self, x_NxD.dtype), _DecodeTokens.Saved(tokens, norm, exchanged)
+            x_RxD, facts = routes.permute(x_NxD), ArrayFacts(rule)
+        if isinstance(routes, Routes):
             index_R = routes.order_R // routes.rows_NxK.shape[1]
-            rule = _DecodeTokens(self, x_NxD.dtype), _DecodeTokens.Saved(tokens, norm)
-            x_RxD, facts = routes.permute(x_NxD), ArrayFacts(rule, row_source=(jax.lax.stop_gradient(x_NxD), index_R))
+            facts = facts._replace(row_source=(jax.lax.stop_gradient(x_NxD), index_R))
             combine = functools.partial(sum_rows, index=index_R, rows=routes.rows_NxK)
         dot = lambda x, w, facts: fp8jax.ragged_dot(x, w, groups, recipe=linear, input_facts=InputFacts(facts))  # noqa: E731
         gate_up_Rx2F = dot(x_RxD, gate_up_ExDx2F, facts)
@@ -179,7 +181,9 @@ def _apply_norm(products: ExpertProducts, x_NxD: jax.Array, norm: Norm) -> jax.A
 
 @dataclasses.dataclass(frozen=True)
 class _DecodeTokens:
-    """Decodes tokens, and applies their norm: a `fp8jax.ops.autodiff.residuals.Recomputable` without a backward pass.
+    """Decodes tokens, applies their norm, and sends them: a `fp8jax.ops.autodiff.residuals.Recomputable`.
+
+    It has no backward pass.
 
     Attributes:
         products: decode the tokens.
@@ -187,17 +191,19 @@ class _DecodeTokens:
     """
 
     class Saved(NamedTuple):
-        """Encoded tokens, and their norm."""
+        """Encoded tokens, their norm, and where they are sent, if they are."""
 
         tokens: Any
         norm: Norm | None
+        routes: SharedRoutes | None
 
     products: ExpertProducts
     dtype: jax.typing.DTypeLike
 
     def recompute(self, saved: Saved, gradient: CotangentFacts) -> Recomputed:
         x_NxD = self.products.decode(saved.tokens, self.dtype)
-        return Recomputed(x_NxD if saved.norm is None else saved.norm(x_NxD))
+        x_NxD = x_NxD if saved.norm is None else saved.norm(x_NxD)
+        return Recomputed(x_NxD if saved.routes is None else saved.routes.permute(x_NxD))
 
     def backward(self, *_: Any) -> Any:
         raise TypeError("tokens that are decoded are no operation")
@@ -222,7 +228,7 @@ def exchanged(
 def check_devices(llama: LlamaConfig, devices: int) -> None:
     """Raises ValueError that says why so many devices cannot share experts, and the fix."""
     if not llama.experts:
-        raise ValueError(f"expert={devices}: the model has no experts; take data={devices} or fsdp={devices}")
+        raise ValueError(f"expert={devices}: the model has no experts; use data={devices} or fsdp={devices}")
     if llama.experts % devices:
         fits = [n for n in range(1, llama.experts + 1) if llama.experts % n == 0]
         raise ValueError(f"{devices} devices along expert do not divide {llama.experts} experts; expert may be {fits}")
@@ -231,7 +237,7 @@ def check_devices(llama: LlamaConfig, devices: int) -> None:
 def check(recipe: fp8jax.Recipe) -> None:
     """Raises ValueError for a recipe with a scaling state, or without products of experts."""
     if (reason := unsupported_ragged_reason(recipe.linear)) is not None:
-        raise ValueError(f"{recipe.name}: {reason}; take mxfp8, nvfp4, coat or another recipe")
+        raise ValueError(f"{recipe.name}: {reason}; use mxfp8, nvfp4, coat or another recipe")
     names = sorted(
         {
             recipe.linear.scaling_name(operand)
@@ -241,6 +247,6 @@ def check(recipe: fp8jax.Recipe) -> None:
     )
     if names:
         raise ValueError(
-            f"{recipe.name}: {' and '.join(names)} scaling keeps a state for each product, and this program's "
-            "experts have none; take coat, coat_fast, deepseek or another recipe without it"
+            f"{recipe.name}: {' and '.join(names)} scaling keeps a state for each product, which this program does "
+            "not support for experts; use coat, coat_fast, deepseek or another recipe without it"
         )

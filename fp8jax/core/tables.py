@@ -1,5 +1,6 @@
 """Text tables and sentences that fit the terminal's width."""
 
+import functools
 import re
 import shutil
 from collections.abc import Sequence
@@ -143,16 +144,28 @@ def _total_width(widths: Sequence[int]) -> int:
 
 
 def _fit_widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Column widths that fit. The column whose narrowing adds the fewest lines is narrowed first."""
+    """Column widths that fit, at which the table has few lines."""
+    # Small steps share the missing columns out; one large step takes them all from one column.
+    return min((_narrow(rows, width, step) for step in (1, width)), key=functools.partial(_num_lines, rows))
+
+
+def _narrow(rows: Sequence[Sequence[str]], width: int, step: int) -> list[int]:
+    """Column widths that fit. Each time the column whose narrowing adds the fewest lines is narrowed."""
     widths = _widths(rows)
     while _total_width(widths) > width and max(widths) > 4:
-        narrowed = [[w - (i == j) for j, w in enumerate(widths)] for i in range(len(widths))]
-        heights = [sum(max(map(len, _wrap_row(row, candidate))) for row in rows) for candidate in narrowed]
         # Short cells, such as a number with its unit, are broken last.
-        widths = min(
-            zip(widths, heights, narrowed, strict=True), key=lambda item: (item[0] <= _SHORT, item[1], -item[0])
-        )[2]
+        is_short = max(widths) <= _SHORT
+        candidates = []
+        for i, old in enumerate(widths):
+            if is_short or old > _SHORT:
+                new = old - 1 if is_short else max(_SHORT, old - min(step, _total_width(widths) - width))
+                candidates.append([*widths[:i], new, *widths[i + 1 :]])
+        widths = min(candidates, key=lambda item: (_num_lines(rows, item), max(item)))
     return widths
+
+
+def _num_lines(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> int:
+    return sum(max(map(len, _wrap_row(row, widths))) for row in rows)
 
 
 def _wrap_row(row: Sequence[str], widths: Sequence[int]) -> list[list[str]]:

@@ -20,7 +20,7 @@ from fp8jax.dist.sequence import WireFormat, WireFormatLike, operand_wire_format
 from fp8jax.ops.autodiff.checkpointing import INPUT, with_checkpoint_name
 from fp8jax.ops.autodiff.residuals import ArrayFacts, CotangentFacts, Recomputed, attach_facts
 from fp8jax.ops.dispatch.choice import cast_varying_over
-from fp8jax.ops.products.token_rows import TOKEN_GATHER, add_rows
+from fp8jax.ops.products.token_rows import TOKEN_GATHER
 from fp8jax.ops.quantization import fused_outputs
 from fp8jax.ops.quantization.fused_reference import compute_row_amax
 from fp8jax.ops.quantization.token_codes import TokenCodes, encode_tokens, token_scales
@@ -204,9 +204,8 @@ class TokenGather:
 
     def _sum_over_devices(self, rows: Array) -> Array:
         """This device's tokens of the sums of rows over all devices."""
-        sums = add_rows(rows, self.rows)
-        # NaN of one device is NaN of the sum.
-        sums = jnp.where(self.overflow > 0, jnp.nan, sums).astype(rows.dtype)
+        terms = rows.at[self.rows].get(mode="fill", fill_value=0).astype(jnp.float32)
+        sums = jnp.where(self.overflow > 0, jnp.nan, jnp.sum(terms, axis=1)).astype(rows.dtype)
         with jax.named_scope(TOKEN_GATHER):
             return lax.psum_scatter(sums, self.axes, tiled=True)
 

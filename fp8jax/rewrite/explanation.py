@@ -192,7 +192,8 @@ def _fold_rows(rows: Sequence[PlanEntry]) -> list[tuple[str, ...]]:
     """The cells of a section of the summary. Rows that differ in the numbers in their paths alone are one."""
     groups: dict[tuple[str, ...], list[PlanEntry]] = {}
     for row in rows:
-        location = (str(row.shape), "") if row.path else ("", row.line)
+        # What is left as written is one row for each reason.
+        location = (str(row.shape) if row.is_quantized else "", "") if row.path else ("", row.line)
         groups.setdefault((row.kind, _hide_numbers(_short_note(row)), *location), []).append(row)
     cells: list[tuple[str, ...]] = []
     for (kind, hidden_note, *_), group in groups.items():

@@ -51,7 +51,8 @@ class LossForm(NamedTuple):
         """The values that the sum of all losses reads, without the matmul's."""
         return [
             *(v for v in (self.labels, self.bias) if v is not None),
-            *(value for value, *_ in (*self.weights, *self.masks)),
+            *(value for value, _ in self.weights),
+            *(mask for mask, *_ in self.masks),
         ]
 
 

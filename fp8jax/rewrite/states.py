@@ -442,12 +442,11 @@ def use_inputs_from_states(states: States, weights: Mapping[str, Any]) -> dict[t
     use_inputs: dict[tuple[str, int], UseInputs] = {}
     for path, scaling in states.items():
         state, (slots, structure) = scaling.state, jax.tree.flatten(scaling.slots)
-        if slots:
-            # Stats of all operands are gradients of one pytree: one slot stands for all.
-            stored = ParameterState(scaling.linear, state=state, stats=ScalingStats(dy=slots[0]))
-            read = read_in_call(stored, weights.get(path), path or "the parameter", training.TRANSFORM)
-            assert read.state is not None
-            state, slots = read.state, [read.stats.dy, *slots[1:]]
+        # Stats of all operands are gradients of one pytree: one slot stands for all.
+        stored = ParameterState(scaling.linear, state=state, stats=ScalingStats(dy=slots[0] if slots else None))
+        read = read_in_call(stored, weights.get(path), path or "the parameter", training.TRANSFORM)
+        assert read.state is not None
+        state, slots = read.state, [read.stats.dy, *slots[1:]] if slots else []
         for number, use_slots in enumerate(jax.tree.unflatten(structure, slots)):
             use_inputs[path, number] = UseInputs(state, use_slots)
     return use_inputs
@@ -483,7 +482,7 @@ def read_in_call(
         warning = interface.never_advanced(training.ADVANCE, layer, names)
         value = training.warn_if_never_advanced(value, (weight, slot), warning, training.ADVANCE, record)
         state = state._replace(**{observed[0]: value})
-    if linear.needs_weight_bounds and state.w is not None and interface.bounds_code:
+    if linear.needs_weight_bounds and state.w is not None:
         warning = interface.never_advanced(training.BOUNDS, layer, names)
         state = state._replace(w=training.warn_if_never_advanced(state.w, weight, warning, training.BOUNDS, record))
     return stored._replace(state=state, stats=stored.stats._replace(dy=slot))

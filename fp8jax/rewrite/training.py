@@ -141,7 +141,7 @@ class Interface(NamedTuple):
     Attributes:
         prefix: of the calls that advance states.
         advance_code: how states are advanced.
-        bounds_code: how weights get the bounds of an optimizer; "" if no warning asks for it.
+        bounds_code: how weights get the bounds of an optimizer.
         statistics_lost: error of a gradient that leaves out statistics, a format of {layer} and {names} of scalings.
         not_mutable: error of training that stores no observations, such a format.
     """
@@ -165,7 +165,8 @@ class Interface(NamedTuple):
                 "without this call in each step, scales and thresholds keep their initial values. Call "
                 f"{self.advance_code}, or use a recipe with current scaling"
             )
-        name = f"{self.prefix}.{call}" if self.prefix else "advance of the transformed function"
+        method = "advance" if call == ADVANCE else call
+        name = f"{self.prefix}.{call}" if self.prefix else f"{method} of the transformed function"
         return f"{layer} with {names} scaling is trained in a program that never calls {name}: {advice}"
 
 
@@ -199,7 +200,8 @@ TRANSFORM = Interface(
     prefix="",
     advance_code="states = fast.advance(states, observed), where fast is the transformed function and observed the "
     "gradient of its states",
-    bounds_code="",
+    bounds_code="states = fast.update_weight_amax_bounds(states, fp8jax.get_weight_amax_bounds(opt_state)) after the "
+    "optimizer's update, where fast is the transformed function",
     statistics_lost="{layer} has {names} scaling: the statistics of a call are the gradient with respect to its "
     "states, which is not computed here. Use grads, observed = jax.grad(lambda p, s: ..., argnums=(0, "
     "1))(params, states), with states=s in the call, and then states = fast.advance(states, observed)",

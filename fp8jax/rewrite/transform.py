@@ -185,6 +185,7 @@ class Transformed:
         Raises:
             ValueError: the optimizer has other parameters.
         """
+        training.record_advance(training.BOUNDS)
         return with_weight_bounds(states, bounds)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
@@ -433,7 +434,7 @@ def _make_transformed(
     if not isinstance(fn, functools.partial) and any(isinstance(leaf, _ARRAY_TYPES) for leaf in jax.tree.leaves(fn)):
         raise TypeError(
             f"fp8jax.transform expects a function of parameters and data, got {type(fn).__name__}, which contains its "
-            "parameters. Write fp8jax.filter_transform(lambda model, x: model(x), rules) and call it with the model "
+            "parameters. Use fp8jax.filter_transform(lambda model, x: model(x), rules) and call it with the model "
             "and the data; for Flax NNX, fp8jax.nnx.quantize(model, rules)"
         )
     param_arguments = None if params is None else _as_tuple(params)

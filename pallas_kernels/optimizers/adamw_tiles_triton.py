@@ -58,7 +58,7 @@ def _clip_change(change: tl.tensor, limit_ptr: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _group_noise(
-    group: tl.tensor, element: tl.tensor, words_ptr: tl.tensor, salt: tl.tensor, run_length: tl.tensor,
+    group: tl.tensor, element: tl.tensor, words_ptr: tl.tensor, salt_ptr: tl.tensor, run_length: tl.tensor,
     run_stride: tl.tensor, GROUP_SIZE: tl.constexpr, HAS_RUNS: tl.constexpr, WORDS_OFFSET: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return noise by the group's index in the whole array and the element's in the group; see `codec.pair_noise`."""
@@ -67,9 +67,9 @@ def _group_noise(
         run = group // run_length
         number = (run * run_stride + (group - run * run_length)).to(tl.uint32)
     octets = codec.broadcast_groups(number) * (GROUP_SIZE // 8) + (element >> 3).to(tl.uint32)
-    noise_ptr = words_ptr + WORDS_OFFSET
-    word1 = tl.load(noise_ptr).to(tl.uint32, bitcast=True) + salt.to(tl.uint32)
-    word2 = tl.load(noise_ptr + 1).to(tl.uint32, bitcast=True) ^ (salt.to(tl.uint32) * 0x85EBCA6B)
+    noise_ptr, salt = words_ptr + WORDS_OFFSET, tl.load(salt_ptr).to(tl.uint32, bitcast=True)
+    word1 = tl.load(noise_ptr).to(tl.uint32, bitcast=True) + salt
+    word2 = tl.load(noise_ptr + 1).to(tl.uint32, bitcast=True) ^ (salt * 0x85EBCA6B)
     return codec.pair_noise(octets, element, word1, word2)
 
 
@@ -119,8 +119,8 @@ def update_tile_general(
     tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
     scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, remainder_ptr: tl.tensor, groups: tl.tensor,
-    groups_of_row: tl.tensor, vectors_of_row: tl.tensor, salt: tl.tensor, run_length: tl.tensor, run_stride: tl.tensor,
-    one_bits: tl.tensor, result_ptr: tl.tensor,
+    groups_of_row: tl.tensor, vectors_of_row: tl.tensor, salt_ptr: tl.tensor, run_length: tl.tensor,
+    run_stride: tl.tensor, one_bits: tl.tensor, result_ptr: tl.tensor,
     GROUP_SIZE: tl.constexpr, LANES: tl.constexpr, TILE_GROUPS: tl.constexpr, PARTIAL_GROUPS: tl.constexpr,
     MASKED: tl.constexpr, ALIGNED: tl.constexpr, HAS_RUNS: tl.constexpr, VECTOR: tl.constexpr, IS_STEP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, REMAINDER_BITS: tl.constexpr, GATED: tl.constexpr,
@@ -220,7 +220,7 @@ def update_tile_general(
             group,
             element,
             words_ptr,
-            salt,
+            salt_ptr,
             run_length,
             run_stride,
             GROUP_SIZE,
@@ -278,7 +278,7 @@ def update_tile_fast(
     tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
     scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, table_ptr: tl.tensor, remainder_ptr: tl.tensor,
-    salt: tl.tensor, run_length: tl.tensor, run_stride: tl.tensor, one_bits: tl.tensor, result_ptr: tl.tensor,
+    salt_ptr: tl.tensor, run_length: tl.tensor, run_stride: tl.tensor, one_bits: tl.tensor, result_ptr: tl.tensor,
     GROUP_SIZE: tl.constexpr, LANES: tl.constexpr, TILE_GROUPS: tl.constexpr, HAS_RUNS: tl.constexpr,
     VECTOR: tl.constexpr, IS_STEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
     REMAINDER_BITS: tl.constexpr, GATED: tl.constexpr, CLIP: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
@@ -368,7 +368,7 @@ def update_tile_fast(
                 group,
                 chunk * LANES + lane,
                 words_ptr,
-                salt,
+                salt_ptr,
                 run_length,
                 run_stride,
                 GROUP_SIZE,

@@ -15,6 +15,7 @@ import numpy as np
 import triton
 import triton.language as tl
 from jax import Array
+from jax.typing import ArrayLike
 
 from pallas_kernels.dispatch import call_triton
 from pallas_kernels.optimizers import adamw_tiles_triton as tiles
@@ -188,7 +189,7 @@ def _adamw(
     groups: tl.tensor,
     groups_of_row: tl.tensor,
     vectors_of_row: tl.tensor,
-    salt: tl.tensor,
+    salt_ptr: tl.tensor,
     run_length: tl.tensor,
     run_stride: tl.tensor,
     one: tl.tensor,
@@ -229,16 +230,16 @@ def _adamw(
     if FAST_PATH and (not MASKED or (program + 1) * TILE_GROUPS <= groups):
         needs_general_path = tiles.update_tile_fast(
             program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
-            nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, remainder_ptr, salt, run_length, run_stride,
-            one, result_ptr, GROUP_SIZE, LANES, TILE_GROUPS, HAS_RUNS, VECTOR, IS_STEP, HAS_WEIGHT, STOCHASTIC,
-            REMAINDER_BITS, GATED, CLIP, MU, NU, DEAD_ELEMENTS,
+            nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, remainder_ptr, salt_ptr, run_length,
+            run_stride, one, result_ptr, GROUP_SIZE, LANES, TILE_GROUPS, HAS_RUNS, VECTOR, IS_STEP, HAS_WEIGHT,
+            STOCHASTIC, REMAINDER_BITS, GATED, CLIP, MU, NU, DEAD_ELEMENTS,
         )  # fmt: skip
     if not FAST_PATH or needs_general_path > 0:
         for subtile in range(SUBTILES):
             tiles.update_tile_general(
                 program * SUBTILES + subtile, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
                 nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, remainder_ptr, groups, groups_of_row,
-                vectors_of_row, salt, run_length, run_stride, one, result_ptr, GROUP_SIZE, LANES * SUBTILES,
+                vectors_of_row, salt_ptr, run_length, run_stride, one, result_ptr, GROUP_SIZE, LANES * SUBTILES,
                 TILE_GROUPS // SUBTILES, PARTIAL_GROUPS, MASKED, ALIGNED, HAS_RUNS, VECTOR, IS_STEP, HAS_WEIGHT,
                 STOCHASTIC, REMAINDER_BITS, GATED, CLIP, MU, NU, DEAD_ELEMENTS, not PARTIAL_GROUPS and not FAST_PATH,
             )  # fmt: skip
@@ -282,7 +283,7 @@ def adamw(
     dtype: Any = None,
     seed: Array | None = None,
     nu_seed: Array | None = None,
-    salt: int = 0,
+    salt: ArrayLike = 0,
     run: tuple[int, int] | None = None,
     launch: AdamWLaunch | None = None,
     compute_capability: int | None = None,
@@ -304,7 +305,7 @@ def adamw(
         dtype: dtype of a change; None for the weight's, or without one the gradient's. In place, it is the weight's.
         seed: two uint32 words for stochastic rounding of new bf16 weights; None rounds to nearest.
         nu_seed: two uint32 words for a second moment with stochastic rounding, in codes or bf16.
-        salt: a number of this parameter that is mixed into `nu_seed`.
+        salt: a number of this parameter, uint32, that is mixed into `nu_seed`.
         run: for a shard, whose noise depends on the position in the whole: consecutive groups there, and the distance
             to the next such run; None if all are consecutive. `nu_seed` includes the index of the first group.
         launch, compute_capability: tuning, and a GPU architecture such as 90; None for the defaults.
@@ -376,7 +377,7 @@ def adamw(
         groups,
         groups_of_row,
         length // vector if is_aligned else length,
-        salt,
+        placeholder if nu_seed is None else jnp.asarray(salt, jnp.uint32),
         *(run or (1, 1)),
         _ONE_BITS,
         *unused,

@@ -127,10 +127,17 @@ def test_narrow_columns_keep_short_cells_and_few_lines():
     lines = tables.sectioned_table(("layers", "operation", "shape", "why", "bytes"), [("Rows", rows)], 80).splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 7
-    for whole in ("(64,17,192)", "476 KiB", "ProductAttention"):
+    for whole in ("(64,17,192)", "476 KiB", " Attention"):
         assert any(whole in line for line in lines), whole
     # A text extends over the empty cells after it.
     assert max(len(line) for line in lines if "MultiHead" in line) > lines[0].index("bytes")
+    # Free text is wrapped before several names are.
+    names = [f"blocks/{{0..23}}/{name}" for name in ("attn/qkv", "attn/proj", "fc1", "fc2")]
+    rows = [(name, "Linear", "(128,384)", "nothing: LayerNorm recomputes it", "0 B") for name in names]
+    reason = "an embedding lookup, and its use as an output head (attend), are not quantized"
+    rows += [(name, "Embed", "(128,128)", reason, "") for name in ("wte", "wpe")]
+    text = tables.sectioned_table(HEAD[:5], [("Rows", rows)], 112)
+    assert [line.split()[0] for line in text.splitlines() if not line.startswith("   ")][2:] == [row[0] for row in rows]
 
 
 def test_the_terminal_says_the_width(monkeypatch):

@@ -267,7 +267,7 @@ def test_a_process_whose_peer_died_before_it_joined_ends_as_if_it_died_later(mon
         (["--coordinator", "node0:1"], "needs --process-id and --process-count"),
         (["--coordinator", "node0:1", "--process-id", "2", "--process-count", "2"], "from 0 to --process-count 2 - 1"),
         (["--process-id", "1"], "require --coordinator"),
-        (["--coordinator", "auto", "--process-count", "1"], "auto finds them itself"),
+        (["--coordinator", "auto", "--process-count", "1"], "auto detects them"),
         (["--patience", "0"], "at least 1"),
     ],
 )

@@ -123,17 +123,24 @@ def test_a_layer_in_8_bits_is_off_by_what_8_bits_round(recipe):
 
 
 @pytest.mark.slow
-def test_devices_that_gather_tokens_quantize_what_one_does():
-    """But for gate and up, whose wgrad on one device reads tokens that were decoded from the context."""
-    params, run = layer(recipe="coat")
-    local = layer(recipe="coat", sharing=ExpertSharing("coat", capacity=1.75))[1]
-    x = np.random.default_rng(3).normal(size=(TOKENS, TINY.dim)).astype(np.float32)
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_devices_that_share_experts_quantize_as_one_does(chosen):
+    """With two experts of a token devices gather tokens: codes are those of one device.
+
+    But wgrad of gate and up reads tokens on one device that are decoded from the context. With one expert each devices
+    exchange rows, and scales of experts are no powers of two of each other.
+    """
+    config = dataclasses.replace(TINY, experts_per_token=chosen, normalize_choices=False)
+    params, run = layer(config, recipe="coat")
+    local = layer(config, recipe="coat", sharing=ExpertSharing("coat", capacity=1.75))[1]
+    x = np.random.default_rng(3).normal(size=(TOKENS, config.dim)).astype(np.float32)
     specs = jax.tree.map_with_path(lambda path, _: P("expert") if mesh.has_experts(path) else P(), params)
     devices = mesh.make(1, 1, jax.devices()[:2], expert=2)
     over_devices = jax.shard_map(local, mesh=devices, in_specs=(specs, P("expert")), out_specs=P("expert"))
     results = [jax.jit(lambda p, x, f=f: (f(p, x), jax.vjp(f, p, x)[1](x)))(params, x) for f in (over_devices, run)]
     for (path, got), want in zip(jax.tree.leaves_with_path(results[0]), jax.tree.leaves(results[1]), strict=True):
-        assert relative(got, want) < (0.05 if "gate_up" in jax.tree_util.keystr(path) else 1e-5), path
+        is_equal = chosen == 2 and "gate_up" not in jax.tree_util.keystr(path)
+        assert relative(got, want) < (1e-5 if is_equal else 0.2), path
 
 
 @pytest.mark.parametrize(("recipe", "bytes_of_element"), [("bf16", 2), ("coat", 1 + 2 / 16), ("deepseek", 2)])
@@ -311,7 +318,7 @@ def test_a_plan_counts_what_experts_exchange(chosen):
         ("--release previous", "--release previous: router losses are not supported"),
         ("--mesh tensor=2 --batch 4", "2 devices along tensor are not supported for experts"),
         ("--mesh expert=3 --batch 6", r"3 devices along expert do not divide 8 experts; expert may be \[1, 2, 4, 8\]"),
-        ("--model 5m --mesh expert=2 --batch 4", "expert=2: the model has no experts; take data=2"),
+        ("--model 5m --mesh expert=2 --batch 4", "expert=2: the model has no experts; use data=2"),
         ("--recipe fp8_lm --mesh expert=2 --batch 4", "comm.auto_scale has one factor per parameter"),
         ("--mesh expert=2 --expert-capacity 0.5", "--expert-capacity must be at least 1, or 0, got 0.5"),
         ("--experts-per-token 9", "experts_per_token must be from 1 to experts 8, got 9"),

@@ -59,7 +59,7 @@ RESULTS = [
 def test_a_run_ends_with_what_was_gained(monkeypatch, tmp_path):
     steady = dict.fromkeys(("bf16", "coat_optimizer", "te_current"), 0.02)
     memory, products = comparison.sentences(RESULTS, {"te_current": "FP8"}, steady, "cpu")
-    assert memory == "Moments take 2.0 MiB instead of 8.0 (4.0 times less) at +0.50 % loss (coat_optimizer)."
+    assert memory == "Moments need 2.0 MiB instead of 8.0 (4.0 times less) at +0.50 % loss (coat_optimizer)."
     measured = json.loads((ROOT / "results/h100/step.json").read_text())["rows"]
     of_h100 = {row["impl"]: row["value"] for row in measured if row["metric"] == "step"}
     assert products.startswith("Products in FP8 (te_current) bring no speed on a CPU. On an H100 ")

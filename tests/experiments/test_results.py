@@ -195,8 +195,8 @@ def test_a_study_that_fails_is_left(job, planted, monkeypatch, capsys):
         (("--only", "b", "--data", "x"), "--only b: not with these options and 1 of NVIDIA H9"),
         (("--only", "a"), "--only a: not with these options"),
         (("--only", "c", "--data", "x"), "--only c: not with these options"),
-        (("--data", "x", "--dry"), "--data trains on GPUs: leave out --dry and --cpu"),
-        (("--data", "x", "--cpu"), "--data trains on GPUs: leave out --dry and --cpu"),
+        (("--data", "x", "--dry"), "--data trains on GPUs; omit --dry and --cpu"),
+        (("--data", "x", "--cpu"), "--data trains on GPUs; omit --dry and --cpu"),
     ):
         with pytest.raises(SystemExit):
             planted([job("c")], *options)

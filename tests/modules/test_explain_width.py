@@ -103,3 +103,13 @@ def test_many_equal_blocks_are_one_screen(monkeypatch):
     # Products of data have no path, but a line.
     assert re.search(rf"\({LAYERS} times\) +dot_general", text)
     assert "rule 'blocks/(0|23)/query'" in text
+
+
+def test_layers_of_one_reason_are_one_row_whatever_their_shapes(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    convs = [nnx.Conv(i, o, (3,), rngs=nnx.Rngs(0)) for i, o in ((64, 32), (32, 96), (96, 64))]
+    model = nnx.Sequential(*convs, nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+    (line,) = re.findall(r"(?m)^.*Conv .*$", str(fp8jax.explain(model, "coat", X)))
+    assert line.split()[:2] == ["layers/{0..2}", "Conv"]
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "(3,32,96)" in fp8jax.explain(model, "coat", X).details

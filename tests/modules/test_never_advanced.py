@@ -228,6 +228,25 @@ def test_a_transformed_function_is_trained_with_its_states(name, program):
     assert [MESSAGE + "advance of the transformed function" in message for message in messages] == [True]
 
 
+def test_a_transformed_function_gets_the_bounds_of_its_weights():
+    fast = fp8jax.transform(lambda p, x: jnp.mean((x @ p["w"]) ** 2), "moss")
+    p, tx = {"w": jnp.ones((16, 16))}, fp8jax.optimizer("moss", 1e-2)
+
+    def step(p, opt_state, states, has_bounds):
+        grads, observed = jax.grad(lambda *p: fast(p[0], X, states=p[1]), argnums=(0, 1))(p, states)
+        p, opt_state = tx.step(grads, opt_state, p)
+        states = fast.advance(states, observed)
+        if has_bounds:
+            states = fast.update_weight_amax_bounds(states, fp8jax.get_weight_amax_bounds(opt_state))
+        return p, states
+
+    for has_bounds in (True, False):
+        program = jax.jit(lambda *args, has_bounds=has_bounds: step(*args, has_bounds))
+        messages = told(lambda program=program: program(p, tx.init(p), fast.init(p, X)))
+        wanted = MESSAGE + "update_weight_amax_bounds of the transformed function"
+        assert [wanted in message for message in messages] == [True] * (not has_bounds)
+
+
 def readme_step(tx, accumulated=1):
     """README's step; with several microbatches, whose gradients are summed."""
 

@@ -139,7 +139,7 @@ def test_given_rules_stay_and_decide_for_the_other_layers():
 
 def test_wrong_arguments_say_what_to_give():
     step = jax.jit(fp8jax.telemetry(lambda x, w: fp8jax.linear(x, w, recipe="te_current")))
-    with pytest.raises(TypeError, match=r"the second result .* not tuple"):
+    with pytest.raises(TypeError, match=r"the second result .* got tuple"):
         fp8jax.find_faults(step(X, PARAMS["block0"]["up"]))
     with pytest.raises(TypeError, match=r"call it outside of jax\.jit"):
         jax.eval_shape(lambda: fp8jax.find_faults(step(X, PARAMS["block0"]["up"])[1]))

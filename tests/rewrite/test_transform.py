@@ -739,7 +739,7 @@ def test_bad_input():
         fp8jax.transform(3, "coat")
     # An Equinox module is called with data alone: its vector would be taken for the parameter of a matmul.
     for transform in (fp8jax.transform, fp8jax.filter_transform):
-        with pytest.raises(TypeError, match=r"not Dense, which contains its parameters.*lambda model, x: model\(x\)"):
+        with pytest.raises(TypeError, match=r"got Dense, which contains its parameters.*lambda model, x: model\(x\)"):
             transform(Dense(jnp.ones((64, 64))), "coat")
     with pytest.raises(ValueError, match="coats"):
         fp8jax.transform(mlp, "coats")

@@ -16,7 +16,7 @@ from fp8jax.core import expansion, formats, noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.noise import round_stochastic
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.dispatch.choice import capability
+from fp8jax.ops.dispatch.choice import call_traced_once, capability
 from fp8jax.ops.dispatch.partition import UNSHARDED, DimSharding, on_one_device, run_partitioned
 from fp8jax.ops.optimizers.leaf import (
     DEAD_M_RATIO,
@@ -52,6 +52,7 @@ class _Operands(NamedTuple):
     scalars: tuple[Array | None, ...]
     weight_seed: Array | None
     nu_seed: Array | None
+    salt: Array | None
 
 
 def needs_dither(moment: Moment, b1: Any) -> bool:
@@ -138,16 +139,31 @@ def make_scalars(adam: Adam, decays: bool, is_dithered: bool) -> tuple[Array | N
 def step_leaves(adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
     """The step of leaves with quantized moments, by the fused kernel."""
     scalars = functools.cache(functools.partial(make_scalars, adam))
-    return [_step_leaf(adam, leaf, scalars(leaf.decays, needs_dither(leaf.mu, adam.b1))) for leaf in leaves]
+    is_decay_zero = isinstance(adam.weight_decay, float) and adam.weight_decay == 0
+    results = []
+    for leaf in leaves:
+        is_dithered = needs_dither(leaf.mu, adam.b1)
+        step = functools.partial(_step_leaf, is_dithered, leaf.in_place or (leaf.decays and not is_decay_zero))
+        # Leaves of a kind share a program, because their salts are arguments of it.
+        salt = None if leaf.salt is None else np.uint32(leaf.salt)
+        plain_leaf = dataclasses.replace(leaf, salt=None)
+        results.append(call_traced_once(step, plain_leaf, salt, scalars(leaf.decays, is_dithered), adam.seed))
+    return results
 
 
-def _step_leaf(adam: Adam, leaf: Leaf, scalars: tuple[Array | None, ...]) -> StepResult:
+def _step_leaf(
+    is_dithered: bool,
+    needs_weight: bool,
+    leaf: Leaf,
+    salt: Array | None,
+    scalars: tuple[Array | None, ...],
+    seed: Array | None,
+) -> StepResult:
+    """The step of a leaf without its salt, which is an argument; `seed` is that of the step."""
     from pallas_kernels.optimizers import adamw_triton
 
-    mu_storage = _kernel_storage(leaf.mu, is_signed=True, is_dithered=needs_dither(leaf.mu, adam.b1))
-    nu_storage = _kernel_storage(leaf.nu, is_signed=False, is_stochastic=leaf.salt is not None)
-    has_decay = leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0)
-    needs_weight = leaf.in_place or has_decay
+    mu_storage = _kernel_storage(leaf.mu, is_signed=True, is_dithered=is_dithered)
+    nu_storage = _kernel_storage(leaf.nu, is_signed=False, is_stochastic=salt is not None)
     size = leaf.group_size
 
     def groups(shape: Sequence[int]) -> list[int]:
@@ -165,7 +181,7 @@ def _step_leaf(adam: Adam, leaf: Leaf, scalars: tuple[Array | None, ...]) -> Ste
             dtype=dtype,
             seed=x.weight_seed,
             nu_seed=x.nu_seed,
-            salt=leaf.salt or 0,
+            salt=0 if x.salt is None else x.salt,
             run=run,
             compute_capability=capability(),
         )
@@ -211,9 +227,9 @@ def _step_leaf(adam: Adam, leaf: Leaf, scalars: tuple[Array | None, ...]) -> Ste
         if on_one_device():
             return step_shard(UNSHARDED, names, shape, x)
         dtypes = str(leaf.dtype), None if remainder is None else str(remainder.dtype)
-        static = (mu_storage, nu_storage), size, dtypes, leaf.salt or 0, x.grad.shape, [s is None for s in x.scalars]
+        static = (mu_storage, nu_storage), size, dtypes, x.grad.shape, [s is None for s in x.scalars]
         weight_dims = dims if remainder is None else (dims, dims)
-        ins = (dims, weight_dims, *moments, ("",) * len(x.scalars), "-", "-")
+        ins = (dims, weight_dims, *moments, ("",) * len(x.scalars), "-", "-", "")
         return run_partitioned(
             "adamw_step" if leaf.in_place else "adamw_update", static,
             lambda sharding, *shards: step_shard(sharding, names, shape, _Operands(*shards)),
@@ -224,8 +240,9 @@ def _step_leaf(adam: Adam, leaf: Leaf, scalars: tuple[Array | None, ...]) -> Ste
     weight, remainder = (weight.high, weight.remainder) if isinstance(weight, MasterWeight) else (weight, None)
     parts = weight if remainder is None else (weight, remainder)
     moments = _moment_arrays(leaf.mu), _moment_arrays(leaf.nu)
-    nu_seed = None if leaf.salt is None else leaf.advance_seed(adam.seed)
-    operands = _Operands(leaf.grad, parts if needs_weight else None, *moments, scalars, leaf.weight_seed, nu_seed)
+    nu_seed = None if salt is None else leaf.advance_seed(seed)
+    weight_part = parts if needs_weight else None
+    operands = _Operands(leaf.grad, weight_part, *moments, scalars, leaf.weight_seed, nu_seed, salt)
     result, mu, nu = _vmap_as_leading_axis(call)(*operands)
     result = result if remainder is None else MasterWeight(*result)
     return StepResult(result, None, _to_moment(mu, leaf.mu), _to_moment(nu, leaf.nu))

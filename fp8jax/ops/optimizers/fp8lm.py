@@ -5,6 +5,7 @@ learning rate. They are known before the step, so it is one pass over its arrays
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from fp8jax.core import blocks, formats, noise, scaling
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.dispatch.choice import capability
+from fp8jax.ops.dispatch.choice import call_traced_once, capability
 from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
 from fp8jax.ops.optimizers import adamw
 from fp8jax.ops.optimizers.adamw import ShardStride
@@ -207,10 +208,11 @@ def _make_scalars(adam: Adam, decays: bool) -> tuple[Array | None, ...]:
     return tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in scalars)
 
 
-def _step_by_kernel(adam: Adam, leaf: Leaf) -> StepResult:
-    """The step of one leaf by the kernel, on each device of its part."""
+def _step_by_kernel(static: tuple[tuple[str, Any], ...], traced: dict[str, Array], leaf: Leaf) -> StepResult:
+    """The step of one leaf by the kernel, on each device of its part; see `Adam.split_static`."""
     from pallas_kernels.optimizers import fp8lm_triton
 
+    adam = Adam(**dict(static), **traced)
     spec, shape, quantized = leaf.mu.spec, leaf.mu.shape, leaf.quantized_arrays
     fmts = [formats.get(q.spec.format) for q in quantized]
     names = [f"axis{i}" for i in range(len(shape))]
@@ -267,10 +269,10 @@ def _step_by_kernel(adam: Adam, leaf: Leaf) -> StepResult:
     codes_dims, scales_dims = (dims,) * n, (scale_dims,) * n
     ins = (dims, weight_dims, codes_dims, scale_dims, scales_dims, scales_dims, ("",) * len(scalars), "-")
     dtypes = str(spec), str(jax.tree.map(lambda x: x.dtype, weight)), n
-    static = (dtypes, has_grad_codes, [x is None for x in scalars], leaf.weight_seed is None, spec.layer_axes)
+    settings = (dtypes, has_grad_codes, [x is None for x in scalars], leaf.weight_seed is None, spec.layer_axes)
     result, codes, amax = run_partitioned(
         "fp8lm_step" if leaf.in_place else "fp8lm_update",
-        static, step_shard, operands, ins, (weight_dims, codes_dims, f"- {scale_dims}"),
+        settings, step_shard, operands, ins, (weight_dims, codes_dims, f"- {scale_dims}"),
     )  # fmt: skip
     result = MasterWeight(*result) if isinstance(result, tuple) else result
     if adam.apply_if is not None:
@@ -283,7 +285,8 @@ def _step_by_kernel(adam: Adam, leaf: Leaf) -> StepResult:
 
 
 def _step_leaves(adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
-    return [_step_by_kernel(adam, leaf) for leaf in leaves]
+    static, traced = adam.split_static()
+    return [call_traced_once(functools.partial(_step_by_kernel, static), traced, leaf) for leaf in leaves]
 
 
 FP8LM = FusedOptimizer(
