@@ -270,9 +270,9 @@ class _Reduction:
             flat: Any = jax.tree_util.tree_leaves_with_path(tree)
             for i, (saturated, _) in stats.items():
                 place = current_place(jax.tree_util.keystr(flat[i][0], simple=True, separator="/"))
-                statistics = {"saturated": saturated, "size": jnp.ones_like(saturated)}
-                statistics |= {} if mus[i] is None else {"factor": mus[i]}
-                results[i] = observe(results[i], place, "gradient", Observation.from_scalars(statistics))
+                scalars = {"saturated": saturated, "size": jnp.ones_like(saturated)}
+                scalars |= {} if mus[i] is None else {"factor": mus[i]}
+                results[i] = observe(results[i], place, "gradient", Observation.from_scalars(scalars))
             tree = self.treedef.unflatten(results)
         if self.factors is None:
             return tree

@@ -52,7 +52,7 @@ class Telemetry(Mapping[str, Mapping[str, Mapping[str, Any]]]):
             return array[..., start : start + math.prod(shape)].reshape(array.shape[:-1] + shape)
 
         roles = dict(self.index)[layer]
-        return {role: {name: read(*place) for name, *place in statistics} for role, statistics in roles}
+        return {role: {name: read(start, shape) for name, start, shape in stats} for role, stats in roles}
 
     def __iter__(self) -> Iterator[str]:
         return (layer for layer, _ in self.index)

@@ -423,7 +423,7 @@ def main() -> None:
                     for s, spec in zip(shapes, where, strict=True)
                 ]
                 with choice.record_choices() as told:
-                    executable = jax.jit(program).lower(*placed).compile()
+                    executable: Any = jax.jit(program).lower(*placed).compile()
                 text = executable.as_text()
                 products = compiled.parse_products(text)
                 found[kind][name] = {

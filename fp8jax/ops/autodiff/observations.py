@@ -192,9 +192,9 @@ def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> Observati
             found[name] = jnp.max(sign * exponents, initial=-jnp.inf, where=row_mask)
     # Logarithms of all values at once: operations on single numbers would take long to compile.
     names, values = Observation.from_scalars(found)
-    sign = np.array([-1 if name == "smallest_scale" else 1 for name in names], np.float32)
+    signs = np.array([-1 if name == "smallest_scale" else 1 for name in names], np.float32)
     kinds = [np.array([name in kind for name in names]) for kind in (_LOG_SUMS, ("largest_scale", "smallest_scale"))]
-    logs = [jnp.log(values) + 2 * jnp.log(unit), sign * jnp.log2(sign * values)]
+    logs: list[Any] = [jnp.log(values) + 2 * jnp.log(unit), signs * jnp.log2(signs * values)]
     return Observation(names, jnp.select(kinds, logs, values))
 
 

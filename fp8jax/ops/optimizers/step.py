@@ -244,7 +244,8 @@ def step_tree(
 def _arrays_before_step(adam: Adam, leaf: Leaf) -> dict[str, Array]:
     """By role, the exact new values of the moments in codes, and the parameter before the step, negated; fp32."""
     gradient = scale_and_clip(load(leaf.grad), adam.grad_scale)
-    arrays = {"update": -_parameter(leaf.weight)}
+    # Negated, it is a new array. XLA would take the parameter's own one, which the kernel overwrites.
+    arrays: dict[str, Any] = {"update": -_parameter(leaf.weight)}
     for role, old, decay, value in (("m", leaf.mu, adam.b1, gradient), ("v", leaf.nu, adam.b2, jnp.square(gradient))):
         if isinstance(old, QTensor):
             exact = decay * load(old) + (1 - decay) * value
