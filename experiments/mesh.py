@@ -63,8 +63,8 @@ def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Devic
     used = math.prod(sizes.values())
     if used < len(devices) and len({device.process_index for device in devices}) > 1:
         raise ValueError(
-            f"{text or f'empty, with {rows} sequences of a microbatch,'} takes {used} of the {len(devices)} devices "
-            f"of several processes, but all must be used. Use sizes with product {len(devices)}, and a --batch that "
+            f"{text or f'empty, with {rows} sequences of a microbatch,'} uses {used} of the {len(devices)} devices "
+            f"of several processes, but must use all. Use sizes with product {len(devices)}, and a --batch that "
             "is a multiple of it"
         )
     mesh = make(sizes["data"], sizes["fsdp"], devices, tensor=sizes["tensor"], expert=sizes["expert"])

@@ -52,8 +52,10 @@ _attention.defvjp(_attention_residuals, lambda residuals, dy: (jnp.zeros_like(re
 
 
 def _policy(primitive: Any, *operands: Any, **how: Any) -> bool:
-    """The residuals of the model's own policy on a GPU, where products of codes are kernels that are identified only by
-    name."""
+    """Whether the model's own policy saves a result on a GPU.
+
+    There, products of codes are kernels, which are identified only by name.
+    """
     if primitive.name == "name" and how["name"] == flash.NAME:
         return True
     return products_saveable(primitive, *operands, **how) and all(x.dtype == jnp.bfloat16 for x in operands)

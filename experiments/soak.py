@@ -180,7 +180,7 @@ class Soak:
         return f"{run}: {len(differ)} of {len(expected)} arrays differ, such as {differ[0]}" if differ else ""
 
     def last_state(self, run: str) -> dict[str, str]:
-        """The digest of each array of the last checkpoint; its own digests are checked, too."""
+        """The digest of each array of the last checkpoint. The digests in the checkpoint are also checked."""
         with Checkpoints(self.folder / run / RECIPE / "checkpoints", 2, clean=False) as checkpoints:
             leaves = checkpoints.read_meta(STEPS)["leaves"]
             abstract = {k: jax.ShapeDtypeStruct(x["shape"], x["dtype"]) for k, x in leaves.items()}
@@ -222,7 +222,7 @@ def wait_for(condition: Callable[[], bool], processes: Sequence[subprocess.Popen
         if any(process.poll() is not None for process in processes):
             return False
         if time.monotonic() > until:
-            raise SoakError(f"no output within {PATIENCE} s")
+            raise SoakError(f"a run made no progress within {PATIENCE} s")
         time.sleep(PAUSE)
     return True
 

@@ -73,7 +73,7 @@ def end_linen_step(
 ) -> dict[str, Any]:
     """Ends a step of a model with a stateful recipe: `fp8jax.nnx.end_step` for collections of Linen.
 
-    `fp8jax.linen.TrainState` does so if it stores the collection.
+    `fp8jax.linen.TrainState` calls this function if it stores the collection.
 
     Args:
         scaling: the collection "fp8jax_scaling", as `apply` has written it.
@@ -86,7 +86,7 @@ def end_linen_step(
         The collection for the next step.
 
     Raises:
-        ValueError: as `advance_scaling`, or the optimizer follows no weight of a layer with automatic scaling.
+        ValueError: as `advance_scaling`, or the optimizer does not track a weight with automatic scaling.
     """
     names, bound_name = {path[-1] for path in flatten_dict(scaling)}, Automatic().variable_name("w")
     if statistics or names - {bound_name}:
@@ -113,7 +113,7 @@ def _apply_step(tx: Any, grads: Any, state: Any, params: Any, step_arguments: di
     chain of optax, as in Flax's own classes.
 
     Raises:
-        TypeError: an argument is of the fused step alone. Most transformations would ignore it.
+        TypeError: an argument belongs to the fused step, but `tx` has none. Most transformations would ignore it.
     """
     if isinstance(tx, FusedTransformation):
         return tx.step(grads, state, params, **step_arguments)
@@ -158,7 +158,7 @@ class Optimizer(nnx.Optimizer):
 
     def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any, **options: Any) -> None:
         if isinstance(model, linen.Module):
-            raise TypeError(wrong_model_message("fp8jax.nnx.Optimizer takes an NNX module", model))
+            raise TypeError(wrong_model_message("fp8jax.nnx.Optimizer expects an NNX module", model))
         super().__init__(model, tx, wrt=wrt, **options)
         self.opt_state = nnx.data(merge_boxes(self.opt_state))
         # Weights may have been loaded since they were measured. In a trace without the model, such as one for the
@@ -175,7 +175,7 @@ class Optimizer(nnx.Optimizer):
 
         Args:
             model: the module that the optimizer was created with.
-            grads: gradients of the variables in `wrt`, and maybe of others, such as `GradientStatistic`.
+            grads: gradients of the variables in `wrt`, and possibly of others, such as `GradientStatistic`.
             step_arguments: of the step: `key`, `grad_scale`, `apply_if`; or of the `update` of a transformation
                 without a step. `value`, the loss, is for `fp8jax.skip_bad_steps`.
 
@@ -220,7 +220,7 @@ class TrainState(train_state.TrainState):
     state, `scaling` stores its collection, and `apply_gradients` ends its step, as `fp8jax.linen.end_step` does.
 
     Attributes:
-        scaling: the collection "fp8jax_scaling" that `init` makes, or None.
+        scaling: the collection "fp8jax_scaling" that `init` returns, or None.
         rules: those of `fp8jax.linen.quantize`, if `end_step` needs them.
     """
 
@@ -245,6 +245,7 @@ class TrainState(train_state.TrainState):
 
         Raises:
             TypeError: an argument belongs to the step, but `tx` has none.
+            ValueError: there are statistics, but no `scaling`.
         """
         has_overwritten = OVERWRITE_WITH_GRADIENT in grads
         grads_and_params = (grads["params"], self.params["params"]) if has_overwritten else (grads, self.params)

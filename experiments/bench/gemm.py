@@ -212,7 +212,7 @@ def measure(shape: Gemm, arms: Sequence[GemmArm], operands: Any, oracle: Any, op
 
     Args:
         shape: (M, N, K).
-        arms: what multiplies. Implementations with the same function share a program.
+        arms: the implementations. Those with the same function share a program.
         operands: from (M, N, K, seed) to a set of arrays by name.
         oracle: from a kind, a set, rows and columns to the product there, in float64.
         options: with rounds and burst.
@@ -252,7 +252,7 @@ def measure(shape: Gemm, arms: Sequence[GemmArm], operands: Any, oracle: Any, op
 
 
 def _program(arm: GemmArm, arguments: Any) -> Callable[..., Any]:
-    """The function that multiplies all sets: a compiled program, or calls of torch that are awaited together."""
+    """The function that multiplies all sets: a compiled program, or calls of torch that are waited for together."""
     call = lambda sets: [arm.function(*args) for args in sets]  # noqa: E731
     if arm.is_torch:
         return lambda sets: Waiting(torch, call(sets))

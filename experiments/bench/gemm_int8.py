@@ -77,7 +77,7 @@ def oracle(kind: str, x: dict[str, Any], rows: np.ndarray, cols: np.ndarray) -> 
 
 
 def arms() -> list[GemmArm]:
-    """The function that multiplies; the kind of a product with fallback is the name of its mask."""
+    """The implementations. The kind of a product with fallback is the name of its mask."""
 
     def ours(a: Any, b: Any, sa: Any, sb: Any, *residual: Any) -> Any:
         return matmul_int8_block(a, b, sa, sb, residual=FallbackResidual(*residual) if residual else None)

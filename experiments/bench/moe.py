@@ -11,8 +11,8 @@ experts by a random router. "deepseek" has the context of coat. Ratios are the b
 recipe's.
 
 With `--gpus` the experts are cut over GPUs. Each has tokens of its own, and room for 1.25 times the rows that it sends.
-Sent are the bytes of tokens, or of their rows, that a GPU sends to others in both passes. GPUs gather the tokens of all
-unless they are more than a token has experts, in bf16 too.
+Sent are the bytes of tokens, or of their rows, that a GPU sends to others in both passes. Each GPU
+gathers the tokens of all if there are at most as many GPUs as experts of a token, in bf16 too.
 """
 
 import concurrent.futures

@@ -54,7 +54,7 @@ def largest(make: Callable[[int], CardArm], room: float) -> CardArm:
         raise ValueError("the device does not report its memory; set --fit, in GB")
     found = last = make(1)
     if found.needs > room:
-        raise ValueError(f"one sequence needs {found.needs:.1f} GB, but there are only {room:.1f}")
+        raise ValueError(f"one sequence needs {found.needs:.1f} GB, but only {room:.1f} GB are available")
     batch, too_many, one = SECOND, math.inf, 0.0
     for _ in range(MOST_TRIES):
         arm = make(batch)

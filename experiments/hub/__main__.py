@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     if kept:
         print(
-            f"not in 8 bits, for 128 does not divide them, or what servers fuse with them: {', '.join(kept)}",
+            f"not in 8 bits, because 128 does not divide them or weights fused with them: {', '.join(kept)}",
             file=sys.stderr,
         )
     return 0

@@ -110,7 +110,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error})") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds {type(content).__name__}, not a JSON object")
+        raise UserError(f"{path} contains {type(content).__name__}, not a JSON object")
     return content
 
 

@@ -26,7 +26,7 @@ class ExpertProducts:
     """How experts multiply, and what is kept of their inputs for the backward pass: JAX's own product, and arrays."""
 
     def share(self, routes: "Routes", experts_NxK: jax.Array) -> Any:
-        """Routes to the experts of all devices, of these choices; on one device as they are."""
+        """The routes of these choices to the experts of all devices; on one device `routes`, unchanged."""
         return routes
 
     def multiply(self, x_RxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:

@@ -116,10 +116,10 @@ def read_text(path: Path) -> str | None:
 def read_corpus(patterns: Sequence[str], valid_fraction: float) -> Corpus:
     """Reads every document and splits them.
 
-    Whole documents go to validation, in the order of a hash of their content, until they hold `valid_fraction` of the
-    text; a document that would alone overshoot by half is passed over, and one stays for training. A single document,
-    or documents that are all too large, are split at the end of the text instead. Empty documents and exact copies are
-    dropped, so that a copy cannot stand in both splits.
+    Whole documents go to validation, in the order of a hash of their content, until they contain `valid_fraction` of
+    the text. A document that alone would exceed it by half is skipped, and one stays for training. If there is a single
+    document, or all are too large, the end of the text is used for validation instead. Empty documents and exact copies
+    are dropped, so that a copy cannot be in both splits.
 
     Args:
         patterns: as `find_files`; none means the standard library.

@@ -116,8 +116,8 @@ def record(value: Any, field: str, where: str) -> TextRecord:
     """Converts the content of a line or row to a record.
 
     Raises:
-        UserError: it holds neither a conversation with an answer, nor a text; or its text has a character that no token
-            stands for.
+        UserError: it contains neither a conversation with an answer nor a text, or its text has a character that no token
+            represents.
     """
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: expected a JSON object, got {_shown(value, 60)}")
@@ -127,8 +127,8 @@ def record(value: Any, field: str, where: str) -> TextRecord:
         if not isinstance(text, str) or not text:
             has = ", ".join(map(str, value)) or "nothing"
             what = "is empty" if text == "" else f"is {_shown(text, 40)}" if field in value else ""
-            told = f"{field} {what}, not a text" if what else f"neither {MESSAGES} nor {field} (it has {has})"
-            raise UserError(f"{where}: {told}; set --field to the name of the text field")
+            problem = f"{field} {what}, not a text" if what else f"neither {MESSAGES} nor {field} (it has {has})"
+            raise UserError(f"{where}: {problem}; set --field to the name of the text field")
         _check_characters(text, f"{where}: {field}")
         return TextRecord(where, text)
     if not isinstance(messages, list) or not messages:

@@ -121,7 +121,7 @@ def _floating(name: str) -> bool:
 
 
 def adapt(model: Llama, lora: Lora, recipe: fp8jax.Recipe, rngs: nnx.Rngs) -> Llama:
-    """A model with adapters. All other weights are stored as `lora.base` says; also of an abstract one.
+    """A model with adapters. All other weights are stored as `lora.base` specifies. Also for an abstract model.
 
     Raises:
         UserError: no layer has a path that the targets match, the rank is too large, or codes of the recipe and of the

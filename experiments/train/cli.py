@@ -430,11 +430,11 @@ def _compile(session: Session, task: Task, label: str) -> Programs:
     return Programs(compiled, observed_step, state, base, state_places, base_places, everywhere)
 
 
-def computed_by(told: Sequence[Any], kept: Sequence[str]) -> list[str]:
+def computed_by(choices: Sequence[Any], residuals: Sequence[str]) -> list[str]:
     """Lines with the implementation and the residuals of each operation of a step, and a warning if no kernel runs."""
-    advice = choice.missing_kernels_advice() if told else None
+    advice = choice.missing_kernels_advice() if choices else None
     warning = [] if advice is None else [f"WARNING: {advice}"]
-    return [*warning, *summary(told), *(f"saved {line}" for line in kept)]
+    return [*warning, *summary(choices), *(f"saved {line}" for line in residuals)]
 
 
 def _write_adapter(folder: Path, task: Task, state: TrainState, console: Console) -> None:
@@ -445,7 +445,7 @@ def _write_adapter(folder: Path, task: Task, state: TrainState, console: Console
         fp8jax.lora.save(folder, adapters, PEFT_NAMES, dropout=task.lora.lora_dropout)
         console.print(f"adapters: {folder}, as peft reads them")
     except (ValueError, ModuleNotFoundError) as error:
-        console.print(f"adapters are in the checkpoints alone: {error}")
+        console.print(f"adapters are only in the checkpoints: {error}")
 
 
 def with_base(

@@ -81,8 +81,8 @@ class GatheredRoutes:
     """Routes to the experts of several devices, each of which gathers the tokens of all.
 
     Attributes:
-        gather: which tokens are rows of this device's experts.
-        wire_format: of what is gathered, as `fp8jax.dist.TokenGather.dispatch` takes it.
+        gather: the tokens of all devices that are rows of this device's experts.
+        wire_format: the format of the gathered tokens, as for `fp8jax.dist.TokenGather.dispatch`.
     """
 
     gather: TokenGather
@@ -107,7 +107,7 @@ class GatheredRoutes:
 
 
 def gathers_tokens(devices: int, experts_per_token: int) -> bool:
-    """Whether devices send less if each gathers the tokens of all than if a token goes to each of its experts."""
+    """Whether devices send no more if each gathers the tokens of all than if a token goes to each of its experts."""
     return devices <= experts_per_token
 
 
@@ -206,13 +206,13 @@ class _DecodeTokens:
         return Recomputed(x_NxD if saved.routes is None else saved.routes.permute(x_NxD))
 
     def backward(self, *_: Any) -> Any:
-        raise TypeError("tokens that are decoded are no operation")
+        raise TypeError("decoding of tokens has no backward pass")
 
 
 def exchanged(
     llama: LlamaConfig, devices: int, wire_format: Linear | str, tokens: int, dtype: str = "bf16", times: int = 1
 ) -> list[Collective]:
-    """What a layer's devices send of their tokens, forward and backward, in which tokens travel again.
+    """The collectives of tokens in a layer of experts, forward and backward. The backward pass sends tokens again.
 
     Args:
         tokens: of one device.
@@ -226,12 +226,14 @@ def exchanged(
 
 
 def check_devices(llama: LlamaConfig, devices: int) -> None:
-    """Raises ValueError that says why so many devices cannot share experts, and the fix."""
+    """Raises ValueError, with the fix, if this number of devices cannot share the experts."""
     if not llama.experts:
         raise ValueError(f"expert={devices}: the model has no experts; use data={devices} or fsdp={devices}")
     if llama.experts % devices:
         fits = [n for n in range(1, llama.experts + 1) if llama.experts % n == 0]
-        raise ValueError(f"{devices} devices along expert do not divide {llama.experts} experts; expert may be {fits}")
+        raise ValueError(
+            f"{devices} devices along expert do not divide {llama.experts} experts; expert must be one of {fits}"
+        )
 
 
 def check(recipe: fp8jax.Recipe) -> None:

@@ -106,11 +106,11 @@ def show_plan(details: Details, task: Task, abstract: TrainState, base: Any, com
     """The memory of the arrays of a step, by kind."""
     parameters = count(abstract.params)
     if task.lora is not None:
-        held = jax.tree.leaves(base)
-        told = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(task.lora).items())
+        base_leaves = jax.tree.leaves(base)
+        settings = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(task.lora).items())
         details.show(
-            f"adapters: {told}; not trained: {nbytes(held) / 2**20:,.1f} MiB of a base that checkpoints do not hold; "
-            "blocks run with the recipe's products alone, contexts are left out"
+            f"adapters: {settings}; frozen base: {nbytes(base_leaves) / 2**20:,.1f} MiB, not in checkpoints; "
+            "blocks use only the recipe's products, not its contexts"
         )
     shape = "  ".join(f"{k}={v}" for k, v in dataclasses.asdict(task.llama).items())
     details.show(f"{parameters:,} parameters: {shape}", 4)

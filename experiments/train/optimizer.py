@@ -39,18 +39,18 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
     )
     if optim.release:
         if recipe.linear.stateful_strategies or recipe.comm.gradients is not None:
-            what = "scalings with a state" if recipe.linear.stateful_strategies else "sums of gradients of its own"
+            what = "scalings with a state" if recipe.linear.stateful_strategies else "8-bit gradient reductions"
             raise UserError(
-                f"--release {optim.release}: recipe {recipe.name} has {what}, which is not supported; use coat, fast "
+                f"--release {optim.release}: recipe {recipe.name} has {what}, which are not supported; use coat, fast "
                 "or te_current"
             )
         adamw = make(layer_axes=parallel.stacked)
         return ReleasedOptimizer(make(layer_axes=np.int32(1)), adamw, optim.clip, optim.release == "twice")
-    # Of others no step is followed.
-    follows = (
+    # The bounds of other optimizers cannot be tracked in their step.
+    has_tracked_step = (
         optim.b1**2 < optim.b2 and not recipe.has_per_tensor_moments and recipe.weights.master != "bf16+stochastic"
     )
-    if not recipe.linear.needs_weight_bounds or follows:
+    if not recipe.linear.needs_weight_bounds or has_tracked_step:
         return make(layer_axes=parallel.stacked, clip=optim.clip)
     limit = None
     if optim.b1**2 < optim.b2:

@@ -91,7 +91,7 @@ def check(llama: LlamaConfig, devices: int) -> None:
         if size % devices:
             fits = [n for n in range(1, size + 1) if size % n == 0]
             raise ValueError(
-                f"{devices} devices along tensor do not divide {size} {what}; use tensor with one of {fits}"
+                f"{devices} devices along tensor do not divide {size} {what}; tensor must be one of {fits}"
             )
     if llama.qk_norm == "width":
         raise ValueError("a norm over the channels of all heads (qk_norm 'width') cannot be sharded; use tensor=1")
@@ -109,7 +109,7 @@ def check_base(llama: LlamaConfig, base: str, devices: int) -> None:
         if size > unit and (size // devices) % unit:
             raise ValueError(
                 f"{devices} devices along tensor have {size // devices} of {size} {what} each, not a multiple of the "
-                f"group of {unit} of --base {spec}. Use --base {spec.format}, or another size of tensor"
+                f"group of {unit} of --base {spec}. Use --base {spec.format}, or another number of devices along tensor"
             )
 
 

@@ -250,8 +250,7 @@ class Threshold(Stateful):
     Blocks of the input have their own scales. A block whose amax exceeds the threshold also gets a residual
     (`fp8jax.ops.quantization.fallback`). The threshold starts at 1. After each step it is divided by a factor if the
     fraction of these blocks was below the range, and multiplied by it if the fraction was above. State: fp32 scalar. A
-    statistic is two
-    counts: blocks that fell back, and all blocks.
+    statistic is two counts: blocks that fell back, and all blocks.
 
     Attributes:
         min_fraction, max_fraction: target range of the fraction of blocks.

@@ -120,7 +120,7 @@ class TokenExchange:
             )
         if capacity is not None and capacity < 1:
             raise ValueError(
-                f"{_CALLER}: capacity must be at least 1, not {capacity}; None fits the rows of all devices"
+                f"{_CALLER}: capacity must be at least 1, got {capacity}; None is enough for the rows of all devices"
             )
         capacity = devices * num_rows if capacity is None else min(capacity, devices * num_rows)
         groups = cast_varying_over(Groups.from_sizes(group_sizes, num_rows), names)
@@ -152,7 +152,7 @@ class TokenExchange:
             (capacity, channels) in the dtype of `x`; rows in no group are 0.
 
         Raises:
-            ValueError: `x` has another number of rows, or no codes of `wire_format` can travel.
+            ValueError: `x` has another number of rows, or `wire_format` is not supported.
         """
         self._check("dispatch", x, self.num_rows)
         wire = operand_wire_format(_CALLER, wire_format, "x")
@@ -169,7 +169,7 @@ class TokenExchange:
             (num_rows, channels) in the dtype of `y`; rows in no group are 0. NaN if `overflow` is not 0.
 
         Raises:
-            ValueError: `y` has another number of rows, or no codes of `wire_format` can travel.
+            ValueError: `y` has another number of rows, or `wire_format` is not supported.
         """
         self._check("combine", y, self.capacity)
         wire = operand_wire_format(_CALLER, wire_format, "dy")

@@ -370,8 +370,8 @@ def _scatter_dim(reduction: _Reduction, i: int, spec: PartitionSpec) -> int | No
             continue
         if tuple(common) != reduction.axes:
             raise ValueError(
-                f"{reduction.caller}: {path} is sharded over {common} of {reduction.axes}; reduce over the other axes "
-                "first"
+                f"{reduction.caller}: {path} is sharded over {common} of {reduction.axes}; reduce over {common} "
+                "alone, and then over the other axes"
             )
         quantized = reduction.specs[i]
         unit = (quantized.group_size or 1) if quantized is not None and dim == len(shape) - 1 else 1

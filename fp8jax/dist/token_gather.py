@@ -1,4 +1,4 @@
-"""Experts on a few devices: all devices gather the tokens of all, as codes, and add what their experts make of them.
+"""Experts on a few devices: each gathers the tokens of all, as codes. Results of experts are summed over devices.
 
 A device sends each of its tokens once to every other device. `fp8jax.dist.TokenExchange` sends a token once for each of
 its experts on other devices.
@@ -38,14 +38,14 @@ _ADVICE = (
 )
 @dataclasses.dataclass(frozen=True)
 class TokenGather:
-    """Which tokens of all devices are rows of this device's experts.
+    """The tokens of all devices that are rows of this device's experts.
 
     Create it with `from_choices`, inside `jax.shard_map`. Device i along the axes has the matrices of experts
     [i * local, (i + 1) * local). `dispatch` gathers the tokens of all devices, and returns the rows of this device's
     experts. `combine` adds the rows of each token, on all devices. Both are differentiable in their array.
 
-    A device sends `devices - 1` times its tokens. `TokenExchange` sends `(devices - 1) / devices` times the rows of
-    their choices. This class sends less if there are fewer devices than choices of a token.
+    A device sends each token to `devices - 1` others. `TokenExchange` sends `(devices - 1) / devices` rows for each
+    choice of a token. This class sends less if there are fewer devices than choices of a token.
 
     Attributes:
         group_sizes: int32 (local experts,), the number of rows of each expert of this device. They are consecutive,
@@ -53,9 +53,9 @@ class TokenGather:
         overflow: int32 scalar, the rows of all devices that exceed a capacity. If it is not 0, `combine` returns NaN on
             all devices.
         is_routed: bool (tokens,), whether a token of this device has an expert.
-        row_tokens: int32 (capacity,), the token of each row among those of all devices; their number for a row in no
-            group.
-        rows: int32 (all tokens, choices), the row of each choice; the capacity if this device has none.
+        row_tokens: int32 (capacity,), the index of each row's token among the tokens of all devices. For a row in no
+            group it is the number of these tokens.
+        rows: int32 (all tokens, choices), the row of each choice. It is the capacity if this device has no such row.
         axes: the mesh axes.
 
     Examples:
@@ -91,8 +91,8 @@ class TokenGather:
                 and gradient are 0.
             num_experts: number of experts of all devices.
             axes: name or names of the mesh axes that shard the experts.
-            capacity: number of rows that a device's experts can take. None is the largest possible number, all choices
-                of all devices. No row is dropped silently: see `overflow`.
+            capacity: number of rows that a device's experts can receive. None is the largest possible number, all
+                choices of all devices. No row is dropped silently: see `overflow`.
 
         Raises:
             ValueError: outside of `jax.shard_map`; the devices do not divide the experts; or `capacity` is below 1.
@@ -107,7 +107,7 @@ class TokenGather:
             raise ValueError(f"{_CALLER}: {devices} devices along {names} do not divide {num_experts} experts")
         if capacity is not None and capacity < 1:
             raise ValueError(
-                f"{_CALLER}: capacity must be at least 1, not {capacity}; None fits the choices of all devices"
+                f"{_CALLER}: capacity must be at least 1, got {capacity}; None is enough for the choices of all devices"
             )
         experts = cast_varying_over(experts.astype(jnp.int32), names)
         is_routed = jnp.any((experts >= 0) & (experts < num_experts), axis=1)
@@ -126,27 +126,27 @@ class TokenGather:
         return cls(groups.sizes, overflow, is_routed, row_choices // experts.shape[1], rows, names)
 
     def dispatch(self, x: Array, wire_format: WireFormatLike = "e4m3:token") -> Array:
-        """Rows of this device's experts. Tokens travel as codes, and sums of their gradients in the dtype of `x`.
+        """The rows of this device's experts. Tokens are sent as codes, and sums of gradients in the dtype of `x`.
 
         Args:
             x: (tokens, channels), floating, the tokens of this device.
             wire_format: a `QuantSpec` with a scale per row, group, or tensor, or its string form; a recipe, for the
-                format of its products' inputs; or "bf16", "fp16" or "fp32". A scale per tensor is one of all devices'
-                tokens, times a power of two for each token. Blocks of rows and channels become groups of channels.
+                format of its products' inputs; or "bf16", "fp16" or "fp32". A scale per tensor is common to the tokens of
+                all devices, times a power of two for each token. Blocks of rows and channels become groups of channels.
                 Recipes that round stochastically, have 4-bit codes or do not quantize send the dtype of `x`.
 
         Returns:
             (capacity, channels) in the dtype of `x`; rows in no group are 0.
 
         Raises:
-            ValueError: `x` has another number of rows, or no codes of `wire_format` can travel.
+            ValueError: `x` has another number of rows, or `wire_format` is not supported.
         """
         return self.dispatch_with_facts(x, wire_format)[0]
 
     def dispatch_with_facts(self, x: Array, wire_format: WireFormatLike) -> tuple[Array, ArrayFacts]:
         """The result of `dispatch`, and facts for `fp8jax.ragged_dot`.
 
-        With these facts a product of the recipe in `wire_format` reads the codes that travelled, if they are per-tensor
+        With these facts a product of the recipe in `wire_format` reads the codes that were sent, if they are per-tensor
         FP8. Its backward pass gathers them again.
         """
         self._check("dispatch", x, self.is_routed.shape[0])
@@ -157,7 +157,7 @@ class TokenGather:
         return _dispatch(x, tokens, self), facts._replace(recompute_rule=(operation, saved))
 
     def dispatch_weights(self, weights: Array) -> Array:
-        """The weight of each row's choice, (capacity,); 0 for rows in no group. It travels in its own dtype.
+        """The weight of each row's choice, (capacity,); 0 for rows in no group. Weights are sent in their own dtype.
 
         Args:
             weights: (tokens, choices), floating, those of this device.
@@ -171,7 +171,7 @@ class TokenGather:
         return _weights_of_rows(lax.all_gather(cast_varying_over(weights, self.axes), self.axes, tiled=True), self)
 
     def combine(self, y: Array, wire_format: WireFormatLike = "e4m3:token") -> Array:
-        """The sum of each token's rows, in fp32 on a device. Sums travel in the dtype of `y`, and gradients as codes.
+        """The sum of each token's rows, in fp32 on a device. Sums are sent in the dtype of `y`, and gradients as codes.
 
         Args:
             y: (capacity, channels), floating, in the order of `dispatch`, multiplied by weights.
@@ -181,7 +181,7 @@ class TokenGather:
             (tokens, channels) in the dtype of `y`; tokens without experts are 0. NaN if `overflow` is not 0.
 
         Raises:
-            ValueError: `y` has another number of rows, or no codes of `wire_format` can travel.
+            ValueError: `y` has another number of rows, or `wire_format` is not supported.
         """
         self._check("combine", y, self.row_tokens.shape[0])
         return _combine(operand_wire_format(_CALLER, wire_format, "dy"), cast_varying_over(y, self.axes), self)
@@ -191,7 +191,7 @@ class TokenGather:
             raise ValueError(f"{_CALLER}.{method} expects ({num_rows}, channels), got {x.shape}")
 
     def _encode(self, x: Array, wire: WireFormat) -> QTensor | Array:
-        """What this device sends of its tokens: codes with scales per row, as bytes, or an array."""
+        """This device's tokens in the form in which they are sent: codes with scales per row, as bytes, or an array."""
         if wire.spec is None:
             return wire.cast(x)
         x = jnp.where(self.is_routed[:, None], x, 0)
@@ -203,7 +203,7 @@ class TokenGather:
         return encode_tokens(x, wire.spec, token_scales(row_amax, largest, wire.spec, wire.strategy))
 
     def _sum_over_devices(self, rows: Array) -> Array:
-        """This device's tokens of the sums of rows over all devices."""
+        """The sums of rows over all devices, for the tokens of this device."""
         terms = rows.at[self.rows].get(mode="fill", fill_value=0).astype(jnp.float32)
         sums = jnp.where(self.overflow > 0, jnp.nan, jnp.sum(terms, axis=1)).astype(rows.dtype)
         with jax.named_scope(TOKEN_GATHER):
@@ -215,7 +215,7 @@ class _GatherTokens:
     """The gather of all devices' tokens: a `fp8jax.ops.autodiff.residuals.Recomputable`.
 
     Attributes:
-        wire: the format of what is sent.
+        wire: the format in which tokens are sent.
         axes: the mesh axes.
         dtype: of the tokens.
     """
@@ -225,7 +225,7 @@ class _GatherTokens:
     dtype: DTypeLike
 
     def gather(self, shard: QTensor | Array, row_tokens: Array) -> tuple[Array, ArrayFacts]:
-        """The tokens of all devices from what each sends, and facts about an array whose rows are these tokens."""
+        """The tokens of all devices from the shard of this one, and facts about an array with these tokens as rows."""
         with jax.named_scope(TOKEN_GATHER):
             whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axes, tiled=True), shard)
         codes = None

@@ -56,7 +56,7 @@ def gather_quantized(
 
     Returns:
         The whole weight. None if the recipe reads the weight itself, quantizes it separately for dgrad or collects its
-            statistics, or if a shard ends within a block.
+        statistics, or if a shard ends within a block.
 
     Raises:
         ValueError: outside of `jax.shard_map`.

@@ -69,7 +69,7 @@ def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: An
     is_quantized = isinstance(type(model), nnx_modules.QuantizedMeta)
     if rules is None:
         usage = "the arguments of a call of a quantized model: explain(model, x)"
-        raise TypeError(f"explain takes {usage if is_quantized else 'rules or a recipe: explain(model, rules, x)'}")
+        raise TypeError(f"explain needs {usage if is_quantized else 'rules or a recipe: explain(model, rules, x)'}")
     if is_quantized and not isinstance(rules, _RULES_TYPES):
         return _explain_nnx(model, (rules, *sample), keywords)
     if isinstance(model, nnx.Module | nn.Module) and isinstance(rules, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
@@ -84,8 +84,10 @@ def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: An
     if isinstance(model, nn.Module):
         return _explain_linen(model, as_rule_set(rules), sample, keywords)
     if isinstance(model, Transformed):
-        raise TypeError("explain takes an NNX or Linen module; a transformed function has its own: fast.explain(*args)")
-    raise TypeError(wrong_model_message("explain takes an NNX or Linen module", model))
+        raise TypeError(
+            "explain expects an NNX or Linen module; call the method explain(*args) of a transformed function"
+        )
+    raise TypeError(wrong_model_message("explain expects an NNX or Linen module", model))
 
 
 def _explain_nnx(model: Any, sample: Any, keywords: Any) -> Explanation:

@@ -62,7 +62,7 @@ def quantize(module: Model, rules: Rules) -> Model:
 
     A recipe, unlike a rule, does not quantize embeddings, heads and routers. They are found by name, or by a result
     that is returned or goes into softmax, top_k, argmax or sort. A result with the shape of a floating-point argument
-    is not a head, nor is any matmul if only heads would be left.
+    is not a head. If only heads would be left, no matmul is a head.
 
     `fp8jax.explain(model, rules, *sample)` lists every matmul. A call raises if its rules match nothing.
 
@@ -81,7 +81,7 @@ def quantize(module: Model, rules: Rules) -> Model:
             no matmul of data with a parameter. Or a matmul asks for a precision that no quantized matmul has.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(wrong_model_message("fp8jax.linen.quantize takes a Linen module", module))
+        raise TypeError(wrong_model_message("fp8jax.linen.quantize expects a Linen module", module))
     if module.scope is not None:
         raise ValueError("the module is bound to variables; quantize it before it is bound")
     if hasattr(type(module), "_fp8jax_settings"):
@@ -101,7 +101,7 @@ def unquantize(module: Model) -> Model:
         ValueError: it is not quantized.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(wrong_model_message("fp8jax.linen.unquantize takes a Linen module", module))
+        raise TypeError(wrong_model_message("fp8jax.linen.unquantize expects a Linen module", module))
     original_class = getattr(type(module), "_fp8jax_plain", None)
     if original_class is None:
         raise ValueError(f"{type(module).__name__} is not quantized")

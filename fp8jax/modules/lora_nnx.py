@@ -57,7 +57,7 @@ def lora(
             keeps states. `targets` match no layer. Or as in `fp8jax.freeze` and `fp8jax.lora.init_adapter`.
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(wrong_model_message("fp8jax.nnx.lora takes an NNX module", model))
+        raise TypeError(wrong_model_message("fp8jax.nnx.lora expects an NNX module", model))
     settings = get_settings(model)
     if settings is None:
         raise ValueError(

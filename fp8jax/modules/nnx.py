@@ -245,7 +245,7 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     whole parameter uses the first state. Matmuls with other batch axes run as written.
 
     A recipe, unlike a rule, does not quantize embeddings, output heads and routers. These are found by name, or by
-        their result: it is returned (heads), or goes into softmax, top_k or argmax (routers).
+    their result: it is returned (heads), or goes into softmax, top_k or argmax (routers).
 
     Args:
         model: any NNX module; it is not changed.
@@ -265,7 +265,7 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
             has.
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(wrong_model_message("fp8jax.nnx.quantize takes an NNX module", model))
+        raise TypeError(wrong_model_message("fp8jax.nnx.quantize expects an NNX module", model))
     ordered_rules = as_rule_set(rules)
     submodules = get_modules(model)
     _check_kernel_variables(submodules)
@@ -436,7 +436,7 @@ def unquantize(model: Model) -> Model:
         ValueError: it is not quantized, or has adapters.
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(wrong_model_message("fp8jax.nnx.unquantize takes an NNX module", model))
+        raise TypeError(wrong_model_message("fp8jax.nnx.unquantize expects an NNX module", model))
     if not any(get_settings(m) for m in get_modules(model).values()):
         raise ValueError("the model is not quantized")
     if any(isinstance(v, FrozenParam) for m in get_modules(model).values() for v in get_params(m).values()):

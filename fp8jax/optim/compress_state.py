@@ -71,8 +71,8 @@ def compress_state(
     above 0.98 follow too slowly.
 
     **Long decays.** A second moment without a gradient is rounded at each step. After 100 steps its error is a third.
-        This matters if a first moment decays more slowly, as in `optax.contrib.simplified_ademamix`: use {"n": "fp32"}
-        there.
+    This matters if a first moment decays more slowly, as in `optax.contrib.simplified_ademamix`. Use {"n": "fp32"}
+    there.
 
     If the state has second moments, finite gradients are clipped to 2^62 (4.6e18), because their squares would
     overflow. NaN and Inf stay.

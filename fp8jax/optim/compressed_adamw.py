@@ -75,10 +75,9 @@ def scale_by_compressed_adam(
     r"""Rescales gradients by Adam, with moments stored in 8 bits.
 
     It is `optax.scale_by_adam` with another storage: each step decodes the moments, updates them in fp32, and encodes
-        them.
-    Moments are quantized in groups along the last axis, in place, with dynamic range expansion. Moments stay in fp32 if
-    the parameter has fewer than `min_size` elements, or a last axis so short that scales would need 10 % of the codes.
-    This depends on their global shape only.
+    them. Moments are quantized in groups along the last axis, in place, with dynamic range expansion. Moments stay in
+    fp32 if the parameter has fewer than `min_size` elements, or a last axis so short that scales would need 10 % of the
+    codes. This depends on their global shape only.
 
     Args:
         b1, b2, eps, eps_root: as of `optax.scale_by_adam`.
@@ -151,8 +150,8 @@ def compressed_adamw(
 ) -> FusedTransformation:
     r"""AdamW with moments stored in 8 bits: about 2.1 bytes per parameter instead of 8.
 
-    It is `optax.adamw` with another storage of the moments. With `mu="fp32", nu="fp32"` and fp32 parameters the results
-    are bitwise equal.
+    It is `optax.adamw` with another storage of the moments. With `mu="fp32"`, `nu="fp32"` and fp32 parameters the
+    results of both are bitwise equal.
 
     **Second moments.** With b2 = 0.999 a second moment changes by 0.1 % per step, and the codes of e4m3 are 3 to 12 %
     apart. With rounding to nearest it stalls. Stochastic rounding is unbiased at every step and scatters around the
@@ -201,7 +200,7 @@ def compressed_adamw(
         min_size: smallest size of a parameter, in elements, with quantized moments.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
             run. `fp8jax.ops.dispatch.choice.record_choices` records the choice for each parameter. If the arrays of a
-                jitted program are on two automatic meshes of GPUs, JAX cannot run kernels: use "xla".
+            jitted program are on two automatic meshes of GPUs, JAX cannot run kernels: use "xla".
         nesterov: use NAdam's updates, as `optax.adamw(nesterov=True)` does. XLA computes them: impl "triton" raises.
         mu_dtype: not supported, an error. Use `mu` instead: "bf16" for `jnp.bfloat16`, "fp32" for float32.
 

@@ -423,9 +423,8 @@ def fused_backward(
     rounding, except for the last bits of fp32.
 
     Operations on all gradients at once are not possible. Steps with NaN cannot be skipped. Gradients of microbatches
-        cannot be accumulated: `value_and_step` updates the parameters once per microbatch. For clipping by the global
-        norm, use
-    `FusedBlockState.with_clipping`. It uses the norm of the last step (`grad_norm_from_states`), or that of
+    cannot be accumulated: `value_and_step` updates the parameters once per microbatch. For clipping by the global norm,
+    use `FusedBlockState.with_clipping`. It uses the norm of the last step (`grad_norm_from_states`), or that of
     `compute_grad_norm`, which needs another backward pass.
 
     Args:

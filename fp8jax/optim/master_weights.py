@@ -67,13 +67,13 @@ def parse_master(name: str | None) -> Master | None:
     """The master of an optimizer's argument; None if the parameters are the masters.
 
     Raises:
-        ValueError: the name is unknown, or of masters that need no argument.
+        ValueError: the name is unknown, or parameters of this dtype are their own masters.
     """
     if name is None:
         return None
     master = Master(name)
     if master.remainder is None and not master.is_stochastic:
-        raise ValueError(f"master {name!r} has no effect on parameters of that dtype; omit it")
+        raise ValueError(f"master {name!r} has no effect: parameters of this dtype are their own masters; omit it")
     return master
 
 
@@ -106,12 +106,12 @@ def _check_any_high(params: Any, master: Master) -> None:
     leaves = jax.tree.leaves(params)
     if leaves and all(x.dtype == jnp.float32 for x in leaves):
         fix = (
-            "those of fp8jax.split_master_weights(params, master)"
+            "use the first result of fp8jax.split_master_weights(params, master)"
             if master.remainder
-            else "params.astype of that dtype"
+            else "cast them with astype"
         )
         raise ValueError(
-            f"master {master.name!r} keeps parameters in {master.param_format.dtype}, but all are in float32; use {fix}"
+            f"master {master.name!r} keeps parameters in {master.param_format.dtype}, but all are in float32; {fix}"
         )
 
 

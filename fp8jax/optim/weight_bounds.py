@@ -45,7 +45,7 @@ def max_adam_step(
         b1, b2, weight_decay: the optimizer's. Its mask of parameters without decay is not needed.
 
     Raises:
-        ValueError: b1^2 >= b2, where a step can be of any size; or a decay outside [0, 1).
+        ValueError: b1^2 >= b2, so that a step is not bounded; or a decay outside [0, 1).
     """
     checks.check_learning_rate(learning_rate)
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("weight_decay", weight_decay, np.inf)):

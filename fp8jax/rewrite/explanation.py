@@ -287,7 +287,7 @@ def residual_bytes_note(entries: Sequence[PlanEntry]) -> str:
     place = "outside of jax.checkpoint, " if any(entry.is_rematerialized for entry in entries) else ""
     note = f"memory: {place}the inputs that are saved for the backward pass take {_format_bytes(total)}"
     if total <= plain < 1.05 * total:
-        return f"{note}, as many as without the recipe"
+        return f"{note}, as much as without the recipe"
     factor = f"{plain / total:.2g} times as much"
     return f"{note}; without the recipe at least {_format_bytes(plain)} ({factor})" if plain else note
 
@@ -298,8 +298,8 @@ def exchange_note(graph: Graph) -> str:
     if not total:
         return ""
     return (
-        f"devices: in a forward pass one sends {_format_bytes(total)} of tokens to the devices of experts and back "
-        "if each device gets as many; the backward pass sends as many"
+        f"devices: each sends {_format_bytes(total)} of tokens to the devices of their experts and back in a forward "
+        "pass, if all receive equally many, and as much in the backward pass"
     )
 
 

@@ -284,8 +284,8 @@ def _skip_unsupported_products(
             reason = f"has batch axes or groups, for each of which {names} scaling would need a state"
         elif p.node not in rows and _is_selected_by_index(p, levels[p.node]):
             reason = (
-                f"selects its matrix by a computed index, and {names} scaling keeps a state for each: lax.scan over "
-                "the stacked matrices has these states"
+                f"selects its matrix by a computed index, and {names} scaling keeps a state for each matrix; use "
+                "lax.scan over the stacked matrices"
             )
         elif linear.needs_weight_bounds and not _has_bounds_of_parameter(p):
             reason = "computes its matrix from the parameter, but automatic scaling tracks only the parameter itself"

@@ -1,4 +1,4 @@
-"""States of scalings: what products read, what they observe, and the end of a step.
+"""States of scalings: the inputs and statistics of products, and the end of a step.
 
 Observations of a product leave a program as the gradient of a slot. Gradients pass through scans, checkpoints,
 conditions, calls and meshes. Cotangents are summed, and most statistics must not be. Each use of a parameter therefore
@@ -49,12 +49,12 @@ def layer_axis_sizes(levels: Sequence[LoopLevel]) -> tuple[int, ...]:
 
 
 class StateRows(NamedTuple):
-    """The rows of a parameter's state that one product reads, because it reads some of the stacked matrices alone.
+    """The rows of a parameter's state that one product reads, because it reads only some of the stacked matrices.
 
     Attributes:
-        sizes: of the leading axes of the state, of which each entry is a row.
+        sizes: of the leading axes of the state. An index of these axes selects a row.
         shape: of the array of rows that the product reads.
-        numbers: of these rows.
+        numbers: the flat indices of these rows.
     """
 
     sizes: tuple[int, ...]
@@ -129,7 +129,7 @@ class WeightUse(NamedTuple):
         return SlotAxes(tuple(level.size for level in self.levels), is_shared, self.rows)
 
 
-# What products observed, fp32, by operand.
+# Statistics of products, fp32, by operand.
 Stats = dict[str, Array]
 
 
@@ -148,8 +148,8 @@ class ParameterState(NamedTuple):
         linear: the recipe of the products.
         layer_axes: sizes of the leading axes.
         state: of their scaling, fp32, or None.
-        stats: what calls have observed since the last step, fp32. `dy` is a slot: its cotangent is the largest
-            magnitude of the gradients of all uses.
+        stats: statistics of the calls since the last step, fp32. `dy` is a slot: its cotangent is the amax of the
+            gradients of all uses.
         weight: the parameter in codes, (*layer_axes, inputs, outputs), or None.
     """
 
@@ -190,7 +190,7 @@ class ParameterState(NamedTuple):
                 twice.
 
         Raises:
-            ValueError: stats are missing, and the state would stand still.
+            ValueError: stats are missing, so that the state would not change.
         """
         assert self.state is not None
         linear, stats = self.linear, _as_dict(self.stats)
@@ -307,7 +307,7 @@ def initial_state(linear: Linear, weight: Any, layer_axes: tuple[int, ...]) -> S
 def measured_state(linear: Linear, weight: Any, layer_axes: tuple[int, ...]) -> ScalingState:
     """The state of products with a weight, (*layer_axes, ...), before the first step."""
     init_one: Callable[[Array], ScalingState] = lambda w: init_scaling(linear, merge(w, w.ndim - 1, 1))  # noqa: E731
-    if weight.shape[: len(layer_axes)] != layer_axes:  # the program stacks it otherwise than it is stored
+    if weight.shape[: len(layer_axes)] != layer_axes:  # the program stacks it differently than the caller
         return jax.tree.map(lambda s: jnp.broadcast_to(s, (*layer_axes, *s.shape)), init_one(weight))
     for _ in layer_axes:
         init_one = jax.vmap(init_one)
@@ -327,7 +327,7 @@ def advance(states: States, observed: States, axis_name: AxisNames = None) -> St
 
 
 def _merge_stats(linear: Linear, use_stats: Sequence[Stats], slot_axes: Sequence[SlotAxes]) -> Stats:
-    """The stats of a parameter from those of its uses, merged as each scaling asks."""
+    """The stats of a parameter from those of its uses, merged by the rule of each scaling."""
     merged: Stats = {}
     for stats, axes in zip(use_stats, slot_axes, strict=True):
         for operand, stat in stats.items():
@@ -377,7 +377,7 @@ def use_inputs_from_parameter_states(
             if observed_operands(linear):
                 raise ValueError(
                     f"the model has no state for {scaling_names(linear)} scaling of {path}: the recipe was chosen by "
-                    "what the call computes. Pass fp8jax.Rule(path, recipe) for this layer"
+                    "the operations of the call. Pass fp8jax.Rule(path, recipe) for this layer"
                 )
             continue
         state_axes = group[0].state_axes
@@ -405,7 +405,7 @@ def _without_matrix_axes(stored: ParameterState, num_layer_axes: int) -> Paramet
         return stored
     state, axes = stored.state, tuple(range(num_layer_axes, len(stored.layer_axes)))
     if state is not None:
-        # A state that does not come from calls, as a bound, is of each matrix.
+        # A state that does not come from calls, such as a bound, has a value for each matrix.
         state = state._replace(
             **{
                 o: first_matrix(x, num_layer_axes, count) if collects_stats(stored.linear, o) else jnp.max(x, axes)
@@ -466,7 +466,7 @@ def read_in_call(
     Args:
         weight: the parameter of the call, in any structure.
         record: of the model's training, in NNX.
-        is_mutable: whether the caller stores what the call observes.
+        is_mutable: whether the caller stores the statistics of the call.
     """
     linear, state, slot = stored.linear, stored.state, stored.stats.dy
     assert state is not None
@@ -529,7 +529,7 @@ def loop_levels(
     """The loops and meshes around a product, outermost first.
 
     Args:
-        enclosing: the nodes that it stands in, each with the body, outermost first.
+        enclosing: the nodes that contain the product, each with its body, outermost first.
         weight: the value that its parameter is stored in, in the innermost body.
         has_experts: whether the first axis of the parameter is that of experts. A mesh that splits it is a layer axis.
     """
@@ -547,7 +547,7 @@ def loop_levels(
 def find_state_rows(
     matrix: Value, enclosing: Sequence[tuple[Node, Graph]], has_experts: bool = False
 ) -> StateRows | None:
-    """The rows that a product reads of a state with a row for each stacked matrix; None for all, or if unknown.
+    """The rows of a state that a product reads, with a row for each stacked matrix; None for all, or if unknown.
 
     Args:
         matrix: the product's operand, computed from one parameter.
@@ -588,32 +588,32 @@ def find_state_rows(
 
 
 def _move_rows(numbers: Any, axes: tuple[int, ...], node: Node, result: Value) -> tuple[Any, tuple[int, ...]] | None:
-    """The numbers of rows along axes of a result of a layout or slice, and these axes; None if they are not known.
+    """Row numbers after a slice or a change of layout, and their axes in its result; None if they are unknown.
 
     Args:
-        numbers: an array with the loop axes first.
-        axes: those axes of the node's operand that the other axes of `numbers` are.
+        numbers: the row numbers, an array with the loop axes first.
+        axes: the axes of the node's operand that correspond to the other axes of `numbers`.
     """
     source = next(operand for operand in node.operands if operand.weight is not None)
     params, shape, num_loops = node.eqn.params, source.shape, numbers.ndim - len(axes)
-    taken, removed = [slice(None)] * len(shape), tuple[int, ...]()
+    slices, removed = [slice(None)] * len(shape), tuple[int, ...]()
     if node.kind == "slice":
-        taken = list(
+        slices = list(
             map(slice, params["start_indices"], params["limit_indices"], params["strides"] or [1] * len(shape))
         )
     elif node.kind == "dynamic_slice":
         for axis, size in enumerate(params["slice_sizes"]):
             start = node.operands[1 + axis].constant
             if start is not None:
-                taken[axis] = slice(int(start), int(start) + size)
+                slices[axis] = slice(int(start), int(start) + size)
             elif size != shape[axis] and axis in axes:
                 return None
     elif node.kind in ("split", "unstack"):
         sizes, index = params.get("sizes", [1] * len(node.results)), node.results.index(result)
-        taken[params["axis"]] = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+        slices[params["axis"]] = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
         removed = (params["axis"],) if node.kind == "unstack" else ()
     elif node.kind == "rev":
-        taken = [slice(None, None, -1 if axis in params["dimensions"] else 1) for axis in range(len(shape))]
+        slices = [slice(None, None, -1 if axis in params["dimensions"] else 1) for axis in range(len(shape))]
     elif node.kind == "squeeze":
         removed = params["dimensions"]
     elif node.kind == "transpose":
@@ -627,7 +627,7 @@ def _move_rows(numbers: Any, axes: tuple[int, ...], node: Node, result: Value) -
         if not is_first or result.shape[len(first) :] != last:
             return None
         return numbers.reshape(*numbers.shape[:num_loops], *first), tuple(range(len(first)))
-    numbers = numbers[(*[slice(None)] * num_loops, *(taken[axis] for axis in axes))]
+    numbers = numbers[(*[slice(None)] * num_loops, *(slices[axis] for axis in axes))]
     numbers = numbers.squeeze(tuple(num_loops + i for i, axis in enumerate(axes) if axis in removed))
     return numbers, tuple(axis - sum(r < axis for r in removed) for axis in axes if axis not in removed)
 
@@ -663,7 +663,7 @@ def complete_bounds(
 
 
 def _get_or_measure(linear: Linear, bound: Array, weight: Array) -> Array:
-    """The bound, or if it is 0, what the scaling measures of the whole weight."""
+    """The bound, or if it is 0, the amax that the scaling measures over the whole weight."""
     found = measured_state(linear, weight, bound.shape).w
     assert found is not None
     if axes := tuple(jax.sharding.get_abstract_mesh().manual_axes):
@@ -675,10 +675,10 @@ def _get_or_measure(linear: Linear, bound: Array, weight: Array) -> Array:
 def with_complete_bounds(
     use_inputs: Mapping[tuple[str, int], UseInputs], uses: Mapping[WeightUse, Linear], weights: Mapping[str, Any]
 ) -> dict[tuple[str, int], UseInputs]:
-    """The inputs of uses, with a bound of each weight, and of states with stacked matrices the rows of each use.
+    """The inputs of uses, with a bound of each weight, and with only those rows of a state that the use reads.
 
     Args:
-        weights: what the caller stores as parameters, by their paths; codes need no bounds.
+        weights: the parameters as the caller stores them, by path; codes need no bounds.
     """
     bounds, linears, arrays = dict[str, Array](), dict[str, Linear](), dict[str, Array]()
     tracked_uses = [
@@ -720,7 +720,7 @@ def bound_per_layer(bound: Array | None, path: str, layer_axes: tuple[int, ...])
     """The bounds of stacked layers, (*layer_axes,), from those of all matrices in the last two axes of a parameter.
 
     Raises:
-        ValueError: there is none, or the parameter is stacked otherwise.
+        ValueError: there is none, or the parameter is stacked differently.
     """
     if bound is None:
         raise ValueError(
@@ -729,7 +729,7 @@ def bound_per_layer(bound: Array | None, path: str, layer_axes: tuple[int, ...])
         )
     if bound.shape[: len(layer_axes)] != layer_axes:
         raise ValueError(
-            f"automatic scaling expects kernels stacked along their first {layer_axes} axes, but the bounds of {path} "
-            f"are {bound.shape}"
+            f"automatic scaling expects bounds with leading axes {layer_axes} for {path}, but those of the optimizer "
+            f"have shape {bound.shape}; stack the layers along the first axes of the parameter"
         )
     return jnp.max(bound, axis=tuple(range(len(layer_axes), bound.ndim)))

@@ -23,7 +23,7 @@ from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.primitives import Equation, SubJaxpr
 
-# By layer and role, the name of each statistic, its place in an array of all of them, and the axes of stacked layers.
+# By layer and role: the name of each statistic, its place in the array of all, and the sizes of stacked layers.
 _Index = tuple[tuple[str, tuple[tuple[str, tuple[tuple[str, int, tuple[int, ...]], ...]], ...]], ...]
 
 
@@ -39,7 +39,7 @@ class Telemetry(Mapping[str, Mapping[str, Mapping[str, Any]]]):
     Attributes:
         array: fp32 (..., n), all statistics. Leading axes are those of `jax.vmap` and of loops around
             `fp8jax.telemetry`; each statistic has them, too.
-        index: where each statistic is in `array`.
+        index: the place of each statistic in `array`.
     """
 
     array: Any
@@ -78,13 +78,13 @@ def telemetry(fn: Callable) -> Callable[..., tuple[Any, Telemetry]]:
     may contain transformed functions, quantized Flax models and our operations, in `jax.grad`, scans, checkpoints,
     meshes and loops over microbatches. The roles of tensors:
         x, w, dy: operands of a quantized product; dy is the gradient of its result.
-        context: what a norm or an activation saves for the backward pass.
-        m, v: the first moment of an optimizer in 8 bits, and any other one, by the parameter's path.
+        context: the input that a norm or an activation saves for the backward pass.
+        m, v: the first moment of an optimizer in 8 bits, and any other moment, by the parameter's path.
         update: the change of a parameter by `fp8jax.compressed_adamw` or `fp8lm_adamw`, by its path.
         gradient: a sum of gradients in 8 bits with a factor.
 
     Stacked layers in a scan of a transformed function have a value each. Iterations of other loops, microbatches,
-    devices and products of one weight have one value together, as have layers of equal paths in several functions.
+    devices and products of one weight share one value, as do layers of equal paths in several functions.
     `fp8jax.ragged_dot` of two arrays along their tokens is not observed. If `jax.vmap` batches the condition of a while
     loop, its iterations are observed until the first member of the batch ends.
 
@@ -94,11 +94,11 @@ def telemetry(fn: Callable) -> Callable[..., tuple[Any, Telemetry]]:
         lost: share of nonzero values that decode to zero.
         nonfinite: share of values that are NaN or Inf; the other statistics leave these out.
         amax: largest magnitude.
-        bits: of a code, the fewest if tensors of several formats have one value together.
+        bits: width of a code, the smallest one if tensors of several formats share a value.
         range_ratio: largest magnitude over the largest one that its scale can represent. Far below 1, a scale is stale.
         scale_spread: binary logarithm of the ratio between the largest and the smallest scale.
-        fallback_rate, fallback_threshold: share of blocks in 16 bits, and the magnitude above which they are.
-        expansion, expansion_spread: mean of the exponents of groups, and the largest less the smallest.
+        fallback_rate, fallback_threshold: share of blocks in 16 bits, and the amax above which a block is.
+        expansion, expansion_spread: mean of the exponents of groups, and the largest minus the smallest.
         update_ratio: norm of a parameter's change over the norm of the parameter.
         factor: mu, the factor of gradients before they are summed in 8 bits.
 
@@ -134,7 +134,7 @@ def telemetry(fn: Callable) -> Callable[..., tuple[Any, Telemetry]]:
             outputs, observed = _run(whole, arrays)
         output_iter = iter(outputs)
         results[0] = [next(output_iter) if isinstance(x, jax.Array) else x for x in results[0]]
-        return jax.tree.unflatten(results[1], results[0]), _summarize(_find(whole), observed)
+        return jax.tree.unflatten(results[1], results[0]), _summarize(_find_observations(whole), observed)
 
     return call
 
@@ -152,11 +152,11 @@ class _Expected(NamedTuple):
 
     @property
     def neutral(self) -> Array:
-        """The values of an observation that is not made, (*sizes, statistics)."""
+        """The values without an observation, (*sizes, statistics)."""
         return Observation.neutral(self.params["names"], self.sizes).values
 
 
-def _find(program: SubJaxpr) -> list[_Expected]:
+def _find_observations(program: SubJaxpr) -> list[_Expected]:
     """The observations in a jaxpr that can be returned, in the order of `_run`."""
     found = []
     for eqn in program.jaxpr.eqns:
@@ -165,7 +165,7 @@ def _find(program: SubJaxpr) -> list[_Expected]:
         else:
             info = primitives.loop_info(eqn)
             sizes = () if info is None else (info.size,)
-            inner = [each for body in primitives.sub_jaxprs(eqn) for each in _find(body)]
+            inner = [each for body in primitives.sub_jaxprs(eqn) for each in _find_observations(body)]
             found += [each._replace(sizes=(*sizes, *each.sizes)) for each in inner]
     return found
 
@@ -181,9 +181,9 @@ def _run(program: SubJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], list[Arra
 
     for eqn in program.jaxpr.eqns:
         operands = [value_of(atom) for atom in eqn.invars]
-        expected = [*map(_find, primitives.sub_jaxprs(eqn))]
+        expected = [*map(_find_observations, primitives.sub_jaxprs(eqn))]
         if eqn.primitive is OBSERVE:
-            # What reads the result waits for the statistics, so that XLA does not keep the observed arrays for later.
+            # Readers of the result wait for the statistics, so that XLA does not keep the observed arrays for later.
             *results, statistics = lax.optimization_barrier(operands)
             observed.append(statistics)
         elif any(expected):
@@ -274,13 +274,13 @@ def _concatenate(parts: Mapping[int, Observation]) -> Observation:
 
 
 class Fault(NamedTuple):
-    """A tensor whose statistics its format and a scale of its own do not explain.
+    """A tensor with statistics that its format, with a scale for this tensor, does not explain.
 
     Attributes:
         layer, role: of the tensor, as in `fp8jax.telemetry`.
         indices: of the layer in a stack, such as (3,); () without a stack. In a loop that `Recipe.unquantized_blocks`
             splits, they count from the first quantized block.
-        statistic, value: the one that stands out: "nonfinite", "saturated", "snr_db" or "lost".
+        statistic, value: the one that is out of bounds: "nonfinite", "saturated", "snr_db" or "lost".
     """
 
     layer: str
@@ -291,7 +291,7 @@ class Fault(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """What stands out, in words."""
+        """The statistic and its value, in words."""
         if self.statistic == "snr_db":
             return f"SNR {self.value:.1f} dB"
         names = {"nonfinite": "NaN or Inf", "saturated": "saturated", "lost": "lost to zero"}
@@ -328,7 +328,7 @@ def find_faults(found: Telemetry) -> list[Fault]:
     """
     if not isinstance(found, Mapping):
         raise TypeError(
-            "find_faults expects the statistics, the second result of a function of fp8jax.telemetry, got "
+            "find_faults expects the statistics, the second result of a function that fp8jax.telemetry returned, got "
             f"{type(found).__name__}"
         )
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(found)):

@@ -387,7 +387,7 @@ def test_elsewhere_it_raises_and_says_what_to_do(mesh):
     with pytest.raises(ValueError, match="not to 'two_phase'; omit them"):
         jax.eval_shape(on_each(mesh, lambda g: all_reduce_gradients(g, AXES, factors=factors)), jnp.ones((8, 64, 64)))
     last, shape = P(None, None, AXES), (4, 64, 13)
-    refused = [(spec, "e4m3", shape, "over the other axes first") for spec in (P("data"), P(AXES[::-1]))]
+    refused = [(spec, "e4m3", shape, "alone, and then over the other axes") for spec in (P("data"), P(AXES[::-1]))]
     refused.append((last, "e4m3", shape, r"8 devices do not divide dimension 2 of \['w'\], \(4, 64, 13\); shard"))
     refused.append((last, "e4m3:group16", (4, 16, 64), r"dimension 2 of .* in groups of 16; shard another"))
     for spec, comm, shape, fix in refused:

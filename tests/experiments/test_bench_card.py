@@ -54,7 +54,7 @@ def test_the_most_sequences_that_fit_are_found_by_few_programs(needed, most):
     arm = release.largest(make, 30)
     assert len(seen) <= most
     assert arm.needs <= 30 < make(arm.batch + 1).needs
-    with pytest.raises(ValueError, match=r"one sequence needs [12]\d\.\d GB, but there are only 10\.0"):
+    with pytest.raises(ValueError, match=r"one sequence needs [12]\d\.\d GB, but only 10\.0 GB are available"):
         release.largest(make, 10)
     with pytest.raises(ValueError, match="set --fit"):
         release.largest(make, float("inf"))

@@ -104,7 +104,7 @@ def test_a_checkpoint_is_written_in_8_bits(run, tmp_path, capsys):
     export("--model", tmp_path / "a", "--out", tmp_path / "c", "--eight", "deepseek")
     err = capsys.readouterr().err
     assert (
-        "not in 8 bits, for 128 does not divide them, or what servers fuse with them: model.layers.0.self_attn.q_proj, "
+        "not in 8 bits, because 128 does not divide them or weights fused with them: model.layers.0.self_attn.q_proj, "
         in err
     )
 

@@ -149,7 +149,7 @@ def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
         ("--mesh data=3,tensor=2", "data=3,tensor=2: 3 devices do not divide the 4 of --batch"),
         (
             "--mesh tensor=4",
-            r"--mesh 4 devices along tensor do not divide 2 key and value heads; use tensor with one of \[1, 2\]",
+            r"--mesh 4 devices along tensor do not divide 2 key and value heads; tensor must be one of \[1, 2\]",
         ),
         ("--mesh tensor=2 --mlp-dim 33", "do not divide 33 MLP channels"),
         (
@@ -197,9 +197,9 @@ def test_without_one_a_batch_is_spread_over_as_many_devices_as_divide_it(batch, 
 
 def test_several_processes_use_all_of_their_devices_and_rows_that_do_not_divide_are_everywhere():
     two = [SimpleNamespace(process_index=i // 2) for i in range(4)]
-    with pytest.raises(ValueError, match=r"data=2 takes 2 of the 4 devices .* Use sizes with product 4"):
+    with pytest.raises(ValueError, match=r"data=2 uses 2 of the 4 devices .* Use sizes with product 4"):
         mesh.choose("data=2", 8, 1, two)
-    with pytest.raises(ValueError, match="empty, with 3 sequences of a microbatch, takes 3 of the 4 devices"):
+    with pytest.raises(ValueError, match="empty, with 3 sequences of a microbatch, uses 3 of the 4 devices"):
         mesh.choose("", 6, 2, two)
     with pytest.raises(ValueError, match=r"^data=0,fsdp=1,tensor=2 needs 0 devices, but there are 8"):
         mesh.make(0, 1, tensor=2)

@@ -317,7 +317,10 @@ def test_a_plan_counts_what_experts_exchange(chosen):
         ("--lora-rank 4", "--lora-rank 4: adapters for experts are not supported"),
         ("--release previous", "--release previous: router losses are not supported"),
         ("--mesh tensor=2 --batch 4", "2 devices along tensor are not supported for experts"),
-        ("--mesh expert=3 --batch 6", r"3 devices along expert do not divide 8 experts; expert may be \[1, 2, 4, 8\]"),
+        (
+            "--mesh expert=3 --batch 6",
+            r"3 devices along expert do not divide 8 experts; expert must be one of \[1, 2, 4, 8\]",
+        ),
         ("--model 5m --mesh expert=2 --batch 4", "expert=2: the model has no experts; use data=2"),
         ("--recipe fp8_lm --mesh expert=2 --batch 4", "comm.auto_scale has one factor per parameter"),
         ("--mesh expert=2 --expert-capacity 0.5", "--expert-capacity must be at least 1, or 0, got 0.5"),

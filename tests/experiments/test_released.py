@@ -118,7 +118,7 @@ def test_what_is_refused():
     for name in ("te_delayed", "moss", "int8_fallback"):
         with pytest.raises(UserError, match="has scalings with a state"):
             make_optimizer(config.Config(optim=optim), fp8jax.recipes.get(name))
-    with pytest.raises(UserError, match="has sums of gradients of its own"):
+    with pytest.raises(UserError, match="has 8-bit gradient reductions"):
         make_optimizer(config.Config(optim=optim), fp8jax.recipes.get("fp8_lm"))
     with pytest.raises(UserError, match=r"--master fp8: weights\.master 'fp8' is not one of"):
         with_master(fp8jax.recipes.coat(), "fp8")

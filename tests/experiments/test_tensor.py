@@ -214,7 +214,7 @@ def test_a_part_of_a_base_does_not_end_within_a_group_of_its_codes():
 
 def test_what_devices_cannot_share_is_told_with_what_they_can():
     for llama, devices, message in (
-        (LLAMA, 3, r"3 devices along tensor do not divide 4 query heads; use tensor with one of \[1, 2, 4\]"),
+        (LLAMA, 3, r"3 devices along tensor do not divide 4 query heads; tensor must be one of \[1, 2, 4\]"),
         (dataclasses.replace(LLAMA, qk_norm="width"), 2, "qk_norm 'width'. cannot be sharded; use tensor=1"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -246,7 +246,7 @@ def test_one_layer_by_its_own_field():
 
 
 def test_wrong_models_are_refused():
-    with pytest.raises(TypeError, match="takes a Linen module, not function"):
+    with pytest.raises(TypeError, match="expects a Linen module, not function"):
         fp8jax.linen.quantize(lambda x: x, TE)
     with pytest.raises(ValueError, match="before it is bound"):
         fp8jax.linen.quantize(Stack().bind(variables()), TE)

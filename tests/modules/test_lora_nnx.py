@@ -233,7 +233,7 @@ def test_what_is_refused_says_how(trained):
     model, *_ = trained
     plain, quantized = Model(nnx.Rngs(0)), fp8jax.nnx.quantize(Model(nnx.Rngs(0)), "te_current")
     how = {"rank": RANK, "alpha": 8.0, "rngs": nnx.Rngs(1)}
-    with pytest.raises(TypeError, match="takes an NNX module, not dict"):
+    with pytest.raises(TypeError, match="expects an NNX module, not dict"):
         fp8jax.nnx.lora({}, **how)
     with pytest.raises(ValueError, match=r"call fp8jax\.nnx\.quantize first"):
         fp8jax.nnx.lora(plain, **how)

@@ -134,7 +134,7 @@ def test_the_way_back_gives_the_model_as_written_with_trained_parameters(name):
     assert type(quantized) is not Model  # it is not changed
     with pytest.raises(ValueError, match="not quantized"):
         fp8jax.nnx.unquantize(plain)
-    with pytest.raises(TypeError, match="takes an NNX module"):
+    with pytest.raises(TypeError, match="expects an NNX module"):
         fp8jax.nnx.unquantize({})
 
 

@@ -101,7 +101,9 @@ def test_arrays_of_a_moment_with_names_of_sharded_axes_are_variables_of_their_ow
 
 
 def test_nnx_optimizer_refuses_a_linen_module():
-    with pytest.raises(TypeError, match=r"takes an NNX module, not Dense, a module of Flax Linen; .*linen\.TrainState"):
+    with pytest.raises(
+        TypeError, match=r"expects an NNX module, not Dense, a module of Flax Linen; .*linen\.TrainState"
+    ):
         fp8jax.nnx.Optimizer(nn.Dense(4), optax.sgd(0.1), wrt=nnx.Param)
 
 

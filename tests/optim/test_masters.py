@@ -227,7 +227,7 @@ def test_what_is_refused():
     for make in MADE.values():
         with pytest.raises(ValueError, match="unknown master 'bf16\\+int4'"):
             make(master="bf16+int4")
-        with pytest.raises(ValueError, match="master 'bf16' has no effect on parameters of that dtype"):
+        with pytest.raises(ValueError, match="master 'bf16' has no effect: parameters of this dtype"):
             make(master="bf16")
         with pytest.raises(ValueError, match="all are in float32; use those of"):
             make(master="bf16+int8").init(params)
@@ -281,7 +281,9 @@ def test_parameters_recast_after_init_are_refused_with_both_dtypes(name):
     with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*bfloat16 or float16.*split_master_weights"):
         fp8jax.master_weights(state, wide)
     rounded = MADE[name](master="bf16+stochastic")
-    with pytest.raises(ValueError, match=r"keeps parameters in bfloat16, but all are in float32; use params.astype"):
+    with pytest.raises(
+        ValueError, match=r"keeps parameters in bfloat16, but all are in float32; cast them with astype"
+    ):
         rounded.update(wide, rounded.init(params), wide)
     if name in WITH_STEP:
         block = fp8jax.fused_backward(lambda p, x: jnp.sum(p["w"] * x) + jnp.sum(p["norm"]), tx)

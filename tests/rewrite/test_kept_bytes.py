@@ -148,7 +148,7 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
     told = explanation.residual_bytes_note(parts)
     assert told.endswith("take 2.5 KiB; without the recipe at least 6 KiB (2.4 times as much)")
     equal = parts[0]._replace(unquantized_residual_bytes=1536)
-    assert explanation.residual_bytes_note([equal]).endswith("take 1.5 KiB, as many as without the recipe")
+    assert explanation.residual_bytes_note([equal]).endswith("take 1.5 KiB, as much as without the recipe")
     assert (
         explanation.residual_bytes_note([parts[0]._replace(residual_bytes=3 << 30)] * 2)
         .split("; ")[0]

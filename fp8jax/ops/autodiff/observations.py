@@ -1,8 +1,8 @@
-"""Observations: statistics of the tensors of a step that `fp8jax.telemetry` takes out of its program.
+"""Observations: statistics of the tensors of a step, which `fp8jax.telemetry` returns.
 
 An operation adds `observe` to an array that it returns. This is an identity primitive with statistics as further
-    operands. It exists only in functions that are traced by `fp8jax.telemetry`: elsewhere `current_place` is None, and
-programs stay unchanged. The flag is part of the key of JAX's caches.
+operands. It exists only in functions that `fp8jax.telemetry` traces: elsewhere `current_place` is None, and programs do
+not change. The flag is part of the key of JAX's caches.
 
 Each statistic is a sum, the logarithm of a sum, or a maximum. The statistics of microbatches, devices and several
 products of a weight are then merged exactly. `summarize` computes ratios from the merged ones.
@@ -110,7 +110,7 @@ class Observation(NamedTuple):
         return self.values.shape[:-1]
 
     def merge(self, other: "Observation") -> "Observation":
-        """Those of two tensors together. If they are in loops of different lengths, all layers are merged."""
+        """The statistics of two tensors together. If they are in loops of different lengths, all layers are merged."""
         if self.shape != other.shape:
             return self.reduce().merge(other.reduce())
         names = tuple(dict.fromkeys(self.names + other.names))
@@ -118,7 +118,7 @@ class Observation(NamedTuple):
         return Observation(names, _by_kind(names, x + y, jnp.logaddexp(x, y), jnp.maximum(x, y)))
 
     def reduce(self, axes: Sequence[int] | None = None) -> "Observation":
-        """Those of the layers along axes, or of all, together."""
+        """The statistics of the layers along axes, or of all layers, together."""
         x, axes = self.values, tuple(range(len(self.shape)) if axes is None else axes)
         if not axes:
             return self
@@ -126,7 +126,7 @@ class Observation(NamedTuple):
         return self._replace(values=values)
 
     def _select(self, names: tuple[str, ...]) -> Array:
-        """The values of statistics; those of no tensor where this has none."""
+        """The values of statistics; those of `neutral` for a missing one."""
         if names == self.names:
             return self.values
         missing = Observation.neutral(tuple(name for name in names if name not in self.names), self.shape)
@@ -144,7 +144,7 @@ def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> Observati
     """The statistics of a tensor and of the errors of its codes.
 
     Args:
-        codes: of its shape: a `QTensor`, also as bytes, or a `FallbackTensor`. An array, or None, loses nothing.
+        codes: of its shape: a `QTensor`, also as bytes, or a `FallbackTensor`. An array or None has no errors.
         row_mask: bool (rows, 1), which rows of a matrix are counted; None counts all. Scales are then per row.
     """
     is_coded = isinstance(codes, (QTensor, FallbackTensor))
@@ -160,13 +160,13 @@ def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> Observati
     is_finite = jnp.isfinite(x)
     magnitude = jnp.where(is_finite if row_mask is None else is_finite & row_mask, jnp.abs(x), 0)
     size = jnp.float32(x.size) if row_mask is None else x.shape[-1] * jnp.sum(row_mask, dtype=jnp.float32)
-    found, added, largest = {"size": size}, {"nonfinite": ~is_finite}, {"amax": magnitude}
+    scalars, summed, maximized = {"size": size}, {"nonfinite": ~is_finite}, {"amax": magnitude}
     if not is_coded:
-        return Observation.from_scalars(found | _reduce_in_one_pass(added, largest, row_mask))
+        return Observation.from_scalars(scalars | _reduce_in_one_pass(summed, maximized, row_mask))
     codes = from_bytes(codes) if isinstance(codes, QTensor) else codes
     decoded = codes.dequantize()
     difference, nonzero = x - decoded, magnitude >= formats.TINY
-    added |= {
+    summed |= {
         "log_signal": jnp.square(magnitude / unit),
         "log_noise": jnp.square(jnp.where(jnp.isfinite(difference), difference, 0) / unit),
         "nonzero": nonzero,
@@ -175,23 +175,23 @@ def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> Observati
     base: QTensor = codes.base if isinstance(codes, FallbackTensor) else codes
     if not base.spec.is_packed:
         limit, tolerance = _largest_values(base), _half_ulp_of_largest(formats.get(base.spec.format))
-        added["saturated"] = magnitude > limit * (1 + tolerance)
+        summed["saturated"] = magnitude > limit * (1 + tolerance)
         # XLA on GPUs writes a condition to memory if more arrays depend on it. These depend on another one.
-        largest["range_ratio"] = magnitude / jnp.where(limit > 0, limit, jnp.inf)
-        largest["largest_scale"] = jnp.where(magnitude > 0, limit, 0)
-        largest["smallest_scale"] = jnp.where(magnitude > 0, -limit, -jnp.inf)
-    found |= _reduce_in_one_pass(added, largest, row_mask)
-    found["minus_bits"] = -jnp.float32(formats.get(base.spec.format).bits)
+        maximized["range_ratio"] = magnitude / jnp.where(limit > 0, limit, jnp.inf)
+        maximized["largest_scale"] = jnp.where(magnitude > 0, limit, 0)
+        maximized["smallest_scale"] = jnp.where(magnitude > 0, -limit, -jnp.inf)
+    scalars |= _reduce_in_one_pass(summed, maximized, row_mask)
+    scalars["minus_bits"] = -jnp.float32(formats.get(base.spec.format).bits)
     total = lambda condition: jnp.sum(condition, dtype=jnp.float32, where=row_mask)  # noqa: E731
     if isinstance(codes, FallbackTensor):
-        found |= {"fallback": total(codes.fallback_mask), "blocks": total(jnp.ones_like(codes.fallback_mask))}
+        scalars |= {"fallback": total(codes.fallback_mask), "blocks": total(jnp.ones_like(codes.fallback_mask))}
     if base.expansion is not None:
         exponents = base.expansion.astype(jnp.float32)
-        found |= {"exponents": total(exponents), "groups": total(jnp.ones_like(exponents))}
+        scalars |= {"exponents": total(exponents), "groups": total(jnp.ones_like(exponents))}
         for name, sign in (("largest_exponent", 1), ("smallest_exponent", -1)):
-            found[name] = jnp.max(sign * exponents, initial=-jnp.inf, where=row_mask)
+            scalars[name] = jnp.max(sign * exponents, initial=-jnp.inf, where=row_mask)
     # Logarithms of all values at once: operations on single numbers would take long to compile.
-    names, values = Observation.from_scalars(found)
+    names, values = Observation.from_scalars(scalars)
     signs = np.array([-1 if name == "smallest_scale" else 1 for name in names], np.float32)
     kinds = [np.array([name in kind for name in names]) for kind in (_LOG_SUMS, ("largest_scale", "smallest_scale"))]
     logs: list[Any] = [jnp.log(values) + 2 * jnp.log(unit), signs * jnp.log2(signs * values)]
@@ -199,23 +199,23 @@ def compare(x: Array, codes: Any, *, row_mask: Array | None = None) -> Observati
 
 
 def _reduce_in_one_pass(
-    added: Mapping[str, Array], largest: Mapping[str, Array], row_mask: Array | None
+    summed: Mapping[str, Array], maximized: Mapping[str, Array], row_mask: Array | None
 ) -> dict[str, Array]:
-    """The sums of some arrays and the maxima of others, fp32, by one reduction: XLA reads what they share once."""
+    """The sums of some arrays and the maxima of others, fp32, by one reduction, so that XLA reads inputs once."""
     if row_mask is not None:
-        added = {name: jnp.where(row_mask, x, 0) for name, x in added.items()}
-    operands = [x.astype(jnp.float32) for x in (*added.values(), *largest.values())]
+        summed = {name: jnp.where(row_mask, x, 0) for name, x in summed.items()}
+    operands = [x.astype(jnp.float32) for x in (*summed.values(), *maximized.values())]
     # An array without elements has the maximum 0 of magnitudes and scales.
-    initial = [jnp.float32(0)] * len(added) + [
-        jnp.float32(-jnp.inf if name == "smallest_scale" else 0) for name in largest
+    initial = [jnp.float32(0)] * len(summed) + [
+        jnp.float32(-jnp.inf if name == "smallest_scale" else 0) for name in maximized
     ]
 
     def merge(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
         pairs = list(zip(xs, ys, strict=True))
-        return [x + y for x, y in pairs[: len(added)]] + [jnp.maximum(x, y) for x, y in pairs[len(added) :]]
+        return [x + y for x, y in pairs[: len(summed)]] + [jnp.maximum(x, y) for x, y in pairs[len(summed) :]]
 
     results = lax.reduce(operands, initial, merge, tuple(range(operands[0].ndim)))
-    return dict(zip((*added, *largest), results, strict=True))
+    return dict(zip((*summed, *maximized), results, strict=True))
 
 
 def _largest_values(codes: QTensor) -> Array:
@@ -232,7 +232,7 @@ def _half_ulp_of_largest(fmt: formats.Format) -> float:
 
 
 def summarize(observation: Observation) -> dict[str, Array]:
-    """The statistics for a reader, by name, each with the axes of stacked layers; `fp8jax.telemetry` describes them."""
+    """The statistics that `fp8jax.telemetry` describes, by name, each with the axes of stacked layers."""
     merged = dict(zip(observation.names, jnp.moveaxis(observation.values, -1, 0), strict=True))
     found: dict[str, Array] = {}
     if "log_signal" in merged:

@@ -419,8 +419,7 @@ def scaled_linear(
             (`input_facts`) use the scale of the first layer's state.
         amax_slot: fp32 scalar of any value, another one for each call. Its cotangent is the amax of the output's
             gradient. JAX sums cotangents: a slot used in two calls would receive the sum of both. None if the
-                gradient's scaling
-            has no state.
+            gradient's scaling has no state.
         recipe: a recipe with a stateful scaling, such as "delayed".
         quantized: result of `quantize_weight` under the scale that `weight_scale` returns; None quantizes `w` here.
         bias, key, out_sharding: as of `linear`.

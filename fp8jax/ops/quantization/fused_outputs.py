@@ -169,7 +169,7 @@ def make_array_facts(
 def emits_codes(recipe: Recipe | Context | str) -> bool:
     """Return whether operations without quantized residuals compute the codes that linear layers read, on a GPU.
 
-    These layers save no codes: the result is recomputed, with equal values, so per-tensor codes are equal too.
+    Such operations save no codes: the result is recomputed, with equal values, so per-tensor codes are equal too.
     Microscaled codes are rounded again, not shifted (`fp8jax.ops.quantization.microscaling`). Differentiable once.
     """
     resolved = resolve(recipe)
@@ -270,7 +270,7 @@ def describe_operation(
     if reason is None:
         description = _describe(x, spec, dtype, norm, fields)
         reason = description if isinstance(description, str) else None
-    choice = Choice("xla", f"not the kernel: {reason}") if reason else Choice("triton", "the kernel takes it")
+    choice = Choice("xla", f"not the kernel: {reason}") if reason else Choice("triton", "the kernel supports it")
     if forward:
         record_choice("norm" if norm else "activation", choice)
     return None if reason else description
@@ -295,7 +295,7 @@ def _describe(x: Array, spec: QuantSpec | None, dtype: DTypeLike, norm: bool, fi
     from pallas_kernels.quantization import quantize_triton, storage_triton
 
     if jnp.dtype(dtype) not in quantize_triton.PLAIN_DTYPES:
-        return f"it makes no results in {jnp.dtype(dtype)}"
+        return f"it does not support results in {jnp.dtype(dtype)}"
     if "activation" in fields:
         if fields["activation"] not in operations_triton.ACTIVATIONS:
             return f"it has no {fields['activation']}"
@@ -347,7 +347,7 @@ def residual_matrices(q: QTensor | Array) -> tuple[Array, Array | None]:
     return to_matrix(q.codes), to_matrix(q.scale)
 
 
-FROM_OPERANDS = Choice("triton", "from what the matrix is computed from, which is not written")
+FROM_OPERANDS = Choice("triton", "from the operands of the matrix, which is not written to memory")
 
 
 def quantize_fused(
