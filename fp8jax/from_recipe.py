@@ -69,7 +69,11 @@ def optimizer(
     if isinstance(recipe, str):
         recipe = recipes.get(recipe)
     if not isinstance(recipe, Recipe):
-        hint = f"call it: {getattr(recipe, '__name__', 'recipe')}()" if callable(recipe) else "as recipes.coat()"
+        hint = (
+            f"call it: {getattr(recipe, '__name__', 'recipe')}()"
+            if callable(recipe)
+            else "use for example recipes.coat()"
+        )
         raise TypeError(f"optimizer expects a recipe or the name of a preset, got {recipe!r}; {hint}")
     if min_size is None:
         is_cost_selected = recipe.linear.skip_unprofitable and not recipe.has_per_tensor_moments

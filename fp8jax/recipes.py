@@ -353,7 +353,7 @@ def get(name: str) -> Recipe:
     if name == AUTO:
         return for_shapes()
     if name not in _PRESETS:
-        raise ValueError(f"unknown recipe {name!r}; use one of {', '.join(NAMES)}, and {AUTO}")
+        raise ValueError(f"unknown recipe {name!r}; use one of {', '.join(NAMES)}, or {AUTO}")
     return _PRESETS[name]()
 
 

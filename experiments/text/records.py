@@ -116,8 +116,8 @@ def record(value: Any, field: str, where: str) -> TextRecord:
     """Converts the content of a line or row to a record.
 
     Raises:
-        UserError: it contains neither a conversation with an answer nor a text, or its text has a character that no token
-            represents.
+        UserError: it contains neither a conversation with an answer nor a text, or its text has a character that no
+            token represents.
     """
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: expected a JSON object, got {_shown(value, 60)}")

@@ -131,9 +131,9 @@ class TokenGather:
         Args:
             x: (tokens, channels), floating, the tokens of this device.
             wire_format: a `QuantSpec` with a scale per row, group, or tensor, or its string form; a recipe, for the
-                format of its products' inputs; or "bf16", "fp16" or "fp32". A scale per tensor is common to the tokens of
-                all devices, times a power of two for each token. Blocks of rows and channels become groups of channels.
-                Recipes that round stochastically, have 4-bit codes or do not quantize send the dtype of `x`.
+                format of its products' inputs; or "bf16", "fp16" or "fp32". A scale per tensor is common to the tokens
+                of all devices, times a power of two for each token. Blocks of rows and channels become groups of
+                channels. Recipes that round stochastically, have 4-bit codes or do not quantize send the dtype of `x`.
 
         Returns:
             (capacity, channels) in the dtype of `x`; rows in no group are 0.

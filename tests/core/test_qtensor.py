@@ -176,7 +176,7 @@ def test_empty_arrays_quantize_to_empty_arrays(spec, shape):
 
 def test_scalars_take_a_tensor_scale_and_refuse_groups():
     assert float(fp8jax.quantize(jnp.float32(-3.25), "e4m3").dequantize()) == -3.25
-    with pytest.raises(ValueError, match="axis -1, which an array of shape"):
+    with pytest.raises(ValueError, match="axis -1, which is out of range for an array of shape"):
         fp8jax.quantize(jnp.float32(1), "e4m3:group128")
 
 

@@ -150,7 +150,7 @@ def test_block_scaled_products_are_one_call_of_cudnn_on_a_b200(function: str) ->
 
 @pytest.mark.parametrize(
     ("columns", "rotation", "capability", "impl", "reason"),
-    [("e2m1:nvblock16", 16, 100, "triton", "the nvfp4 kernel takes it"),
+    [("e2m1:nvblock16", 16, 100, "triton", "the nvfp4 kernel supports it"),
      ("e2m1:nvblock16", 16, 80, "xla", "fp8 conversions need 89"),
      ("e4m3", None, 100, "xla", "plain FP8 and int8 codes, not e2m1:nv16")],
 )  # fmt: skip

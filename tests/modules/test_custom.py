@@ -148,11 +148,11 @@ def test_what_is_no_model_of_flax_is_refused_with_what_to_do(take):
         ({"w": 1}, f"dict; pass the model, not its parameters. Without Flax, {do}"),
         (nnx.Linear, "the class Linear; pass an instance"),
     ):
-        with pytest.raises(TypeError, match=f"{take} takes an?.* module, not {re.escape(message)}"):
+        with pytest.raises(TypeError, match=f"{take} expects an?.* module, not {re.escape(message)}"):
             call(given, TE)
 
 
 def test_an_equinox_model_is_told_what_to_do():
     equinox = pytest.importorskip("equinox")
-    with pytest.raises(TypeError, match=r"not MLP, of Equinox; fp8jax\.transform"):
+    with pytest.raises(TypeError, match=r"not MLP, of Equinox; use fp8jax\.transform"):
         fp8jax.nnx.quantize(equinox.nn.MLP(2, 2, 2, 1, key=KEY), TE)

@@ -250,7 +250,7 @@ def test_wrong_models_are_refused():
         fp8jax.linen.quantize(lambda x: x, TE)
     with pytest.raises(ValueError, match="before it is bound"):
         fp8jax.linen.quantize(Stack().bind(variables()), TE)
-    with pytest.raises(ValueError, match="quantized already"):
+    with pytest.raises(ValueError, match="already quantized"):
         fp8jax.linen.quantize(fp8jax.linen.quantize(Stack(), TE), TE)
     with pytest.raises(ValueError, match="asks for precision"):
         fp8jax.linen.quantize(nn.Dense(4, precision="highest"), TE).init(KEY, X)

@@ -139,7 +139,7 @@ def test_a_gradient_of_a_gradient_of_a_product_raises(recipe, argument):
     inner = jax.grad(lambda x, w: total(fp8jax.linear(x, w, recipe=recipe, key=key)), argument)
     assert np.all(np.isfinite(inner(X, W)))
     for outer in (0, 1):
-        with pytest.raises(ValueError, match=r"differentiated twice|8 bits twice"):
+        with pytest.raises(ValueError, match=r"differentiated twice"):
             jax.jit(jax.grad(lambda x, w: jnp.sum(inner(x, w) ** 2), outer))(X, W)
 
 

@@ -115,7 +115,7 @@ def test_constants_that_were_rounded_to_16_bits_are_refused(make):
     """optax.inject_hyperparams stores settings in the parameters' dtype: 0.999 is 1 in bf16, traced or not."""
     p = {"w": jnp.ones((8, 128), jnp.bfloat16)}
     for init in (lambda tx: tx.init, lambda tx: jax.jit(tx.init)):
-        with pytest.raises(TypeError, match=r"b1 is in bfloat16.* hyperparam_dtype=jnp.float32"):
+        with pytest.raises(TypeError, match=r"b1 has dtype bfloat16.* hyperparam_dtype=jnp.float32"):
             init(optax.inject_hyperparams(make)(1e-3))(p)
     optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(1e-3).init(p)
 

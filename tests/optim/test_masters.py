@@ -229,7 +229,7 @@ def test_what_is_refused():
             make(master="bf16+int4")
         with pytest.raises(ValueError, match="master 'bf16' has no effect: parameters of this dtype"):
             make(master="bf16")
-        with pytest.raises(ValueError, match="all are in float32; use those of"):
+        with pytest.raises(ValueError, match="all are in float32; use the first result of"):
             make(master="bf16+int8").init(params)
         with pytest.raises(TypeError, match="dtype bfloat16, but master 'fp16\\+int8' supports float16"):
             make(master="fp16+int8").init(half)

@@ -296,7 +296,7 @@ def choose_impl(impl: str, unsupported_reason: Callable[[], str | None], kernel:
         return Choice("xla", "asked for")
     reason = unsupported_reason() if impl == "triton" or on_cuda() else "it needs a CUDA GPU"
     if reason is None:
-        return Choice("triton", f"{kernel} takes it")
+        return Choice("triton", f"{kernel} supports it")
     if impl == "triton":
         raise ValueError(f"impl 'triton' cannot run: {reason}")
     return Choice("xla", f"not {kernel}: {reason}")
