@@ -1,8 +1,8 @@
 """The time of a training step by kind of kernel: products, attention, our passes and XLA's.
 
-The steps are those of `bench models`, as users write them. JAX's profiler records every kernel of some calls; what is
-told is its time a call, summed over a kind of kernels, and of the longest by name. A kind is determined by the kernel's
-name: "8-bit products" are our own and cuBLASLt's FP8 ones, "our passes" what quantizes, transposes, normalizes,
+The steps are those of `bench models`, as users write them. JAX's profiler records every kernel of some calls. The rows
+are the time per call of each kind of kernel, and of the longest kernels by name. The name of a kernel determines its
+kind: "8-bit products" are our own and cuBLASLt's FP8 ones, "our passes" what quantizes, transposes, normalizes,
 activates and updates parameters, "XLA's passes" all else that is no product and no attention. "gaps" is the time in
 which no kernel ran. "at the peak" is what products would take at 1,979 and 989.5 TFLOP/s, and passes, of whose compiled
 program the bytes are counted, at 3.35 TB/s.

@@ -17,8 +17,8 @@ from experiments.files import parse_json, read_text, write_json
 def hold(folder: Path) -> Iterator[None]:
     """Keeps other processes out of a run.
 
-    The system lets go of the lock when this process ends, however it ends: what a killed one leaves blocks nobody. The
-        lock and owner files are next to the folder, because the folder may be moved aside.
+    The system releases the lock when this process ends, even if it is killed. The lock and owner files are next to the
+    folder, because the folder may be moved aside.
 
     Args:
         folder: of the run; its parent must exist.

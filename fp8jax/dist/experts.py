@@ -1,7 +1,7 @@
-"""Experts on several devices: tokens travel to the devices of their experts as codes, and results travel back.
+"""Experts on several devices: tokens are sent to the devices of their experts as codes, and results are sent back.
 
-Rows that travel to experts are quantized once: tokens in the forward pass, and gradients of results in the backward
-pass. Rows that travel back are terms of sums over a token's experts. They keep their dtype.
+Rows that are sent to experts are quantized once: tokens in the forward pass, and gradients of results in the backward
+pass. Rows that are sent back are terms of sums over a token's experts. They keep their dtype.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class TokenExchange:
     [i * local, (i + 1) * local). `dispatch` sends rows to the devices of their experts. `combine` sends rows back.
     Both are differentiable in their array, and the backward pass of each is the exchange of the other.
 
-    On GPUs and TPUs rows travel by `jax.lax.ragged_all_to_all`: each device sends its own rows. XLA for CPUs has no
+    On GPUs and TPUs rows are sent by `jax.lax.ragged_all_to_all`: each device sends its own rows. XLA for CPUs has no
     such collective. There each pair of devices exchanges `min(num_rows, capacity)` rows, filled up with zeros.
 
     Attributes:
@@ -138,7 +138,7 @@ class TokenExchange:
         return cls(fitting[here].sum(1), overflow, groups, sent, received, names, num_rows, capacity)
 
     def dispatch(self, x: Array, wire_format: WireFormatLike = "e4m3:token") -> Array:
-        """Rows on the devices of their experts. They travel as codes, and their gradients in the dtype of `x`.
+        """Rows on the devices of their experts. They are sent as codes, and their gradients in the dtype of `x`.
 
         Args:
             x: (num_rows, channels), floating, sorted by expert.
@@ -159,7 +159,7 @@ class TokenExchange:
         return _dispatch(wire, cast_varying_over(x, self.axes), self)
 
     def combine(self, y: Array, wire_format: WireFormatLike = "e4m3:token") -> Array:
-        """Rows on the devices that sent them to `dispatch`. They travel in their dtype, and their gradients as codes.
+        """Rows on the devices that sent them by `dispatch`. They are sent in their dtype, their gradients as codes.
 
         Args:
             y: (capacity, channels), floating, in the order of `dispatch`.

@@ -219,18 +219,17 @@ def advance_scaling(
         optimizer.update(model, grads)
 
     With gradient accumulation, call it once per step: `fp8jax.nnx.value_and_grad` merges the statistics of
-        microbatches.
-    If you call `nnx.grad` with respect to `nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)`, merge the statistics by
-    maximum, and pass them in `grads`. For data parallelism in `jax.shard_map`, pass `axis_name`. A layer that was not
-    called since its last step keeps its states.
+    microbatches. If you call `nnx.grad` with respect to `nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)`, merge the
+    statistics by maximum, and pass them in `grads`. For data parallelism in `jax.shard_map`, pass `axis_name`. A layer
+    that was not called since its last step keeps its states.
 
     A program that trains a model and never calls this function causes a warning.
 
     Args:
-        model: a model that `fp8jax.nnx.quantize` gave a recipe with delayed scaling.
+        model: a model of `fp8jax.nnx.quantize` with such a scaling.
         grads: gradients of a step, with or without statistics, or None.
-        axis_name: mesh axes of replicas inside `jax.shard_map`. Their observations are merged: largest magnitudes by
-            maximum, counts by sum.
+        axis_name: mesh axes of replicas inside `jax.shard_map`. Their statistics are merged: amax by maximum,
+            counts by sum.
         apply_if: bool scalar; if it is False, as after a step that was skipped, states stay unchanged. None is True.
 
     Returns:

@@ -151,7 +151,7 @@ def with_bounds(
     """The collection with the bounds of an optimizer; with `only_trained` other weights than its own keep theirs.
 
     Raises:
-        ValueError: the model has no layer with automatic weight scaling, or the optimizer follows no weight of one.
+        ValueError: the model has no layer with automatic weight scaling, or the optimizer does not track its weight.
     """
     training.record_advance(training.BOUNDS)
     flat, name = flatten_dict(scaling), Automatic().variable_name("w")

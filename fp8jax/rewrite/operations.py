@@ -481,7 +481,7 @@ class RaggedOperation:
 def record_stats(
     interpreter: "Interpreter", use: WeightUse | None, y: Array, slots: ScalingStats, stats: ScalingStats
 ) -> Array:
-    """Record statistics in the interpreter; return `y`, whose cotangent gives them to the slots otherwise."""
+    """Record statistics in the interpreter; otherwise the cotangent of the returned `y` passes them to the slots."""
     if interpreter.stats is None:
         return stats_as_cotangents(y, slots, stats)
     assert use is not None

@@ -1,8 +1,7 @@
 """Codes of the rows of groups, and their transposed copy on a token axis with a multiple of 128 tokens per group.
 
 In: (T, N) fp32, bf16 or fp16, or 8-bit codes; optionally the rows to select, in the order of the groups. Out: 8-bit
-    codes
-(rows, N) and (N, tokens). Hardware: Ada or newer for FP8 codes, Turing otherwise. Reference: `_reference` in
+codes (rows, N) and (N, tokens). Hardware: Ada or newer for FP8 codes, Turing otherwise. Reference: `_reference` in
 fp8jax/ops/quantization/grouped.py.
 
 A program reads a tile of 128 tokens of one group, in words as in `quantize_triton`.

@@ -331,7 +331,7 @@ def _step_by_reference(reference: LeavesStep, adam: Adam, leaves: Sequence[Leaf]
 
 
 def _step_leaf(static: Any, scalars: Any, row: tuple[Leaf, Any]) -> StepResult:
-    """The step of one leaf in plain JAX, from what `_step_by_reference` gives to `map_leaves`."""
+    """The step of one leaf in plain JAX, from the arguments that `_step_by_reference` passes to `map_leaves`."""
     (reference, constants), (leaf, salt) = static, row
     adam, leaf = Adam(**dict(constants), **scalars), dataclasses.replace(leaf, salt=salt)
     (result,) = reference(adam, [leaf.in_place_if_exact()])
