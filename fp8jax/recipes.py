@@ -196,7 +196,7 @@ def int8_fallback() -> Recipe:
 
 
 def fp8_lm() -> Recipe:
-    """FP8-LM (Peng et al., 2023): 6 bytes of optimizer state per parameter, FP8 products and gradient all-reduce.
+    """FP8-LM (Peng et al., 2023): 5 bytes of optimizer state per parameter, FP8 products and gradient all-reduce.
 
     Scales are per-tensor everywhere. Forward and gradients on the wire are e4m3, backward is e5m2, and master weights
     are fp16. Gradients are reduced as in the paper (section 2.1): NCCL adds codes under one scale shared by all

@@ -1,4 +1,4 @@
-"""FP8-LM's AdamW (Peng et al., 2023, section 2.2): fp16 master weights, 8-bit first moments, 6 bytes per parameter."""
+"""FP8-LM's AdamW (Peng et al., 2023, section 2.2): fp16 master weights, 8-bit first moments, 5 bytes per parameter."""
 
 import functools
 from collections.abc import Callable
