@@ -390,8 +390,8 @@ class Checkpoints:
                 self._orbax = self._open()
             return state, meta
         for why in damaged.values():
-            fix = f"Set {KEY} to the key of this run, or start" if os.environ.get(KEY) else "Start"
-            raise UserError(f"{why}, and no older one is whole. {fix} afresh with --resume never")
+            fix = f"Set {KEY} to the key of this run, or restart" if os.environ.get(KEY) else "Restart"
+            raise UserError(f"{why}, and no older one is intact. {fix} the run with --resume never")
         return None
 
     def _set_aside(self, step: int) -> Path:

@@ -23,7 +23,7 @@ ESSENTIAL = (
     ("mesh", "AXES", "devices by axis, such as data=2,fsdp=4; by default data parallel over all"),
     ("run", "NAME", "name of the run; its files are OUT/RUN"),
     ("out", "DIR", "folder of all runs"),
-    ("resume", "auto|never", "never: move an old run of this name aside, and start afresh"),
+    ("resume", "auto|never", "never: move an old run of this name aside, and start a new one"),
     ("verbose", "", "also print settings, memory and kernels, as in OUT/RUN/log.txt"),
 )
 

@@ -91,7 +91,7 @@ def test_a_result_with_a_field_that_cannot_be_is_damaged(finished, tmp_path):
 
 def test_json_that_is_nested_too_deep_is_damaged_wherever_it_is_read(argv, finished, tmp_path, capsys):
     (tmp_path / "config.json").write_text(DEEP)
-    with pytest.raises(UserError, match=r"config\.json cannot be read \(nested too deep\); start afresh"):
+    with pytest.raises(UserError, match=r"config\.json cannot be read \(nested too deep\); restart the run"):
         folders.read_config(tmp_path)
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         trained.read_config(tmp_path)

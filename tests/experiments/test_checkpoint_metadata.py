@@ -145,7 +145,7 @@ def test_where_none_is_whole_all_stay_and_a_reader_moves_nothing(folder):
         (folder / str(step) / META).write_bytes(b"[]")
     with (
         Checkpoints(folder, 3) as checkpoints,
-        pytest.raises(UserError, match=r"checkpoints/3 is damaged: its metadata .*, and no older one is whole"),
+        pytest.raises(UserError, match=r"checkpoints/3 is damaged: its metadata .*, and no older one is intact"),
     ):
         checkpoints.resume(STATE, {}, pytest.fail)
     with Checkpoints(folder, 3, clean=False) as checkpoints:

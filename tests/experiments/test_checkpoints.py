@@ -74,8 +74,8 @@ def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch)
         ("", "3 is signed: set FP8JAX_CHECKPOINT_KEY to its key"),
         (
             "other",
-            "3 was changed, or signed with another key than that in FP8JAX_CHECKPOINT_KEY, and no older one is whole. "
-            "Set FP8JAX_CHECKPOINT_KEY to the key of this run, or start afresh with --resume never",
+            "3 was changed, or signed with another key than that in FP8JAX_CHECKPOINT_KEY, and no older one is intact. "
+            "Set FP8JAX_CHECKPOINT_KEY to the key of this run, or restart the run with --resume never",
         ),
     ):
         monkeypatch.setenv(checkpoint.KEY, key)

@@ -336,7 +336,7 @@ def test_checkpoints_that_are_all_damaged_are_refused_and_stay(argv, finished, o
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(
-        r"checkpoints/8 is damaged: .*, and no older one is whole\. Start afresh with --resume never", error
+        r"checkpoints/8 is damaged: .*, and no older one is intact\. Restart the run with --resume never", error
     )
     assert sorted(p.name for p in checkpoints.iterdir()) == ["4", "8"]
 
