@@ -46,6 +46,9 @@ class Telemetry(Mapping[str, Mapping[str, Mapping[str, Any]]]):
     index: _Index = dataclasses.field(repr=False)
 
     def __getitem__(self, layer: str) -> dict[str, dict[str, Any]]:
+        if isinstance(self.array, jax.ShapeDtypeStruct):
+            abstract: Any = jax.eval_shape(lambda array: dataclasses.replace(self, array=array)[layer], self.array)
+            return abstract
         array = self.array if isinstance(self.array, jax.core.Tracer) else np.asarray(self.array)
 
         def read(start: int, shape: tuple[int, ...]) -> Any:

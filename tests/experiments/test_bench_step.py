@@ -154,7 +154,7 @@ def test_an_arm_is_a_recipe_with_how_its_gradients_travel_or_what_it_recomputes(
     )
     assert [arms.settings(name).kernels for name in ("coat", f"coat, {arms.PLAIN}")] == [True, False]
     for name in ("coat, 8 bit gradients", "bf16, again"):
-        with pytest.raises(ValueError, match="is none of '8-bit gradients', 'one phase'"):
+        with pytest.raises(ValueError, match="is unknown; use one of '8-bit gradients', 'one phase'"):
             arms.settings(name)
     monkeypatch.setattr(arms, "fastest", lambda recipe: False)
     assert arms.settings("moss")[1] is False

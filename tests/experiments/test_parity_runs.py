@@ -75,12 +75,12 @@ def test_runs_are_kept_one_by_one_and_only_with_their_like(text, tmp_path):
     again = json.loads(path.read_text())
     assert list(again["runs"]) == ["0", "1"]
     assert again["runs"]["0"] == kept["runs"]["0"]
-    with pytest.raises(UserError, match="another setting: delete it"):
+    with pytest.raises(UserError, match="another setting; delete it"):
         train([2], dataclasses.replace(TINY, lr=1e-4))
     # A recipe that has changed is another one; of a file from before recipes were written nothing is known.
     assert again["recipe"]["optimizer.mu"] == "fp32"
     path.write_text(json.dumps(again | {"recipe": again["recipe"] | {"optimizer.mu": "e4m3"}}))
-    with pytest.raises(UserError, match="another recipe: delete it"):
+    with pytest.raises(UserError, match="another recipe; delete it"):
         train([2])
     path.write_text(json.dumps({key: value for key, value in again.items() if key != "recipe"}))
     train([0, 1])

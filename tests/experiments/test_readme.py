@@ -16,7 +16,7 @@ STATED = (
     "moments need 2.1 bytes per parameter instead of 8",
     "about 31.5 dB",
     "block of 128 x 128",
-    "hold together with 95 %",
+    "simultaneous at 95 %",
     "`saturated` above 1 %",
     "`update_ratio` above 1 %",
     "space for 1.5 times the rows",

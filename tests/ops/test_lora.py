@@ -226,5 +226,5 @@ def test_bad_input_is_refused(call, message):
 
 
 def test_paths_in_the_messages_are_those_of_matrices():
-    with pytest.raises(ValueError, match=re.escape("the matrices: a/kernel, b/kernel")):
+    with pytest.raises(ValueError, match=re.escape("the matrices are: a/kernel, b/kernel")):
         fp8jax.lora.init(KEY, {"a": {"kernel": W, "bias": W[0]}, "b": {"kernel": W}}, rank=4, alpha=1, targets="a")
