@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 MEASURED = re.compile(r"[+-]?\d[\d.,]*(?=x\b| (?:times|x\b|%|ms\b|s\b|dB\b|GB\b|MB\b|TFLOP|bytes a parameter))")
 # Sizes, limits and definitions, which no run gives: the words around them.
 STATED = (
-    "moments take 2.1 bytes a parameter instead of 8",
     "moments need 2.1 bytes per parameter instead of 8",
     "about 31.5 dB",
     "block of 128 x 128",
