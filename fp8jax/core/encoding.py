@@ -131,7 +131,7 @@ def encode(
         if spec.expand:  # the decay of a power of a value
             decay = expansion.power(decay, 1.0, k)
         dither = jnp.stack(jnp.broadcast_arrays(phase, decay))
-    codes = fmt.encode(jnp.copysign(y, x), key, uniform_noise, dither)
+    codes = fmt.encode(formats.copysign(y, x), key, uniform_noise, dither)
     return QTensorLeaves(
         packing.pack(codes, spec.axis, fmt.bits) if spec.is_packed else codes, scale, exponent, microscale
     )
@@ -158,7 +158,7 @@ def limit_group_range(x: Array, spec: QuantSpec, min_exponent: float) -> Array:
         largest = blocks.reduce(formats.where(jnp.isfinite(size), size, 0), shape, jnp.max, 0.0)
         min_magnitude = blocks.broadcast_blocks(largest * np.float32(min_ratio), x.shape, shape)
         replacement = jnp.zeros_like(min_magnitude) if spec.flush_to_zero else min_magnitude
-        return (jnp.where((size > 0) & (size < min_magnitude), jnp.copysign(replacement, x).astype(x.dtype), x),)
+        return (jnp.where((size > 0) & (size < min_magnitude), formats.copysign(replacement, x).astype(x.dtype), x),)
 
     return blocks.on_logical_array(bound, x, out_shapes=[x.shape])[0]
 
@@ -221,9 +221,9 @@ def decode(leaves: QTensorLeaves, shape: tuple[int, ...], spec: QuantSpec) -> Ar
         root = blocks.broadcast_blocks(1 / leaves.expansion.astype(jnp.float32), shape, block_shape)
         # Apply half the power on each side of the scale: a compressed group spans more octaves than fp32 has below 1.
         half = expansion.power(jnp.abs(values) * np.float32(1 / fmt.max), 1.0, root / 2)
-        decoded = jnp.copysign(half * (scale * fmt.max) * half, values)
+        decoded = formats.copysign(half * (scale * fmt.max) * half, values)
     if spec.expand or not spec.flush_to_zero:
         # Rounding must not move a value near the smallest normal into the range that XLA flushes to zero.
-        nonzero = jnp.copysign(jnp.maximum(jnp.abs(decoded), formats.TINY), values)
+        nonzero = formats.copysign(jnp.maximum(jnp.abs(decoded), formats.TINY), values)
         decoded = jnp.where(values == 0, decoded, nonzero)
     return decoded

@@ -22,6 +22,18 @@ _PACKINGS = ("four_in_five", "two_in_one")
 TINY = float(np.finfo(np.float32).tiny)
 
 
+def copysign(magnitude: Array, signed: Array) -> Array:
+    """`jnp.copysign(magnitude, signed)`, without a nested function.
+
+    If a nested function reads the bits of a transposed constant, XLA (jaxlib 0.11) returns those of the constant before
+    it was transposed.
+    """
+    dtype = magnitude.dtype
+    integer = jnp.dtype(f"int{8 * dtype.itemsize}")
+    bits, signed_bits = (jax.lax.bitcast_convert_type(x.astype(dtype), integer) for x in (magnitude, signed))
+    return jnp.where((bits ^ signed_bits) < 0, -magnitude, magnitude)
+
+
 def where(condition: Array, x: Array, other: float) -> Array:
     """`jnp.where(condition, x, other)` for fp32 values and a number, computed on bits.
 
@@ -197,7 +209,7 @@ class Format:
             if self.is_float:
                 width = jnp.maximum(power, self.smallest_normal) * np.float32(2.0**-self.mantissa_bits)
             dithered = jnp.maximum(magnitude + width * noise_offset, power)
-        return jnp.where(width > 2 * decay_loss * magnitude, jnp.copysign(dithered, y), y)
+        return jnp.where(width > 2 * decay_loss * magnitude, copysign(dithered, y), y)
 
     def floor_ceil(self, y: Array) -> tuple[Array, Array]:
         """The two representable values around fp32 magnitudes: at or below, and above."""
