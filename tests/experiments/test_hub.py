@@ -264,7 +264,7 @@ FILES = {
     "in none": (lambda f: _outside(f, "model-00001-of-00002.safetensors", "more"), "safetensors lacks more, which"),
     "nowhere": (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), "is missing; .*names it"),
     "integers": (_integers, r"model-00002-of-00002\.safetensors: .* is stored as I32; weights are F32, F16, BF16"),
-    "index": (lambda f: (f / "model.safetensors.index.json").write_text("[1]"), "holds list, not a JSON object"),
+    "index": (lambda f: (f / "model.safetensors.index.json").write_text("[1]"), "contains list, not a JSON object"),
     "map": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "weight_map is not an object"),
     "config": (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read"),
     "no config": (lambda f: (f / "config.json").unlink(), r"config\.json is missing"),

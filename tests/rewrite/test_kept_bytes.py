@@ -115,7 +115,7 @@ def test_bytes_of_a_model_are_in_its_report():
     adapted = fp8jax.nnx.lora(fp8jax.nnx.quantize(model, "te_current"), rank=4, alpha=8.0, rngs=nnx.Rngs(1))
     # Adapters need their inputs unquantized.
     sample = jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)
-    assert f"take {plain / 1024:.4g} KiB, as many" in " ".join(str(fp8jax.explain(adapted, sample)).split())
+    assert f"take {plain / 1024:.4g} KiB, as much" in " ".join(str(fp8jax.explain(adapted, sample)).split())
 
 
 @pytest.mark.parametrize("recipe", ["coat", "te_current"])
