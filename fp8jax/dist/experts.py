@@ -24,7 +24,7 @@ from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.ops.quantization.group_scales import alignment, quantize_rows
 
 _CALLER = "TokenExchange"
-_ADVICE = (
+SHARD_MAP_ADVICE = (
     "Map the layer over the mesh: jax.shard_map(layer, mesh=mesh, in_specs=(P({axes}), P({axes})), out_specs=P({axes}))"
 )
 
@@ -110,7 +110,7 @@ class TokenExchange:
             ValueError: outside of `jax.shard_map`; the devices do not divide the experts; or `capacity` is below 1.
             TypeError: `group_sizes` are not integers.
         """
-        devices, names = manual.check_manual_axes(_CALLER, axes, (), _ADVICE), manual.axis_names(axes)
+        devices, names = manual.check_manual_axes(_CALLER, axes, (), SHARD_MAP_ADVICE), manual.axis_names(axes)
         if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
             raise TypeError(f"{_CALLER} expects integer group_sizes, got {group_sizes.dtype}")
         if group_sizes.ndim != 1 or group_sizes.shape[0] % devices:
@@ -118,11 +118,7 @@ class TokenExchange:
                 f"{_CALLER}: {devices} devices along {names} do not divide the experts of group_sizes, of shape "
                 f"{group_sizes.shape}"
             )
-        if capacity is not None and capacity < 1:
-            raise ValueError(
-                f"{_CALLER}: capacity must be at least 1, got {capacity}; None is enough for the rows of all devices"
-            )
-        capacity = devices * num_rows if capacity is None else min(capacity, devices * num_rows)
+        capacity = limit_capacity(_CALLER, capacity, devices * num_rows, "rows")
         groups = cast_varying_over(Groups.from_sizes(group_sizes, num_rows), names)
         # By (source, destination, expert of the destination).
         sizes = lax.all_gather(groups.sizes, names).reshape(devices, devices, -1)
@@ -242,6 +238,19 @@ def _packed_rows(slices: _Slices, length: int, fill: int) -> Array:
     first = jnp.pad(slices.offsets - (ends - slices.sizes), ((0, 0), (0, 1)))
     rows = jnp.take_along_axis(first, index, axis=1) + place
     return jnp.where(place < ends[:, -1:], rows, fill)
+
+
+def limit_capacity(caller: str, capacity: int | None, most: int, name: str) -> int:
+    """The number of rows that a device can receive: at most `most`, the rows of all devices.
+
+    Raises:
+        ValueError: `capacity` is below 1.
+    """
+    if capacity is not None and capacity < 1:
+        raise ValueError(
+            f"{caller}: capacity must be at least 1, got {capacity}; None is enough for the {name} of all devices"
+        )
+    return most if capacity is None else min(capacity, most)
 
 
 def quantize_to_send(x: Array, wire: WireFormat, groups: Groups, axes: tuple[str, ...] = ()) -> QTensor:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from fp8jax.core.groups import Groups
 from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.dist import manual
-from fp8jax.dist.experts import quantize_to_send
+from fp8jax.dist.experts import SHARD_MAP_ADVICE, limit_capacity, quantize_to_send
 from fp8jax.dist.sequence import WireFormat, WireFormatLike, operand_wire_format
 from fp8jax.ops.autodiff.checkpointing import INPUT, with_checkpoint_name
 from fp8jax.ops.autodiff.residuals import ArrayFacts, CotangentFacts, Recomputed, attach_facts
@@ -26,9 +26,6 @@ from fp8jax.ops.quantization.fused_reference import compute_row_amax
 from fp8jax.ops.quantization.token_codes import TokenCodes, encode_tokens, token_scales
 
 _CALLER = "TokenGather"
-_ADVICE = (
-    "Map the layer over the mesh: jax.shard_map(layer, mesh=mesh, in_specs=(P({axes}), P({axes})), out_specs=P({axes}))"
-)
 
 
 @functools.partial(
@@ -98,22 +95,18 @@ class TokenGather:
             ValueError: outside of `jax.shard_map`; the devices do not divide the experts; or `capacity` is below 1.
             TypeError: `experts` are not integers.
         """
-        devices, names = manual.check_manual_axes(_CALLER, axes, (), _ADVICE), manual.axis_names(axes)
+        devices, names = manual.check_manual_axes(_CALLER, axes, (), SHARD_MAP_ADVICE), manual.axis_names(axes)
         if not jnp.issubdtype(experts.dtype, jnp.integer):
             raise TypeError(f"{_CALLER} expects integer experts, got {experts.dtype}")
         if experts.ndim != 2:
             raise ValueError(f"{_CALLER} expects experts (tokens, choices), got {experts.shape}")
         if num_experts < 1 or num_experts % devices:
             raise ValueError(f"{_CALLER}: {devices} devices along {names} do not divide {num_experts} experts")
-        if capacity is not None and capacity < 1:
-            raise ValueError(
-                f"{_CALLER}: capacity must be at least 1, got {capacity}; None is enough for the choices of all devices"
-            )
         experts = cast_varying_over(experts.astype(jnp.int32), names)
         is_routed = jnp.any((experts >= 0) & (experts < num_experts), axis=1)
         experts = lax.all_gather(experts, names, tiled=True)
         chosen, local = experts.reshape(-1), num_experts // devices
-        capacity = chosen.size if capacity is None else min(capacity, chosen.size)
+        capacity = limit_capacity(_CALLER, capacity, chosen.size, "choices")
         counts = jnp.sum(chosen[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
         overflow = jnp.sum(jnp.maximum(counts.reshape(devices, local).sum(1) - capacity, 0))
         first = lax.axis_index(names) * local
