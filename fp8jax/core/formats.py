@@ -23,15 +23,16 @@ TINY = float(np.finfo(np.float32).tiny)
 
 
 def copysign(magnitude: Array, signed: Array) -> Array:
-    """`jnp.copysign(magnitude, signed)`, without a nested function.
+    """`jnp.copysign(magnitude, signed)`, computed on bits and without a nested function.
 
     If a nested function reads the bits of a transposed constant, XLA (jaxlib 0.11) returns those of the constant before
-    it was transposed.
+    it was transposed. Where XLA selects between a value and its negative, a GPU gives +0 for some -0.
     """
     dtype = magnitude.dtype
     integer = jnp.dtype(f"int{8 * dtype.itemsize}")
+    largest = jnp.iinfo(integer).max
     bits, signed_bits = (jax.lax.bitcast_convert_type(x.astype(dtype), integer) for x in (magnitude, signed))
-    return jnp.where((bits ^ signed_bits) < 0, -magnitude, magnitude)
+    return jax.lax.bitcast_convert_type((bits & largest) | (signed_bits & ~largest), dtype)
 
 
 def where(condition: Array, x: Array, other: float) -> Array:
