@@ -426,8 +426,8 @@ def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
     if codes.dtype.itemsize > 1:
         return codes
     if _bits(codes.dtype) == 4:
-        return jax.lax.bitcast_convert_type(codes, jnp.uint4).astype(dtype)
-    return jax.lax.bitcast_convert_type(codes.astype(jnp.uint4) if _bits(dtype) == 4 else codes, dtype)
+        return formats.bitcast(codes, jnp.uint4).astype(dtype)
+    return formats.bitcast(codes.astype(jnp.uint4) if _bits(dtype) == 4 else codes, dtype)
 
 
 def _bits(dtype: DTypeLike) -> int:
