@@ -26,14 +26,12 @@ def matmul_mx(
     scale: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     column_scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: hopper.Tile | None = None,
     unroll: int = 2,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
-    """Return `(a * 2^(a_exponent - 127)) @ b.T`, with scales, bias and residual as in `matmul_mosaic.matmul`.
+    """Return `(a * 2^(a_exponent - 127)) @ b.T`, with scales as in `matmul_mosaic.matmul`.
 
     The left operand is microscaled: an fp32 outer scale per tensor (`scale`) or per row (`row_scale`), and a power of
     two per 32 of K (MOSS, section 3.1). Partial sums over 32, times their power of two, are added to an fp32
@@ -46,7 +44,7 @@ def matmul_mx(
 
     Other arguments, the result, transformations and errors are those of `matmul_mosaic.matmul`.
     """
-    epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual)
+    epilogue = hopper.Epilogue(scale, row_scale, column_scale)
     hopper.check_operands(a, b, out_dtype)
     (m, k), n = a.shape, b.shape[0]
     hopper.check_epilogue(epilogue, m, n)
