@@ -28,7 +28,6 @@ def matmul_mx(
     column_scale: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: hopper.Tile | None = None,
-    unroll: int = 2,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
     """Return `(a * 2^(a_exponent - 127)) @ b.T`, with scales as in `matmul_mosaic.matmul`.
@@ -40,7 +39,7 @@ def matmul_mx(
     Args:
         a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), also K-major.
         a_exponent: (M, ceil(K / 32)) uint8, biased exponents (E8M0).
-        tile, unroll: tuning; tiles of 64 rows.
+        tile: tuning; tiles of 64 rows.
 
     Other arguments, the result, transformations and errors are those of `matmul_mosaic.matmul`.
     """
@@ -54,8 +53,8 @@ def matmul_mx(
         raise ValueError(f"{tile} has {tile.rows} rows; microscaled products need 64")
     stream = hopper.Stream.from_slices(_exponent_words(a_exponent, k), tile.block_rows, lambda position: position.row)
     return hopper.pipelined_matmul(
-        _make_compute(tile, unroll, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,
-        out_dtype=out_dtype, use_inline_wgmma=True, static_key=unroll, interpret=interpret,
+        _make_compute(tile, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,
+        out_dtype=out_dtype, use_inline_wgmma=True, interpret=interpret,
     )  # fmt: skip
 
 
@@ -66,7 +65,7 @@ def _exponent_words(exponent: jax.Array, k: int) -> jax.Array:
     return lax.bitcast_convert_type(exponent.reshape(exponent.shape[0], steps, GROUPS_PER_STEP), jnp.int32)
 
 
-def _make_compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> Any:
+def _make_compute(tile: hopper.Tile, interpret: hopper.Interpret) -> Any:
     def start_group_product(pipeline: hopper.WarpgroupPipeline, slot: Any, group: Any) -> jax.Array:
         if interpret is None:
             return start_product(pipeline.a(slot), pipeline.b(slot, transposed=False), [group])
@@ -99,7 +98,7 @@ def _make_compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -
             return promote(acc, 0, *pending)
 
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), plgpu.Layout.WGMMA)
-        finish([(0, 0, pipeline.loop_over_k(body, zero, unroll))])
+        finish([(0, 0, pipeline.loop_over_k(body, zero, unroll=2))])
 
     return compute
 
