@@ -9,7 +9,7 @@ Python's garbage collector leaves alone what tracing has left, as a training loo
 (docs/faq.md). Nothing is recomputed but under the policy that a row names: bf16 keeps what Flax's modules keep, and
 the baseline is as fast as it gets here. "temporaries" are what the compiled program needs beside its arguments;
 "arrays" are those of the state, each of which JAX looks at before it starts a step. "auto" is the recipe of the device
-where layers gain, "auto:coat" that one where they gain (`fp8jax.recipes.for_shapes`). "held:coat" holds the weights
+where layers gain, "auto:coat" that one where they gain (`fp8jax.recipes.for_shapes`). "prequantized:coat" holds the weights
 quantized for the step and takes their gradients in bf16, as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model,
 gradient_dtype="bfloat16")`). "observed:coat" collects `fp8jax.telemetry` in every step. Arms of `--torch` are the same
 Llama by torch.compile, in bf16 and with torchao's float8 (`experiments.bench.step_torch`). They run first, in a
