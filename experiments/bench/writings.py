@@ -1,7 +1,8 @@
-"""Training steps of a user's Llama as its users write them: in Flax NNX, in Flax Linen, in Equinox.
+"""Training steps of a model in Flax NNX, Flax Linen or Equinox, as a user writes them.
 
-Each takes a recipe's name, "bf16" for a step without fp8jax, and gives what makes a state, and the step. Gradients are
-clipped by their global norm; AdamW is optax's in a chain for bf16, `fp8jax.optimizer(..., clip=)` for the others.
+Each function takes the name of an arm: a recipe, or "bf16" for a step without fp8jax. It returns a function that
+creates the state, and the step. Gradients are clipped by their global norm. bf16 uses optax's AdamW in a chain, the
+other arms `fp8jax.optimizer(..., clip=)`.
 """
 
 from collections.abc import Callable
