@@ -141,7 +141,8 @@ def fp8lm_adamw(
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
             parameter, or no parameters are given.
-        TypeError: at `init`, a parameter is not of a floating dtype, or not of the dtype of `master`.
+        TypeError: at `init`, a parameter is not of a floating dtype, has 8 bits, or is not of the dtype of `master`; or
+            at `update`, a gradient is complex.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp
@@ -188,7 +189,7 @@ def fp8lm_adamw(
 
     def init_fn(params: optax.Params) -> Any:
         moments.require_static(static_group_size, static_min_size)
-        jax.tree_util.tree_map_with_path(checks.check_floating, params)
+        checks.check_params(params)
         layer_axis_counts = jax.tree.broadcast(moments.resolve_tree(layer_axes, params), params)
 
         def init_field(name: str, param: Any, num_layer_axes: Any) -> Moment:
