@@ -164,7 +164,6 @@ class _Residuals:
     Attributes:
         arrays: residuals of the call, or of each layer, stacked.
         sources: for each residual the number of the argument that it is, or None for the next of `arrays`.
-        structure: of all residuals.
     """
 
     arrays: Sequence[Array]

@@ -64,7 +64,6 @@ class ProductOperation:
 
     Attributes:
         recipe: of the product, and of the operation before it.
-        data: the input.
         weight: the stored parameter, with all of its bits. No 16-bit copy of it is saved.
         layout: the equations between the parameter and the product.
         side: which operand of the equation the parameter is.
@@ -72,7 +71,6 @@ class ProductOperation:
         saved_data: a value with the elements of the data that another operation saves, or None. Then the product saves
             nothing of the data.
         use: identifies this product among those of the parameter; None if the parameter is part of the matrix only.
-        params: of the product's equation.
         bias: a parameter with one element per output, which is added; or None.
         is_transposed: whether the result has the outputs last although the parameter is the left operand.
         split_sizes: widths into which the result is split along its outputs, as q, k and v; or None.
@@ -381,10 +379,7 @@ class RaggedOperation:
     """A product of groups of tokens, each with its own matrix.
 
     Attributes:
-        linear: the recipe.
-        data, weight, groups: the operands.
         weight_axes: the axes of the weight that are groups, inputs and outputs.
-        canonical_data, use: as of `ProductOperation`.
         gathered: the tokens of which the data are rows, and their indices; None if the data are not gathered.
     """
 
@@ -499,12 +494,9 @@ class LossOperation:
     """An output head and the sum of its softmax cross-entropy over all tokens. No array has all logits.
 
     Attributes:
-        linear: the recipe.
         data: the input, whose last axis has the channels.
-        weight: the parameter, a matrix.
         vocabulary_axis: of the parameter.
         loss: with `total`.
-        canonical_data: as of `ProductOperation`.
     """
 
     linear: Linear
@@ -554,7 +546,6 @@ class NormOperation:
     """A norm that saves its input by a recipe, and returns it for its later readers.
 
     Attributes:
-        recipe: the recipe.
         x, scales, bias, eps, centered: as of `fp8jax.rewrite.norms.NormForm`.
     """
 
@@ -592,9 +583,6 @@ class ActivationOperation:
     """An activation that saves its inputs by a recipe.
 
     Attributes:
-        recipe: the recipe.
-        name: of the function.
-        gate, up: its operands.
         has_bias: whether a product of this plan with a bias computes an operand.
     """
 
@@ -622,7 +610,6 @@ class GroupedGluOperation(ActivationOperation):
 
     Attributes:
         gate_up: that matrix, the result of the product before it.
-        groups: the sizes of the groups.
     """
 
     gate_up: Value

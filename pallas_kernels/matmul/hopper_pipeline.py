@@ -236,7 +236,6 @@ class TilePosition(NamedTuple):
         row, col: first row and column of the output.
         a_row, b_row: first rows of the operands, in arrays whose last dimension is K.
         num_slices: number of slices of K; an int if all tiles have the same.
-        first_slice: first slice of K.
         matrix: index of the tile's matrix in a grouped product, otherwise 0. It selects `scale` and `column_scale`.
         row_range: first row of the output that the tile writes, and the row after its last. None: all of its rows.
     """
@@ -255,7 +254,6 @@ class Schedule(NamedTuple):
     """The tiles of a product with different tiles, such as a grouped product.
 
     Attributes:
-        out_shape: rows and columns of the output.
         arrays: int32 arrays; the two functions get references to them.
         num_tiles: function of the references that returns the number of tiles.
         position: function of the references and a tile's number that returns its `TilePosition`. The position for other
