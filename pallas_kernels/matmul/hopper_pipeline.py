@@ -223,8 +223,13 @@ class Stream:
         return Stream(array, (1, size), lambda i, position: (i, start(position)))
 
     @staticmethod
-    def from_rows(scales: jax.Array, rows: int, start: Callable[["TilePosition"], jax.Array]) -> "Stream":
-        """Return a stream of `rows` rows of scales (rows, steps of K); those of slice `i` are at column `i % 4`."""
+    def from_blocks(scales: jax.Array, size: int, start: Callable[["TilePosition"], jax.Array]) -> "Stream":
+        """Return a stream of the scales of all blocks that `size` values touch, from (blocks of 128, steps of K).
+
+        Those of slice `i` are at column `i % 4`.
+        """
+        # Values that start inside of a block extend into one more.
+        rows = ceil_div(size, 128) + (size % 128 > 0)
         array = pad_axis(pad_axis(scales, 1, max(round_up(scales.shape[1], 4), 32)), 0, rows)
         return Stream(array, (rows, 32), lambda i, position: (start(position), lax.div(i, 4) * 4))
 
