@@ -527,13 +527,10 @@ def compute_grad_norm(
 
 
 def grad_norm_from_states(updates: Any) -> Array:
-    """The global norm of the gradients of a step.
+    """The global norm of the gradients of a step, fp32.
 
     Args:
         updates: of `value_and_step`: gradients, and each `FusedBlockState` after the step, with its sum of squares.
-
-    Returns:
-        fp32 scalar.
     """
     leaves = jax.tree.leaves(updates, is_leaf=_is_block_state)
     squares = [jnp.sum(x.squares) if isinstance(x, FusedBlockState) else sum_of_squares(x) for x in leaves]
