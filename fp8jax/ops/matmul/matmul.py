@@ -86,9 +86,6 @@ def matmul(
         transposed: whether `b` is the transposed copy of another product's operand. If codes are decoded, both products
             then share one decoded matrix.
 
-    Returns:
-        (M, N) array.
-
     Raises:
         ValueError: shapes do not match, a scale is per index of the contraction, `impl` is unknown, or `impl` is
             "mosaic" and no kernel can run.
