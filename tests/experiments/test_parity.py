@@ -104,7 +104,7 @@ def test_the_page_has_what_was_stated_and_a_mix_is_refused(tmp_path, capsys):
     assert {row["commit"] for row in content["rows"]} == {"c1"}
     told = " ".join(content["notes"])
     assert "coat, coat_fast, fast, int8_fallback, fp8_lm, 5 seeds each (10 of bf16 and coat_fast)." in told
-    assert "Intervals are of 99.50% each" in told
+    assert "Confidence intervals of 99.50% each" in told
     assert "fp8_lm ran on 2 devices" in told
     assert (tmp_path / "d" / "recipe_parity.png").exists()
     for how in ({"text": "u"}, {"device": "e"}):
