@@ -12,7 +12,7 @@ from experiments.train.form import fastest
 BF16 = "bf16"
 FAITHFUL, LEAN, REMATERIALIZED = "COAT, faithful", "COAT, lean", "bf16, recomputed"
 _HEAD_FIELDS = [field for field in dataclasses.fields(fp8jax.recipes.HEAD) if field.init]
-# What a part of a name changes of a part of the recipe: how gradients travel over several GPUs, the strategy of the
+# What a part of a name changes of a part of the recipe: the format of gradients between GPUs, the strategy of the
 # scales of weights (MOSS, Table 10). "MASTER masters" changes the master weights.
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "8-bit gradients": ("comm", {"gradients": "e4m3"}),

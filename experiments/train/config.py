@@ -88,10 +88,10 @@ class Config:
             )
         self.model.shape(vocab=256)
         if self.model.init:
-            given = [k for k, v in dataclasses.asdict(self.model).items() if k != "init" and v != getattr(Model, k)]
-            given += [k for k in ("tokenizer", "vocab") if getattr(self.data, k) != getattr(Data, k)]
-            if given:
-                raise UserError(f"{flag(given[0])} is set by the checkpoint; omit it with --init")
+            changed = [k for k, v in dataclasses.asdict(self.model).items() if k != "init" and v != getattr(Model, k)]
+            changed += [k for k in ("tokenizer", "vocab") if getattr(self.data, k) != getattr(Data, k)]
+            if changed:
+                raise UserError(f"{flag(changed[0])} is set by the checkpoint; omit it with --init")
         if self.optim.release and self.run.partition:
             raise UserError(f"--partition {self.run.partition} is not supported with --release; omit one of them")
         if self.optim.head and self.run.logits == "whole":
