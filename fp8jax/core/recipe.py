@@ -540,7 +540,7 @@ class Linear:
         }
 
 
-RECOMPUTED = "computed again"
+RECOMPUTED = "recomputed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -617,7 +617,7 @@ class Recipe:
         if self.comm.gradients is not None:
             stored.append(("gradient between devices", self.comm.spec or self.comm.gradients, "fp32"))
         if self.context.recompute_activations:
-            stored.append(("input that a norm or activation made", RECOMPUTED, weights.compute))
+            stored.append(("linear input from a norm or activation", RECOMPUTED, weights.compute))
         return [self._with_residuals(role, str(kind), computed, self._bytes(kind)) for role, kind, computed in stored]
 
     def _bytes(self, stored: str | QuantSpec) -> float:

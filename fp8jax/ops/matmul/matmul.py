@@ -249,7 +249,7 @@ def _to_fp16(x: Any) -> tuple[Array, Array]:
 
 
 def _dot_fp32_sums(a: Array, b: Array, dtype: DTypeLike) -> Array:
-    """Return a product with fp32 sums. Partial sums travel between devices in 16 bits if the result has 16 bits."""
+    """Return a product with fp32 sums. If the result has 16 bits, devices send partial sums in 16 bits."""
     narrow = a.dtype == b.dtype == jnp.dtype(dtype) == jnp.bfloat16
     return dot_general(a, b, _K_MAJOR, preferred_element_type=dtype if narrow else jnp.float32).astype(dtype)
 
