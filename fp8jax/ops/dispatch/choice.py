@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 from jax import Array, lax
+from jax.sharding import AxisType
 
 from fp8jax.core import frames
 
@@ -46,7 +47,7 @@ class _FunctionByContent:
         return isinstance(other, _FunctionByContent) and self._content == other._content
 
 
-def call_traced_once(function: Callable[..., Any], *args: Any) -> Any:
+def call_traced_once(function: Callable[..., Any], *args: Any, jitted: Callable[..., Any] | None = None) -> Any:
     """Return `function(*args)`, with the trace of an earlier call of an equal function on arrays of equal types.
 
     Functions are equal if their code, closures, bound arguments and defaults are. The trace is also lowered once; XLA
@@ -64,17 +65,43 @@ def call_traced_once(function: Callable[..., Any], *args: Any) -> Any:
         hash(content)
     except TypeError:
         return function(*args)
-    return _call_jitted(_FunctionByContent(function, content), *args)
+    return (jitted or _call_jitted)(_FunctionByContent(function, content), *args)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _call_jitted(key: _FunctionByContent, *args: Any) -> Any:
+def call_reference(reference: Callable[..., Any], *args: Any) -> Any:
+    """Return `reference(*args)`. On one CPU, equal calls share a function, which XLA compiles once.
+
+    On a GPU XLA fuses references with their neighbours, and on several devices it shards them, both across calls only
+    if they are inlined.
+    """
+    if on_cuda() or jax.default_backend() != "cpu" or not is_single_device():
+        return reference(*args)
+    return call_traced_once(reference, *args, jitted=_call_compiled_once)
+
+
+def is_single_device() -> bool:
+    """Return whether the arrays of the traced program lie on one device, or are local ones inside `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return all(size == 1 or kind == AxisType.Manual for size, kind in kinds)
+
+
+def _call(key: _FunctionByContent, *args: Any) -> Any:
     return key.function(*args)
+
+
+_call_jitted = jax.jit(_call, static_argnums=0)
+# XLA on CPUs never inlines these calls. JAX before 0.11 has no such option.
+_XLA_LATE: Any = jax.Inline.XLA_LATE if hasattr(jax, "Inline") else False
+_call_compiled_once = jax.jit(_call, static_argnums=0, inline=_XLA_LATE)
 
 
 def clear_trace_cache() -> None:
     """Clear all traces, for tests that replace what a function calls."""
-    _call_jitted.clear_cache()  # type: ignore[attr-defined]
+    for jitted in (_call_jitted, _call_compiled_once):
+        jitted.clear_cache()  # type: ignore[attr-defined]
 
 
 _HASHABLE_TYPES = {bool, int, float, str, type(None), type}
@@ -323,7 +350,7 @@ def _by_platform(cuda: Callable[..., Any], default: Callable[..., Any], hide_exp
 def run(choice: Choice, impl: str, *args: Any, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Any:
     """Run the chosen implementation. A kernel is selected by platform, or always if `impl` requests it."""
     if choice.impl == "xla":
-        return reference(*args)
+        return call_reference(reference, *args)
     return by_platform(*args, cuda=kernel, default=reference) if impl == "auto" else mark_varying(kernel)(*args)
 
 

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import AxisType
 
 from fp8jax.core import noise
 from fp8jax.core.masters import MasterWeight
@@ -25,6 +24,7 @@ from fp8jax.ops.dispatch.choice import (
     cast_varying_like,
     check_impl,
     choose_impl,
+    is_single_device,
     missing_triton,
     record_choice,
     reshard_like,
@@ -63,9 +63,9 @@ def map_leaves(body: Callable[..., Any], static: Hashable, scalars: Any, rows: S
         leaves, structure = jax.tree.flatten(row)
         kinds.setdefault((structure, *map(jax.typeof, leaves)), []).append(i)
     results: list[Any] = [None] * len(rows)
-    is_single_device = _is_single_device()
+    has_one_device = is_single_device()
     for indices in kinds.values():
-        if is_single_device and len(indices) >= MIN_LOOP_ROWS:
+        if has_one_device and len(indices) >= MIN_LOOP_ROWS:
             outputs = _map_rows(body, static, scalars, [rows[i] for i in indices])
         else:
             outputs = [_call_body(body, static, scalars, rows[i]) for i in indices]
@@ -106,15 +106,6 @@ def _map_rows(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Se
 def _unstack_row(index: Any, stacked: Any, like: Any) -> Any:
     """Row `index` of stacked bits, in the dtypes of `like`."""
     return _from_bits(lax.dynamic_index_in_dim(stacked, index, keepdims=False, allow_negative_indices=False), like)
-
-
-def _is_single_device() -> bool:
-    """Whether the arrays of the traced program lie on one device, or are local ones inside `jax.shard_map`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return jax.device_count() == 1
-    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    return all(size == 1 or kind == AxisType.Manual for size, kind in kinds)
 
 
 def _bits(x: Any) -> Any:
