@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fp8jax.core import formats
+
 ALIGNMENT = 128  # of groups in the padded token axis
 
 
@@ -150,9 +152,9 @@ def take_rows(x: Array, rows: Array) -> Array:
     """The rows of x (T, n) with these indices, and zeros for an index of T or more."""
     is_fp8 = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
     # Off GPUs, XLA widens FP8 arrays to gather from them.
-    taken = lax.bitcast_convert_type(x, jnp.uint8) if is_fp8 else x
+    taken = formats.bitcast(x, jnp.uint8) if is_fp8 else x
     taken = jnp.take(taken, rows, axis=0, mode="fill", fill_value=0)
-    return lax.bitcast_convert_type(taken, x.dtype) if is_fp8 else taken
+    return formats.bitcast(taken, x.dtype) if is_fp8 else taken
 
 
 def block_table(rows: Array, num_rows: int) -> Array:

@@ -14,6 +14,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from fp8jax.core import formats
+
 # A shard that starts at element 8 * n of the global array adds n * STRIDE to the first seed word.
 STRIDE = 0x9E3779B9
 PARAM_SEED_STRIDE = 0x85EBCA6B
@@ -137,10 +139,10 @@ def round_stochastic(
         seed: two uint32 words, random and new at every step.
         row_length, global_shape, offsets: as for `counter_noise`.
     """
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = formats.bitcast(x, jnp.uint32)
     bits = bits + counter_noise(seed, x.shape, row_length, global_shape=global_shape, offsets=offsets)
     bits = bits & np.uint32(0xFFFF0000)
-    return jnp.where(jnp.isnan(x), x, jax.lax.bitcast_convert_type(bits, jnp.float32)).astype(jnp.bfloat16)
+    return jnp.where(jnp.isnan(x), x, formats.bitcast(bits, jnp.float32)).astype(jnp.bfloat16)
 
 
 def advance_counter(seed: Array, counter_blocks: ArrayLike) -> Array:

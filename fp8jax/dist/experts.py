@@ -276,7 +276,7 @@ def _message_widths(leaves: Sequence[Any]) -> tuple[list[int], int]:
 
 def _from_bytes(raw: Array, dtype: Any) -> Array:
     size = jnp.dtype(dtype).itemsize
-    return lax.bitcast_convert_type(raw if size == 1 else raw.reshape(raw.shape[0], -1, size), dtype)
+    return formats.bitcast(raw if size == 1 else raw.reshape(raw.shape[0], -1, size), dtype)
 
 
 def expert_collectives(

@@ -93,9 +93,9 @@ def _gather(
     leaves = encoding.encode(w, spec, scale=scale)
 
     def all_gather(x: Array) -> Array:
-        shard_bytes = lax.bitcast_convert_type(x, jnp.uint8)
+        shard_bytes = formats.bitcast(x, jnp.uint8)
         gathered_bytes = lax.all_gather(shard_bytes, axes, axis=dim, tiled=True)
-        return lax.bitcast_convert_type(gathered_bytes, x.dtype)
+        return formats.bitcast(gathered_bytes, x.dtype)
 
     codes = all_gather(leaves.codes)
     scale = leaves.scale if is_scale_shared else all_gather(leaves.scale)

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.extend.core import Var
 from jax.typing import ArrayLike
 
-from fp8jax.core import noise
+from fp8jax.core import formats, noise
 from fp8jax.ops.optimizers.leaf import TreeSlice
 from fp8jax.optim import checks, flax_variables, fp8lm_adamw, moments
 from fp8jax.optim.fused import FusedTransformation
@@ -141,15 +141,13 @@ def as_float_leaves(state: Any) -> Any:
         state = state._replace(largest=jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), state.largest))
     # An integer of two bytes becomes two elements, along a new last axis.
     integer = lambda x: jnp.issubdtype(x.dtype, jnp.integer)  # noqa: E731
-    return jax.tree.map(lambda x: lax.bitcast_convert_type(x, _BITS) if integer(x) else x, state)
+    return jax.tree.map(lambda x: formats.bitcast(x, _BITS) if integer(x) else x, state)
 
 
 def from_float_leaves(encoded_state: Any, dtypes: tuple[str, ...], count: ArrayLike) -> Any:
     """The state from the result of `as_float_leaves`, with a count."""
     leaves, structure = jax.tree.flatten(encoded_state)
-    values = [
-        x if str(x.dtype) == kind else lax.bitcast_convert_type(x, kind) for x, kind in zip(leaves, dtypes, strict=True)
-    ]
+    values = [x if str(x.dtype) == kind else formats.bitcast(x, kind) for x, kind in zip(leaves, dtypes, strict=True)]
     state = jax.tree.unflatten(structure, values)
     if fp8lm_adamw.is_fp8lm_state(state):
         state = state._replace(largest=jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), state.largest))

@@ -275,8 +275,7 @@ def reconcile_master(master: Array, working_copy: Array) -> Array:
     """Master weights, or working copies that are not their rounded values: the caller has changed these."""
     half, normal = half_step(working_copy.dtype)
     working_copy = working_copy.astype(jnp.float32)
-    bits = jax.lax.bitcast_convert_type(master, jnp.uint32) & np.uint32(0x7F800000)
-    binade = jnp.maximum(jax.lax.bitcast_convert_type(bits, jnp.float32), normal)
+    binade = jnp.maximum(formats.binade(master), normal)
     return jnp.where(jnp.abs(working_copy - master) <= binade * np.float32(half), master, working_copy)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from fp8jax.core import noise
+from fp8jax.core import formats, noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.autodiff.observations import Observation, Place, compare, current_place, observe
@@ -111,11 +111,11 @@ def _unstack_row(index: Any, stacked: Any, like: Any) -> Any:
 def _bits(x: Any) -> Any:
     """Floats of less than 32 bits as integers: XLA on a CPU would convert whole stacks of them."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") if narrow else x
+    return formats.bitcast(x, f"uint{8 * x.dtype.itemsize}") if narrow else x
 
 
 def _from_bits(bits: Any, like: Any) -> Any:
-    return bits if bits.dtype == like.dtype else lax.bitcast_convert_type(bits, like.dtype)
+    return bits if bits.dtype == like.dtype else formats.bitcast(bits, like.dtype)
 
 
 LeavesStep = Callable[[Adam, Sequence[Leaf]], list[StepResult]]
