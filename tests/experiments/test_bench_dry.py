@@ -104,7 +104,10 @@ def test_a_user_s_model_trains_in_both(monkeypatch):
     assert plain[2] < plain[0]
     assert plain != eight
     assert plain == pytest.approx(eight, rel=0.02)
-    heads = [writings.recipe_of(arm).head for arm in ("prequantized:coat", "coat, 8-bit head", "prequantized:coat, 8-bit head")]
+    heads = [
+        writings.recipe_of(arm).head
+        for arm in ("prequantized:coat", "coat, 8-bit head", "prequantized:coat, 8-bit head")
+    ]
     assert heads == [fp8jax.recipes.bf16().head, fp8jax.recipes.HEAD, fp8jax.recipes.HEAD]
 
 

@@ -47,12 +47,12 @@ class _FunctionByContent:
         return isinstance(other, _FunctionByContent) and self._content == other._content
 
 
-def call_traced_once(function: Callable[..., Any], *args: Any, jitted: Callable[..., Any] | None = None) -> Any:
+def call_traced_once(function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`, with the trace of an earlier call of an equal function on arrays of equal types.
 
-    Functions are equal if their code, closures, bound arguments and defaults are. The trace is also lowered once; XLA
-    inlines the calls. Functions that close over arrays or unhashable objects are traced each time. Outside of a trace
-    the function is called directly.
+    Functions are equal if their code, closures, bound arguments and defaults are. The trace is also lowered once, and
+    compiled once on one CPU device. Functions that close over arrays or unhashable objects are traced each time.
+    Outside of a trace the function is called directly.
 
     Args:
         function: function of arrays. JAX's cache accounts for its context, such as a mesh and
@@ -65,22 +65,28 @@ def call_traced_once(function: Callable[..., Any], *args: Any, jitted: Callable[
         hash(content)
     except TypeError:
         return function(*args)
-    return (jitted or _call_jitted)(_FunctionByContent(function, content), *args)
+    call = _call_compiled_once if compiles_calls_once() else _call_inlined
+    return call(_FunctionByContent(function, content), *args)
 
 
-def call_reference(reference: Callable[..., Any], *args: Any) -> Any:
-    """Return `reference(*args)`. On one CPU, equal calls share a function, which XLA compiles once.
+def _call(key: _FunctionByContent, *args: Any) -> Any:
+    return key.function(*args)
 
-    On a GPU XLA fuses references with their neighbours, and on several devices it shards them, both across calls only
-    if they are inlined.
+
+# For functions that are called many times in a program. JAX before 0.11 has no such option.
+XLA_LATE: Any = jax.Inline.XLA_LATE if hasattr(jax, "Inline") else False
+_call_inlined = jax.jit(_call, static_argnums=0)
+_call_compiled_once = jax.jit(_call, static_argnums=0, inline=XLA_LATE)
+
+
+def compiles_calls_once() -> bool:
+    """Return whether a jitted function with `inline=XLA_LATE` suits the traced program: on one CPU device.
+
+    XLA on a CPU never inlines such calls, and compiles the function once. On a GPU, the calls would separate operations
+    that XLA fuses. XLA does not shard functions that it has not inlined.
     """
-    if on_cuda() or jax.default_backend() != "cpu" or not is_single_device():
-        return reference(*args)
-    return call_traced_once(reference, *args, jitted=_call_compiled_once)
-
-
-def is_single_device() -> bool:
-    """Return whether the arrays of the traced program lie on one device, or are local ones inside `jax.shard_map`."""
+    if on_cuda() or jax.default_backend() != "cpu":
+        return False
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1
@@ -88,19 +94,9 @@ def is_single_device() -> bool:
     return all(size == 1 or kind == AxisType.Manual for size, kind in kinds)
 
 
-def _call(key: _FunctionByContent, *args: Any) -> Any:
-    return key.function(*args)
-
-
-_call_jitted = jax.jit(_call, static_argnums=0)
-# XLA on CPUs never inlines these calls. JAX before 0.11 has no such option.
-_XLA_LATE: Any = jax.Inline.XLA_LATE if hasattr(jax, "Inline") else False
-_call_compiled_once = jax.jit(_call, static_argnums=0, inline=_XLA_LATE)
-
-
 def clear_trace_cache() -> None:
     """Clear all traces, for tests that replace what a function calls."""
-    for jitted in (_call_jitted, _call_compiled_once):
+    for jitted in (_call_inlined, _call_compiled_once):
         jitted.clear_cache()  # type: ignore[attr-defined]
 
 
@@ -350,7 +346,7 @@ def _by_platform(cuda: Callable[..., Any], default: Callable[..., Any], hide_exp
 def run(choice: Choice, impl: str, *args: Any, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Any:
     """Run the chosen implementation. A kernel is selected by platform, or always if `impl` requests it."""
     if choice.impl == "xla":
-        return call_reference(reference, *args)
+        return call_traced_once(reference, *args)
     return by_platform(*args, cuda=kernel, default=reference) if impl == "auto" else mark_varying(kernel)(*args)
 
 
