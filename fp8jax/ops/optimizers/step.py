@@ -254,16 +254,37 @@ def _step_by_reference(reference: LeavesStep, adam: Adam, leaves: Sequence[Leaf]
     """The step in plain JAX: one by one for leaves with quantized arrays, all at once for the others."""
     static, scalars = adam.split_static()
     # Leaves of a kind share a trace: their salts are arguments of it.
+    quantized_leaves = [leaf for leaf in leaves if leaf.quantized_arrays]
     rows = [
-        (dataclasses.replace(leaf, salt=None), None if leaf.salt is None else np.uint32(leaf.salt))
-        for leaf in leaves
-        if leaf.quantized_arrays
+        (_split_groups(dataclasses.replace(leaf, salt=None)), None if leaf.salt is None else np.uint32(leaf.salt))
+        for leaf in quantized_leaves
     ]
-    quantized = iter(map_leaves(_step_leaf, (reference, static), scalars, rows))
+    quantized = map(_reshape_like, map_leaves(_step_leaf, (reference, static), scalars, rows), quantized_leaves)
     plain_leaves = [leaf for leaf in leaves if not leaf.quantized_arrays]
     results = reference(adam, [leaf.in_place_if_exact() for leaf in plain_leaves]) if plain_leaves else []
     plain = iter([_apply_if(adam, leaf, _as_update(leaf, r)) for leaf, r in zip(plain_leaves, results, strict=True)])
     return [next(quantized if leaf.quantized_arrays else plain) for leaf in leaves]
+
+
+def _split_groups(leaf: Leaf) -> Leaf:
+    """The leaf with a row for each group of its moments, so that leaves of other shapes are of its kind.
+
+    Noise depends on positions in the flat array, which stay. Leaves stay on several devices, since each reshape could
+    move their elements, and if a row is no whole number of groups.
+    """
+    shape, specs = leaf.grad.shape, {q.spec for q in leaf.quantized_arrays}
+    if not choice.compiles_calls_once() or any(s.granularity != "group" or s.axis != -1 or s.is_packed for s in specs):
+        return leaf
+    sizes = {spec.group_size for spec in specs}
+    if len(shape) < 2 or len(sizes) > 1 or shape[-1] % leaf.group_size:
+        return leaf
+    row_lengths = {shape: leaf.group_size, (*shape[:-1], shape[-1] // leaf.group_size): 1}
+    return jax.tree.map(lambda x: x.reshape(-1, row_lengths[x.shape]) if x.shape in row_lengths else x, leaf)
+
+
+def _reshape_like(result: StepResult, leaf: Leaf) -> StepResult:
+    """The result with arrays of the shapes that the leaf has."""
+    return jax.tree.map(lambda new, old: new.reshape(old.shape), result, leaf.unchanged)
 
 
 def _step_leaf(static: Any, scalars: Any, row: tuple[Leaf, Any]) -> StepResult:
