@@ -19,6 +19,7 @@ from fp8jax.ops.dispatch import sharding
 from fp8jax.ops.dispatch.choice import (
     Choice,
     by_platform,
+    call_traced_once,
     capability,
     check_impl,
     mark_varying,
@@ -127,7 +128,7 @@ def matmul(
 
     with product_name_scope(strip_residual(a), b):
         if kernel is None:
-            return reference(a, b)
+            return call_traced_once(reference, a, b)
         if impl == "mosaic":
             return mark_varying(run_kernel)(a, b)
         return by_platform(a, b, cuda=run_kernel, default=reference)
