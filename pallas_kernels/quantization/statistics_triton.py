@@ -121,6 +121,7 @@ def _compare(
     LOG2_MAX: tl.constexpr,
     BITS: tl.constexpr,
     TOLERANCE: tl.constexpr,
+    MIN_UNIT: tl.constexpr,
 ) -> None:
     """Write the statistics of every so many tiles of the matrix.
 
@@ -139,7 +140,7 @@ def _compare(
     exponents, groups, largest_exponent, smallest_exponent = group_zeros, group_zeros, group_zeros, group_zeros + _INF
     rows = tl.zeros((BLOCK_M,), tl.float32)
     amax = tl.full([], 0.0, tl.float32)
-    unit = tl.full([], scaling.TINY, tl.float32)
+    unit = tl.full([], MIN_UNIT, tl.float32)
     tile, tiles = tl.program_id(0), tiles_n * ((M + BLOCK_M - 1) // BLOCK_M)
     while tile < tiles:
         top, left = tile // tiles_n * BLOCK_M, tile % tiles_n * BLOCK_N
@@ -305,6 +306,7 @@ def compare_parts(
     *,
     code_format: CodeFormat = CodeFormat(),  # noqa: B008  # never changed
     is_transposed: bool = False,
+    min_unit: float = scaling.TINY.value,
     compute_capability: int | None = None,
 ) -> Array:
     """Return statistics of parts of a matrix, fp32 (parts, 16).
@@ -317,6 +319,7 @@ def compare_parts(
         exponents: range expansion of the groups, in the shape of `scale`, or None.
         row_mask: bool (M, 1), the rows that are counted; None counts all.
         code_format: of the codes.
+        min_unit: squares are summed in units of the largest magnitude so far, at least of this number.
     """
     m, n = x.shape[::-1] if is_transposed else x.shape
     unit_m, unit_n = (math.gcd(length, ALIGNMENT) for length in (m, n))
@@ -351,5 +354,6 @@ def compare_parts(
         LOG2_MAX=math.log2(code_format.max),
         BITS=code_format.bits,
         TOLERANCE=code_format.tolerance,
+        MIN_UNIT=min_unit,
     )  # fmt: skip
     return statistics

@@ -160,7 +160,8 @@ def compare_update(before: Array, after: Array, *, is_change: bool) -> Observati
     if is_change:
         weight, update = (_compare(x).values[signal] for x in (before, after))
     else:
-        values = _compare(before, after).values
+        # The parameter may be zero.
+        values = _compare(before, after, min_unit=2.0**-40).values
         weight, update = values[signal], values[noise]
     return Observation.from_scalars({"log_weight": weight, "log_update": update})
 

@@ -52,6 +52,7 @@ class _Settings:
 
     bits: int
     is_transposed: bool
+    min_unit: float
 
 
 def compare(
@@ -62,6 +63,7 @@ def compare(
     bits: int = 32,
     is_transposed: bool = False,
     row_mask: Array | None = None,
+    min_unit: float = formats.TINY,
     impl: str = "auto",
 ) -> tuple[tuple[str, ...], Array]:
     """The names and values of the statistics of a tensor.
@@ -73,12 +75,14 @@ def compare(
         bits: width of a code.
         is_transposed: whether the codes are those of the transposed matrix.
         row_mask: bool (rows, 1), which rows of a matrix are counted; None counts all. Scales are then per row.
+        min_unit: squares are summed in units of the amax, at least of this number. It must be near the largest error
+            if the tensor may be zero; squares of errors may overflow.
         impl: "auto", "xla" or "triton", as in `fp8jax.ops.quantization.quantize.quantize`.
 
     Returns:
         Names, and fp32 values (names,).
     """
-    settings = _Settings(bits, is_transposed)
+    settings = _Settings(bits, is_transposed, min_unit)
     choice = record_choice("telemetry", choose_impl(impl, lambda: _unsupported_reason(settings, x, codes)))
     kernel, reference = (functools.partial(f, settings) for f in (_kernel, _reference))
     values: Array = run(choice, impl, x, decoded, codes, row_mask, kernel=kernel, reference=reference)
@@ -92,7 +96,7 @@ def _reference(
     is_counted = jnp.isfinite(x) if row_mask is None else jnp.isfinite(x) & row_mask
     magnitude = jnp.where(is_counted, jnp.abs(x), 0).astype(jnp.float32)
     # Squares of values relative to the amax do not overflow.
-    unit = lax.reduce(magnitude, np.float32(formats.TINY), lax.max, tuple(range(x.ndim)))
+    unit = lax.reduce(magnitude, np.float32(settings.min_unit), lax.max, tuple(range(x.ndim)))
     # Without a barrier, XLA would save decoded arrays of the forward pass for the backward pass, and masks for the
     # second reduction.
     x, decoded, codes, unit = lax.optimization_barrier((x, decoded, codes, unit))
@@ -262,6 +266,7 @@ def _compare_shard(
         row_mask,
         code_format=code_format,
         is_transposed=settings.is_transposed,
+        min_unit=settings.min_unit,
         compute_capability=capability(),
     )
     if not sharding.axes:
