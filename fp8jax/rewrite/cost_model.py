@@ -78,9 +78,6 @@ def estimate_gain(
 ) -> float | None:
     """Return the seconds per step that a layer saves in 8 bits, without the cost of its input's codes.
 
-    Args:
-        tokens, inputs, outputs: sizes of the layer on one device.
-
     Returns:
         Seconds, forward and backward; None if products of these specs were not measured.
     """
@@ -117,7 +114,6 @@ class _GroupGain(NamedTuple):
     """The estimated gain of matmuls that read one array.
 
     Attributes:
-        paths: of their weights.
         seconds: the gain of each, without the cost of the array's codes.
         codes_seconds: the cost of quantizing the array once.
         tokens: rows of the array on one device.

@@ -301,11 +301,7 @@ def exchange_note(graph: Graph) -> str:
 
 
 def _exchanged_bytes(graph: Graph, mesh_sizes: Mapping[str, int]) -> float:
-    """The bytes that one run of a program sends.
-
-    Args:
-        mesh_sizes: sizes of the mesh axes around it.
-    """
+    """The bytes that one run of a program sends."""
     total = 0.0
     for node in graph.walk():
         sizes = {**mesh_sizes, **primitives.mesh_sizes(node.eqn)}

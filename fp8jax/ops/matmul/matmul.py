@@ -19,6 +19,7 @@ from fp8jax.ops.dispatch import sharding
 from fp8jax.ops.dispatch.choice import (
     Choice,
     by_platform,
+    call_traced_once,
     capability,
     check_impl,
     mark_varying,
@@ -86,9 +87,6 @@ def matmul(
         transposed: whether `b` is the transposed copy of another product's operand. If codes are decoded, both products
             then share one decoded matrix.
 
-    Returns:
-        (M, N) array.
-
     Raises:
         ValueError: shapes do not match, a scale is per index of the contraction, `impl` is unknown, or `impl` is
             "mosaic" and no kernel can run.
@@ -130,7 +128,7 @@ def matmul(
 
     with product_name_scope(strip_residual(a), b):
         if kernel is None:
-            return reference(a, b)
+            return call_traced_once(reference, a, b)
         if impl == "mosaic":
             return mark_varying(run_kernel)(a, b)
         return by_platform(a, b, cuda=run_kernel, default=reference)
