@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's optimizers need room beside JAX.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory to torch's optimizers
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torchao's arithmetic as it is written, for any number of leaves.
 
 import jax

@@ -106,9 +106,9 @@ def pivot_rows(rows: Sequence[dict[str, Any]]) -> str:
     if not relative:
         return table(["", *across], body)
     base = next((row for row in rows if row["case"] == row["baseline"]), None)
-    legend = f"{what}, over that of {rows[0]['baseline']}" + (f" ({number(base['value'])})" if base else "")
+    legend = f"{what}, relative to {rows[0]['baseline']}" + (f" ({number(base['value'])})" if base else "")
     if paper:
-        legend += "; in brackets the paper's ratio"
+        legend += "; in brackets: the paper"
     return f"{legend}:\n\n{table(['', *across], body)}"
 
 
@@ -128,10 +128,10 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         flags = f" · XLA_FLAGS=`{result['flags']}`" if result.get("flags") else ""
         if len(of_cards) > 1:
-            parts.append(f"## On {card}")
+            parts.append(f"## {card_name(card)}")
         parts.append(f"`{result['command']}` · {measured(result)} · {versions}{flags}")
         if result["bench"] in SETTLED:
-            parts.append("This study is settled. Its command is of that commit, and no longer part of the repository.")
+            parts.append("This study is finished. Its command exists only at that commit.")
         if not result.get("complete", True):
             parts.append("**Not complete**: the command was cut short.")
         groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
@@ -168,7 +168,7 @@ def view(content: Mapping[str, Any], results: Results) -> str | None:
             for bench in benches
         }
         text = figures.with_figures(content["text"], results_of_kind, missing="-")
-        parts += [f"## On {kind}", EMPTY.sub("", text)]
+        parts += [f"## {card_name(kind)}", EMPTY.sub("", text)]
     return "\n\n".join([*parts, "\n".join(f"- {note}" for note in content["notes"])]) + "\n"
 
 

@@ -149,8 +149,8 @@ def test_rates_run_and_a_dry_run_leaves_the_table_alone(monkeypatch, capsys, tmp
     monkeypatch.setenv("FP8JAX_DRY", "1")
     table = tmp_path / "rates.json"
     rates.main(["--table", str(table), "--device", "none"])
-    told = capsys.readouterr().out
-    entry = json.loads(told[told.index("{") :])
+    printed = capsys.readouterr().out
+    entry = json.loads(printed[printed.index("{") :])
     assert set(Rates._fields) <= set(entry)
     assert not table.exists()
 

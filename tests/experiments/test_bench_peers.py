@@ -84,9 +84,9 @@ def test_what_is_not_there_or_does_not_run_is_left_out_and_told(monkeypatch, cap
         peers, "PEERS", {"none": ("absent", "absent_package", "A", {}), "broken": ("json", "json", "nope", {})}
     )
     assert peers.available("cpu") == {}
-    told = capsys.readouterr().out
-    assert "none: left out (absent: ModuleNotFoundError" in told
-    assert "broken: left out (json: AttributeError" in told
+    printed = capsys.readouterr().out
+    assert "none: left out (absent: ModuleNotFoundError" in printed
+    assert "broken: left out (json: AttributeError" in printed
 
 
 def test_rows_name_stream_and_optimizer_and_lose_no_explosion(capsys):

@@ -294,9 +294,9 @@ def test_torch_arm_is_the_same_model():
 def test_without_torch_its_rows_are_left_out_and_that_is_said(monkeypatch, capsys):
     monkeypatch.setattr(step_torch.importlib.util, "find_spec", lambda name: None)
     assert list(step_torch.available()) == []
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == "  torch bf16: torch not importable: rows left out"
-    assert told[1] == "  torchao tensorwise: torch and torchao not importable: rows left out"
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "  torch bf16: torch not importable: rows left out"
+    assert printed[1] == "  torchao tensorwise: torch and torchao not importable: rows left out"
 
 
 @pytest.mark.slow

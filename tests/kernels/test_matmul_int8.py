@@ -180,10 +180,10 @@ def test_other_gpus_get_the_kernel_in_triton_or_16_bits(capability: int, impl: s
         right, left = blocks(w, impl="xla")[0], blocks(x, impl="xla")[0]
         return matmul.matmul(pair, right), matmul.matmul(left, right)
 
-    with choice.target(capability=capability), choice.record_choices() as told:
+    with choice.target(capability=capability), choice.record_choices() as choices:
         text = jax.jit(program).trace(codes, codes).lower(lowering_platforms=("cuda",)).as_text()
-    assert [c.impl for name, c in told if name == "fallback matmul"] == [impl]
-    assert [c.impl for name, c in told if name == "matmul"][-1] == impl
+    assert [c.impl for name, c in choices if name == "fallback matmul"] == [impl]
+    assert [c.impl for name, c in choices if name == "matmul"][-1] == impl
     assert triton_calls(text) == calls
     assert "mosaic" not in text
 
