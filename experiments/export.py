@@ -79,7 +79,7 @@ def held_codes(trained: evaluate.Trained) -> Mapping[str, fp8jax.QTensor]:
         found = {}
         for path, module in nnx.iter_modules(held):
             if isinstance(module, WeightVariables):
-                layer = path[: path.index("dot_general")]
+                *layer, _, _ = path  # the names of its product and of the codes
                 found[".".join([*map(str, layer), "kernel"])] = module.unflatten().forward
         return found
 

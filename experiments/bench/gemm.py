@@ -1,16 +1,15 @@
-"""FP8 products of one GPU in one process: XLA, jax.nn.scaled_matmul, torch (where importable), our kernels.
+"""FP8 matmuls on one GPU: XLA, jax.nn.scaled_matmul, torch (if importable), our kernels.
 
-Product alone, operands already quantized. Every implementation of a shape is compiled first (in parallel); then all are
-timed in turns. Each round starts with an untimed run of the same length, after which the GPU is at its power limit and
-has lowered its clock, as in training: in a first 20 ms products are up to 15 % faster, by what energy they take. A
-figure is the median round. Operands rotate among sets that are together larger than the L2 cache; JAX multiplies sets
-for 3 ms in one program, as in a training step, where products follow each other without a launch from Python; torch
-queues them ahead. Each result is compared with float64 on a sample of rows and columns; an implementation that fails is
-reported as such.
+Only the matmul is timed; operands are already quantized. All implementations of a shape are compiled first, then timed
+in turns. A figure is the median round. Each round starts with an untimed run of the same length. The GPU is then at its
+power limit, as in training. In the first 20 ms, matmuls are up to 15 % faster.
 
-Predicted before the first run (ratios): ours per tensor and row-wise 0.97 to 1.03 of the better of cuBLASLt and torch;
-1x128 by 128x128 1.15 to 1.25 of torch's own; exact per 32 0.42 of per tensor, and as a bf16 product of decoded codes
-0.49. Before its own first run, later: microscaled codes that are folded first 0.92.
+Operands rotate among sets that exceed the L2 cache. JAX runs 3 ms of matmuls in one program. torch queues its kernels
+ahead. Results are compared with float64 on a sample of rows and columns. An implementation that fails is reported.
+
+Predicted before the first run (ratios): ours per tensor and per row 0.97 to 1.03 of the better of cuBLASLt and torch;
+1x128 by 128x128 1.15 to 1.25 of torch's; exact per 32 0.42 of per tensor, and 0.49 as a bf16 matmul of decoded codes.
+Predicted later, before its own first run: microscaled codes that are folded first 0.92.
 """
 
 import argparse
@@ -292,7 +291,7 @@ def main(argv: list[str]) -> None:
     arms = [*xla_arms(), *(torch_arms() if torch is not None else []), *our_arms()]
     versions = {"torch": torch.__version__} if torch else {}
     notes = driver.notes_of(__doc__)
-    file = driver.ResultsFile(options, "FP8 products", notes, versions=versions, last_resort=BASE)
+    file = driver.ResultsFile(options, "FP8 matmuls", notes, versions=versions, last_resort=BASE)
 
     def rows_of(shape: Gemm) -> list[timing.Row]:
         found = measure(shape, arms, operands, oracle, options)

@@ -1,14 +1,14 @@
-"""A Llama layer forward and backward by recipe, against bf16 with cuDNN's attention: time, and bytes kept between.
+"""A Llama layer, forward and backward, by recipe: time and saved bytes, compared with bf16 with cuDNN attention.
 
-The layer is `experiments.models.llama.Block` with bf16 parameters, as `fp8jax.nnx.quantize` leaves it: nothing in it
-was written for 8 bits. "As functions" it is `functions`, the same layer written with those of fp8jax, by a recipe or in
-bf16. "bf16, recomputed" keeps products and attention for its backward pass and computes norms, SiLU and rotations
-again. COAT (Xi et al., ICLR 2025), Table 7, reports 1.57 times the speed and 1.65 times fewer bytes.
+The layer is a plain Flax module (`experiments.models.llama.Block`) with bf16 parameters, quantized by
+`fp8jax.nnx.quantize`. "as functions": the same layer, written with functions of fp8jax. "bf16, rematerialized" saves
+the outputs of matmuls and attention, and recomputes norms, SiLU and rotary embeddings. COAT (Xi et al., ICLR 2025),
+Table 7, reports 1.57 times the speed and 1.65 times fewer bytes.
 
-"Weights held" leaves out of the time what quantizes the weights, once for all microbatches of a step: "codes of the
-weights" is that time, and "time, N microbatches" has its share. Bytes kept are compared with bf16 as Flax's modules
-keep it (norms and SiLU in fp32), with bf16 recomputed, and with the 22.66 U that the paper counts for bf16. Ratios are
-the baseline's time or bytes over the recipe's.
+"prequantized weights": the time does not include the quantization of weights, which is done once per step. Its time is
+"codes of the weights". "time, N microbatches" includes the share of one microbatch. Saved bytes are compared with bf16
+Flax modules (norms and SiLU in fp32), with rematerialized bf16, and with the 22.66 U that the paper counts for bf16.
+A ratio is the baseline's time or bytes divided by that of the recipe.
 """
 
 import argparse
@@ -191,7 +191,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--only", nargs="+", choices=names, metavar="RECIPE", default=list(ARMS), help=listed)
     options = parser.parse_args(argv)
     timing.need_gpu()
-    file = driver.ResultsFile(options, "A Llama layer, forward and backward", driver.notes_of(__doc__))
+    file = driver.ResultsFile(options, "A layer of Llama-7B, forward and backward", driver.notes_of(__doc__))
     for length in [16] if timing.dry() else options.lengths:
         file.add(measure(length, options))
     file.end("time")

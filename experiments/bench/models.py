@@ -1,20 +1,20 @@
-"""Whole training steps of models as users write them, in bf16 and quantized: what a user gains.
+"""Training steps of user-written models, in bf16 and quantized: time and memory.
 
-The models are those of `experiments.models.plain`, and a Llama of `plain_linen` and `plain_equinox`, whose code knows
-nothing of 8 bits; `fp8jax.nnx.quantize`, `fp8jax.linen.quantize` and `fp8jax.filter_transform` quantize them.
-Gradients are clipped by their global norm; AdamW is optax's in a chain, in Flax's `nnx.Optimizer` or `TrainState`, for
-bf16, and `fp8jax.optimizer(..., clip=)`, in fp8jax's, for the others. "step" is the time of a step of a loop that
-reads the loss of the step before when it has started the next; of "step, synchronised" it reads each loss at once.
-Python's garbage collector leaves alone what tracing has left, as a training loop has it by `gc.freeze()`
-(docs/faq.md). Nothing is recomputed but under the policy that a row names: bf16 keeps what Flax's modules keep, and
-the baseline is as fast as it gets here. "temporaries" are what the compiled program needs beside its arguments;
-"arrays" are those of the state, each of which JAX looks at before it starts a step. "auto" is the recipe of the device
-where layers gain, "auto:coat" that one where they gain (`fp8jax.recipes.for_shapes`). "held:coat" holds the weights
-quantized for the step and takes their gradients in bf16, as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model,
-gradient_dtype="bfloat16")`). "observed:coat" collects `fp8jax.telemetry` in every step. Arms of `--torch` are the same
-Llama by torch.compile, in bf16 and with torchao's float8 (`experiments.bench.step_torch`). They run first, in a
-process of their own. Their memory is the peak of torch's allocator. Arms run in turns, in another order in each round,
-each from a state made anew; medians.
+The models are plain Flax or Equinox code (`experiments.models.plain`). `fp8jax.nnx.quantize`, `fp8jax.linen.quantize`
+or `fp8jax.filter_transform` quantizes them. Gradients are clipped by their global norm. bf16 uses optax's AdamW with
+Flax's optimizer class; the other arms use `fp8jax.optimizer(..., clip=)` with that of fp8jax.
+
+"step": the host reads a loss after it has started the next step. "step, synchronised": it reads each loss at once.
+`gc.freeze()` is called after tracing (docs/howto/speed.md). Nothing is rematerialized, unless the row names a policy.
+"temporary memory" is the memory of the compiled program without its arguments. "arrays" is the number of arrays in the
+state, each of which JAX checks before a step.
+
+"auto" is the device's recipe for layers that gain. "auto:coat" is `coat` for layers that gain. "prequantized:coat"
+quantizes weights once per step and computes their gradients in bf16. "observed:coat" collects `fp8jax.telemetry` in
+every step. Arms of torch are the same Llama with torch.compile, in bf16 or with torchao's float8, in a process of their
+own. Their memory is the peak of torch's allocator.
+
+The arms run in turns, in another order in each round, each from a new state. Figures are medians.
 """
 
 import argparse
@@ -151,7 +151,7 @@ def main(argv: list[str]) -> None:
         torch[name] = step_torch.measured(options.torch, user.llama, user.batch, user.length, options.rounds,
                                           options.steps)  # fmt: skip
     timing.need_gpu()
-    title, start = "Training steps of models as users write them", time.perf_counter()
+    title, start = "Training steps of user-written models", time.perf_counter()
     file = driver.ResultsFile(options, title, driver.notes_of(__doc__), devices=options.gpus)
     for name in options.models:
         if time.perf_counter() - start > options.limit:

@@ -1,18 +1,18 @@
-"""A layer of experts forward and backward by recipe, against bf16: time, bytes kept between, and temporary bytes.
+"""A layer of experts, forward and backward, by recipe: time, saved bytes and temporary memory, compared with bf16.
 
-The layer is `experiments.models.moe.MoE` with bf16 parameters: router, products of all experts, and what sorts tokens
-and adds their results. It keeps encodings of the tokens and of gate and up, and makes the rest again. "bf16" is this
-layer with `fp8jax.ragged_dot` in 16 bits. "bf16, JAX's ragged_dot" has `jax.lax.ragged_dot` as XLA compiles it; it does
-not run where it needs more memory than the device has.
+The layer (`experiments.models.moe.MoE`) has a router, experts, and the sorting and combining of tokens, with bf16
+parameters. It saves tokens, gate and up (as codes in 8 bits), and recomputes the rest. "bf16" is this layer with
+`fp8jax.ragged_dot` in 16 bits. "bf16, JAX's ragged_dot" uses `jax.lax.ragged_dot` as XLA compiles it, if it fits in
+memory.
 
-Kept are the bytes that a layer saves for its backward pass, without parameters. Temporaries are those of the compiled
-program of both passes, kept bytes included. Weights are quantized in the time of a layer. Tokens are normal and choose
-experts by a random router. "deepseek" has the context of coat. Ratios are the baseline's time or bytes over the
-recipe's.
+"saved": bytes saved for the backward pass, without parameters. "temporary memory": that of the compiled program of both
+passes, including saved bytes. The time includes the quantization of weights. Tokens are normal noise, and a random
+router chooses experts. "deepseek" has the context of `coat`. A ratio is the baseline's time or bytes divided by that of
+the recipe.
 
-With `--gpus` the experts are cut over GPUs. Each has tokens of its own, and room for 1.25 times the rows that it sends.
-Sent are the bytes of tokens, or of their rows, that a GPU sends to others in both passes. Each GPU
-gathers the tokens of all if there are at most as many GPUs as experts of a token, in bf16 too.
+With `--gpus`, experts are sharded over the GPUs. Each GPU has its own tokens. "sent" is the bytes that a GPU sends in
+both passes. If there are at most as many GPUs as experts per token, each GPU gathers the tokens of all GPUs, in bf16
+too. Otherwise it receives rows, with space for 1.25 times the rows that it sends.
 """
 
 import concurrent.futures

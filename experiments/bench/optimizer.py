@@ -1,14 +1,13 @@
-"""Optimizer step of half a billion parameters on one GPU: fp8 moments against their memory traffic, optax and others.
+"""Optimizer step of half a billion parameters on one GPU: 8-bit moments, optax and other libraries.
 
-The implementations of a case run in turns, in another order in each round: 10 steps untimed, then 10 timed;
-medians. Each keeps the state that it donates. "speed" is that of such a burst, in which the GPU's clock is still high;
-"speed, sustained" that of 3 rounds of 60 steps untimed and as many timed. Bytes only is the fastest of three launches
-of a kernel that moves what a step with moments in 8 bits does. The baselines of ratios across cases were timed
-separately.
+The implementations of a case run in turns, in another order in each round: 10 untimed steps, then 10 timed ones.
+Figures are medians. "speed" is that of such a burst, in which the GPU's clock is still high. "speed, sustained": 3
+rounds of 60 untimed and 60 timed steps. "bytes only" is a kernel that moves the bytes of a step with 8-bit moments (the
+fastest of three launches).
 
-The second moment is rounded stochastically, as b2 requires, except in arms named "to nearest". FP8-LM has working
-copies in bf16, and gradients in bf16 or as e4m3 codes, as a reduction in 8 bits leaves them. PyTorch's optimizers, its
-fused AdamW and those of bitsandbytes and torchao, run one after another, after all others, where they are installed.
+The second moment is rounded stochastically, except in arms named "to nearest". FP8-LM has working weights in bf16, and
+gradients in bf16 or as e4m3 codes. PyTorch's optimizers, with those of bitsandbytes and torchao, run last, one after
+the other, if they are installed.
 """
 
 import dataclasses
@@ -339,6 +338,6 @@ def main(argv: list[str]) -> None:
     installed = [name for name in ("torch", "torchao", "bitsandbytes") if name in sys.modules]
     versions: dict[str, str] = {name: str(getattr(sys.modules[name], "__version__", "unknown")) for name in installed}
     notes = driver.notes_of(__doc__)
-    file = driver.ResultsFile(options, "AdamW's step of half a billion parameters", notes, versions=versions)
+    file = driver.ResultsFile(options, "AdamW step, half a billion parameters", notes, versions=versions)
     file.add(bench.rows)
     file.end()

@@ -1,17 +1,15 @@
-"""8-bit AdamW compared with other libraries: the error of updates from the same gradients.
+"""8-bit AdamW and other 8-bit optimizers: the error of an update from the same gradients.
 
-Each optimizer, at its defaults but for the learning rate, betas and no weight decay, gets the gradients of a stream one
-step after the other; its update is compared with AdamW's in float64. The figure is the norm of the difference over the
-norm of the exact update, over all leaves that are compressed, the worst of some steps (50, 100, 110, 200, 210, 300,
-400). Parameters stand at 0, so that nothing but the moments differs; `fp8lm_adamw` keeps its own weights, in fp16.
-Optimizers that are not installed, or need a missing GPU, are skipped with a message.
+All optimizers get the same gradients and have default settings, except for the learning rate, the betas and no weight
+decay. The figure is the error of an update relative to AdamW in float64: norm of the difference over norm of the exact
+update. It is the worst of steps 50, 100, 110, 200, 210, 300 and 400. Parameters are 0, so only the moments differ.
+`fp8lm_adamw` has fp16 master weights. Optimizers that are not installed, or need a GPU, are left out with a message.
 
-Streams: normal noise whose scales are log-normal over the elements (sigma 1 and 3), which from step 200 on is 100 times
-larger or smaller; of equal scales, with 1 or 16 of 128 columns whose gradient is 0 from step 50 on (dead), with one
-gradient of 1e4 at step 100 (outlier), and of size 1e-8 (tiny); an embedding of which 2 % of the rows have a gradient in
-a step (rare); and the gradients of a real training of a small Llama ("training"). A code that decodes to 0 in the
-second moment makes an update of m / eps: errors above 1 are such explosions. bitsandbytes' code for CPUs is not that
-for GPUs: it never rounds a second moment to 0.
+"sigma 1", "sigma 3": log-normal scales, 100 times larger or smaller from step 200 on. "1 dead", "16 dead": columns
+without gradients from step 50 on. "outlier": one gradient of 1e4 at step 100. "tiny": gradients of 1e-8. "rare rows":
+2 % of the rows of an embedding have a gradient in a step. "training": gradients of a small Llama. If a second moment
+decodes to 0, its update is m / eps. Errors above 1 are of this kind. On a CPU, bitsandbytes runs a different
+implementation, which never rounds a second moment to 0.
 """
 
 import concurrent.futures
@@ -253,8 +251,10 @@ def main(argv: list[str]) -> None:
     versions = {package: importlib.metadata.version(package) for package in {PEERS[name][0] for name in peers}}
     left = [name for name in PEERS if name not in peers]
     notes = driver.notes_of(__doc__)
-    notes += [f"Not installed or not to be run here, and left out: {', '.join(left)}."] if left else []
-    file = driver.ResultsFile(options, "AdamW in 8 bits beside its peers", notes, versions=versions)
+    notes += [f"Left out, because it is not installed or does not run here: {', '.join(left)}."] if left else []
+    file = driver.ResultsFile(
+        options, "8-bit AdamW and other 8-bit optimizers: error of an update", notes, versions=versions
+    )
     names, kinds = ["sigma 1"] if timing.dry() else list(STREAMS), tuple(peers)
     with concurrent.futures.ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
         # One stream needs no process of its own.

@@ -1,11 +1,10 @@
-"""The time of a training step by kind of kernel: products, attention, our passes and XLA's.
+"""The time of a training step by kind of kernel: matmuls, attention, our other kernels and XLA's.
 
-The steps are those of `bench models`, as users write them. JAX's profiler records every kernel of some calls. The rows
-are the time per call of each kind of kernel, and of the longest kernels by name. The name of a kernel determines its
-kind: "8-bit products" are our own and cuBLASLt's FP8 ones, "our passes" what quantizes, transposes, normalizes,
-activates and updates parameters, "XLA's passes" all else that is no product and no attention. "gaps" is the time in
-which no kernel ran. "at the peak" is what products would take at 1,979 and 989.5 TFLOP/s, and passes, of whose compiled
-program the bytes are counted, at 3.35 TB/s.
+The steps are those of `bench models`. JAX's profiler records the kernels of some calls. Rows are times per call, by
+kind of kernel and for the longest kernels. "8-bit matmuls": our kernels and those of cuBLASLt. "our other kernels":
+quantization, transposition, norms, activations, parameter updates. "XLA's other kernels": neither matmuls nor
+attention. "gaps": no kernel runs. "at the peak rate": the time at 1,979 (FP8) or 989.5 TFLOP/s (bf16), or the bytes of
+the compiled program at 3.35 TB/s.
 """
 
 import collections
@@ -151,7 +150,7 @@ def main(argv: list[str]) -> None:
     for arm in options.only or ():
         writings.recipe_of(arm)
     timing.need_gpu()
-    title = "Kernels of training steps as users write them"
+    title = "Time per kernel: training steps of user-written models"
     file = driver.ResultsFile(options, title, driver.notes_of(__doc__))
     for name in options.models:
         user = models.MODELS[name]

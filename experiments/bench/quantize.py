@@ -1,9 +1,9 @@
-"""Bandwidth of quantization, with and without the transposed copy, as a ratio to a copy: XLA and the kernel.
+"""Bandwidth of quantization with and without a transposed copy, relative to a copy: XLA and the kernel.
 
-Bytes are those that must move: the matrix once, twice where a scale is found first because it spans more than a program
-holds (a tile, or whole rows), codes and scales once. Predicted before the first run: the kernel 0.85 of a copy with a
-given scale, 0.8 in groups, 0.6 with stochastic rounding, 0.9 for maxima; XLA 0.8 without a transposed copy and 0.2 with
-it.
+Bandwidth counts the bytes that must move: codes and scales once, and the matrix once. The matrix counts twice if its
+scale needs a pass of its own (per tile, or for whole rows). Predicted before the first run, relative to a copy: the
+kernel 0.85 with a given scale, 0.8 in groups, 0.6 with stochastic rounding, 0.9 for amax; XLA 0.8 without a transposed
+copy, 0.2 with it.
 """
 
 import dataclasses

@@ -1,12 +1,13 @@
-"""A whole Llama trained on one card or few: its memory and its speed, with the optimizer inside the backward pass.
+"""Training steps of a large Llama on one GPU or a few: memory and speed, with and without `fused_backward`.
 
-All parameters are trained; layers run in a loop and compute all but their inputs again. An arm is a recipe;
-", released" updates each layer inside the backward pass (`fp8jax.fused_backward`), others hold all gradients first;
-", offloaded" keeps layers' inputs in the host's memory until the backward pass. Masters are fp32;
-", bf16+int8 masters" keeps them by parts (weights in bf16, 8 bits more beside them), ", bf16 weights" none: layers'
-weights are bf16 and rounded stochastically. "coat_optimizer" has products in bf16 and moments in 8 bits, "bf16" moments
-in fp32. "memory" is the memory of the compiled program, including its arguments, on each GPU. Arms that do not fit are
-not run.
+All parameters are trained. Layers run in a loop and save only their inputs. The name of an arm begins with its recipe.
+"released": `fp8jax.fused_backward` updates each layer inside the backward pass. The other arms keep all gradients in
+memory. "offloaded": inputs of layers are in host memory until the backward pass.
+
+Master weights are fp32. "bf16+int8 masters": bf16 weights, and 8 further bits in the optimizer state. "bf16 weights":
+bf16 weights, rounded stochastically, without master weights. "coat_optimizer" has bf16 matmuls and 8-bit moments.
+"bf16" has fp32 moments. "memory" is that of the compiled program with its arguments, per GPU. Arms that do not fit in
+memory are not run.
 """
 
 import math
@@ -110,7 +111,7 @@ def main(argv: list[str]) -> None:
     case += f" in {options.fit:g} GB" if options.fit < float("inf") else ""
     room = min(options.fit, (jax.devices()[0].memory_stats() or {}).get("bytes_limit", float("inf")) / 1e9)
     arms, base, needs = dict[str, CardArm](), options.arm[0], dict[str, float]()
-    title = "A Llama of billions of parameters"
+    title = "Training steps of large Llamas, with and without fused_backward"
     file = driver.ResultsFile(options, title, driver.notes_of(__doc__), devices=options.gpus)
     for name in options.arm:
         make = lambda batch, name=name: CardArm(name, model, batch, length, options.gpus)  # noqa: E731

@@ -1,11 +1,13 @@
-"""Whole training steps by recipe and mesh, against bf16 of the same mesh: time, memory, what the devices exchange.
+"""Training steps by recipe and mesh, compared with bf16 on the same mesh: time, memory, bytes exchanged.
 
-The step is that of `experiments.train`: loss, gradients, clipping and AdamW, weights in fp32. "bf16" keeps for the
-backward pass what Flax's modules keep; the baseline is "bf16, recomputed", which keeps of a block what its products and
-attention give and computes the rest again, as a good engineer would have it. Recipes recompute what `--remat auto` of
-`experiments.train` does. The host reads the result of a step after it has started the next one. "temporaries" is the
-memory of the compiled program without its arguments, "memory" the total, on each GPU. If torch and torchao are
-importable, the same model is also run with torch.compile (`experiments.bench.step_torch`).
+The step is that of `experiments.train`: loss, gradients, clipping and AdamW, with fp32 weights. "bf16" saves what
+Flax's modules save. The baseline, "bf16, rematerialized", saves only the outputs of matmuls and attention. The recipes
+rematerialize what `--remat auto` of `experiments.train` does. The host reads the result of a step after it has started
+the next one.
+
+"temporary memory" is the memory of the compiled program without its arguments. "memory" is the total. Both are per GPU.
+Arms of torch are the same model with torch.compile (`experiments.bench.step_torch`), in a process of their own. Their
+memory is that of torch's allocator.
 """
 
 import argparse
@@ -197,13 +199,11 @@ def measure(
     """Times the arms of each mesh in turns and writes OUT/CARD/NAME.json, including the results of torch."""
     notes = [
         *driver.notes_of(__doc__),
-        "The optimizer is `step` of `fp8jax.with_clipping`: one pass, none for the clipped gradients. Arms run in "
-        "turns, in another order in each round, each from a state made anew, but for thresholds of blocks that fall "
-        f"back, which {SETTLING} steps have settled; steps follow each other without waiting; medians. "
-        "MFU counts products and causal attention, forward and backward, against the dense bf16 peak of the GPU's data "
-        "sheet. What is exchanged is of the compiled program, each loop over layers once.",
-        "torch's arms, where there are any, come first, in a process of their own; their memory is what torch's "
-        "allocator counted.",
+        "The optimizer clips and updates in one pass. The arms run in turns, in another order in each round, each from "
+        f"a new state. Thresholds of fallback blocks first adapt in {SETTLING} steps. Steps follow each other without "
+        "waiting. Figures are medians.",
+        "MFU counts matmuls and causal attention, forward and backward, relative to the dense bf16 peak of the GPU's "
+        "data sheet. The bytes exchanged are those of the compiled program. A loop over layers counts once.",
     ]
     places = options.mesh or [where for where in MESHES if where == "one" or jax.device_count() > 1]
     count = 1 if places == ["one"] else jax.device_count()

@@ -1,7 +1,8 @@
-"""Training steps of a user's Llama as its users write them: in Flax NNX, in Flax Linen, in Equinox.
+"""Training steps of a model in Flax NNX, Flax Linen or Equinox, as a user writes them.
 
-Each takes a recipe's name, "bf16" for a step without fp8jax, and gives what makes a state, and the step. Gradients are
-clipped by their global norm; AdamW is optax's in a chain for bf16, `fp8jax.optimizer(..., clip=)` for the others.
+Each function takes the name of an arm: a recipe, or "bf16" for a step without fp8jax. It returns a function that
+creates the state, and the step. Gradients are clipped by their global norm. bf16 uses optax's AdamW in a chain, the
+other arms `fp8jax.optimizer(..., clip=)`.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import fp8jax
 from experiments.bench import arms
 from experiments.models.plain_linen import LinenLlama
 
-BASE, HELD, OBSERVED = "bf16", "held:", "observed:"
+BASE, PREQUANTIZED, OBSERVED = "bf16", "prequantized:", "observed:"
 RATE, CLIP, DECAY = 3e-4, 1.0, 0.1
 
 
@@ -33,12 +34,12 @@ class Training(NamedTuple):
 def recipe_of(arm: str) -> fp8jax.Recipe:
     """The recipe of an arm, as `arms.parse` takes it, or "auto:" and a preset, which is taken where layers gain.
 
-    "held:" or "observed:" may stand before it.
+    "prequantized:" or "observed:" may stand before it.
 
     Raises:
         ValueError: no preset has this name.
     """
-    arm = arm.removeprefix(HELD).removeprefix(OBSERVED)
+    arm = arm.removeprefix(PREQUANTIZED).removeprefix(OBSERVED)
     start, _, name = arm.rpartition(f"{fp8jax.recipes.AUTO}:")
     return arms.parse(arm)[0] if start or name == arm else fp8jax.recipes.for_shapes(name)
 
@@ -83,7 +84,7 @@ def of_nnx(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
 
     def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
         model, optimizer = nnx.merge(graph, state)
-        read = fp8jax.nnx.quantize_weights(model, gradient_dtype="bfloat16") if arm.startswith(HELD) else model
+        read = fp8jax.nnx.quantize_weights(model, gradient_dtype="bfloat16") if arm.startswith(PREQUANTIZED) else model
         value, grads = nnx.value_and_grad(lambda read: cross_entropy(read(inputs), labels))(read)
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), value

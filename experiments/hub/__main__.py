@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     if kept:
         print(
-            f"not in 8 bits, because 128 does not divide them or weights fused with them: {', '.join(kept)}",
+            f"not in 8 bits, as a router or as 128 does not divide a weight or one fused with it: {', '.join(kept)}",
             file=sys.stderr,
         )
     return 0

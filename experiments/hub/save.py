@@ -226,7 +226,9 @@ def _values(tensor: Tensor, flat: dict[str, Any], at: tuple[int, ...], dtype: np
 def _codes(tensor: Tensor, flat: dict[str, Any], at: tuple[int, ...], eight: EncodedAs) -> list[np.ndarray]:
     (path,) = tensor.paths
     if path in eight.made:
-        q = jax.tree.map(lambda x: x[at], eight.made[path])
+        part, count = tensor.part
+        rows = lambda x: x if len(x) == 1 else np.split(x, count)[part]  # noqa: E731
+        q = jax.tree.map(lambda x: rows(x[at]), eight.made[path])
     else:
         q = quantized.encode(jnp.asarray(_held(tensor, flat[path], at)), eight.how)
     return [np.asarray(q.codes).view(quantized.CODES), np.asarray(q.scale).reshape(eight.storage.shape(*q.shape))]

@@ -246,15 +246,15 @@ def table(arguments: argparse.Namespace) -> common.Table:
     arithmetic = "fp32" if jax.default_backend() == "cpu" else "fp32 (products in TF32, as JAX has them on a GPU)"
     notes = [
         f"A Llama of {parameters:,} parameters, {arguments.steps} steps of {batch * length:,} bytes of {text}, AdamW "
-        f"({rate:g}, b1 {B1}, b2 {B2}, decay {DECAY}), arithmetic in {arithmetic}, the same batches in every "
-        "arm. What is named goes through the format after every step, with a scale a tensor and layer, rounded to "
-        "nearest; nothing else does. The noise is the range over three seeds of the initial parameters.",
-        "Our copy of the paper is a summary without the values of Table 6 and without Figure 8; only what it says in "
-        "words can be compared: with scaled fp16 masters the run is accurate, bf16 is slightly worse, e4m3 degrades; "
-        "second moments in e4m3 diverged. The paper trains 125M parameters and more for far longer, where lost small "
-        "updates add up; a run this short shows less of the harm of a coarse master weight.",
+        f"({rate:g}, b1 {B1}, b2 {B2}, decay {DECAY}), arithmetic in {arithmetic}, the same batches in every arm. "
+        "After every step, the named part is rounded to the format, to nearest, with a scale per tensor and layer. "
+        "The noise is the range over three seeds of initial parameters.",
+        "Our copy of the paper is a summary without Figure 8 and the values of Table 6. Its statements: scaled fp16 "
+        "master weights are accurate, bf16 is slightly worse, e4m3 degrades, and second moments in e4m3 diverged. "
+        "The paper trains 125M parameters and more for far longer. So short a run shows less of the effect of "
+        "coarse master weights.",
     ]
-    title = "FP8-LM: which part of the optimizer tolerates which precision (Table 6, Figure 8)"
+    title = "FP8-LM: loss by storage format of optimizer state (Table 6, Figure 8)"
     options, suffix = "", ""
     if arguments.model:
         options = f"--model {arguments.model} --data TEXT --steps {arguments.steps} --batch {batch} --seq-len {length}"

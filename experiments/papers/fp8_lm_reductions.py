@@ -107,7 +107,7 @@ def table(_: argparse.Namespace) -> common.Table:
         "model in NumPy does.",
         "Our copy of the paper is a summary without Figure 7.",
     ]
-    title = "FP8-LM: sums of gradients in 8 bits by fp8jax.dist (Figure 7)"
+    title = "FP8-LM: error of 8-bit gradient sums of fp8jax.dist (Figure 7)"
     device = jax.devices()[0].device_kind
     if not gpu:
         return common.Table("fp8_lm_reductions", title, rows, notes)

@@ -31,7 +31,7 @@ from experiments.papers.parity_runs import PlainSetting, Text
 from experiments.results import record
 
 BASE = "bf16"
-TITLE = "Errors of 8-bit tensors of each preset, by role and layer, while it trains"
+TITLE = "Quantization error of each preset during training, by tensor role and layer"
 SETTINGS = {
     "13m": PlainSetting(batch=16, steps=100, warmup=10),
     "small": PlainSetting(dim=128, layers=3, heads=2, mlp_dim=320, length=128, batch=4, steps=60, warmup=6),
@@ -185,8 +185,8 @@ def write(results: Path, size: str) -> None:
     notes = [
         f"A Llama of {base['parameters']:,} parameters, {setting.steps} steps of {setting.batch} x {setting.length} "
         f"bytes, text {base['text']}, one seed. Figures are medians of the second half of the run.",
-        "SNR is the signal-to-noise ratio of codes against the values that were quantized. One seed of so few steps "
-        "does not tell small differences of losses from noise: see recipe_parity.",
+        "SNR is the signal-to-noise ratio of the codes, relative to the values that were quantized. One seed with "
+        "so few steps does not show small differences of losses: see recipe_parity.",
         "In the figure each line of a heat map is a layer, from the first at the top to the last, each column "
         f"{WINDOW} steps.",
     ]  # fmt: skip

@@ -55,17 +55,17 @@ class Remark:
         )
 
 
-_DRIFT = ("Stochastic rounding of this run's fp16 masters took values up once in 16,384 draws that fp16 holds; it was "
-          "mended after it.")  # fmt: skip
+_DRIFT = ("in this run, stochastic rounding raised a value that fp16 can represent once in 16,384 draws. This has been "
+          "fixed since.")  # fmt: skip
 _SCALED = {"case": "master fp16, scaled"}
 REMARKS = (
-    Remark("The former coat_fast summed all three products with fast accumulation.",
+    Remark("The former `coat_fast` used fast accumulation in all three matmuls.",
            ("a5c7820", "1fa4ef1", "183e7e5"), former="coat_fast"),
-    Remark("FlashOptim's state lies where it was not counted; its bytes are left out until they are measured again.",
+    Remark("The state of FlashOptim was not counted correctly. Its bytes are left out until they are measured again.",
            ("03031b26dc",), "peers", {"impl": "FlashOptim FlashAdamW", "metric": "bytes a parameter"}, left_out=True),
     Remark(f"master fp16, scaled: {_DRIFT}", ("3d8217e745",), "fp8_lm_masters", _SCALED),
-    Remark(f"Rows of master fp16: {_DRIFT}", ("14dcf52c3f",), "fp8_lm_precision_125m", _SCALED),
-    Remark("fp8lm_adamw's step moved 13 bytes a parameter then; it is 16 since masters follow copies that are changed.",
+    Remark(f"master fp16: {_DRIFT}", ("14dcf52c3f",), "fp8_lm_precision_125m", _SCALED),
+    Remark("Since this run, the step of fp8lm_adamw moves 16 bytes per parameter, not 13. It also reads the weights.",
            ("3e699e2590", "a5c7820aed"), "optimizer", {"impl": "fp8lm_adamw step"}),
 )  # fmt: skip
 _REQUIRED = {"bench", "versions", "command", "date", "rows"}

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.results import figures, picture, record
+from experiments.results import figures, picture, record, wording
 from experiments.results.jobs import SETTLED
 
 HEAD = """# Results
@@ -22,7 +22,8 @@ HEAD = """# Results
 measures them. Each file comes from one command on one card at one commit. These are listed below each table, with a
 link to all rows. A speed ratio is the baseline's time divided by ours: above 1, fp8jax is faster. Each benchmark runs
 its baseline in the same process, with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/startup.py). The
-figures of a competitor are from the same run. A blank cell means that we do not have the figure.
+figures of a competitor are from the same run. A blank cell means that we do not have the figure. The pages show older
+files in today's words (`experiments/results/wording.toml`).
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"
@@ -121,8 +122,7 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
     Raises:
         ValueError: a content is not of the schema; the message names what is missing.
     """
-    title = next(iter(of_cards.values()))
-    parts = [f"# {title.get('title', title['bench'])}", "[all results](../../RESULTS.md)"]
+    parts = [f"# {wording.title(next(iter(of_cards.values())))}", "[all results](../../RESULTS.md)"]
     for card, result in of_cards.items():
         record.check(result)
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
@@ -135,7 +135,7 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
         if not result.get("complete", True):
             parts.append("**Not complete**: the command was cut short.")
         groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
-        for row in result["rows"]:
+        for row in map(wording.row, result["rows"]):
             groups.setdefault((row.get("table") or "", row.get("pivot") is not None), []).append(row)
         for (name, pivoted), rows in groups.items():
             if name:
@@ -143,7 +143,7 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
             parts.append(pivot_rows(rows) if pivoted else list_rows(rows))
         if card in pictures:
             parts.append(f"![{result['bench']}]({pictures[card]})")
-        parts += ["\n".join(f"- {note}" for note in result.get("notes", []))]
+        parts += ["\n".join(f"- {note}" for note in wording.notes(result.get("notes", [])))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -205,7 +205,7 @@ def front(results: Results, pages: str) -> str:
         parts += [f"### {each.title}"] if each.title else []
         parts += [each.text, _figures_table(each.rows, results), _sources(each.rows, results, pages)]
     listed = [
-        f"- [{next(iter(of.values())).get('title', name)}]({pages}/{name}.md): "
+        f"- [{wording.title(next(iter(of.values())))}]({pages}/{name}.md): "
         + "; ".join(measured(result) for result in of.values())
         for name, of in results.items()
     ]

@@ -529,6 +529,12 @@ class Linear:
         """The spec in a field, such as "x", "x_residual" or "w_dgrad", with "same" resolved; None for bf16."""
         return self._specs[field]
 
+    def quantized_spec(self, field: str) -> QuantSpec:
+        """`spec` of a field that is quantized."""
+        spec = self._specs[field]
+        assert spec is not None, f"linear.{field} is not quantized"
+        return spec
+
     def products(self) -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
         """The operands of the three products."""
         return {

@@ -20,6 +20,7 @@ from fp8jax.rewrite.graph import (
     Weight,
     canonical_value,
     count_readers,
+    direct_sources,
     is_order_preserving,
     saves_output,
     stored_weight_axes,
@@ -225,12 +226,32 @@ def _find_edges(matmuls: list[WeightMatmul], rules: RuleSet) -> dict[Node, str]:
         for outer, body in p.enclosing
         if len(outer.parts) > 1
     }
-    others = {p.path for p in matmuls if p.node not in parts and not _has_unknown_block(p)}
-    edges = find_edge_blocks(others, rules.unquantized_blocks)
+    stacks: dict[str, list[WeightMatmul]] = {}
+    for p in matmuls:
+        if rules.unquantized_blocks != (0, 0) and p.node not in parts and not _has_unknown_block(p):
+            stacks.setdefault(_stack_and_number(p.path)[0], []).append(p)
+    blocks = {p.path for stack in stacks.values() if _is_sequence(stack) for p in stack}
+    edges = find_edge_blocks(blocks, rules.unquantized_blocks)
     reasons = {
         p.node: edge_reason(p.path, parts[p.node]) if p.node in parts else edges.get(p.path, "") for p in matmuls
     }
     return {node: reason for node, reason in reasons.items() if reason}
+
+
+def _is_sequence(stack: list[WeightMatmul]) -> bool:
+    """Whether the first or the last block of a stack reads a result of another block, unlike experts in a list."""
+    blocks = {p.node: _stack_and_number(p.path)[1] for p in stack}
+    numbers = sorted(number for number in set(blocks.values()) if number is not None)
+    for edge in numbers[:1] + numbers[-1:]:
+        visited, todo = set[Value](), [value for node in blocks if blocks[node] == edge for value in node.operands]
+        while todo:
+            value = todo.pop()
+            if value not in visited:
+                visited.add(value)
+                if value.node in blocks and blocks[value.node] != edge:
+                    return True
+                todo += direct_sources(value)
+    return False
 
 
 def _has_unknown_block(p: WeightMatmul) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -97,7 +97,7 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
     for fault in faults:
         if fault.role in _ROLES and fault.statistic != "nonfinite" and fault.layer in measured:
             mendable.setdefault(fault.layer, fault)
-    chosen = _rules_for_shapes(transform(fn, given).plan_call(params, *args).plan.entries)
+    chosen = _rules_for_shapes(transform(fn, given).plan_call(params, *args).plan.program.entries.values())
     pending = [layer for layer in mendable if layer not in chosen]
     for remedy in _REMEDIES:
         if not pending or given == (remedy,):
@@ -150,7 +150,7 @@ def _to_scalars(results: Any) -> tuple[Array, Array]:
     return sum(projections, start=jnp.zeros([])), jnp.full([], jnp.nan)
 
 
-def _rules_for_shapes(entries: Sequence[PlanEntry]) -> dict[str, tuple[Rule, str]]:
+def _rules_for_shapes(entries: Iterable[PlanEntry]) -> dict[str, tuple[Rule, str]]:
     """Rules for layers that are slower in 8 bits, with reasons, by layer; none on devices without measured rates."""
     if cost_model.current_rates()[1]:
         return {}

@@ -63,7 +63,7 @@ def grouped_block_matmul(
     b = hopper.pad_axis(b, 1, hopper.round_up(n, ROW_MULTIPLE))
     return hopper.pipelined_matmul(
         make_compute(tile, False, interpret is not None), a, b.reshape(-1, k), streams, name="fp8_grouped_block",
-        tile=tile, epilogue=hopper.Epilogue(), out_dtype=out_dtype, use_inline_wgmma=True,
+        tile=tile, out_dtype=out_dtype, use_inline_wgmma=True,
         schedule=row_schedule(a, b, n, group_sizes, tile, first_row), interpret=interpret,
     )  # fmt: skip
 
@@ -109,7 +109,7 @@ def grouped_block_matmul_dw(
     ]
     out = hopper.pipelined_matmul(
         make_compute(tile, True, interpret is not None, may_be_empty=True), a, b, streams, name="fp8_grouped_block_dw",
-        tile=tile, epilogue=hopper.Epilogue(), out_dtype=out_dtype, use_inline_wgmma=True,
+        tile=tile, out_dtype=out_dtype, use_inline_wgmma=True,
         schedule=token_schedule(padded_m, n, hopper.K_STEP, starts, lengths, tile), interpret=interpret,
     )  # fmt: skip
     return out.reshape(num_groups, padded_m, n)[:, :m]

@@ -68,7 +68,7 @@ def grouped_int8_block_matmul(
     b = hopper.pad_axis(b, 1, hopper.round_up(n, ROW_MULTIPLE))
     return hopper.pipelined_matmul(
         matmul_int8_mosaic.make_compute(tile, residual is not None, interpret is not None), a, b.reshape(-1, k),
-        streams, name="int8_grouped_block", tile=tile, epilogue=hopper.Epilogue(), out_dtype=out_dtype,
+        streams, name="int8_grouped_block", tile=tile, out_dtype=out_dtype,
         use_inline_wgmma=True, second_operand=second_operand, interpret=interpret,
         schedule=_block_schedule((num_tokens, n), b.shape[1], tile, slice_counts, block_groups, num_groups),
     )  # fmt: skip
@@ -142,7 +142,7 @@ def grouped_int8_block_matmul_dw(
     streams = [a_block_stream(a_scale), b_block_stream(b_scale, tile, lambda position: lax.div(position.b_row, BLOCK))]
     out = hopper.pipelined_matmul(
         matmul_int8_mosaic.make_compute(tile, False, interpret is not None, may_be_empty=True), a, b, streams,
-        name="int8_grouped_block_dw", tile=tile, epilogue=hopper.Epilogue(), out_dtype=out_dtype,
+        name="int8_grouped_block_dw", tile=tile, out_dtype=out_dtype,
         use_inline_wgmma=True, schedule=token_schedule(padded_m, n, BLOCK, starts, lengths, tile), interpret=interpret,
     )  # fmt: skip
     return out.reshape(num_groups, padded_m, n)[:, :m]

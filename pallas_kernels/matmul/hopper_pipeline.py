@@ -28,7 +28,7 @@ class Tile:
         lead_slices: slices of K by which the first of two warpgroups that share a tile leads the second. The promotions
             and the epilogue of one then overlap products of the other.
         store_slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that may wait for their store. A tile of no
-            more pieces, without a residual, is stored at once.
+            more pieces is stored at once.
     """
 
     rows: int = 64

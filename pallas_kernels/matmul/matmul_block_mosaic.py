@@ -23,13 +23,11 @@ def matmul_block(
     a_scale: jax.Array,
     b_scale: jax.Array,
     *,
-    bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: Tile | None = None,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
-    """Return `dequantize(a) @ dequantize(b).T + bias + residual`, with a scale for every 128 of K.
+    """Return `dequantize(a) @ dequantize(b).T`, with a scale for every 128 of K.
 
     The tensor cores add 128 products with about 14 bits. Each partial sum, times its two scales, is added to an fp32
     accumulator. NaN of a code or scale propagates to its row or column. The scheme is DeepSeek-V3's (arXiv 2412.19437,
@@ -39,7 +37,7 @@ def matmul_block(
         a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), also K-major. The two types may differ.
         a_scale: (M, ceil(K / 128)) float32, one per row and 128 of K (1x128).
         b_scale: float32, (ceil(N / 128), ceil(K / 128)) for 128x128 blocks, or (N, ceil(K / 128)) for 1x128.
-        bias, residual, out_dtype, tile, interpret: as in `matmul_mosaic.matmul`.
+        out_dtype, tile, interpret: as in `matmul_mosaic.matmul`.
 
     Returns:
         (M, N) in `out_dtype`.
@@ -47,8 +45,6 @@ def matmul_block(
     hopper.check_operands(a, b, out_dtype)
     (m, k), n = a.shape, b.shape[0]
     blocks = hopper.ceil_div(k, hopper.K_STEP)
-    epilogue = hopper.Epilogue(bias=bias, residual=residual)
-    hopper.check_epilogue(epilogue, m, n)
     has_column_scales = b_scale.shape == (n, blocks) and n > 1
     hopper.check_array("a_scale", a_scale, (m, blocks), (jnp.float32,))
     if not has_column_scales:
@@ -63,7 +59,7 @@ def matmul_block(
         streams.append(hopper.Stream.from_rows(b_scale, rows, lambda position: lax.div(position.b_row, 128)))
     return hopper.pipelined_matmul(
         make_compute(tile, has_column_scales, interpret is not None), a, b, streams, name="fp8_matmul_block",
-        tile=tile, epilogue=epilogue, out_dtype=out_dtype, use_inline_wgmma=True, static_key=has_column_scales,
+        tile=tile, out_dtype=out_dtype, use_inline_wgmma=True, static_key=has_column_scales,
         interpret=interpret,
     )  # fmt: skip
 

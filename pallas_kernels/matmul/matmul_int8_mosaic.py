@@ -75,7 +75,7 @@ def matmul_int8_block(
         streams.append(a_block_stream(second_operand.scale))
     return hopper.pipelined_matmul(
         make_compute(tile, second_operand is not None, interpret is not None), a, b, streams,
-        name="int8_matmul_block", tile=tile, epilogue=hopper.Epilogue(), out_dtype=out_dtype, use_inline_wgmma=True,
+        name="int8_matmul_block", tile=tile, out_dtype=out_dtype, use_inline_wgmma=True,
         second_operand=second_operand, schedule=schedule, interpret=interpret,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from jax import P
 import fp8jax
 from experiments import evaluate, export, generate, mesh, plan
 from experiments.errors import UserError
+from experiments.hub import files
 from experiments.mesh import flatten
 from experiments.models import moe, sizes
 from experiments.models.llama import Llama
@@ -248,6 +249,18 @@ def test_a_run_trains_logs_losses_of_routers_and_is_evaluated_and_exported(argv,
     assert evaluate.main(["--run", str(out / "experts"), "--recipe", "coat", "--limit", "64"]) == 0
     export.from_run(out / "experts", "coat", out / "exported", dtype=None)
     assert generate.main(["--model", str(out / "exported"), "--prompt", "w1 w2", "--tokens", "4"]) == 0
+    kept = export.from_run(out / "experts", "coat", out / "codes", dtype=None, eight="recipe")
+    assert kept == [f"model.layers.{i}.mlp.gate" for i in range(2)]  # routers
+    stored = files.tensors(out / "codes")
+    params = flatten(evaluate.load(out / "experts", "coat").params)
+    gate_up = np.asarray(params["layers.mlp.experts.gate_up.kernel"], np.float32)[1, 3]
+    scale = np.abs(gate_up).max() / 448
+    for name, part in zip(("gate_proj", "up_proj"), np.split(gate_up, 2, -1), strict=True):
+        codes, stored_scale = (
+            stored[f"model.layers.1.mlp.experts.3.{name}.{x}"].read() for x in ("weight", "weight_scale")
+        )
+        assert 1 <= stored_scale / scale < 1 + 2**-7  # of both parts, in bf16, rounded up
+        np.testing.assert_allclose(codes.astype(np.float32) * scale, part.T, rtol=2**-4, atol=scale * 2**-10)
 
 
 @pytest.mark.slow

@@ -219,6 +219,24 @@ def test_a_loop_over_experts_is_not_split():
     ]
 
 
+def test_experts_in_a_list_are_no_blocks():
+    """None of them reads what another one computed, unlike the blocks around them."""
+
+    def experts(p, x):
+        x = jnp.tanh(x)
+        return sum(block(x, w)[0] for w in p["experts"])
+
+    def net(p, x):
+        for w in p["blocks"]:
+            x = jax.checkpoint(experts)(w, x)
+        return x
+
+    layer = {"experts": [stacked() for _ in range(3)]}
+    assert reasons(experts, layer) == ["the recipe"] * 3
+    edge = {0: "in the first 1 of 3 blocks", 2: "in the last 1 of 3 blocks"}
+    assert reasons(net, {"blocks": [layer] * 3}) == [edge.get(i, "the recipe") for i in range(3) for _ in range(3)]
+
+
 def slices_of_layers(p, x):
     for start in range(0, 12, 3):
         w = jax.tree.map(lambda w, start=start: w[start : start + 3], p["layers"])

@@ -515,9 +515,8 @@ def collects_stats(linear_recipe: Linear, operand: str) -> bool:
 
 
 def _scale(name: str, value: Array, state: ScalingState, linear_recipe: Linear) -> Array:
-    spec = linear_recipe.spec(name)
-    assert spec is not None
-    return linear_recipe.stateful_strategies[name].scale(operand_state(state, name), value, formats.get(spec.format))
+    fmt = formats.get(linear_recipe.quantized_spec(name).format)
+    return linear_recipe.stateful_strategies[name].scale(operand_state(state, name), value, fmt)
 
 
 def operand_state(state: ScalingState, operand: str) -> Array:

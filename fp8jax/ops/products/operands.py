@@ -373,7 +373,7 @@ def encode(
         return microscaling.fold_rows(x.T if transposed else x, spec, fused_output=None if transposed else fused_output)
     specs = (None, spec) if transposed else (spec, None)
     key = key if spec.rounding == "stochastic" else None
-    q = quantize(
+    return quantize(
         x,
         *specs,
         scale=scale,
@@ -383,8 +383,6 @@ def encode(
         fused_output=fused_output,
         rotation=rotation,
     )[int(transposed)]
-    assert q is not None
-    return q
 
 
 @dataclasses.dataclass(frozen=True)
@@ -526,9 +524,7 @@ def fallback_input_source(
         ValueError: the recipe rounds saved codes stochastically, and `key` is None.
     """
     side = input_side(recipe)
-    spec, residual_spec = side.forward, side.residual
-    assert spec is not None
-    assert residual_spec is not None
+    spec, residual_spec = recipe.quantized_spec("x"), recipe.quantized_spec("x_residual")
     subkey = derive_key(key, residual_spec, "x_residual")
     quantizer = functools.partial(fallback.quantize, *lax.stop_gradient((x,)), spec, lax.stop_gradient(threshold))
     fallback_tensors: list[FallbackTensor] = []

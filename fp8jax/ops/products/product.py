@@ -106,7 +106,7 @@ def encode_cotangent(
         operands = rows, columns
         return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
     transposed = SAME if recipe.dy_wgrad == SAME and recipe.rotation is None else column_spec
-    (row_codes, column_codes), sums_over_tokens = quantize_and_sum(
+    row_and_column_codes, sums_over_tokens = quantize_and_sum(
         dy,
         row_spec,
         transposed,
@@ -118,9 +118,7 @@ def encode_cotangent(
         amax=facts.amax,
         rotation=recipe.rotation,
     )
-    assert row_codes is not None
-    assert column_codes is not None
-    return CotangentOperands(row_codes, column_codes, sums_over_tokens)
+    return CotangentOperands(*row_and_column_codes, sums_over_tokens)
 
 
 def row_bounds(a: Operand, b: Operand) -> Array:
@@ -484,7 +482,5 @@ def check_slot_varies(slot: Array | None, dy: Any) -> None:
 
 def expected_scale(recipe: Linear, expected: Array, amax: Array) -> Array:
     """Return the scale of the output's gradient from its expected amax, or from its own where that is 0."""
-    spec = recipe.spec("dy")
-    assert spec is not None
     amax_for_scale = jnp.where(expected > 0, expected, recipe.strategy("dy").reduce_amax(amax))
-    return scaling.to_scale(amax_for_scale, formats.get(spec.format))
+    return scaling.to_scale(amax_for_scale, formats.get(recipe.quantized_spec("dy").format))

@@ -159,9 +159,7 @@ def make_array_facts(
         codes: codes already computed, as in `FusedOutput.cache_codes`, or None.
     """
     if fused_output is not None and consumer is not None and codes is not None:
-        spec = consumer.spec("x")
-        assert spec is not None
-        fused_output.cache_codes(spec, scale, codes)
+        fused_output.cache_codes(consumer.quantized_spec("x"), scale, codes)
     recompute_rule = (recomputable, residuals) if context.recompute_activations or context.spec is None else None
     return ArrayFacts(recompute_rule, fused_output, None if consumer is None or scale is None else (consumer, scale))
 
