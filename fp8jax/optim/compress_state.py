@@ -215,8 +215,6 @@ class _StateLeaf(NamedTuple):
     """A leaf of a state.
 
     Attributes:
-        path: in the state.
-        value: the leaf.
         param: the parameter that its path ends with, or None; `layer` is that parameter's path.
         storage: how it is stored; None for a leaf that is not a moment.
         role: "first" or "other"; None for a leaf that is not a moment.
