@@ -376,9 +376,6 @@ def quantize_with_scale(
         dither: from `fp8jax.core.noise.decay_dither`, for a moment that rounds to nearest, so that its decay is not
             lost.
 
-    Returns:
-        A `QTensor`.
-
     Raises:
         TypeError, ValueError: as for `quantize`; or scales are given for two levels or expansion.
     """

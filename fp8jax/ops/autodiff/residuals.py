@@ -122,7 +122,6 @@ class Recomputed(NamedTuple):
     """A recomputed result.
 
     Attributes:
-        array: the result.
         fused_output: what kernels compute it from; `fp8jax.ops.quantization.fused_outputs.FusedOutput`.
         predicted: facts about the cotangents that follow from its gradient, or None.
     """
@@ -219,7 +218,6 @@ class InputFacts(NamedTuple):
     """Facts about an input, and values that its readers share.
 
     Attributes:
-        facts: of the input.
         get_or_compute: `get_or_compute(use, make, *dependencies)` returns what another reader made for the same `use`
             and the same other arrays; else `make()`.
     """

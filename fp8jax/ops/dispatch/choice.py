@@ -126,7 +126,6 @@ class Choice:
 
     Attributes:
         impl: "xla", or the kernel's language, "mosaic" or "triton".
-        reason: why it was chosen.
     """
 
     impl: Literal["xla", "mosaic", "triton"]
@@ -309,7 +308,6 @@ def choose_impl(impl: str, unsupported_reason: Callable[[], str | None], kernel:
     Args:
         unsupported_reason: returns why the kernel cannot run, or None. Not called without a CUDA GPU, unless `impl` is
             "triton".
-        kernel: name of the kernel in the reason.
 
     Raises:
         ValueError: `impl` is unknown, or it is "triton" and the kernel cannot run.

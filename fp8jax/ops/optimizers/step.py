@@ -48,7 +48,6 @@ def map_leaves(body: Callable[..., Any], static: Hashable, scalars: Any, rows: S
 
     Args:
         body: a function of a module, not a closure: it is traced once for each kind of row.
-        static: hashable argument of `body`.
         scalars: tree of arrays that all rows share.
         rows: trees of arrays; a kind has one structure, and the same types of leaves.
     """
@@ -70,7 +69,6 @@ class FusedOptimizer(NamedTuple):
     """The step of an optimizer, which `step_tree` runs.
 
     Attributes:
-        name: in the records of choices.
         reference: the step in plain JAX, of one leaf with quantized arrays, or of all leaves that have none.
         kernel: the step by a kernel, of leaves with quantized arrays.
         kernel_module: name of the kernel's module in pallas_kernels.
