@@ -18,6 +18,7 @@ from tests.rows import slow
 MAKE = {
     "compressed_adamw": functools.partial(fp8jax.compressed_adamw, 1e-2, min_size=512),
     "fp8lm_adamw": functools.partial(fp8jax.fp8lm_adamw, 1e-2, min_size=512, master_rounding="stochastic"),
+    "fp8lm_adamw, groups": functools.partial(fp8jax.fp8lm_adamw, 1e-2, min_size=512, group_size=128),
     "compress_state": lambda: fp8jax.compress_state(optax.adamw(1e-2, b2=0.95), min_size=512),
 }
 forms = pytest.mark.parametrize(
@@ -53,8 +54,22 @@ def test_a_program_of_many_has_one_body_for_each_kind(name, form):
     assert texts[1].count("\n") < 1.6 * texts[0].count("\n")
 
 
+@pytest.mark.parametrize(("context", "bodies"), [(contextlib.nullcontext, 3), (one_device, 1)])
+def test_parameters_of_as_many_groups_share_a_body_on_one_device(context, bodies):
+    p = {str(shape): jnp.ones(shape) for shape in ((4, 256), (2, 512), (2, 2, 256))}
+    with context():
+        text = lowered(MAKE["compressed_adamw"](), "step", p)[0].as_text()
+    assert text.count("func.func private @_call_body") == bodies
+
+
 @pytest.mark.parametrize(
-    ("name", "form"), [("compressed_adamw", "step"), slow("fp8lm_adamw", "update"), slow("compress_state", "update")]
+    ("name", "form"),
+    [
+        ("compressed_adamw", "step"),
+        ("fp8lm_adamw, groups", "update"),
+        slow("fp8lm_adamw", "update"),
+        slow("compress_state", "update"),
+    ],
 )
 def test_a_function_of_parameters_gives_each_its_own_step_in_its_own_memory(name, form):
     tx, p = MAKE[name](), params(4)

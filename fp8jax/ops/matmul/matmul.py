@@ -113,7 +113,7 @@ def matmul(
     elif on_cuda() and is_shardable(a, b):
         kernel = functools.partial(sharded_matmul, dense_reference, fast)
 
-    def reference(a: Any, b: Operand) -> Array:
+    def dense_product(a: Any, b: Operand) -> Array:
         if isinstance(a, FallbackTensor):
             product = functools.partial(
                 sharding.matmul_sharded, functools.partial(dense_reference, jnp.float32), b=b, spec=out_spec
@@ -125,6 +125,10 @@ def matmul(
         assert kernel is not None
         product = kernel(dtype, a, b, out_spec)
         return product if out_spec is None else sharding.reshard(product, out_spec, *jax.tree.leaves((a, b)))
+
+    def reference(a: Any, b: Operand) -> Array:
+        with product_name_scope(strip_residual(a), b):  # a function that XLA does not inline has its own names
+            return dense_product(a, b)
 
     with product_name_scope(strip_residual(a), b):
         if kernel is None:

@@ -267,14 +267,15 @@ def _step_by_reference(reference: LeavesStep, adam: Adam, leaves: Sequence[Leaf]
 def _split_groups(leaf: Leaf) -> Leaf:
     """The leaf with a row for each group of its moments, so that leaves of other shapes are of its kind.
 
-    Noise depends on positions in the flat array, which stay. Leaves stay on several devices, since each reshape could
-    move their elements, and if a row is no whole number of groups.
+    Noise depends on positions in the flat array, which do not change. The leaf is returned as it is on several devices,
+    where a reshape could move elements, and if a row has a short group.
     """
     shape, specs = leaf.grad.shape, {q.spec for q in leaf.quantized_arrays}
-    if not choice.compiles_calls_once() or any(s.granularity != "group" or s.axis != -1 or s.is_packed for s in specs):
+    if not choice.compiles_calls_once() or leaf.amax is not None or len(shape) < 2:
         return leaf
-    sizes = {spec.group_size for spec in specs}
-    if len(shape) < 2 or len(sizes) > 1 or shape[-1] % leaf.group_size:
+    if any(spec.granularity != "group" or spec.axis != -1 or spec.is_packed for spec in specs):
+        return leaf
+    if len({spec.group_size for spec in specs}) > 1 or shape[-1] % leaf.group_size:
         return leaf
     row_lengths = {shape: leaf.group_size, (*shape[:-1], shape[-1] // leaf.group_size): 1}
     return jax.tree.map(lambda x: x.reshape(-1, row_lengths[x.shape]) if x.shape in row_lengths else x, leaf)
