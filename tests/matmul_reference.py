@@ -17,14 +17,12 @@ def matmul(
     scale: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     column_scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     fast: bool = True,
 ) -> jax.Array:
     """Reference of `pallas_kernels.matmul.matmul_mosaic.matmul`; fp32 sums whether `fast` or not."""
     out = _product(a.astype(jnp.float32), b.astype(jnp.float32))
-    out = _epilogue(out, scale, row_scale, column_scale, bias, residual)
+    out = _epilogue(out, scale, row_scale, column_scale)
     return out.astype(out_dtype)
 
 
@@ -34,8 +32,6 @@ def matmul_block(
     a_scale: jax.Array,
     b_scale: jax.Array,
     *,
-    bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
 ) -> jax.Array:
     """Reference of `pallas_kernels.matmul.matmul_block_mosaic.matmul_block`."""
@@ -44,7 +40,7 @@ def matmul_block(
         b_scale = jnp.repeat(b_scale, 128, axis=0)[:n]
     left = a.astype(jnp.float32) * jnp.repeat(a_scale, 128, axis=1)[:, :k]
     right = b.astype(jnp.float32) * jnp.repeat(b_scale, 128, axis=1)[:, :k]
-    return _epilogue(_product(left, right), None, None, None, bias, residual).astype(out_dtype)
+    return _product(left, right).astype(out_dtype)
 
 
 def matmul_mx(
@@ -55,15 +51,13 @@ def matmul_mx(
     scale: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     column_scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
 ) -> jax.Array:
     """Reference of `pallas_kernels.matmul.matmul_mx_mosaic.matmul_mx`."""
     power = lax.bitcast_convert_type(a_exponent.astype(jnp.int32) << 23, jnp.float32)
     left = a.astype(jnp.float32) * jnp.repeat(power, 32, axis=1)[:, : a.shape[1]]
     out = _product(left, b.astype(jnp.float32))
-    return _epilogue(out, scale, row_scale, column_scale, bias, residual).astype(out_dtype)
+    return _epilogue(out, scale, row_scale, column_scale).astype(out_dtype)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -75,8 +69,6 @@ def _epilogue(
     scale: jax.Array | None,
     row_scale: jax.Array | None,
     column_scale: jax.Array | None,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
 ) -> jax.Array:
     if scale is not None:
         out = out * scale
@@ -84,8 +76,4 @@ def _epilogue(
         out = out * row_scale[:, None]
     if column_scale is not None:
         out = out * column_scale[None, :]
-    if bias is not None:
-        out = out + bias.astype(jnp.float32)[None, :]
-    if residual is not None:
-        out = out + residual.astype(jnp.float32)
     return out

@@ -1,16 +1,15 @@
-"""FP8 products of one GPU in one process: XLA, jax.nn.scaled_matmul, torch (where importable), our kernels.
+"""FP8 matmuls on one GPU: XLA, jax.nn.scaled_matmul, torch (if importable), our kernels.
 
-Product alone, operands already quantized. Every implementation of a shape is compiled first (in parallel); then all are
-timed in turns. Each round starts with an untimed run of the same length, after which the GPU is at its power limit and
-has lowered its clock, as in training: in a first 20 ms products are up to 15 % faster, by what energy they take. A
-figure is the median round. Operands rotate among sets that are together larger than the L2 cache; JAX multiplies sets
-for 3 ms in one program, as in a training step, where products follow each other without a launch from Python; torch
-queues them ahead. Each result is compared with float64 on a sample of rows and columns; an implementation that fails is
-reported as such.
+Only the matmul is timed; operands are already quantized. All implementations of a shape are compiled first, then timed
+in turns. A figure is the median round. Each round starts with an untimed run of the same length. The GPU is then at its
+power limit, as in training. In the first 20 ms, matmuls are up to 15 % faster.
 
-Predicted before the first run (ratios): ours per tensor and row-wise 0.97 to 1.03 of the better of cuBLASLt and torch;
-1x128 by 128x128 1.15 to 1.25 of torch's own; exact per 32 0.42 of per tensor, and as a bf16 product of decoded codes
-0.49. Before its own first run, later: microscaled codes that are folded first 0.92.
+Operands rotate among sets that exceed the L2 cache. JAX runs 3 ms of matmuls in one program. torch queues its kernels
+ahead. Results are compared with float64 on a sample of rows and columns. An implementation that fails is reported.
+
+Predicted before the first run (ratios): ours per tensor and per row 0.97 to 1.03 of the better of cuBLASLt and torch;
+1x128 by 128x128 1.15 to 1.25 of torch's; exact per 32 0.42 of per tensor, and 0.49 as a bf16 matmul of decoded codes.
+Predicted later, before its own first run: microscaled codes that are folded first 0.92.
 """
 
 import argparse
@@ -240,8 +239,8 @@ def measure(shape: Gemm, arms: Sequence[GemmArm], operands: Any, oracle: Any, op
             call = functools.partial(programs[arm.function, len(arm.takes)].result(), arguments[arm.name])
             first = (call().value if arm.is_torch else call())[0][rows][:, cols]
             sample = first.float().cpu().numpy() if arm.is_torch else np.asarray(first.astype(F32))
-            wanted = oracle(arm.kind, sets[0], rows, cols)
-            error = float(np.linalg.norm(sample - wanted) / np.linalg.norm(wanted))
+            expected = oracle(arm.kind, sets[0], rows, cols)
+            error = float(np.linalg.norm(sample - expected) / np.linalg.norm(expected))
             table.append(timing.row(case, arm.name, "error", error, "of float64"))
             ready[arm.name] = call
         except Exception as problem:
@@ -273,14 +272,16 @@ def rate_rows(case: str, work: float, arms: Sequence[GemmArm], seconds: dict[str
     return rows
 
 
-def add_shapes(file: driver.ResultsFile, shapes: Sequence[Gemm], rows_of: Callable[[Gemm], Any], limit: float) -> None:
+def add_shapes(
+    file: driver.ResultsFile, shapes: Sequence[Gemm], measure_rows: Callable[[Gemm], Any], limit: float
+) -> None:
     """Adds the rows of each shape to a results file, until a time limit in seconds."""
     start = time.perf_counter()
     for shape in [(256, 256, 512)] if timing.dry() else shapes:
         if time.perf_counter() - start > limit:
             print(f"{shape}: not measured, the time limit is reached")
         else:
-            file.add(rows_of(shape))
+            file.add(measure_rows(shape))
     file.end("rate")
 
 
@@ -292,10 +293,10 @@ def main(argv: list[str]) -> None:
     arms = [*xla_arms(), *(torch_arms() if torch is not None else []), *our_arms()]
     versions = {"torch": torch.__version__} if torch else {}
     notes = driver.notes_of(__doc__)
-    file = driver.ResultsFile(options, "FP8 products", notes, versions=versions, last_resort=BASE)
+    file = driver.ResultsFile(options, "FP8 matmuls", notes, versions=versions, last_resort=BASE)
 
-    def rows_of(shape: Gemm) -> list[timing.Row]:
-        found = measure(shape, arms, operands, oracle, options)
-        return found.rows + rate_rows(found.case, found.work, arms, found.seconds)
+    def measure_rows(shape: Gemm) -> list[timing.Row]:
+        rows_of_shape = measure(shape, arms, operands, oracle, options)
+        return rows_of_shape.rows + rate_rows(rows_of_shape.case, rows_of_shape.work, arms, rows_of_shape.seconds)
 
-    add_shapes(file, SHAPES, rows_of, options.limit)
+    add_shapes(file, SHAPES, measure_rows, options.limit)

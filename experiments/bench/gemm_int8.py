@@ -1,14 +1,14 @@
-"""INT8 products of one GPU in one process: rows by a tensor, blocks of 128x128, and those with a share that falls back.
+"""INT8 matmuls on one GPU: scales per row and tensor, blocks of 128x128, and blocks with fallback.
 
-Product alone, operands already quantized, measured as by `gemm`. A rate counts the product once: with a share r of
-blocks multiplied twice, the ideal is 1 / (1 + r) of the block product's. Blocks fall back at random, or sequentially,
-in the order of memory: whole rows of them, the worst case of arXiv 2503.08040, figure 8(c). The fallback product's time
-has all that prepares its walk, from which blocks fall back on; quantization is not in any. Rows by a tensor are what
-`switchback` multiplies: by one kernel, and by XLA's product, to whose int32 result it applies the scales.
+Only the matmul is timed, as in `gemm`. A rate counts each block once, so the ideal with a share r of fallback blocks is
+1 / (1 + r) of the rate without fallback. "random": fallback blocks are chosen at random. "sequential": whole rows of
+blocks fall back, the worst case of arXiv 2503.08040, Figure 8(c). The time includes the preparation from the mask of
+blocks, but no quantization. "rows" is what `switchback` multiplies: one kernel, or XLA's matmul with scales applied to
+its int32 result.
 
-Predicted before the first run: the block product 1,000 TOP/s at 8192^3, 0.78 of XLA's int8 product and 1.33 of bf16;
-fallback at r = 0 0.97 of it; random 0.96 of the ideal, sequential 0.87 or more. Before its own first run, later: rows
-by a tensor in one kernel 0.97 of XLA's int8 product without scales, and 1.15 of it with them.
+Predicted before the first run: blocks 1,000 TOP/s at 8192^3, 0.78 of XLA's int8 matmul and 1.33 of bf16; fallback 0.97
+of it at r = 0; random 0.96 of the ideal, sequential 0.87 or more. Predicted later, before its own first run: rows in
+one kernel 0.97 of XLA's int8 matmul without scales, and 1.15 of it with them.
 """
 
 import functools
@@ -103,7 +103,7 @@ def arms() -> list[GemmArm]:
     ]
 
 
-def rate_of(name: str) -> float:
+def get_rate(name: str) -> float:
     """The share of blocks that fall back in an implementation of this name."""
     words = name.removeprefix(FALLBACK).split()
     return float(words[0]) if name.startswith(FALLBACK) and words else 0.0
@@ -125,7 +125,7 @@ def rate_rows(case: str, work: float, seconds: dict[str, timing.Seconds]) -> lis
             if name in ((OURS, ROWS) if other == XLA else (ROWS,)) and other in seconds:
                 table.append(timing.row(case, name, metric, seconds[other] / t, "", other, seconds[other] / t))
         if name.startswith(FALLBACK) and OURS in seconds:
-            share = seconds[OURS] * (1 + rate_of(name)) / t
+            share = seconds[OURS] * (1 + get_rate(name)) / t
             table.append(timing.row(case, name, "of ideal", share, "", f"{OURS} / (1 + r)", share))
     return table
 
@@ -136,11 +136,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--limit", type=float, default=100, help="seconds after which no further shape is started")
     options = parser.parse_args(argv)
     timing.need_gpu()
-    title = "INT8 products of rows and of blocks of 128x128 with fallback"
+    title = "INT8 matmuls: scales per row, and blocks of 128x128 with fallback"
     file = driver.ResultsFile(options, title, driver.notes_of(__doc__))
 
-    def rows_of(shape: Gemm) -> list[timing.Row]:
-        found = measure(shape, arms(), operands, oracle, options)
-        return found.rows + rate_rows(found.case, found.work, found.seconds)
+    def measure_rows(shape: Gemm) -> list[timing.Row]:
+        rows_of_shape = measure(shape, arms(), operands, oracle, options)
+        return rows_of_shape.rows + rate_rows(rows_of_shape.case, rows_of_shape.work, rows_of_shape.seconds)
 
-    add_shapes(file, SHAPES[: options.shapes], rows_of, options.limit)
+    add_shapes(file, SHAPES[: options.shapes], measure_rows, options.limit)

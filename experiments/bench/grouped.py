@@ -1,13 +1,12 @@
-"""Products of a projection of mixture-of-experts layers on one GPU: FP8 and bf16 kernels against JAX's in bf16.
+"""Grouped matmuls of mixture-of-experts layers on one GPU: FP8 and bf16 kernels, compared with JAX's in bf16.
 
-Each layer has 16,384 tokens. Every token goes to `top_k` experts, whose loads differ. One expert has no tokens. "w13"
-is the gate and up projection, "w2" the down projection. A case is all three products of one, forward, dx and dw, with
-the passes that quantize, permute and transpose activations and gradients under given scales. Weights are quantized
-before. The baseline is the same in bf16 by JAX's Pallas kernels.
+Each layer has 16,384 tokens. Each token goes to `top_k` experts with different loads. One expert has no tokens. "w13"
+is the gate and up projection, "w2" the down projection. A case is the three matmuls of one projection (forward, dx,
+dw), with the quantization, permutation and transposition of activations and gradients under given scales. Weights are
+quantized before. The baseline is the same in bf16 with JAX's Pallas kernels.
 
-The arms of a case are compiled first, then timed in turns. An arm that fails is reported and does not stop the others.
-Errors are the largest of the three results, relative (Frobenius), to float32 products of the same
-bf16 operands, on samples of the largest group.
+The arms of a case are compiled first, then timed in turns. An arm that fails is reported. The error is the largest of
+the three results, relative to float32 matmuls of the same operands (Frobenius norm), on samples of the largest group.
 """
 
 import argparse
@@ -154,21 +153,21 @@ class Case:
         sizes = self.layer.group_sizes()
         g = int(np.argmax(sizes))
         begin, size = int((np.cumsum(sizes) - sizes)[g]), int(sizes[g])
-        some, whole = slice(begin, begin + min(SAMPLE, size)), slice(begin, begin + size)
+        sample, group_rows = slice(begin, begin + min(SAMPLE, size)), slice(begin, begin + size)
         ordered = x["x"][x["index"]] if self.is_permuted else x["x"]
-        a, dy, w = ordered[some].astype(F32), x["dy"][some].astype(F32), x["w16"][g].astype(F32)
+        a, dy, w = ordered[sample].astype(F32), x["dy"][sample].astype(F32), x["w16"][g].astype(F32)
         dot = functools.partial(jnp.dot, precision="highest")
-        dw = dot(x["dy"][whole, :SAMPLE].astype(F32).T, ordered[whole].astype(F32))
-        found = out[0][some], out[1][some], out[2][g][:SAMPLE]
-        return float(driver.relative_error(found, (dot(a, w.T), dot(dy, w), dw)))
+        dw = dot(x["dy"][group_rows, :SAMPLE].astype(F32).T, ordered[group_rows].astype(F32))
+        actual = out[0][sample], out[1][sample], out[2][g][:SAMPLE]
+        return float(driver.relative_error(actual, (dot(a, w.T), dot(dy, w), dw)))
 
 
 def cases(layers: dict[str, Layer]) -> dict[str, Case]:
-    found = {}
+    cases_by_name = {}
     for name, layer in layers.items():
-        found[f"{name} w13 quantized"] = Case(layer, 2 * layer.inner, layer.width, True)
-        found[f"{name} w2 quantized"] = Case(layer, layer.width, layer.inner, False)
-    return found
+        cases_by_name[f"{name} w13 quantized"] = Case(layer, 2 * layer.inner, layer.width, True)
+        cases_by_name[f"{name} w2 quantized"] = Case(layer, layer.width, layer.inner, False)
+    return cases_by_name
 
 
 def measure(name: str, case: Case, options: argparse.Namespace) -> list[timing.Row]:
@@ -192,7 +191,7 @@ def _call(function: Callable[..., Any], operands: dict[str, Any]) -> Any:
 def main(argv: list[str]) -> None:
     options = driver.parser("grouped", __doc__, rounds=3, burst=0.02).parse_args(argv)
     timing.need_gpu()
-    file = driver.ResultsFile(options, "Grouped products of experts", driver.notes_of(__doc__))
+    file = driver.ResultsFile(options, "Grouped matmuls of experts", driver.notes_of(__doc__))
     for name, case in cases(DRY_LAYERS if timing.dry() else LAYERS).items():
         file.add(measure(name, case, options))
     file.end("time")

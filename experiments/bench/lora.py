@@ -1,9 +1,9 @@
-"""A training step of adapters of a Llama 3.1 8B with frozen weights, in bf16 and as 8-bit codes.
+"""A LoRA training step of Llama 3.1 8B, with frozen weights in bf16 or as 8-bit codes.
 
-An arm is "RECIPE on BASE": the recipe's products with a base held so; "bf16 on e4m3" decodes the codes to 16 bits for
-each product and saves memory alone. One sequence a step, all linear layers of blocks have adapters of rank 16, blocks
-are computed again in the backward pass; embedding and head are in bf16 in all arms. Weights are random: time and memory
-do not depend on their values. "needs" are arguments and temporaries of the compiled step.
+An arm is "RECIPE on BASE": the matmuls of a recipe, and the format of the frozen base. "bf16 on e4m3" decodes the codes
+before each matmul, so it saves only memory. One sequence per step. All linear layers have adapters of rank 16. Blocks
+are rematerialized. Embedding and head are bf16. "compiled memory" is the arguments and temporary memory of the compiled
+step. Weights are random, which does not affect time or memory.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import fp8jax
 from experiments.bench import driver, timing
 from experiments.models.llama import LlamaConfig
 from experiments.train import config
-from experiments.train.adapters import of_base
+from experiments.train.adapters import base_recipe
 from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
 
@@ -37,7 +37,7 @@ class LoraArm(driver.Arm):
     def __init__(self, name: str, llama: LlamaConfig, batch: int, length: int, rank: int, unroll: int) -> None:
         recipe_name, _, base = name.partition(" on ")
         lora = config.Lora(rank, 2.0 * rank, base=base or "bf16")
-        recipe = of_base(fp8jax.recipes.get(recipe_name), lora)
+        recipe = base_recipe(fp8jax.recipes.get(recipe_name), lora)
         optimizer = make_optimizer(config.Config(), recipe)
         self.task = Task(llama, optimizer, recipe, remat=True, seed=0, unroll=unroll, lora=lora)
         self.shapes = jax.eval_shape(self.task.init), jax.eval_shape(self.task.base)
@@ -95,9 +95,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--unroll", type=int, default=1, help="layers in a turn of the loop over them")
     options = parser.parse_args(argv)
     timing.need_gpu()
-    turn = f"Layers in a turn of the loop: {options.unroll}. Arms run in turns, each from arrays made anew; medians."
-    title = "Training steps of adapters on a base that is not trained"
-    file = driver.ResultsFile(options, title, [*driver.notes_of(__doc__), turn])
+    note = f"The loop over layers is unrolled {options.unroll} times. The arms run in turns. Figures are medians."
+    title = "LoRA training steps, by format of the frozen base"
+    file = driver.ResultsFile(options, title, [*driver.notes_of(__doc__), note])
     file.add(measure(options))
     file.end()
 

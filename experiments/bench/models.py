@@ -1,20 +1,20 @@
-"""Whole training steps of models as users write them, in bf16 and quantized: what a user gains.
+"""Training steps of user-written models, in bf16 and quantized: time and memory.
 
-The models are those of `experiments.models.plain`, and a Llama of `plain_linen` and `plain_equinox`, whose code knows
-nothing of 8 bits; `fp8jax.nnx.quantize`, `fp8jax.linen.quantize` and `fp8jax.filter_transform` quantize them.
-Gradients are clipped by their global norm; AdamW is optax's in a chain, in Flax's `nnx.Optimizer` or `TrainState`, for
-bf16, and `fp8jax.optimizer(..., clip=)`, in fp8jax's, for the others. "step" is the time of a step of a loop that
-reads the loss of the step before when it has started the next; of "step, synchronised" it reads each loss at once.
-Python's garbage collector leaves alone what tracing has left, as a training loop has it by `gc.freeze()`
-(docs/faq.md). Nothing is recomputed but under the policy that a row names: bf16 keeps what Flax's modules keep, and
-the baseline is as fast as it gets here. "temporaries" are what the compiled program needs beside its arguments;
-"arrays" are those of the state, each of which JAX looks at before it starts a step. "auto" is the recipe of the device
-where layers gain, "auto:coat" that one where they gain (`fp8jax.recipes.for_shapes`). "held:coat" holds the weights
-quantized for the step and takes their gradients in bf16, as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model,
-gradient_dtype="bfloat16")`). "observed:coat" collects `fp8jax.telemetry` in every step. Arms of `--torch` are the same
-Llama by torch.compile, in bf16 and with torchao's float8 (`experiments.bench.step_torch`). They run first, in a
-process of their own. Their memory is the peak of torch's allocator. Arms run in turns, in another order in each round,
-each from a state made anew; medians.
+The models are plain Flax or Equinox code (`experiments.models.plain`). `fp8jax.nnx.quantize`, `fp8jax.linen.quantize`
+or `fp8jax.filter_transform` quantizes them. Gradients are clipped by their global norm. bf16 uses optax's AdamW with
+Flax's optimizer class; the other arms use `fp8jax.optimizer(..., clip=)` with that of fp8jax.
+
+"step": the host reads a loss after it has started the next step. "step, synchronised": it reads each loss at once.
+`gc.freeze()` is called after tracing (docs/howto/speed.md). Nothing is rematerialized, unless the row names a policy.
+"temporary memory" is the memory of the compiled program without its arguments. "arrays" is the number of arrays in the
+state, each of which JAX checks before a step.
+
+"auto" is the device's recipe for layers that gain. "auto:coat" is `coat` for layers that gain. "prequantized:coat"
+quantizes weights once per step and computes their gradients in bf16. "observed:coat" collects `fp8jax.telemetry` in
+every step. Arms of torch are the same Llama with torch.compile, in bf16 or with torchao's float8, in a process of their
+own. Their memory is the peak of torch's allocator.
+
+The arms run in turns, in another order in each round, each from a new state. Figures are medians.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def _llama(policy: Any, arm: str, length: int, outputs: int, small: bool) -> Tra
     """Of Flax NNX; with a policy blocks are checkpointed, by ours with products in 8 bits beside what it keeps."""
     saved = policy if policy is None or arm == BASE else fp8jax.checkpoint_policies.with_products(policy)
     shape = SMALL if small else LLAMA
-    return writings.of_nnx(lambda rngs: plain.PlainLlama(outputs, *shape, rngs, saved), arm)
+    return writings.nnx_training(lambda rngs: plain.PlainLlama(outputs, *shape, rngs, saved), arm)
 
 
 def _shaped(writing: Any, arm: str, length: int, outputs: int, small: bool) -> Training:
@@ -82,7 +82,7 @@ def _shaped(writing: Any, arm: str, length: int, outputs: int, small: bool) -> T
 def _sized(kind: Any, shape: tuple[int, ...], arm: str, length: int, outputs: int, small: bool) -> Training:
     """A model with a position for each place of its input."""
     shape = (64, 2, 4) if small else shape
-    return writings.of_nnx(lambda rngs: kind(outputs, *shape, length, rngs), arm)
+    return writings.nnx_training(lambda rngs: kind(outputs, *shape, length, rngs), arm)
 
 
 VITL, CUDNN_VIT = (1024, 24, 16), functools.partial(plain.PlainViT, attention_fn=plain.fused)
@@ -93,9 +93,9 @@ MODELS = {
     "llama1b_dots": UserModel("Llama 1.1B, dots_with_no_batch_dims_saveable, 8 x 2,048 tokens",
                               functools.partial(_llama, DOTS)),
     "llama1b_linen": UserModel("Llama 1.1B in Linen, 8 x 2,048 tokens",
-                               functools.partial(_shaped, writings.of_linen), ("bf16", "coat")),
+                               functools.partial(_shaped, writings.linen_training), ("bf16", "coat")),
     "llama1b_equinox": UserModel("Llama 1.1B in Equinox, 8 x 2,048 tokens",
-                                 functools.partial(_shaped, writings.of_equinox), ("bf16", "coat")),
+                                 functools.partial(_shaped, writings.equinox_training), ("bf16", "coat")),
     "vitl": UserModel("ViT-L/16, 256 images", functools.partial(_sized, plain.PlainViT, VITL),
                       ("bf16", "coat_fast"), "images", 256, 224, 1000),
     "vitl_cudnn": UserModel("ViT-L/16, attention by cuDNN, 256 images", functools.partial(_sized, CUDNN_VIT, VITL),
@@ -126,10 +126,10 @@ class UserArm(driver.Arm):
         options: dict[str, Any] = {}
         if gpus > 1:
             mesh = jax.make_mesh((gpus,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-            rows, whole = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
+            rows, replicated = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
             inputs = jax.device_put(inputs, rows)
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
-            options["out_shardings"] = whole
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), shapes)
+            options["out_shardings"] = replicated
         self.inputs, self.begin = inputs, jax.jit(training.begin, **options)
         self.build = timing.lowered(training.step, shapes, *inputs, donate_argnums=0, **options)
 
@@ -143,7 +143,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--limit", type=float, default=600, help="seconds after which no further model is started")
     options = parser.parse_args(argv)
     for arm in options.arm or ():
-        writings.recipe_of(arm)
+        writings.get_recipe(arm)
     torch = dict[str, TorchArms]()
     for name, user in ((name, MODELS[name]) for name in options.models if options.torch):
         if user.llama is None or options.gpus > 1:
@@ -151,7 +151,7 @@ def main(argv: list[str]) -> None:
         torch[name] = step_torch.measured(options.torch, user.llama, user.batch, user.length, options.rounds,
                                           options.steps)  # fmt: skip
     timing.need_gpu()
-    title, start = "Training steps of models as users write them", time.perf_counter()
+    title, start = "Training steps of user-written models", time.perf_counter()
     file = driver.ResultsFile(options, title, driver.notes_of(__doc__), devices=options.gpus)
     for name in options.models:
         if time.perf_counter() - start > options.limit:
@@ -172,9 +172,9 @@ def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop)
     needs = {recipe: driver.memory(arm.program)[0] for recipe, arm in arms.items()}
     case = user.text + (f", each of {options.gpus} GPUs" if options.gpus > 1 else "")
-    for name, of in torch.items():
-        times |= dict(zip([name + end for end in KINDS], of[:2], strict=True))
-        needs[name] = of.memory[0]
+    for name, torch_times in torch.items():
+        times |= dict(zip([name + end for end in KINDS], torch_times[:2], strict=True))
+        needs[name] = torch_times.memory[0]
     return rows(case, times, needs, {recipe: arm.arrays for recipe, arm in arms.items()})
 
 

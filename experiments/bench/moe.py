@@ -1,18 +1,18 @@
-"""A layer of experts forward and backward by recipe, against bf16: time, bytes kept between, and temporary bytes.
+"""A layer of experts, forward and backward, by recipe: time, saved bytes and temporary memory, compared with bf16.
 
-The layer is `experiments.models.moe.MoE` with bf16 parameters: router, products of all experts, and what sorts tokens
-and adds their results. It keeps encodings of the tokens and of gate and up, and makes the rest again. "bf16" is this
-layer with `fp8jax.ragged_dot` in 16 bits. "bf16, JAX's ragged_dot" has `jax.lax.ragged_dot` as XLA compiles it; it does
-not run where it needs more memory than the device has.
+The layer (`experiments.models.moe.MoE`) has a router, experts, and the sorting and combining of tokens, with bf16
+parameters. It saves tokens, gate and up (as codes in 8 bits), and recomputes the rest. "bf16" is this layer with
+`fp8jax.ragged_dot` in 16 bits. "bf16, JAX's ragged_dot" uses `jax.lax.ragged_dot` as XLA compiles it, if it fits in
+memory.
 
-Kept are the bytes that a layer saves for its backward pass, without parameters. Temporaries are those of the compiled
-program of both passes, kept bytes included. Weights are quantized in the time of a layer. Tokens are normal and choose
-experts by a random router. "deepseek" has the context of coat. Ratios are the baseline's time or bytes over the
-recipe's.
+"saved": bytes saved for the backward pass, without parameters. "temporary memory": that of the compiled program of both
+passes, including saved bytes. The time includes the quantization of weights. Tokens are normal noise, and a random
+router chooses experts. "deepseek" has the context of `coat`. A ratio is the baseline's time or bytes divided by that of
+the recipe.
 
-With `--gpus` the experts are cut over GPUs. Each has tokens of its own, and room for 1.25 times the rows that it sends.
-Sent are the bytes of tokens, or of their rows, that a GPU sends to others in both passes. Each GPU
-gathers the tokens of all if there are at most as many GPUs as experts of a token, in bf16 too.
+With `--gpus`, experts are sharded over the GPUs. Each GPU has its own tokens. "sent" is the bytes that a GPU sends in
+both passes. If there are at most as many GPUs as experts per token, each GPU gathers the tokens of all GPUs, in bf16
+too. Otherwise it receives rows, with space for 1.25 times the rows that it sends.
 """
 
 import concurrent.futures
@@ -36,7 +36,7 @@ from experiments.train.experts import AXIS, ExpertSharing, RecipeProducts, excha
 
 BF16, XLA = "bf16", "bf16, JAX's ragged_dot"
 TOKENS = 16_384
-ROOM = 1.25
+CAPACITY = 1.25
 
 
 def shape(dim: int, mlp_dim: int, experts: int, chosen: int) -> LlamaConfig:
@@ -88,7 +88,7 @@ def arms(gpus: int = 1) -> dict[str, ExpertProducts]:
         "deepseek": dataclasses.replace(fp8jax.recipes.deepseek(), context=coat.context),
     }
     if gpus > 1:
-        sharings = {name: ExpertSharing(tensor.wire_format(recipe), ROOM) for name, recipe in recipes.items()}
+        sharings = {name: ExpertSharing(tensor.wire_format(recipe), CAPACITY) for name, recipe in recipes.items()}
         return {name: RecipeProducts(recipe, sharings[name]) for name, recipe in recipes.items()}
     return {name: RecipeProducts(recipe) for name, recipe in recipes.items()} | {XLA: ExpertProducts()}
 
@@ -163,10 +163,10 @@ def measure(
         rounds, burst: as of `timing.seconds`.
         patience: seconds until a program counts as failed.
     """
-    kept = {name: layer.saved for name, layer in layers.items() if not isinstance(layer, SharedLayerArm)}
-    rows = [timing.row(case, name, "kept", size / 1e6, "MB", BF16, kept[BF16] / size) for name, size in kept.items()]
+    saved = {name: layer.saved for name, layer in layers.items() if not isinstance(layer, SharedLayerArm)}
+    rows = [timing.row(case, name, "kept", size / 1e6, "MB", BF16, saved[BF16] / size) for name, size in saved.items()]
     ready, temporary = dict[str, Callable[[], Any]](), dict[str, int]()
-    operands, want = draw(layers[BF16]), None
+    operands, expected = draw(layers[BF16]), None
     for name, future in programs.items():
         try:
             program = future.result(patience)
@@ -174,16 +174,16 @@ def measure(
             if not fits(program):
                 print(f"  {case} {name}: {temporary[name] / 1e9:.1f} GB of temporaries do not fit", flush=True)
                 continue
-            found = jax.block_until_ready(program(*operands))
+            results = jax.block_until_ready(program(*operands))
         except Exception as problem:
             timing.report_failure(f"{case} {name}", problem)
             continue
         if name == BF16:
-            want = found
-        elif want is not None:
-            rows.append(timing.row(case, name, "error", float(driver.relative_error(found, want)), f"of {BF16}"))
+            expected = results
+        elif expected is not None:
+            rows.append(timing.row(case, name, "error", float(driver.relative_error(results, expected)), f"of {BF16}"))
         ready[name] = functools.partial(program, *operands)
-    del want
+    del expected
     for name, size in temporary.items():
         ratio = temporary[BF16] / size if BF16 in temporary else None
         rows.append(timing.row(case, name, "temporaries", size / 1e6, "MB", BF16, ratio))

@@ -1,14 +1,13 @@
-"""Optimizer step of half a billion parameters on one GPU: fp8 moments against their memory traffic, optax and others.
+"""Optimizer step of half a billion parameters on one GPU: 8-bit moments, optax and other libraries.
 
-The implementations of a case run in turns, in another order in each round: 10 steps untimed, then 10 timed;
-medians. Each keeps the state that it donates. "speed" is that of such a burst, in which the GPU's clock is still high;
-"speed, sustained" that of 3 rounds of 60 steps untimed and as many timed. Bytes only is the fastest of three launches
-of a kernel that moves what a step with moments in 8 bits does. The baselines of ratios across cases were timed
-separately.
+The implementations of a case run in turns, in another order in each round: 10 untimed steps, then 10 timed ones.
+Figures are medians. "speed" is that of such a burst, in which the GPU's clock is still high. "speed, sustained": 3
+rounds of 60 untimed and 60 timed steps. "bytes only" is a kernel that moves the bytes of a step with 8-bit moments (the
+fastest of three launches).
 
-The second moment is rounded stochastically, as b2 requires, except in arms named "to nearest". FP8-LM has working
-copies in bf16, and gradients in bf16 or as e4m3 codes, as a reduction in 8 bits leaves them. PyTorch's optimizers, its
-fused AdamW and those of bitsandbytes and torchao, run one after another, after all others, where they are installed.
+The second moment is rounded stochastically, except in arms named "to nearest". FP8-LM has working weights in bf16, and
+gradients in bf16 or as e4m3 codes. PyTorch's optimizers, with those of bitsandbytes and torchao, run last, one after
+the other, if they are installed.
 """
 
 import dataclasses
@@ -45,7 +44,7 @@ FUSED, XLA = "fp8lm_adamw step", "fp8lm_adamw step, XLA"
 # Of FP8-LM read: gradient, twice, master weight, working copy, both moments. Written: these but for the gradient.
 LM_TRAFFIC = {name: 2 * size + 2 * (2 + 2 + 1 + 2) for name, size in (("fp8 gradients", 1), ("bf16 gradients", 2))}
 # What XLA stores it reads once more, for the largest magnitudes.
-READ_AGAIN = 2 + 1 + 2
+REREAD_BYTES = 2 + 1 + 2
 # By name where PyTorch's optimizer lies, its class, options, and the bytes that it moves for each parameter.
 TORCH: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "torch fused": ("torch.optim", "AdamW", {"fused": True}, 28.0),
@@ -195,10 +194,10 @@ class Bench:
         calls = {arm.name: arm.call for arm in arms}
         sustained = timing.in_turns(calls, SUSTAINED_ROUNDS, dict.fromkeys(calls, SUSTAINED_CALLS))
         base = arms[0].name
-        for metric, found in ((BURST, times), (SUSTAINED, sustained)):
+        for metric, seconds_by_arm in ((BURST, times), (SUSTAINED, sustained)):
             for arm in arms:
                 against = None if arm.name == base else base
-                self.record(case, arm.name, found[arm.name], arm.traffic, against, metric)
+                self.record(case, arm.name, seconds_by_arm[arm.name], arm.traffic, against, metric)
         for arm in arms:
             if arm.memory is not None:
                 temporaries, state = arm.memory
@@ -258,7 +257,7 @@ class Bench:
         tx = fp8jax.fp8lm_adamw(RATE, B1, B2, weight_decay=DECAY, impl=impl, master_rounding="nearest")
         p, g = weights(self.shape, jnp.bfloat16), self.gradients(jnp.bfloat16)
         grads = [fp8jax.quantize(x, "e4m3") for x in g] if gradients == "fp8 gradients" else g
-        traffic = LM_TRAFFIC[gradients] + (READ_AGAIN if impl == "xla" else 0)
+        traffic = LM_TRAFFIC[gradients] + (REREAD_BYTES if impl == "xla" else 0)
         run = lambda params, state, grads: tx.step(grads, state, params)  # noqa: E731
         return self.compiled(XLA if impl == "xla" else FUSED, run, traffic, p, tx.init(p), grads)
 
@@ -339,6 +338,6 @@ def main(argv: list[str]) -> None:
     installed = [name for name in ("torch", "torchao", "bitsandbytes") if name in sys.modules]
     versions: dict[str, str] = {name: str(getattr(sys.modules[name], "__version__", "unknown")) for name in installed}
     notes = driver.notes_of(__doc__)
-    file = driver.ResultsFile(options, "AdamW's step of half a billion parameters", notes, versions=versions)
+    file = driver.ResultsFile(options, "AdamW step, half a billion parameters", notes, versions=versions)
     file.add(bench.rows)
     file.end()

@@ -1,17 +1,15 @@
-"""8-bit AdamW compared with other libraries: the error of updates from the same gradients.
+"""8-bit AdamW and other 8-bit optimizers: the error of an update from the same gradients.
 
-Each optimizer, at its defaults but for the learning rate, betas and no weight decay, gets the gradients of a stream one
-step after the other; its update is compared with AdamW's in float64. The figure is the norm of the difference over the
-norm of the exact update, over all leaves that are compressed, the worst of some steps (50, 100, 110, 200, 210, 300,
-400). Parameters stand at 0, so that nothing but the moments differs; `fp8lm_adamw` keeps its own weights, in fp16.
-Optimizers that are not installed, or need a missing GPU, are skipped with a message.
+All optimizers get the same gradients and have default settings, except for the learning rate, the betas and no weight
+decay. The figure is the error of an update relative to AdamW in float64: norm of the difference over norm of the exact
+update. It is the worst of steps 50, 100, 110, 200, 210, 300 and 400. Parameters are 0, so only the moments differ.
+`fp8lm_adamw` has fp16 master weights. Optimizers that are not installed, or need a GPU, are left out with a message.
 
-Streams: normal noise whose scales are log-normal over the elements (sigma 1 and 3), which from step 200 on is 100 times
-larger or smaller; of equal scales, with 1 or 16 of 128 columns whose gradient is 0 from step 50 on (dead), with one
-gradient of 1e4 at step 100 (outlier), and of size 1e-8 (tiny); an embedding of which 2 % of the rows have a gradient in
-a step (rare); and the gradients of a real training of a small Llama ("training"). A code that decodes to 0 in the
-second moment makes an update of m / eps: errors above 1 are such explosions. bitsandbytes' code for CPUs is not that
-for GPUs: it never rounds a second moment to 0.
+"sigma 1", "sigma 3": log-normal scales, 100 times larger or smaller from step 200 on. "1 dead", "16 dead": columns
+without gradients from step 50 on. "outlier": one gradient of 1e4 at step 100. "tiny": gradients of 1e-8. "rare rows":
+2 % of the rows of an embedding have a gradient in a step. "training": gradients of a small Llama. If a second moment
+decodes to 0, its update is m / eps. Errors above 1 are of this kind. On a CPU, bitsandbytes runs a different
+implementation, which never rounds a second moment to 0.
 """
 
 import concurrent.futures
@@ -190,10 +188,10 @@ def by_torch(make: Callable[..., Any], gradients: Tree, b2: float, device: str) 
         optimizer.step()
         listed.append({k: p.detach().clone() for k, p in params.items()})
     updates = {k: np.stack([u[k].double().cpu().numpy() for u in listed]) / RATE for k in params}
-    held = sum(
+    state_bytes = sum(
         _bytes(torch, x) for p in params.values() for name, x in optimizer.state[p].items() if "qmap" not in name
     )
-    return updates, held / sum(p.numel() for p in params.values())
+    return updates, state_bytes / sum(p.numel() for p in params.values())
 
 
 def _bytes(torch: Any, x: Any) -> int:
@@ -229,18 +227,18 @@ def peer(name: str) -> Callable[..., Any]:
 
 def available(device: str) -> dict[str, Callable[..., Any]]:
     """The optimizers that can run here; others are reported."""
-    found = dict[str, Callable[..., Any]]()
+    optimizers = dict[str, Callable[..., Any]]()
     for name, (package, *_) in PEERS.items():
         try:
-            made = peer(name)
+            optimizer = peer(name)
             torch = importlib.import_module("torch")
             parameter = torch.nn.Parameter(torch.zeros(SMALLEST, device=device))
             parameter.grad = torch.ones_like(parameter)
-            made([parameter], lr=RATE).step()
-            found[name] = made
+            optimizer([parameter], lr=RATE).step()
+            optimizers[name] = optimizer
         except Exception as error:  # Packages that miss a GPU or a library fail in ways of their own.
             print(f"  {name}: left out ({package}: {type(error).__name__}: {str(error)[:120]})", flush=True)
-    return found
+    return optimizers
 
 
 def main(argv: list[str]) -> None:
@@ -253,18 +251,20 @@ def main(argv: list[str]) -> None:
     versions = {package: importlib.metadata.version(package) for package in {PEERS[name][0] for name in peers}}
     left = [name for name in PEERS if name not in peers]
     notes = driver.notes_of(__doc__)
-    notes += [f"Not installed or not to be run here, and left out: {', '.join(left)}."] if left else []
-    file = driver.ResultsFile(options, "AdamW in 8 bits beside its peers", notes, versions=versions)
+    notes += [f"Left out, because it is not installed or does not run here: {', '.join(left)}."] if left else []
+    file = driver.ResultsFile(
+        options, "8-bit AdamW and other 8-bit optimizers: error of an update", notes, versions=versions
+    )
     names, kinds = ["sigma 1"] if timing.dry() else list(STREAMS), tuple(peers)
     with concurrent.futures.ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
         # One stream needs no process of its own.
         run = map if min(options.processes, len(names)) == 1 else pool.map
-        for rows in run(of_stream, names, [kinds] * len(names), [device] * len(names)):
+        for rows in run(measure_stream, names, [kinds] * len(names), [device] * len(names)):
             file.add(rows)
     file.end()
 
 
-def of_stream(name: str, kinds: Collection[str], device: str) -> list[timing.Row]:
+def measure_stream(name: str, kinds: Collection[str], device: str) -> list[timing.Row]:
     """Rows of a stream: all of ours, and these peers."""
     gradients, rows = stream(name, 20 if timing.dry() else STEPS), list[timing.Row]()
     for b2 in B2S[:1] if timing.dry() else B2S:
@@ -279,15 +279,15 @@ def compare(
     name: str, b2: float, truth: Tree, runs: Mapping[str, Callable[[], tuple[Tree, float]]]
 ) -> list[timing.Row]:
     """Rows of a stream: errors as a table of optimizers by streams, and bytes of state."""
-    rows, told = [], f"b2 {b2:g}"
+    rows, setting = [], f"b2 {b2:g}"
     for kind, run in runs.items():
         updates, size = run()
         error, broken = errors(updates, truth)
-        row = timing.row(f"{name}, {told}", kind, ERROR, error if np.isfinite(error) else None, "1")
-        rows.append(row | {"table": f"{ERROR}, {told}", "pivot": (kind, name)})
+        row = timing.row(f"{name}, {setting}", kind, ERROR, error if np.isfinite(error) else None, "1")
+        rows.append(row | {"table": f"{ERROR}, {setting}", "pivot": (kind, name)})
         if name == STREAMS[0]:
-            row = timing.row(f"{name}, {told}", kind, "bytes a parameter", size, "B")
-            rows.append(row | {"table": f"bytes of state a parameter, {told}", "pivot": (kind, "bytes")})
+            row = timing.row(f"{name}, {setting}", kind, "bytes a parameter", size, "B")
+            rows.append(row | {"table": f"bytes of state a parameter, {setting}", "pivot": (kind, "bytes")})
         if broken:
-            rows.append(timing.row(f"{name}, {told}", kind, "steps that are not finite", broken, "1"))
+            rows.append(timing.row(f"{name}, {setting}", kind, "steps that are not finite", broken, "1"))
     return rows

@@ -1,11 +1,10 @@
-"""The time of a training step by kind of kernel: products, attention, our passes and XLA's.
+"""The time of a training step by kind of kernel: matmuls, attention, our other kernels and XLA's.
 
-The steps are those of `bench models`, as users write them. JAX's profiler records every kernel of some calls. The rows
-are the time per call of each kind of kernel, and of the longest kernels by name. The name of a kernel determines its
-kind: "8-bit products" are our own and cuBLASLt's FP8 ones, "our passes" what quantizes, transposes, normalizes,
-activates and updates parameters, "XLA's passes" all else that is no product and no attention. "gaps" is the time in
-which no kernel ran. "at the peak" is what products would take at 1,979 and 989.5 TFLOP/s, and passes, of whose compiled
-program the bytes are counted, at 3.35 TB/s.
+The steps are those of `bench models`. JAX's profiler records the kernels of some calls. Rows are times per call, by
+kind of kernel and for the longest kernels. "8-bit matmuls": our kernels and those of cuBLASLt. "our other kernels":
+quantization, transposition, norms, activations, parameter updates. "XLA's other kernels": neither matmuls nor
+attention. "gaps": no kernel runs. "at the peak rate": the time at 1,979 (FP8) or 989.5 TFLOP/s (bf16), or the bytes of
+the compiled program at 3.35 TB/s.
 """
 
 import collections
@@ -86,7 +85,7 @@ class Profile:
 
 def kind(name: str) -> str:
     """The kind of a kernel, from its name."""
-    return next((of for of, pattern in KINDS if re.search(pattern, name)), XLA)
+    return next((kind_name for kind_name, pattern in KINDS if re.search(pattern, name)), XLA)
 
 
 def kernels(planes: Iterable[Any], device: str = "GPU") -> Iterator[KernelTime]:
@@ -116,31 +115,31 @@ def profile(call: Any) -> Profile:
 def rows(case: str, profiles: dict[str, Profile], least: dict[str, dict[str, float]]) -> list[timing.Row]:
     """A row a kind of kernels and arm, against bf16, with the sum, and at the peak the `least` seconds; and the longest
     kernels of each arm."""
-    found, plain = list[timing.Row](), profiles[BASE].by_kind()
-    for name, of in profiles.items():
-        spent = of.by_kind()
+    table, plain = list[timing.Row](), profiles[BASE].by_kind()
+    for name, arm_profile in profiles.items():
+        spent = arm_profile.by_kind()
         for what, base in (plain | {"all": sum(plain.values())}).items():
             value = spent.get(what, sum(spent.values()))
             ratio = base / value if value and base else None
-            found.append(timing.row(case, name, what, 1e3 * value, "ms", BASE if ratio else None, ratio))
+            table.append(timing.row(case, name, what, 1e3 * value, "ms", BASE if ratio else None, ratio))
         for what, value in least.get(name, {}).items():
             if value:
-                found.append(timing.row(case, name, f"{what}, {PEAK}", 1e3 * value, "ms"))
-    for name, of in profiles.items():
-        for kernel, spent_by, launches in of.by_name()[:LONGEST]:
+                table.append(timing.row(case, name, f"{what}, {PEAK}", 1e3 * value, "ms"))
+    for name, arm_profile in profiles.items():
+        for kernel, spent_by, launches in arm_profile.by_name()[:LONGEST]:
             label = f"{case}, {name}: {kernel[:60]}"
-            found.append(timing.row(label, name, f"{launches:.0f} launches", 1e3 * spent_by, "ms"))
-    return found
+            table.append(timing.row(label, name, f"{launches:.0f} launches", 1e3 * spent_by, "ms"))
+    return table
 
 
-def of_model(user: models.UserModel, names: list[str]) -> list[timing.Row]:
+def measure_model(user: models.UserModel, names: list[str]) -> list[timing.Row]:
     """Rows of a model's training step."""
-    found, least = {}, {}
+    profiles, least = {}, {}
     for name, arm in driver.built(names, lambda name: models.UserArm(user, name)).items():
-        found[name] = profile(arm)
+        profiles[name] = profile(arm)
         arm.stop()
         least[name] = peaks.least(arm.program.as_text())
-    return rows(user.text, found, least)
+    return rows(user.text, profiles, least)
 
 
 def main(argv: list[str]) -> None:
@@ -149,11 +148,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--only", nargs="+", metavar="RECIPE", help="beside bf16 (default: each model's own)")
     options = parser.parse_args(argv)
     for arm in options.only or ():
-        writings.recipe_of(arm)
+        writings.get_recipe(arm)
     timing.need_gpu()
-    title = "Kernels of training steps as users write them"
+    title = "Time per kernel: training steps of user-written models"
     file = driver.ResultsFile(options, title, driver.notes_of(__doc__))
     for name in options.models:
         user = models.MODELS[name]
-        file.add(of_model(user, list(dict.fromkeys([BASE, *(options.only or user.arms)]))))
+        file.add(measure_model(user, list(dict.fromkeys([BASE, *(options.only or user.arms)]))))
     file.end()

@@ -1,15 +1,14 @@
-"""Means of gradients over all GPUs of a host in every form of `fp8jax.dist.all_reduce_gradients`, against bf16 sums.
+"""Gradient averaging over the GPUs of a host: all forms of `fp8jax.dist.all_reduce_gradients`, compared with bf16.
 
-A gradient of one parameter in fp32 or bf16 becomes its mean, in the same dtype or left as codes; local passes count.
-The size is that of the gradient in bf16. "sent" is the number of bytes that a GPU sends, from the compiled program.
-Predicted before the first run, for 256 MiB on two H200s: codes summed by NCCL 1.3 times as fast as bf16 from bf16
-gradients to codes and 1.2 from fp32 to fp32; two phases 1.0 and 1.0, because two collectives have two latencies and the
-largest magnitude is a pass of its own.
+A gradient in fp32 or bf16 is averaged over GPUs. The result has the dtype of the gradient, or stays in 8 bits. Local
+passes are included. Sizes are those of the gradient in bf16. "sent" is the bytes that a GPU sends, from the compiled
+program. Predicted before the first run, for 256 MiB on two H200s: codes summed by NCCL 1.3 times as fast as bf16 (bf16
+gradients to codes) and 1.2 times (fp32 to fp32); two phases 1.0, because of the latency of two collectives and a pass
+for the amax.
 
-A ratio of time is the time of bf16 over that of the form, of bytes the form's over those of bf16. Forms run in turns,
-each as a separate program that is started repeatedly without waiting; medians. With bf16 gradients the form bf16 copies
-its operand first, because the benchmark keeps it, and so takes longer than its sum alone; with fp32 gradients no form
-does. Small sizes measure how fast programs of several GPUs start.
+Ratios of time are bf16 divided by the form; ratios of bytes are the form divided by bf16. The forms run in turns, as
+separate programs without waiting. Figures are medians. With bf16 gradients, the baseline first copies its operand,
+which adds to its time. Small sizes measure how fast a program starts on several GPUs.
 """
 
 import concurrent.futures
@@ -73,7 +72,7 @@ def main(argv: list[str]) -> None:
     if jax.device_count() < 2 and not timing.dry():
         raise SystemExit("a reduction needs two GPUs or more, found one")
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
-    file = driver.ResultsFile(options, "Means of gradients over GPUs", driver.notes_of(__doc__), devices=mesh.size)
+    file = driver.ResultsFile(options, "Gradient averaging over GPUs", driver.notes_of(__doc__), devices=mesh.size)
     for mib in [1] if timing.dry() else options.mib:
         for kind in options.dtype:
             ready, sent = dict[str, Callable[..., Any]](), dict[str, float]()

@@ -1,7 +1,8 @@
-"""Training steps of a user's Llama as its users write them: in Flax NNX, in Flax Linen, in Equinox.
+"""Training steps of a model in Flax NNX, Flax Linen or Equinox, as a user writes them.
 
-Each takes a recipe's name, "bf16" for a step without fp8jax, and gives what makes a state, and the step. Gradients are
-clipped by their global norm; AdamW is optax's in a chain for bf16, `fp8jax.optimizer(..., clip=)` for the others.
+Each function takes the name of an arm: a recipe, or "bf16" for a step without fp8jax. It returns a function that
+creates the state, and the step. Gradients are clipped by their global norm. bf16 uses optax's AdamW in a chain, the
+other arms `fp8jax.optimizer(..., clip=)`.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import fp8jax
 from experiments.bench import arms
 from experiments.models.plain_linen import LinenLlama
 
-BASE, HELD, OBSERVED = "bf16", "held:", "observed:"
+BASE, PREQUANTIZED, OBSERVED = "bf16", "prequantized:", "observed:"
 RATE, CLIP, DECAY = 3e-4, 1.0, 0.1
 
 
@@ -30,15 +31,15 @@ class Training(NamedTuple):
     step: Callable[[Any, jax.Array, jax.Array], tuple[Any, Any]]
 
 
-def recipe_of(arm: str) -> fp8jax.Recipe:
+def get_recipe(arm: str) -> fp8jax.Recipe:
     """The recipe of an arm, as `arms.parse` takes it, or "auto:" and a preset, which is taken where layers gain.
 
-    "held:" or "observed:" may stand before it.
+    "prequantized:" or "observed:" may stand before it.
 
     Raises:
         ValueError: no preset has this name.
     """
-    arm = arm.removeprefix(HELD).removeprefix(OBSERVED)
+    arm = arm.removeprefix(PREQUANTIZED).removeprefix(OBSERVED)
     start, _, name = arm.rpartition(f"{fp8jax.recipes.AUTO}:")
     return arms.parse(arm)[0] if start or name == arm else fp8jax.recipes.for_shapes(name)
 
@@ -51,7 +52,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def _optimizer(arm: str) -> Any:
     if arm == BASE:
         return optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(RATE, weight_decay=DECAY))
-    return fp8jax.optimizer(recipe_of(arm), RATE, weight_decay=DECAY, clip=CLIP)
+    return fp8jax.optimizer(get_recipe(arm), RATE, weight_decay=DECAY, clip=CLIP)
 
 
 def _key() -> jax.Array:
@@ -69,21 +70,21 @@ def _training(arm: str, begin: Callable[[], Any], step: Callable[..., tuple[Any,
     return Training(begin, observed if arm.startswith(OBSERVED) else step)
 
 
-def of_nnx(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
+def nnx_training(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
     """With `nnx.Optimizer` for bf16, `fp8jax.nnx.Optimizer` for the others."""
 
     def begun() -> Any:
         model = make(nnx.Rngs(_key()))
         if arm == BASE:
             return model, nnx.Optimizer(model, _optimizer(arm), wrt=nnx.Param)
-        model = fp8jax.nnx.quantize(model, recipe_of(arm))
+        model = fp8jax.nnx.quantize(model, get_recipe(arm))
         return model, fp8jax.nnx.Optimizer(model, _optimizer(arm), wrt=nnx.Param)
 
     graph, _ = nnx.split(nnx.eval_shape(begun))
 
     def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
         model, optimizer = nnx.merge(graph, state)
-        read = fp8jax.nnx.quantize_weights(model, gradient_dtype="bfloat16") if arm.startswith(HELD) else model
+        read = fp8jax.nnx.quantize_weights(model, gradient_dtype="bfloat16") if arm.startswith(PREQUANTIZED) else model
         value, grads = nnx.value_and_grad(lambda read: cross_entropy(read(inputs), labels))(read)
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), value
@@ -91,12 +92,12 @@ def of_nnx(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
     return _training(arm, lambda: nnx.state(begun()), step)
 
 
-def of_linen(shape: tuple[int, ...], arm: str) -> Training:
+def linen_training(shape: tuple[int, ...], arm: str) -> Training:
     """With Flax's `TrainState` for bf16, `fp8jax.linen.TrainState` for the others."""
     model: linen.Module = LinenLlama(*shape)
     kind: Any = TrainState
     if arm != BASE:
-        model, kind = fp8jax.linen.quantize(model, recipe_of(arm)), fp8jax.linen.TrainState
+        model, kind = fp8jax.linen.quantize(model, get_recipe(arm)), fp8jax.linen.TrainState
     tx = _optimizer(arm)
 
     def begin() -> Any:
@@ -113,7 +114,7 @@ def of_linen(shape: tuple[int, ...], arm: str) -> Training:
     return _training(arm, begin, step)
 
 
-def of_equinox(shape: tuple[int, ...], arm: str) -> Training:
+def equinox_training(shape: tuple[int, ...], arm: str) -> Training:
     """With `eqx.filter_value_and_grad`, of `fp8jax.filter_transform`'s loss for others than bf16."""
     import equinox as eqx
 
@@ -123,23 +124,23 @@ def of_equinox(shape: tuple[int, ...], arm: str) -> Training:
         return cross_entropy(jax.vmap(in_bf16(model))(inputs), labels)
 
     kind: Any = EquinoxLlama
-    tx, of_loss = _optimizer(arm), loss if arm == BASE else fp8jax.filter_transform(loss, recipe_of(arm))
-    made = eqx.filter_eval_shape(lambda: kind(*shape, key=_key()))
-    _, static = eqx.partition(made, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    tx, loss_fn = _optimizer(arm), loss if arm == BASE else fp8jax.filter_transform(loss, get_recipe(arm))
+    shapes = eqx.filter_eval_shape(lambda: kind(*shape, key=_key()))
+    _, static = eqx.partition(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct))
 
     def begin() -> Any:
         arrays = eqx.filter(kind(*shape, key=_key()), eqx.is_array)
         return arrays, tx.init(arrays)
 
     def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
-        arrays, of_tx = state
-        value, grads = eqx.filter_value_and_grad(of_loss)(eqx.combine(arrays, static), inputs, labels)
+        arrays, opt_state = state
+        value, grads = eqx.filter_value_and_grad(loss_fn)(eqx.combine(arrays, static), inputs, labels)
         grads = eqx.filter(grads, eqx.is_array)
         if arm != BASE:
-            arrays, of_tx = tx.step(grads, of_tx, arrays)
+            arrays, opt_state = tx.step(grads, opt_state, arrays)
         else:
-            updates, of_tx = tx.update(grads, of_tx, arrays)
+            updates, opt_state = tx.update(grads, opt_state, arrays)
             arrays = eqx.apply_updates(arrays, updates)
-        return (arrays, of_tx), value
+        return (arrays, opt_state), value
 
     return _training(arm, begin, step)

@@ -146,14 +146,14 @@ def rows(errors: dict[str, tuple[np.ndarray, np.ndarray]], blocks: dict[tuple[st
     """All figures, as rows of the results file."""
     table = []
     for i, what in enumerate(("forward", "backward")):
-        for name, of_arm in errors.items():
-            value, base = float(of_arm[i].mean()), float(errors[PER_TENSOR][i].mean())
+        for name, values in errors.items():
+            value, base = float(values[i].mean()), float(errors[PER_TENSOR][i].mean())
             paper = PAPER[name][i]
             paper_ratio = paper / PAPER[PER_TENSOR][i]
             table.append(Row(name, f"{what} MSE", value, "1", PER_TENSOR, value / base, paper, paper_ratio, "Table 10"))
     for i, what in enumerate(("forward", "backward")):
-        for name, of_arm in errors.items():
-            value, base = float(np.median(of_arm[i])), float(np.median(errors[PER_TENSOR][i]))
+        for name, values in errors.items():
+            value, base = float(np.median(values[i])), float(np.median(errors[PER_TENSOR][i]))
             metric = f"{what} MSE, median token"
             table.append(Row(name, metric, value, "1", PER_TENSOR, value / base, table="Table 10"))
     for size in GROUPS:
@@ -183,16 +183,15 @@ def table(options: argparse.Namespace) -> common.Table:
     model = trained.task.model(trained.params, trained.model_state)
     errors, blocks = table_10(model, tokens_BxT), figure_4a(model, tokens_BxT)
     notes = [
-        f"The 5m Llama after {common.STEPS} steps on {SEQUENCES} validation sequences of {length} bytes, in bf16; "
-        "errors of the last block's output and of the loss's gradient before the first block, against bf16. Linear "
-        "layers: e4m3 forward and e5m2 gradients per tensor (te_current), or e4m3 in 1x128 groups with 128x128 blocks "
-        "of weights (deepseek). Non-linear layers: the inputs of norms, of SiLU and of the product of the SwiGLU, and "
-        "SiLU's output, in e4m3 with bf16 scales.",
+        f"The 5M Llama after {common.STEPS} steps, {SEQUENCES} validation sequences of {length} bytes, in bf16. The "
+        "errors are those of the last block's output and of the gradient before the first block. Linear layers are "
+        "per-tensor e4m3 with e5m2 gradients (`te_current`), or e4m3 in 1x128 groups and 128x128 blocks "
+        "(`deepseek`). Inputs of norms, SiLU and the SwiGLU product, and the output of SiLU, are e4m3 with bf16 "
+        "scales.",
         "The paper gives neither unit nor model, so ratios to linear layers per tensor are compared.",
-        "Backward, one token makes most of the mean, so that arms differ by how they round that one. The median token "
-        "is shown for that reason.",
-        "Figure 4(a) has no values in our copy of the paper. It says that blocks which span tokens do worse at the "
-        "same number of elements a scale.",
+        "One token causes most of the mean of the backward error. The median token is shown for this reason.",
+        "Our copy of the paper has no values of Figure 4(a). Its claim: at the same number of elements per scale, "
+        "blocks that span tokens are worse.",
     ]
     title = "COAT: quantized activations by group size (Table 10, Figure 4(a))"
     return common.Table("coat_activations", title, rows(errors, blocks), notes)

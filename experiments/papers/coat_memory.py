@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 import fp8jax
-from experiments.bench.arms import AGAIN, FAITHFUL, coat_recipes, save_products
+from experiments.bench.arms import FAITHFUL, REMATERIALIZED, coat_recipes, save_products
 from experiments.models import flash
 from experiments.models.llama import Llama, LlamaConfig, rope_tables
 from experiments.papers import common
@@ -126,9 +126,11 @@ def rows() -> list[Row]:
     ]
     totals, baseline = [], 0.0
     with mock.patch.object(jax.nn, "dot_product_attention", flash.dot_product_attention):
-        again = layer(None, recompute=True)
-        entries.append(Row(AGAIN, "kept", float(again[0]), "U", table=table, pivot=(AGAIN, "Total")))
-        totals.append(Row(AGAIN, "total", float(again.sum()), "U", table="With scales"))
+        rematerialized = layer(None, recompute=True)
+        entries.append(
+            Row(REMATERIALIZED, "kept", float(rematerialized[0]), "U", table=table, pivot=(REMATERIALIZED, "Total"))
+        )
+        totals.append(Row(REMATERIALIZED, "total", float(rematerialized.sum()), "U", table="With scales"))
         for name, recipe in coat_recipes().items():
             paper, measured = PAPER_ROWS.get(name), operators(recipe)
             for i, column in enumerate(OPERATORS):
@@ -140,29 +142,27 @@ def rows() -> list[Row]:
             totals.append(Row(name, "scales and statistics of rows", scales, "U", table="With scales"))
             share = Row(name, "total", total, "U", "bf16", baseline / total, paper_ratio=ratio, table="With scales")
             totals.append(share)
-            against = float(again.sum()) / total
-            totals.append(Row(name, "total, recomputed", total, "U", AGAIN, against, table="With scales"))
+            against = float(rematerialized.sum()) / total
+            totals.append(Row(name, "total, recomputed", total, "U", REMATERIALIZED, against, table="With scales"))
     return [*entries, *totals]
 
 
 def table(_: argparse.Namespace) -> common.Table:
     """The results file."""
     notes = [
-        f"One layer of a Llama of width {WIDTH}, {HEADS} heads and a SwiGLU of 8/3 of the width, under `jax.vjp`, with "
-        "an attention that keeps q, k, v, its output and a root of each row, as flash attention does. What a token "
-        "adds is counted: weights and rotary tables are left out.",
-        "bf16 is what JAX differentiates of Flax's own modules: norms compute in fp32 and keep more than the paper's "
-        "4U, and so does SiLU; XLA may compute some of it again. A reshape between attention and its projection makes "
-        "a second copy of the output, 1U.",
-        "JAX keeps nothing for RoPE: its factors are constants, for which the paper counts 2U. DeepSeek-V3's own norms "
-        "and activations, which the paper's row counts, are no part of the recipe `deepseek`; the last row gives it "
-        "COAT's.",
-        "bf16, recomputed, is the layer under `jax.checkpoint` with a policy that keeps what products and attention "
-        "give: what a good engineer would run. It computes norms, SiLU and rotations again, as COAT does from codes.",
-        "The paper's totals leave scales out: 12.5 % of codes in groups of 16. Ratios are over bf16, ours over ours, "
-        "the paper's over the paper's.",
+        f"One layer of a Llama of width {WIDTH}, with {HEADS} heads and a SwiGLU of 8/3 of the width, under "
+        "`jax.vjp`. Attention saves q, k, v, its output and one number per row, as flash attention does. Bytes per "
+        "token are counted; weights and rotary tables are not.",
+        "bf16: Flax's modules, differentiated by JAX. Norms and SiLU compute in fp32 and save more than the 4U of "
+        "the paper; XLA may recompute some of it. A reshape after attention saves its output twice (1U).",
+        "JAX saves nothing for RoPE, for which the paper counts 2U: its factors are constants. The norms and "
+        "activations of DeepSeek-V3 are not part of the recipe `deepseek`; the last row adds those of COAT.",
+        "bf16, rematerialized: the layer under `jax.checkpoint`, which saves only the outputs of matmuls and "
+        "attention. It recomputes norms, SiLU and rotary embeddings, as COAT does from codes.",
+        "The totals of the paper do not include scales, which are 12.5 % of the codes in groups of 16. Ratios are "
+        "to bf16: ours to ours, the paper's to the paper's.",
     ]
-    title = "COAT: what a layer keeps for the backward pass (Tables 2, 14)"
+    title = "COAT: residual memory of a layer (Tables 2 and 14)"
     return common.Table("coat_memory", title, rows(), notes)
 
 

@@ -163,28 +163,28 @@ def rows(
 ) -> list[Row]:
     """All figures, as rows of the results file."""
     entries = []
-    for part, of_part in errors.items():
-        for case, value in of_part.items():
+    for part, values in errors.items():
+        for case, value in values.items():
             paper = PAPER.get(case) if part == LAYERS else None
             ratio = None if paper is None else paper / PAPER[BASE]
             first, second = case.split(" | ")
             entries.append(
                 Row(
-                    case, METRIC, value, "1", BASE, value / of_part[BASE], paper, ratio,
+                    case, METRIC, value, "1", BASE, value / values[BASE], paper, ratio,
                     "Tables 1 and 9" if part == LAYERS else "The same for embedding and head", (first, second),
                 )
             )  # fmt: skip
-    for name, of in ranges.items():
+    for name, ratios in ranges.items():
         for what in ("before", "after", "k"):
             metric_name = "exponent k" if what == "k" else f"dynamic range {what} expansion"
             for percent in (5, 50, 95):
-                value = float(np.percentile(of[what], percent))
+                value = float(np.percentile(ratios[what], percent))
                 pivot = (f"{name}, {metric_name}", f"percentile {percent}")
                 entries.append(Row(f"{name}, percentile {percent}", metric_name, value, table="Figure 2", pivot=pivot))
-    for name, of in shares.items():
+    for name, code_shares in shares.items():
         base = f"{name}, before expansion"
         for when in ("before", "after"):
-            bits, ratio = entropy(of[when]), entropy(of[when]) / entropy(of["before"])
+            bits, ratio = entropy(code_shares[when]), entropy(code_shares[when]) / entropy(code_shares["before"])
             entries.append(
                 Row(f"{name}, {when} expansion", "entropy of codes", bits, "bits", base, ratio, table="Figure 3")
             )
@@ -199,21 +199,20 @@ def rows(
 
 def notes(pairs: dict[str, Pairs]) -> list[str]:
     """The measurements, and their differences from the paper."""
-    counts = {part: sum(m.size for m, _ in of_part) for part, of_part in pairs.items()}
+    counts = {part: sum(m.size for m, _ in values) for part, values in pairs.items()}
     return [
-        f"Moments of the {counts[LAYERS]:,} parameters in matrices of the layers of the 5m Llama after {common.STEPS} "
-        f"steps of AdamW (b1 0.9, b2 0.95) on the standard library's sources; groups of {GROUP}, stored as "
-        "`compressed_adamw` stores them.",
-        "The paper gives neither the unit of its errors nor the model and step they were taken from; ratios to "
-        "E4M3 | E4M3 are what can be compared.",
-        "By design expansion maps a group onto a range of 57344 (the paper's text: 229376), statistics leave out "
-        "zeros, a second moment that would round to zero takes the smallest code, and DE8 of the second moment is the "
-        "unsigned code book.",
-        f"The {counts[OUTER]:,} parameters of embedding and head are apart: groups of the head run along a vocabulary "
-        "of bytes, of which many never occur in the text, so that one group spans far more than 8 bits hold.",
-        "Our copy of the paper has no images, so Figures 2 and 3 have no figures to compare; its text says that ranges "
-        "are usually below 1e4 (first order) and 1e1 (second order), and k is 1 to 3 and 5 to 15. Figure 3 is given by "
-        "the entropy of the codes of e4m3's 127 magnitudes (log2 of 127 is 6.99 bits).",
+        f"Moments of the {counts[LAYERS]:,} parameters in the layers of the 5M Llama after {common.STEPS} steps of "
+        f"AdamW (b1 0.9, b2 0.95) on the sources of Python's standard library, in groups of {GROUP}.",
+        "The paper states neither the unit of its errors nor its model, so only ratios to E4M3 | E4M3 are compared.",
+        "Our expansion differs from the paper's text by design. A group is mapped to a range of 57344, not 229376. "
+        "Zeros are left out of statistics. A second moment that would round to zero gets the smallest code. DE8 of "
+        "second moments is unsigned.",
+        f"The {counts[OUTER]:,} parameters of embedding and head are listed separately. Groups of the head run along "
+        "the bytes of the vocabulary, of which many never occur, so some groups span more than 8 bits can "
+        "represent.",
+        "Our copy of the paper has no images, so Figures 2 and 3 cannot be compared. Its text states ranges below "
+        "1e4 and 1e1, and k of 1 to 3 and 5 to 15 (first and second moments). Figure 3 is given here by the entropy "
+        "of the codes of the 127 magnitudes of e4m3 (at most 6.99 bits).",
         "The group sizes are of optimizer states; the paper's Table 10 is of activations (coat_activations).",
     ]
 
@@ -225,7 +224,7 @@ def table(options: argparse.Namespace) -> common.Table:
         UserError: as `common.dump`.
     """
     pairs = matrices(*common.dump(options.out).moments)
-    errors = {part: error_table(of_part) for part, of_part in pairs.items()}
+    errors = {part: error_table(values) for part, values in pairs.items()}
     ranges = {
         "first order": dynamic_ranges((m for m, _ in pairs[LAYERS]), "mu"),
         "second order": dynamic_ranges((v for _, v in pairs[LAYERS]), "nu"),

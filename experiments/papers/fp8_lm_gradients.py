@@ -112,15 +112,15 @@ FORMS: dict[str, Callable[[np.ndarray], Reduced]] = {
 }
 
 
-def errors_of(g: np.ndarray, found: Reduced) -> tuple[float, float, float]:
+def errors_of(g: np.ndarray, reduced: Reduced) -> tuple[float, float, float]:
     """Signal to noise in dB, and the parts of the elements that underflow and overflow.
 
     An element underflows if it is not zero in the mean in float64, and zero in the result.
     """
     exact = g.astype(np.float64).mean(0)
-    noise = np.sum((found.mean - exact) ** 2)
+    noise = np.sum((reduced.mean - exact) ** 2)
     snr = 10 * np.log10(np.sum(exact**2) / noise) if noise else np.inf
-    return float(snr), float(np.mean((found.mean == 0) & (exact != 0))), found.overflow
+    return float(snr), float(np.mean((reduced.mean == 0) & (exact != 0))), reduced.overflow
 
 
 def compare(g: np.ndarray, form: Callable[[np.ndarray], Reduced]) -> tuple[float, float, float]:
@@ -190,19 +190,17 @@ def table(_: argparse.Namespace) -> common.Table:
     """The results file."""
     errors = measure(real_gradients(max(REPLICAS)), REPLICAS)
     notes = [
-        f"Gradients of the matrices of the {LLAMA.layers} blocks of a Llama (width {LLAMA.dim}) after {STEPS} steps on "
-        f"the standard library's sources, one of each of {max(REPLICAS):,} sequences of {SEQ} bytes; figures are means "
-        "over the matrices. Codes are e4m3 with one scale a matrix, the largest magnitude of any replica's, or of 128 "
-        "elements. One-phase sums are rounded to e4m3 and saturated at each addition, in a chain, as NCCL's were seen "
-        "to be on H200s. Overflow is the part of a sum that ends at the largest code; underflow the part of the means "
-        "that are zero and should not be.",
-        "Our copy of the paper is a summary without Figure 7; it says that auto-scaling has the highest ratio of "
-        "signal to noise of the three, and less underflow than pre-scaling and less overflow than post-scaling. "
-        "Auto-scaling takes the factor that its rule comes to, and not the 1,000 steps to it.",
+        f"Gradients of the matrices of a Llama ({LLAMA.layers} blocks, width {LLAMA.dim}) after {STEPS} steps on the "
+        f"standard library's sources: one gradient for each of {max(REPLICAS):,} sequences of {SEQ} bytes. Figures "
+        "are means over matrices. Codes are e4m3 with one scale per matrix (from the amax over all replicas) or per "
+        "128 elements. One-phase sums are rounded to e4m3 and saturated at each addition, as NCCL does on H200s. "
+        "Overflow is the share of a sum at the largest code. Underflow is the share of means that become zero.",
+        "Our copy of the paper is a summary without Figure 7. It states that auto-scaling has the highest SNR, less "
+        "underflow than pre-scaling, and less overflow than post-scaling. Auto-scaling uses the converged factor.",
         "Every addition of the one-phase sums rounds. Sums in fp32 between two roundings do not depend on the number "
         "of replicas.",
     ]
-    title = "FP8-LM: sums of gradients in 8 bits over 2 to 1,024 replicas (Figure 7)"
+    title = "FP8-LM: error of 8-bit gradient sums over 2 to 1,024 replicas (Figure 7)"
     for (name, count), (snr, under, over) in errors.items():
         print(f"{name:34s} {count:5d}  SNR {snr:6.2f} dB  underflow {under:8.3%}  overflow {over:8.4%}")
     return common.Table("fp8_lm_gradients", title, rows(errors), notes)

@@ -152,7 +152,7 @@ def train_arms(
     runs = [(BASE, PrecisionArm(), seed) for seed in seeds]
     runs += [(name, arm, seeds[0]) for name, arm in arms.items() if name != BASE]
 
-    def of_device(i: int) -> list[np.ndarray]:
+    def run_on_device(i: int) -> list[np.ndarray]:
         # The host takes part in every step, so that each device has a thread.
         with jax.default_device(devices[i]):
             starts = {seed: jax.jit(exact_task(llama, seed).init)().params for _, _, seed in runs[i :: len(devices)]}
@@ -164,7 +164,7 @@ def train_arms(
         return results
 
     with concurrent.futures.ThreadPoolExecutor(len(devices)) as pool:
-        parts = list(pool.map(of_device, range(len(devices))))
+        parts = list(pool.map(run_on_device, range(len(devices))))
     each = [parts[k % len(devices)][k // len(devices)] for k in range(len(runs))]
     losses = {name: of for (name, _, seed), of in zip(runs, each, strict=True) if seed == seeds[0]}
     return {name: losses[name] for name in arms}, each[: len(seeds)]
@@ -180,8 +180,8 @@ def rows(losses: dict[str, np.ndarray], plain: list[np.ndarray]) -> list[Row]:
     base = final(losses[BASE])
     metric, unit = f"loss, last {TAIL} steps", "nats/token"
     table = []
-    for name, of_arm in losses.items():
-        value = final(of_arm)
+    for name, curve in losses.items():
+        value = final(curve)
         finite = np.isfinite(value)
         table.append(
             Row(name, metric, value if finite else None, unit, BASE, value / base if finite else None, table="Table 6")
@@ -208,8 +208,8 @@ def draw(losses: dict[str, np.ndarray]) -> Figure:
     every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, prefix) in zip(every, panels.items(), strict=True):
         shown = {n: x for n, x in losses.items() if n.startswith(prefix) or (prefix == "FP8-LM" and "same" in n)}
-        for name, of_arm in shown.items():
-            axes.plot(np.convolve(of_arm, kernel, "valid") - base, label=name.split(":")[0], lw=1)
+        for name, curve in shown.items():
+            axes.plot(np.convolve(curve, kernel, "valid") - base, label=name.split(":")[0], lw=1)
         axes.axhline(0, color="black", lw=0.7)
         axes.set_yscale("symlog", linthresh=0.02)
         axes.set(title=title, xlabel="step")
@@ -246,15 +246,15 @@ def table(arguments: argparse.Namespace) -> common.Table:
     arithmetic = "fp32" if jax.default_backend() == "cpu" else "fp32 (products in TF32, as JAX has them on a GPU)"
     notes = [
         f"A Llama of {parameters:,} parameters, {arguments.steps} steps of {batch * length:,} bytes of {text}, AdamW "
-        f"({rate:g}, b1 {B1}, b2 {B2}, decay {DECAY}), arithmetic in {arithmetic}, the same batches in every "
-        "arm. What is named goes through the format after every step, with a scale a tensor and layer, rounded to "
-        "nearest; nothing else does. The noise is the range over three seeds of the initial parameters.",
-        "Our copy of the paper is a summary without the values of Table 6 and without Figure 8; only what it says in "
-        "words can be compared: with scaled fp16 masters the run is accurate, bf16 is slightly worse, e4m3 degrades; "
-        "second moments in e4m3 diverged. The paper trains 125M parameters and more for far longer, where lost small "
-        "updates add up; a run this short shows less of the harm of a coarse master weight.",
+        f"({rate:g}, b1 {B1}, b2 {B2}, decay {DECAY}), arithmetic in {arithmetic}, the same batches in every arm. "
+        "After every step, the named part is rounded to the format, to nearest, with a scale per tensor and layer. "
+        "The noise is the range over three seeds of initial parameters.",
+        "Our copy of the paper is a summary without Figure 8 and the values of Table 6. Its statements: scaled fp16 "
+        "master weights are accurate, bf16 is slightly worse, e4m3 degrades, and second moments in e4m3 diverged. "
+        "The paper trains 125M parameters and more for far longer. So short a run shows less of the effect of "
+        "coarse master weights.",
     ]
-    title = "FP8-LM: which part of the optimizer tolerates which precision (Table 6, Figure 8)"
+    title = "FP8-LM: loss by storage format of optimizer state (Table 6, Figure 8)"
     options, suffix = "", ""
     if arguments.model:
         options = f"--model {arguments.model} --data TEXT --steps {arguments.steps} --batch {batch} --seq-len {length}"

@@ -42,12 +42,12 @@ TAIL = 0.1
 TRAINING, VALIDATION = "training loss", "validation loss"
 LAST, MEAN = "loss of step 21", "mean loss of 21 steps"
 SMALL, MEDIUM = Setting(), Setting(dim=1024, layers=5, heads=8, mlp_dim=2816, length=1024, steps=400, warmup=40)
-NAMED = PlainSetting(
+BLOCK_SCALED_SETTING = PlainSetting(
     dim=384, layers=7, heads=6, mlp_dim=1024, batch=32, steps=400, warmup=40, valid=512, valid_fraction=0.03
 )
 MIXTURE = dataclasses.replace(
-    NAMED, dim=768, layers=6, heads=12, mlp_dim=768, length=1024, batch=16, steps=300, warmup=30, valid=256,
-    experts=16, experts_per_token=4,
+    BLOCK_SCALED_SETTING, dim=768, layers=6, heads=12, mlp_dim=768, length=1024, batch=16, steps=300, warmup=30,
+    valid=256, experts=16, experts_per_token=4,
 )  # fmt: skip
 # A head of bytes has 256 outputs. One of tokens is a fifth of this model's products.
 TOKENS = BytePairSetting(
@@ -126,7 +126,7 @@ class Study:
         folder: of the runs, in that of results.
         setting: the model and its schedule.
         recipes: arms that are tested for a difference from bf16.
-        others: arms that may be trained, too.
+        other_arms: arms that may be trained, too.
         pairs: comparisons with another arm than bf16, as (label, arm, base).
         about: a further note.
         seeds: of each arm.
@@ -141,7 +141,7 @@ class Study:
     folder: str
     setting: Setting | FixedBatch
     recipes: tuple[str, ...]
-    others: tuple[str, ...] = ()
+    other_arms: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str, str], ...] = ()
     about: str = ""
     seeds: int = 5
@@ -171,58 +171,58 @@ class Study:
 
 STUDIES = {
     "recipes": Study(
-        "Five seeds of each recipe beside bf16 (COAT, Table 13)", "recipe_parity", "parity_recipes", MEDIUM,
+        "Loss of each recipe relative to bf16 (COAT, Table 13)", "recipe_parity", "parity_recipes", MEDIUM,
         ("coat", "coat_fast", "fast", "int8_fallback", "fp8_lm"),
         (CONTROL, "coat_optimizer", "coat_activations", "int8_block", "fp8_lm_two_phase", "released_by_shares",
          "coat_fp8_head", "coat, fast accumulation", "coat_fast, fast dgrad"),
         (("coat_fast beside coat", "coat_fast", "coat"),),
-        f"{CONTROL} is coat whose forward products read codes of one mantissa bit: it must differ. Five seeds of "
-        "a coat_fast whose sums were all fast were looked at first; as it is now, and bf16, it has twice as many.",
+        f"{CONTROL} is coat with one mantissa bit in forward matmuls: it must differ. We first looked at five seeds "
+        "of a coat_fast with fast accumulation in all matmuls. The present coat_fast and bf16 have ten seeds.",
         doubled=(BASE, "coat_fast"),
     ),
     "intervals": Study(
-        "MOSS: steps between measurements of weights' scales (Tables 9, 11)", "recipe_parity_intervals",
+        "MOSS: loss by interval of exact weight scales (Tables 9 and 11)", "recipe_parity_intervals",
         "parity_intervals", SMALL, ("moss_interval_1", "moss_interval_100", "moss", "moss_interval_2000"),
         pairs=(("moss beside every step (Table 11)", "moss", "moss_interval_1"),),
-        about="moss measures its weights' scales every 500 steps; 2,000 are more than the run has, so that scales are "
-        "predicted from the first weights on. The paper has accuracies on NumGLUE after fine-tuning a Llama-2-7B: "
-        "bf16 58.7 %, every step 59.3, 100 steps 59.4, 500 steps 59.4, 2,000 steps 58.1; we have neither, and give "
-        "losses. In its Table 11 predicted scales are within 0.2 % of those of every step in three such accuracies; "
-        "here stands the difference of the two losses. What scales cost is in results/pages/scaling.md.",
+        about="moss measures the amax of weights every 500 steps. With an interval of 2,000, longer than the run, all "
+            "scales are predicted from the first weights. results/pages/scaling.md has the cost. The paper reports "
+            "accuracies on NumGLUE after fine-tuning a Llama-2-7B: bf16 58.7 %, every step 59.3, 100 steps 59.4, "
+            "500 steps 59.4, 2,000 steps 58.1. We report losses. In its Table 11, predicted scales are within 0.2 % "
+            "of those of every step.",
     ),
     "block_scaled": Study(
-        "MXFP8 and NVFP4 beside bf16, and NVFP4 without each of its parts", "recipe_parity_block_scaled",
-        "parity_block_scaled", NAMED, ("mxfp8", "nvfp4", "coat"), ("mxfp8, rounded down", *NVFP4_ARMS),
+        "Loss of MXFP8 and NVFP4 relative to bf16, and of NVFP4 without one part", "recipe_parity_block_scaled",
+        "parity_block_scaled", BLOCK_SCALED_SETTING, ("mxfp8", "nvfp4", "coat"), ("mxfp8, rounded down", *NVFP4_ARMS),
         tuple((f"{arm} beside {arm.partition(', ')[0]}", arm, arm.partition(", ")[0])
               for arm in ("mxfp8, rounded down", *NVFP4_ARMS)),
-        "nvfp4 leaves the first and the last of the seven blocks in bf16, the arm 'all blocks' none. 'no part' has no "
-        "rotation, rounds to nearest, has 1x16 weights and all blocks in e2m1. Codes are decoded to bf16 before "
-        "Blackwell.",
+        "nvfp4 keeps the first and last of the seven blocks in bf16; the arm 'all blocks' does not. 'no part' has "
+        "no rotation, rounds to nearest, has 1x16 scales of weights, and all blocks in e2m1. GPUs before Blackwell "
+        "decode the codes to bf16.",
     ),
     "experts": Study(
-        "A mixture of experts in 8 bits beside bf16", "recipe_parity_experts", "parity_experts", MIXTURE,
+        "Loss of a mixture of experts, relative to bf16", "recipe_parity_experts", "parity_experts", MIXTURE,
         ("coat", "coat_fast", "deepseek", "int8_fallback"),
-        about="Sixteen experts in each layer, four for a token. The model is a user's: its experts are two calls of "
-        "`jax.lax.ragged_dot`. Routers stay in 16 bits.", seeds=3,
+        about="Each layer has sixteen experts, four per token. The model is user-written, with two calls of "
+            "`jax.lax.ragged_dot` for the experts. Routers stay in 16 bits.", seeds=3,
     ),
     "head": Study(
-        "An output head in 8 bits beside one in 16 bits", "recipe_parity_head", "parity_head", TOKENS,
+        "Loss with an 8-bit output head, relative to bf16", "recipe_parity_head", "parity_head", TOKENS,
         ("coat_fast", "coat_fast, 8-bit head"), ("coat_fast, head of two bits",),
         tuple((f"{arm} beside coat_fast", arm, "coat_fast")
               for arm in ("coat_fast, 8-bit head", "coat_fast, head of two bits")),
-        "Tokens are of byte-pair encoding, trained on the training text. The head of two bits has inputs in e5m2.",
+        "Tokens are from byte-pair encoding, trained on the training text. The head of two bits has e5m2 inputs.",
         seeds=10,
     ),
     "long": Study(
-        "Seeds of a larger model, ten times as long, beside bf16's", "recipe_parity_long", "parity_65m",
+        "Loss of a larger model over ten times as many steps, relative to bf16", "recipe_parity_long", "parity_65m",
         dataclasses.replace(MEDIUM, steps=4600, warmup=200), ("moss", "fast"), (CONTROL, "coat"),
     ),
     "fixed_batch": Study(
-        "Learning of one fixed batch, part by part", "fixed_batch", "parity_fixed_batch", FixedBatch(),
+        "Loss on one fixed batch, by quantized part", "fixed_batch", "parity_fixed_batch", FixedBatch(),
         ("coat_fast",), tuple(name for name, arm in ARMS.items() if name not in (BASE, "coat_fast")
                               and not (arm.product or arm.master or arm.release)),
-        about="Arms that name one operand round that operand alone in all linear layers but the head, with one scale a "
-        "tensor; their products, contexts and moments are those of bf16.",
+        about="'only x', 'only w' and 'only dy' quantize one operand of all linear layers except the head, with one "
+            "scale per tensor. The rest is bf16.",
         seeds=10, losses=(LAST, MEAN), family=False, table="Paired with the same seeds of bf16",
     ),
 }  # fmt: skip
@@ -279,8 +279,8 @@ def compare(study: Study, runs: Runs) -> dict[tuple[str, str], Gap]:
     gaps = dict[tuple[str, str], Gap]()
     for label, (arm, base) in pairs.items():
         for loss in study.losses:
-            of, beside = ({s: run[loss] for s, run in runs.get(name, {}).items()} for name in (arm, base))
-            if (found := gap(of, beside, study.confidence)) is not None:
+            of, base_losses = ({s: run[loss] for s, run in runs.get(name, {}).items()} for name in (arm, base))
+            if (found := gap(of, base_losses, study.confidence)) is not None:
                 gaps[label, loss] = found
     if study.family:
         values = {key: g.p for key, g in gaps.items() if key[0] in study.recipes and g.p is not None}
@@ -303,7 +303,7 @@ def read(study: Study, results: Path) -> tuple[Runs, dict[str, dict[str, Any]]]:
     Raises:
         UserError: two arms were trained on another text, card or setting.
     """
-    paths = {name: study.path_of(results, name) for name in (BASE, *study.recipes, *study.others)}
+    paths = {name: study.path_of(results, name) for name in (BASE, *study.recipes, *study.other_arms)}
     files = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     for key in ("text", "device", "setting"):
         # The first files of the fixed batch state neither text nor setting.
@@ -372,15 +372,15 @@ def notes(study: Study, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
         unit = "bytes" if setting.vocab == Bytes.vocab else f"tokens of {setting.vocab:,}"
         what = (
             f"A Llama of {one['parameters']:,} parameters, {setting.steps:,} steps of {setting.batch} x "
-            f"{setting.length} {unit}, text {one['text']} in every arm. Training loss is the mean of the last "
+            f"{setting.length} {unit}, the text {one['text']} in every arm. Training loss is the mean of the last "
             f"{TAIL:.0%} of the steps."
         )
     doubled = f" ({2 * study.seeds} of {' and '.join(study.doubled)})" if study.doubled else ""
-    intervals = f"Intervals are of {study.confidence:.2%} each, Student's t of the paired seeds"
+    intervals = f"Confidence intervals of {study.confidence:.2%} each, from Student's t over paired seeds."
     if study.family:
         intervals += (
-            f", so that all {study.tests} of recipes and losses hold together with {1 - FAMILY_ERROR:.0%} "
-            f"(Bonferroni). p is Holm's, of {study.tests} tests; of other arms it is of that test alone"
+            f" All {study.tests} hold together at {1 - FAMILY_ERROR:.0%} (Bonferroni). "
+            f"p has Holm's correction for {study.tests} tests; for other arms it has none."
         )
     short = ", ".join(
         f"{name} {len(of['runs'])} of {len(study.seeds_of(name))} seeds" for name, of in files.items()
@@ -388,12 +388,12 @@ def notes(study: Study, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     )  # fmt: skip
     return [
         what,
-        f"Stated before the runs: the recipes {', '.join(study.recipes)}, {study.seeds} seeds each{doubled}.",
-        f"{intervals}.",
-        *([f"Not finished: {short}. A difference without an interval is that of one seed, which tells no noise."]
+        f"Decided before the runs: recipes {', '.join(study.recipes)}, {study.seeds} seeds each{doubled}.",
+        intervals,
+        *([f"Not finished: {short}. A difference without an interval is from one seed."]
           if short else []),
         *([study.about] if study.about else []),
-        *(f"{name} ran on {of['replicas']} devices, whose gradients travelled as its recipe says."
+        *(f"{name} ran on {of['replicas']} devices, with 8-bit gradients."
           for name, of in files.items() if of.get("replicas", 1) > 1),
     ]  # fmt: skip
 
@@ -439,11 +439,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
     options = parser.parse_args(argv)
     begin, study = time.perf_counter(), STUDIES[options.study]
-    known = (BASE, *study.recipes, *study.others)
+    names = (BASE, *study.recipes, *study.other_arms)
     arms = options.arms or [BASE, *study.recipes]
-    if unknown := [name for name in arms if name not in known]:
+    if unknown := [name for name in arms if name not in names]:
         parser.error(
-            f"--arms: no {', '.join(map(repr, unknown))} in this study; there are {', '.join(map(repr, known))}"
+            f"--arms: no {', '.join(map(repr, unknown))} in this study; there are {', '.join(map(repr, names))}"
         )
 
     def has_time(took: float) -> bool:

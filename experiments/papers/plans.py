@@ -88,9 +88,9 @@ def volume() -> list[Row]:
     base = fp8jax.Recipe("base", Weights("bf16", "bf16"), fp8jax.recipes.bf16().optimizer, comm=Comm("fp32"))
     rows = []
     for name, paper in FP8_LM_VOLUME.items():
-        llama, where = sizes.get(name, VOCAB), {"data": 1, "fsdp": 8}
-        before = plan.of(llama, base, where, 0).sent_bytes
-        after = plan.of(llama, fp8jax.recipes.fp8_lm(), where, 0).sent_bytes
+        llama, sizes_of_axes = sizes.get(name, VOCAB), {"data": 1, "fsdp": 8}
+        before = plan.of(llama, base, sizes_of_axes, 0).sent_bytes
+        after = plan.of(llama, fp8jax.recipes.fp8_lm(), sizes_of_axes, 0).sent_bytes
         table = "FP8-LM, Table 5: volume related to weights, FSDP over 8"
         rows.append(Row(name, "less than bf16 weights and fp32 gradients", 100 * (1 - after / before), "%",
                          paper=100 * paper, table=table))  # fmt: skip
@@ -105,8 +105,8 @@ def activations(devices: int = 8, tokens: int = 2048) -> list[Row]:
         llama, sent = sizes.get(name, VOCAB), {}
         for recipe in ("bf16", "fp8_lm", "fast"):
             sent_as = tensor.wire_format(fp8jax.recipes.get(recipe))
-            found = fp8jax.dist.sequence_collectives(tokens, llama.dim, devices, sent_as, times=2 * llama.layers)
-            sent[recipe] = sum(one.sent_bytes for one in found)
+            collectives = fp8jax.dist.sequence_collectives(tokens, llama.dim, devices, sent_as, times=2 * llama.layers)
+            sent[recipe] = sum(one.sent_bytes for one in collectives)
         table = f"FP8-LM, Table 7: activations between {devices} devices that share a sequence of {tokens:,} tokens"
         before, after = FP8_LM_ACTIVATIONS.get(name, (None, None))
         rows.append(Row(f"{name}, bf16", "sent", sent["bf16"] / 1e9, "GB a step", paper=before, table=table))
@@ -147,24 +147,25 @@ def _tensors(llama: Any) -> list[jax.ShapeDtypeStruct]:
 def table(_: argparse.Namespace) -> common.Table:
     """The results file."""
     notes = [
-        "From `experiments.plan`: moments as stored, of Llamas of these sizes with a vocabulary of 32,000; activations "
-        "that JAX's own differentiation keeps of a layer, with an attention that keeps what flash attention does; what "
-        "devices send where collectives go around a ring. GB are 1e9 bytes. The papers' figures were measured.",
-        "bf16 keeps more here than the papers' baselines do, because norms and SiLU of Flax compute in fp32 and keep "
-        "that. Our copies do not say what sequences COAT's activations are of, so that only their ratio is compared, "
-        "and hold no figures of FP8-LM's Table 8 and no configuration of its Tables 5 and 7.",
-        "FP8-LM's Table 7: of one model 5.9 and 3.9 GB, and not what they count: compare ratios. Here gathers and sums "
-        "travel as codes, forward and backward, with their scales; a test compares `experiments.plan`, which gives the "
-        "same, with the collectives of a compiled step.",
-        "MOSS's Table 5 says 3.84 GB a step for a model whose gradients alone are 13.5 GB in bf16, and not what it "
-        "counts: compare ratios. moss keeps bf16 where nothing is multiplied; fast has COAT's contexts.",
-        "Whole tensors go to the device that has least, the largest first. With the fewest tensors a device "
-        "(7b: nine a layer on 32) loads still differ by less than the largest tensor; slices are equal.",
+        "Computed by `experiments.plan` for Llamas of these sizes with a vocabulary of 32,000: moments as stored, "
+        "activations that JAX saves of a layer with flash attention, and bytes that a device sends in ring "
+        "collectives. GB are 1e9 bytes. The figures of the papers were measured.",
+        "bf16 saves more here than in the papers, because norms and SiLU of Flax save fp32. Our copies do not state "
+        "the sequence length of COAT's activations, so only ratios are compared. They have neither figures of "
+        "FP8-LM's Table 8 nor the configuration of its Tables 5 and 7.",
+        "FP8-LM's Table 7 has 5.9 and 3.9 GB for one model, without the method of counting: compare ratios. Here, "
+        "weights and activations are sent as codes with their scales, forward and backward. A test compares "
+        "`experiments.plan` with the collectives of a compiled step.",
+        "MOSS's Table 5 has 3.84 GB per step for a model with 13.5 GB of bf16 gradients, without the method of "
+        "counting: compare ratios. `moss` saves bf16 for norms and activations; `fast` has COAT's contexts.",
+        "Whole tensors are assigned to the device with the smallest load, the largest tensors first. With few "
+        "tensors per device (7b: nine per layer on 32 devices), loads differ by less than the largest tensor. "
+        "Slices are equal.",
     ]
     rows = [*volume(), *activations(), *whole_tensors(), *coat(), *moss()]
     for row in rows:
         print(f"{row.table[:45]:46}{row.case:32}{row.metric:44}{row.value:9.2f} {row.unit:9} paper {row.paper}")
-    return common.Table("plans", "Memory and communication on paper (FP8-LM, COAT, MOSS)", rows, notes)
+    return common.Table("plans", "Computed memory and communication (FP8-LM, COAT, MOSS)", rows, notes)
 
 
 if __name__ == "__main__":

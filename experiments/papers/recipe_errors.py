@@ -31,7 +31,7 @@ from experiments.papers.parity_runs import PlainSetting, Text
 from experiments.results import record
 
 BASE = "bf16"
-TITLE = "Errors of 8-bit tensors of each preset, by role and layer, while it trains"
+TITLE = "Quantization error of each preset during training, by tensor role and layer"
 SETTINGS = {
     "13m": PlainSetting(batch=16, steps=100, warmup=10),
     "small": PlainSetting(dim=128, layers=3, heads=2, mlp_dim=320, length=128, batch=4, steps=60, warmup=6),
@@ -53,11 +53,11 @@ def train(preset: str, setting: PlainSetting, text: Text, path: Path) -> None:
     compiled = run.lower(*inputs).compile()
     with parity_runs.gpu_turn(path.parent):
         begin = time.perf_counter()
-        _, losses, found = jax.device_get(compiled(*inputs))
+        _, losses, telemetry_values = jax.device_get(compiled(*inputs))
         seconds = time.perf_counter() - begin
     statistics = {
         f"{layer.removesuffix('/kernel')}/{role}/{name}": [float(f"{x:.4g}") for x in windows(values[name], np.median)]
-        for layer, roles in found.items()
+        for layer, roles in telemetry_values.items()
         for role, values in roles.items()
         if role in ROLES
         for name in STATISTICS
@@ -83,8 +83,8 @@ def train(preset: str, setting: PlainSetting, text: Text, path: Path) -> None:
 def windows(values: Any, reduce: Callable[..., Any]) -> list[float]:
     """A value for each `WINDOW` of the steps; later ones that fill none are left out."""
     values = np.asarray(values, np.float64)
-    found: list[float] = reduce(values[: len(values) // WINDOW * WINDOW].reshape(-1, WINDOW), 1).tolist()
-    return found
+    telemetry_values: list[float] = reduce(values[: len(values) // WINDOW * WINDOW].reshape(-1, WINDOW), 1).tolist()
+    return telemetry_values
 
 
 def folder_of(results: Path, size: str) -> Path:
@@ -136,11 +136,11 @@ def rows(files: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
             above = tail(gap(file, files[BASE]))
             yield Row(preset, "loss", above, "%", table=table, pivot=(preset, "training loss, % above bf16"))
         for role, name in ROLES.items():
-            found = {layer: tail(values) for layer, values in series(file, role).items()}
-            if found:
-                layer = min(found, key=lambda layer: found[layer])
-                yield Row(preset, role, found[layer], "dB", table=table, pivot=(preset, f"{name}, dB"))
-                yield Row(preset, f"{name}: {layer}", found[layer], "dB", table=worst)
+            telemetry_values = {layer: tail(values) for layer, values in series(file, role).items()}
+            if telemetry_values:
+                layer = min(telemetry_values, key=lambda layer: telemetry_values[layer])
+                yield Row(preset, role, telemetry_values[layer], "dB", table=table, pivot=(preset, f"{name}, dB"))
+                yield Row(preset, f"{name}: {layer}", telemetry_values[layer], "dB", table=worst)
 
 
 def draw(files: Mapping[str, Mapping[str, Any]]) -> Figure:
@@ -185,8 +185,8 @@ def write(results: Path, size: str) -> None:
     notes = [
         f"A Llama of {base['parameters']:,} parameters, {setting.steps} steps of {setting.batch} x {setting.length} "
         f"bytes, text {base['text']}, one seed. Figures are medians of the second half of the run.",
-        "SNR is the signal-to-noise ratio of codes against the values that were quantized. One seed of so few steps "
-        "does not tell small differences of losses from noise: see recipe_parity.",
+        "SNR is the signal-to-noise ratio of the codes, relative to the values that were quantized. One seed with "
+        "so few steps does not show small differences of losses: see recipe_parity.",
         "In the figure each line of a heat map is a layer, from the first at the top to the last, each column "
         f"{WINDOW} steps.",
     ]  # fmt: skip

@@ -56,10 +56,11 @@ ONE_GPU = (
     bench("models", 480, "--models", "llama1b", "--rounds", "3", "--torch", "torch bf16", "torchao tensorwise", "--arm",
           "bf16", "coat_fast"),
     bench("models", 390, "--models", "llama1b", "--rounds", "3", "--arm", "bf16", "te_current", "coat", "coat_fast",
-          "coat_fast, 8-bit head", "held:coat_fast", file="models_more"),
+          "coat_fast, 8-bit head", "prequantized:coat_fast", file="models_more"),
     *(bench("models", seconds, "--models", name, "--rounds", "3", file=f"models_{name}")
       for name, seconds in (("vitl", 170), ("vitl_cudnn", 150), ("gpt350m", 110), ("gpt124m", 90),
                             ("llama1b_dots", 200), ("llama1b_linen", 130), ("llama1b_equinox", 175))),
+    bench("models", 130, "--models", "gpt8x256", "gpt8x512", "gpt8x1024", "--rounds", "3", file="models_small"),
     bench("models", 360, "--models", "llama1b", "--rounds", "3", "--arm", "bf16", "coat", "observed:coat",
           file="telemetry"),
     bench("release", 110, "--rounds", "2"),

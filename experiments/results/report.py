@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.results import figures, picture, record
+from experiments.results import figures, picture, record, wording
 from experiments.results.jobs import SETTLED
 
 HEAD = """# Results
@@ -22,7 +22,8 @@ HEAD = """# Results
 measures them. Each file comes from one command on one card at one commit. These are listed below each table, with a
 link to all rows. A speed ratio is the baseline's time divided by ours: above 1, fp8jax is faster. Each benchmark runs
 its baseline in the same process, with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/startup.py). The
-figures of a competitor are from the same run. A blank cell means that we do not have the figure.
+figures of a competitor are from the same run. A blank cell means that we do not have the figure. The pages show older
+files in today's words (`experiments/results/wording.toml`).
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"
@@ -121,8 +122,7 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
     Raises:
         ValueError: a content is not of the schema; the message names what is missing.
     """
-    title = next(iter(of_cards.values()))
-    parts = [f"# {title.get('title', title['bench'])}", "[all results](../../RESULTS.md)"]
+    parts = [f"# {wording.title(next(iter(of_cards.values())))}", "[all results](../../RESULTS.md)"]
     for card, result in of_cards.items():
         record.check(result)
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
@@ -135,7 +135,7 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
         if not result.get("complete", True):
             parts.append("**Not complete**: the command was cut short.")
         groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
-        for row in result["rows"]:
+        for row in map(wording.row, result["rows"]):
             groups.setdefault((row.get("table") or "", row.get("pivot") is not None), []).append(row)
         for (name, pivoted), rows in groups.items():
             if name:
@@ -143,7 +143,7 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
             parts.append(pivot_rows(rows) if pivoted else list_rows(rows))
         if card in pictures:
             parts.append(f"![{result['bench']}]({pictures[card]})")
-        parts += ["\n".join(f"- {note}" for note in result.get("notes", []))]
+        parts += ["\n".join(f"- {note}" for note in wording.notes(result.get("notes", [])))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -163,11 +163,11 @@ def view(content: Mapping[str, Any], results: Results) -> str | None:
         return None
     parts = [f"# {content['title']}", "[all results](../../RESULTS.md)"]
     for kind in sorted(kinds):
-        own = {
+        results_of_kind = {
             bench: {card: result for card, result in results.get(bench, {}).items() if kind_of(card) in (kind, "cpu")}
             for bench in benches
         }
-        text = figures.with_figures(content["text"], own, missing="-")
+        text = figures.with_figures(content["text"], results_of_kind, missing="-")
         parts += [f"## On {kind}", EMPTY.sub("", text)]
     return "\n\n".join([*parts, "\n".join(f"- {note}" for note in content["notes"])]) + "\n"
 
@@ -185,10 +185,14 @@ def _commits(result: Result) -> list[str]:
 
 def commits_of(commits: Sequence[str]) -> str:
     """Commits in words; a + means that files differed from it."""
-    known = [commit.rstrip("+") + (" with changes" if commit.endswith("+") else "") for commit in commits]
-    if known == [record.UNKNOWN]:
+    commit_texts = [commit.rstrip("+") + (" with changes" if commit.endswith("+") else "") for commit in commits]
+    if commit_texts == [record.UNKNOWN]:
         return "commit unknown"
-    return f"commit {known[0]}" if len(known) == 1 else f"{len(known)} commits ({', '.join(known)})"
+    return (
+        f"commit {commit_texts[0]}"
+        if len(commit_texts) == 1
+        else f"{len(commit_texts)} commits ({', '.join(commit_texts)})"
+    )
 
 
 def front(results: Results, pages: str) -> str:
@@ -205,7 +209,7 @@ def front(results: Results, pages: str) -> str:
         parts += [f"### {each.title}"] if each.title else []
         parts += [each.text, _figures_table(each.rows, results), _sources(each.rows, results, pages)]
     listed = [
-        f"- [{next(iter(of.values())).get('title', name)}]({pages}/{name}.md): "
+        f"- [{wording.title(next(iter(of.values())))}]({pages}/{name}.md): "
         + "; ".join(measured(result) for result in of.values())
         for name, of in results.items()
     ]
@@ -221,14 +225,14 @@ def _figures_table(rows: Sequence[figures.Row], results: Results) -> str:
     """Rows with their figures, one card below the other, without the columns that all of them leave empty."""
     lines = []
     for row in rows:
-        found = {
+        figures_by_card = {
             card: (ours, figures.filled(row.rival, result) or "")
             for card, result in results.get(row.bench, {}).items()
             if (ours := figures.filled(row.ours, result))
         }
-        rivals = [rival for _, rival in found.values()]
-        ours = "<br>".join(figure for figure, _ in found.values()) or "not measured yet"
-        cards = "<br>".join(map(card_name, found))
+        rivals = [rival for _, rival in figures_by_card.values()]
+        ours = "<br>".join(figure for figure, _ in figures_by_card.values()) or "not measured yet"
+        cards = "<br>".join(map(card_name, figures_by_card))
         lines.append([row.what, ours, row.paper, "<br>".join(rivals) if any(rivals) else "", cards])
     head = ["case", "ours", "paper", "competitor", "device"]
     used = [i for i in range(len(head)) if any(line[i] for line in lines)]
@@ -299,8 +303,8 @@ def written(folder: Path, readme: Path | None = None) -> dict[Path, str]:
 
 def quoting(readme: Path) -> list[Path]:
     """README and the hand-written pages of docs/ next to it."""
-    made = ("_build", "api", "results", "examples")
-    pages = [path for path in sorted((readme.parent / "docs").rglob("*.md")) if not set(made) & set(path.parts)]
+    generated = ("_build", "api", "results", "examples")
+    pages = [path for path in sorted((readme.parent / "docs").rglob("*.md")) if not set(generated) & set(path.parts)]
     return [path for path in [readme, *pages] if path.name != "changelog.md"]
 
 

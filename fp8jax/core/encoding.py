@@ -187,7 +187,7 @@ def compute_microscales(amax: Array, spec: QuantSpec, fmt: formats.Format) -> Ar
     """Bytes of the scales of groups from their amax in units of the outer scale."""
     if spec.microscale_format == "e4m3":
         # arXiv 2509.25149, appendix B, rounded to nearest: the largest codes of a group may saturate by 1/16.
-        return jax.lax.bitcast_convert_type(formats.E4M3.encode(amax * np.float32(1 / fmt.max)), jnp.uint8)
+        return formats.bitcast(formats.E4M3.encode(amax * np.float32(1 / fmt.max)), jnp.uint8)
     if spec.outer_scale == "none" and spec.exponent_rounding == "down":
         # OCP Microscaling Formats 1.0, section 6.3: the exponent of the largest element minus that of the format.
         exponent = formats.encode_e8m0(amax, "down").astype(jnp.int32) - int(np.log2(fmt.max))
@@ -202,7 +202,7 @@ def decode_microscales(microscale: Array, spec: QuantSpec) -> Array:
     """The fp32 values of the bytes of microscales."""
     if spec.microscale_format == "e8m0":
         return formats.decode_e8m0(microscale)
-    return formats.decode_fp8(jax.lax.bitcast_convert_type(microscale, jnp.float8_e4m3fn))
+    return formats.decode_fp8(formats.bitcast(microscale, jnp.float8_e4m3fn))
 
 
 def decode(leaves: QTensorLeaves, shape: tuple[int, ...], spec: QuantSpec) -> Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from fp8jax.core import derivatives
 
@@ -22,17 +23,30 @@ _PACKINGS = ("four_in_five", "two_in_one")
 TINY = float(np.finfo(np.float32).tiny)
 
 
-def copysign(magnitude: Array, signed: Array) -> Array:
-    """`jnp.copysign(magnitude, signed)`, computed on bits and without a nested function.
+def bitcast(x: Array, dtype: DTypeLike) -> Array:
+    """`jax.lax.bitcast_convert_type(x, dtype)`, also for a transposed constant.
 
     If a nested function reads the bits of a transposed constant, XLA (jaxlib 0.11) returns those of the constant before
-    it was transposed. Where XLA selects between a value and its negative, a GPU gives +0 for some -0.
+    it was transposed. XLA reshapes the constant correctly, hence the additional axis.
+    """
+    return jax.lax.squeeze(jax.lax.bitcast_convert_type(jax.lax.expand_dims(x, [0]), dtype), [0])
+
+
+def copysign(magnitude: Array, signed: Array) -> Array:
+    """`jnp.copysign(magnitude, signed)`, computed on bits.
+
+    Where XLA selects between a value and its negative, a GPU gives +0 for some -0.
     """
     dtype = magnitude.dtype
     integer = jnp.dtype(f"int{8 * dtype.itemsize}")
     largest = jnp.iinfo(integer).max
-    bits, signed_bits = (jax.lax.bitcast_convert_type(x.astype(dtype), integer) for x in (magnitude, signed))
-    return jax.lax.bitcast_convert_type((bits & largest) | (signed_bits & ~largest), dtype)
+    bits, signed_bits = (bitcast(x.astype(dtype), integer) for x in (magnitude, signed))
+    return bitcast((bits & largest) | (signed_bits & ~largest), dtype)
+
+
+def binade(x: Array) -> Array:
+    """The largest power of two at or below each normal fp32 magnitude; 0 for subnormals, Inf for NaN."""
+    return bitcast(bitcast(x, jnp.int32) & np.int32(0x7F800000), jnp.float32)
 
 
 def where(condition: Array, x: Array, other: float) -> Array:
@@ -41,11 +55,11 @@ def where(condition: Array, x: Array, other: float) -> Array:
     `jnp.where` broadcasts the number to an array. In a differentiated scan JAX hoists that constant out of the loop,
     and every pass over a matrix then reads it from memory.
     """
-    bits, mask = jax.lax.bitcast_convert_type(x, jnp.int32), -condition.astype(jnp.int32)
+    bits, mask = bitcast(x, jnp.int32), -condition.astype(jnp.int32)
     bits_or_other = bits & mask
     if other != 0:
         bits_or_other = bits_or_other | (~mask & np.float32(other).view(np.int32))
-    return jax.lax.bitcast_convert_type(bits_or_other, jnp.float32)
+    return bitcast(bits_or_other, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +203,8 @@ class Format:
             return encode_fp4(finite) if self.is_fp4 else jax.lax.optimization_barrier(finite.astype(self.dtype))
         infinite = y
         if np.isnan(self.inf):
-            quiet = jax.lax.bitcast_convert_type(y, jnp.int32) | np.int32(1 << 22)  # with its sign
-            infinite = jax.lax.bitcast_convert_type(quiet, jnp.float32)
+            quiet = bitcast(y, jnp.int32) | np.int32(1 << 22)  # with its sign
+            infinite = bitcast(quiet, jnp.float32)
         codes = jnp.where(jnp.isinf(y), infinite, finite).astype(self.dtype)
         # On a GPU, XLA removes a cast to another dtype and back (`decode`).
         return codes if self.is_fp8 else jax.lax.optimization_barrier(codes)
@@ -204,8 +218,7 @@ class Format:
             dithered = jnp.where(magnitude - below > (0.5 - noise_offset) * width, above, below)
         else:
             # Keep each value at or above its power of two, which has a code: the codes below it are closer together.
-            bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32) & np.int32(0x7F800000)
-            power = jax.lax.bitcast_convert_type(bits, jnp.float32)
+            power = binade(magnitude)
             width = jnp.ones_like(y)
             if self.is_float:
                 width = jnp.maximum(power, self.smallest_normal) * np.float32(2.0**-self.mantissa_bits)
@@ -235,8 +248,7 @@ class Format:
 
 def _ulp(y: Array, fmt: Format) -> Array:
     """Spacing of a floating-point format around `y`; for bf16 at least fp32's smallest normal."""
-    _, exponent = jnp.frexp(jnp.maximum(jnp.abs(y), fmt.smallest_normal))
-    return jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1 - fmt.mantissa_bits, -126))
+    return jnp.maximum(binade(jnp.maximum(jnp.abs(y), fmt.smallest_normal)) * np.float32(2.0**-fmt.mantissa_bits), TINY)
 
 
 def _codebook_index(y: Array, fmt: Format, noise: Array | None) -> Array:
@@ -263,17 +275,17 @@ def decode_fp8(codes: Array) -> Array:
 
     XLA on GPUs treats a cast to 8 bits and back as excess precision and removes both casts.
     """
-    bits = jax.lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint16)
+    bits = bitcast(codes, jnp.uint8).astype(jnp.uint16)
     if codes.dtype == jnp.float8_e5m2:
-        return jax.lax.bitcast_convert_type(bits << 8, jnp.float16).astype(jnp.float32)
+        return bitcast(bits << 8, jnp.float16).astype(jnp.float32)
     magnitude = bits & 0x7F
-    half = jax.lax.bitcast_convert_type((bits & 0x80) << 8 | magnitude << 7, jnp.float16)  # fp16's bias is 8 more
+    half = bitcast((bits & 0x80) << 8 | magnitude << 7, jnp.float16)  # fp16's bias is 8 more
     return where(magnitude != 0x7F, half.astype(jnp.float32) * 256, jnp.nan)
 
 
 def encode_fp4(y: Array) -> Array:
     """e2m1 codes of fp32 values that the format has, uint8. XLA on CPUs computes with no arrays of 4-bit floats."""
-    bits = jax.lax.bitcast_convert_type(y, jnp.int32)
+    bits = bitcast(y, jnp.int32)
     magnitude = jnp.where(jnp.abs(y) < 1, (2 * jnp.abs(y)).astype(jnp.int32), ((bits & 0x7FFFFFFF) >> 22) - (126 << 1))
     return (((bits >> 28) & 8) | magnitude).astype(jnp.uint8)
 
@@ -283,7 +295,7 @@ def decode_fp4(codes: Array) -> Array:
     """The fp32 values of e2m1 codes in uint8, computed on bits."""
     bits = codes.astype(jnp.uint16)
     # The exponent bias of fp16 is 14 more than that of e2m1.
-    half = jax.lax.bitcast_convert_type((bits & 8) << 12 | (bits & 7) << 9, jnp.float16)
+    half = bitcast((bits & 8) << 12 | (bits & 7) << 9, jnp.float16)
     return half.astype(jnp.float32) * 2.0**14
 
 
@@ -299,8 +311,8 @@ def round_to(x: Array, fmt: Format) -> Array:
 def round_up(x: Array, fmt: Format) -> Array:
     """Positive values rounded up to a plain floating-point format; NaN is kept."""
     dropped_bits = FP32.mantissa_bits - fmt.mantissa_bits
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32) + ((1 << dropped_bits) - 1)
-    up = jax.lax.bitcast_convert_type(bits & -(1 << dropped_bits), jnp.float32)
+    bits = bitcast(x, jnp.int32) + ((1 << dropped_bits) - 1)
+    up = bitcast(bits & -(1 << dropped_bits), jnp.float32)
     return round_to(jnp.where(jnp.isnan(x), x, up), fmt)
 
 
@@ -321,7 +333,7 @@ def encode_e8m0(y: Array, rounding: str) -> Array:
         uint8 bytes in the shape of `y`.
     """
     # Read the bits: the floor of a computed logarithm is wrong one ulp below powers of two.
-    bits = jax.lax.bitcast_convert_type(y, jnp.int32)
+    bits = bitcast(y, jnp.int32)
     carry = {"nearest": 1 << 22, "up": (1 << 23) - 1, "down": 0}[rounding]
     exponent = jnp.minimum((bits + carry) >> 23, 254)
     return jnp.where((y > 0) & jnp.isfinite(y), exponent, 255).astype(jnp.uint8)
@@ -330,13 +342,13 @@ def encode_e8m0(y: Array, rounding: str) -> Array:
 def decode_e8m0(codes: Array) -> Array:
     """The fp32 values of exponent bytes. 2^-127 is subnormal, and 0 on backends that flush subnormals."""
     bits = codes.astype(jnp.int32) << 23
-    return jnp.where(codes == 255, jnp.nan, jax.lax.bitcast_convert_type(bits, jnp.float32))
+    return jnp.where(codes == 255, jnp.nan, bitcast(bits, jnp.float32))
 
 
 def significand(x: Array) -> Array:
     """The significands of normal fp32 values, in [1, 2)."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jax.lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
+    bits = bitcast(x, jnp.int32)
+    return bitcast((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
 
 
 def _floating(name: str, dtype: type) -> Format:

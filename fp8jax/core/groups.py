@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fp8jax.core import formats
+
 ALIGNMENT = 128  # of groups in the padded token axis
 
 
@@ -30,7 +32,6 @@ class Groups(NamedTuple):
 
         Args:
             group_sizes: (all groups,), integers of any dtype, at least 0. Rows beyond `num_rows` are left out.
-            num_rows: number of rows.
             group_offset: integer scalar, the first of the returned groups; None for 0.
             num_groups: number of the returned groups; None for all.
         """
@@ -150,18 +151,13 @@ def take_rows(x: Array, rows: Array) -> Array:
     """The rows of x (T, n) with these indices, and zeros for an index of T or more."""
     is_fp8 = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
     # Off GPUs, XLA widens FP8 arrays to gather from them.
-    taken = lax.bitcast_convert_type(x, jnp.uint8) if is_fp8 else x
+    taken = formats.bitcast(x, jnp.uint8) if is_fp8 else x
     taken = jnp.take(taken, rows, axis=0, mode="fill", fill_value=0)
-    return lax.bitcast_convert_type(taken, x.dtype) if is_fp8 else taken
+    return formats.bitcast(taken, x.dtype) if is_fp8 else taken
 
 
 def block_table(rows: Array, num_rows: int) -> Array:
-    """For each block of `ALIGNMENT` places its first row, and how many rows it has: int32 (2, blocks).
-
-    Args:
-        rows: as of `PaddedTokens`.
-        num_rows: number of rows.
-    """
+    """For each block of `ALIGNMENT` places its first row, and how many rows it has: int32 (2, blocks)."""
     places = rows.reshape(-1, ALIGNMENT)
     counts = jnp.sum(places < num_rows, axis=1, dtype=jnp.int32)
     return jnp.stack([jnp.where(counts > 0, places[:, 0], 0), counts])

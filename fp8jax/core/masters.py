@@ -107,7 +107,7 @@ def split(x: Array, high_dtype: DTypeLike, remainder_dtype: DTypeLike) -> Master
         remainder_dtype: int8 or int16.
     """
     remainder_bits = 8 * jnp.dtype(remainder_dtype).itemsize
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = formats.bitcast(x, jnp.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     master_bits = (
         _shift_right_to_even(magnitude, 16 - remainder_bits)
@@ -124,10 +124,10 @@ def split(x: Array, high_dtype: DTypeLike, remainder_dtype: DTypeLike) -> Master
     # XLA may recompute x for the remainder with another last bit. The barrier ties the remainder to this high part.
     codes = lax.optimization_barrier(codes)
     high_bits = codes.astype(jnp.uint32) & np.uint32(0x7FFF)
-    remainder_value = lax.bitcast_convert_type(master_bits - (high_bits << np.uint32(remainder_bits)), jnp.int32)
+    remainder_value = formats.bitcast(master_bits - (high_bits << np.uint32(remainder_bits)), jnp.int32)
     remainder_value = jnp.where((high_bits == 0) & (sign > 0), -remainder_value, remainder_value)
     remainder_value = jnp.clip(remainder_value, -half, half - 1).astype(remainder_dtype)
-    return MasterWeight(lax.bitcast_convert_type(codes, jnp.dtype(high_dtype)), remainder_value)
+    return MasterWeight(formats.bitcast(codes, jnp.dtype(high_dtype)), remainder_value)
 
 
 def join(high: Array, remainder: Array) -> Array:
@@ -141,18 +141,18 @@ def join(high: Array, remainder: Array) -> Array:
         remainder: int8 or int16, of that shape.
     """
     remainder_bits = 8 * remainder.dtype.itemsize
-    bits = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32)
-    high_bits = lax.bitcast_convert_type((bits & np.uint32(0x7FFF)) << np.uint32(remainder_bits), jnp.int32)
+    bits = formats.bitcast(high, jnp.uint16).astype(jnp.uint32)
+    high_bits = formats.bitcast((bits & np.uint32(0x7FFF)) << np.uint32(remainder_bits), jnp.int32)
     master_bits = high_bits + remainder.astype(jnp.int32)
-    sign_flip = lax.bitcast_convert_type(master_bits, jnp.uint32) & np.uint32(0x80000000)
-    master_bits = lax.bitcast_convert_type(jnp.abs(master_bits), jnp.uint32)
+    sign_flip = formats.bitcast(master_bits, jnp.uint32) & np.uint32(0x80000000)
+    master_bits = formats.bitcast(jnp.abs(master_bits), jnp.uint32)
     magnitude = (
         master_bits << np.uint32(16 - remainder_bits)
         if high.dtype == jnp.bfloat16
         else _extended_fp16_to_fp32(master_bits, remainder_bits)
     )
     sign = (bits & np.uint32(0x8000)) << np.uint32(16)
-    return lax.bitcast_convert_type(magnitude | (sign ^ sign_flip), jnp.float32)
+    return formats.bitcast(magnitude | (sign ^ sign_flip), jnp.float32)
 
 
 def _shift_right_to_even(magnitude: Array, drop: int) -> Array:
@@ -185,7 +185,7 @@ def _extended_fp16_to_fp32(master_bits: Array, remainder_bits: int) -> Array:
     fixed = master_bits.astype(jnp.float32) * np.float32(2.0 ** -(14 + mantissa))
     normal = shifted + np.uint32(_BIAS << _FP32_MANTISSA)
     infinite = shifted + np.uint32((255 - 31) << _FP32_MANTISSA)
-    below = lax.bitcast_convert_type(fixed, jnp.uint32)
+    below = formats.bitcast(fixed, jnp.uint32)
     return jnp.where(
         master_bits < np.uint32(1 << mantissa),
         below,

@@ -14,6 +14,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from fp8jax.core import formats
+
 # A shard that starts at element 8 * n of the global array adds n * STRIDE to the first seed word.
 STRIDE = 0x9E3779B9
 PARAM_SEED_STRIDE = 0x85EBCA6B
@@ -34,7 +36,6 @@ def counter_noise(
 
     Args:
         seed: two uint32 words.
-        shape: shape of the result.
         row_length: length to which rows of the last axis are padded; None uses their own.
         global_shape: shape of the array that this is a slice of; None if it is not a slice.
         offsets: start of the slice along each axis.
@@ -76,7 +77,6 @@ def decay_dither(count: ArrayLike, decay: ArrayLike = 1.0) -> Array:
     independent noise per element, and it needs neither a key nor element positions.
 
     Args:
-        count: number of the step.
         decay: factor by which a value shrinks if nothing is added; 1 if unknown.
 
     Returns:
@@ -137,10 +137,10 @@ def round_stochastic(
         seed: two uint32 words, random and new at every step.
         row_length, global_shape, offsets: as for `counter_noise`.
     """
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = formats.bitcast(x, jnp.uint32)
     bits = bits + counter_noise(seed, x.shape, row_length, global_shape=global_shape, offsets=offsets)
     bits = bits & np.uint32(0xFFFF0000)
-    return jnp.where(jnp.isnan(x), x, jax.lax.bitcast_convert_type(bits, jnp.float32)).astype(jnp.bfloat16)
+    return jnp.where(jnp.isnan(x), x, formats.bitcast(bits, jnp.float32)).astype(jnp.bfloat16)
 
 
 def advance_counter(seed: Array, counter_blocks: ArrayLike) -> Array:

@@ -97,6 +97,15 @@ class QTensor:
     `optax.tree.map_params` with a tree of shardings: pass `is_leaf=lambda x: isinstance(x, QTensor)`. `shardings`
     returns the shardings of the arrays.
 
+    `jax.tree.map` applies a function to codes and scales alike. The result decodes correctly if the function moves
+    whole blocks, as indexing of a leading axis does. It decodes wrongly, without an error, after these functions:
+
+    - `jnp.roll`, `jnp.sort` or a permutation along an axis with blocks;
+    - `jnp.flip` along such an axis if the last block is short;
+    - arithmetic, such as `lambda a: 0.9 * a`.
+
+    Apply them to the result of `dequantize`.
+
     Attributes:
         codes: array of the logical shape (int10, e2m1: packed).
         scale: one value per block.
@@ -367,9 +376,6 @@ def quantize_with_scale(
         dither: from `fp8jax.core.noise.decay_dither`, for a moment that rounds to nearest, so that its decay is not
             lost.
 
-    Returns:
-        A `QTensor`.
-
     Raises:
         TypeError, ValueError: as for `quantize`; or scales are given for two levels or expansion.
     """
@@ -426,8 +432,8 @@ def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
     if codes.dtype.itemsize > 1:
         return codes
     if _bits(codes.dtype) == 4:
-        return jax.lax.bitcast_convert_type(codes, jnp.uint4).astype(dtype)
-    return jax.lax.bitcast_convert_type(codes.astype(jnp.uint4) if _bits(dtype) == 4 else codes, dtype)
+        return formats.bitcast(codes, jnp.uint4).astype(dtype)
+    return formats.bitcast(codes.astype(jnp.uint4) if _bits(dtype) == 4 else codes, dtype)
 
 
 def _bits(dtype: DTypeLike) -> int:

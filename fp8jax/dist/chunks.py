@@ -1,4 +1,4 @@
-"""Split and join of codes as equal chunks for devices, with buckets of arrays that travel together."""
+"""Split and join of codes as equal chunks for devices, with buckets of arrays that are sent together."""
 
 import dataclasses
 import functools
@@ -94,21 +94,21 @@ def to_bytes(x: Array) -> Array:
 
     All platforms transfer bytes unchanged. XLA on CPUs would convert FP8 to fp16.
     """
-    raw = lax.bitcast_convert_type(x, jnp.uint8)
+    raw = formats.bitcast(x, jnp.uint8)
     return raw if raw.ndim == x.ndim else raw.reshape(*x.shape[:-1], -1)
 
 
 def to_codes(raw: Array, fmt: formats.Format) -> Array:
-    return lax.bitcast_convert_type(raw, fmt.dtype)
+    return formats.bitcast(raw, fmt.dtype)
 
 
 def to_fp32(raw: Array) -> Array:
     """The inverse of `to_bytes` for fp32 numbers."""
-    return lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], -1, 4), jnp.float32)
+    return formats.bitcast(raw.reshape(*raw.shape[:-1], -1, 4), jnp.float32)
 
 
 def buckets(sizes: Sequence[int], limit: int = 1 << 22) -> list[list[int]]:
-    """Indices of arrays that travel together: large arrays alone, small ones in order up to `limit` elements."""
+    """Indices of arrays that are sent together: large arrays alone, small ones in order up to `limit` elements."""
     groups: list[list[int]] = []
     filled = limit
     for i, size in enumerate(sizes):

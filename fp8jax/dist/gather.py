@@ -27,7 +27,7 @@ def gather_weights(
     gradients: Comm | Recipe | str = "bf16",
     dtype: DTypeLike | None = None,
 ) -> Any:
-    """Whole weights from each device's shards, which travel as codes; call it inside `jax.shard_map`.
+    """Whole weights from each device's shards, which are sent as codes; call it inside `jax.shard_map`.
 
     Every device quantizes its shard under the scales of the whole weight and gathers the codes, one byte per element.
     The decoded weights are rounded once. Products of the recipe in `wire_format` round them to the same codes again. In
@@ -93,9 +93,9 @@ def _gather(
     leaves = encoding.encode(w, spec, scale=scale)
 
     def all_gather(x: Array) -> Array:
-        shard_bytes = lax.bitcast_convert_type(x, jnp.uint8)
+        shard_bytes = formats.bitcast(x, jnp.uint8)
         gathered_bytes = lax.all_gather(shard_bytes, axes, axis=dim, tiled=True)
-        return lax.bitcast_convert_type(gathered_bytes, x.dtype)
+        return formats.bitcast(gathered_bytes, x.dtype)
 
     codes = all_gather(leaves.codes)
     scale = leaves.scale if is_scale_shared else all_gather(leaves.scale)

@@ -111,7 +111,7 @@ def _explain_nnx(model: Any, sample: Any, keywords: Any) -> Explanation:
         plan = _trace_plan(plan_call, *shapes)
     modules, settings = nnx_modules.get_modules(model), nnx_modules.get_settings(model)
     assert settings is not None
-    return plan.explain(_list_rows(modules, settings.rules, plan, _nnx_shape), None if plan.error else inspect)
+    return plan.explain(_list_rows(modules, settings.rules, plan, _nnx_shape), None if plan.program.error else inspect)
 
 
 def _explain_linen(model: nn.Module, rules: RuleSet, sample: Any, keywords: Any) -> Explanation:
@@ -151,7 +151,7 @@ def _explain_linen(model: nn.Module, rules: RuleSet, sample: Any, keywords: Any)
     def find_shape(path: str, module: Any) -> tuple[int, ...]:
         return _main_shape({names[-1]: leaf for names, leaf in params.items() if "/".join(names[:-1]) == path})
 
-    return plan.explain(_list_rows(modules, rules, plan, find_shape), None if plan.error else inspect)
+    return plan.explain(_list_rows(modules, rules, plan, find_shape), None if plan.program.error else inspect)
 
 
 def _explain_rules(model: nnx.Module, rules: RuleSet) -> Explanation:

@@ -67,7 +67,7 @@ def _with_recipe_names(method: ModuleMethod) -> Callable:
         with _frozen_as_arrays(self):
             y = method.original(self, *args, **kwargs)  # first: calls are recorded once, in this order
         with training.suppress_training_checks():
-            entries = functional.plan_call(self, method, args, kwargs).entries
+            entries = functional.plan_call(self, method, args, kwargs).program.entries.values()
         modules = get_modules(self)
         names: dict[str, list[str]] = {}
         for entry in entries:
@@ -123,9 +123,7 @@ class QuantizedClassConfig:
     """How the methods of a quantized module's class are transformed.
 
     Attributes:
-        rules: the rules on the paths of layers.
         prefix: the module's path in its model; "" if there are no user rules.
-        methods: the names of the transformed methods.
         is_model: whether it is the model itself, which must have something to quantize.
     """
 

@@ -13,7 +13,7 @@ from jax import Array
 from fp8jax.core import encoding, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize, quantize_decaying
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.autodiff.observations import Place, compare, current_place, observe
+from fp8jax.ops.autodiff.observations import compare, current_place, observe
 from fp8jax.ops.optimizers.leaf import load, scale_and_clip, store
 from fp8jax.ops.optimizers.step import map_leaves
 from fp8jax.optim import checks, flax_variables, master_weights
@@ -101,7 +101,8 @@ def compress_state(
     Raises:
         ValueError: an argument is out of range or unknown; or at `init`, a key matches no moment, or a leaf shaped like
             its parameter has a name that is neither in optax's list nor in `moments`.
-        TypeError: `tx` is not a transformation; or at `init`, its moments are quantized already.
+        TypeError: `tx` is not a transformation; or at `init`, its moments are quantized already, or a parameter has 8
+            bits; or at `update`, the gradient of a real parameter is complex.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax
@@ -137,7 +138,7 @@ def compress_state(
 
     def init(params: optax.Params) -> optax.OptState:
         _, size = storage.require_static(static_group_size, static_min_size)
-        jax.tree_util.tree_map_with_path(checks.check_array, params)
+        checks.check_params(params, only_floating=False)
         inner_state = inner.init(_to_float32(params))
         if any(map(storage.is_quantized, jax.tree.leaves(inner_state, is_leaf=storage.is_quantized))):
             raise TypeError(
@@ -167,7 +168,7 @@ def compress_state(
             )
         changes, new_state = inner.update(gradients, loaded_state, wide_params, **extra_args)
         like = updates if params is None else params
-        changes = jax.tree.map(lambda u, x: u.astype(x.dtype), changes, like)
+        changes = jax.tree_util.tree_map_with_path(_cast_like, changes, like)
         # The new state is stored like the old one: no step changes its types.
         count = optax.safe_increment(outer_state.count) if is_counted else _sum_counts(new_state)
         if count is None:
@@ -178,30 +179,23 @@ def compress_state(
             )
         dither, step_seed, phases = noise.decay_dither(count), noise.step_seed(count), noise.step_seed(0)
         rows = []
-        for path, leaf, value, role in zip(
-            plan.paths, plan.leaves, plan.treedef.flatten_up_to(new_state), plan.roles, strict=True
-        ):
+        for leaf, value in zip(plan.leaves, plan.treedef.flatten_up_to(new_state), strict=True):
             seed = None
-            if isinstance(leaf, QTensor) and leaf.spec.flush_to_zero:
+            if isinstance(leaf.value, QTensor) and leaf.value.spec.flush_to_zero:
                 seed = phases
-            elif role == "first" or (role == "other" and nu_rounding == "stochastic"):
+            elif leaf.role == "first" or (leaf.role == "other" and nu_rounding == "stochastic"):
                 seed = step_seed
             if seed is not None:
-                seed = noise.fold_in_seed(
-                    seed, noise.param_seed(jax.tree_util.keystr(path, simple=True, separator="/"))
-                )
-            rows.append((leaf, value, seed))
-        stored_moments = iter(
-            map_leaves(_store_like, None, dither, [row for row in rows if isinstance(row[0], QTensor)])
-        )
-        new_leaves = [
-            next(stored_moments) if isinstance(row[0], QTensor) else _store_like(None, dither, row) for row in rows
-        ]
+                name = jax.tree_util.keystr(leaf.path, simple=True, separator="/")
+                seed = noise.fold_in_seed(seed, noise.param_seed(name))
+            rows.append((leaf.value, value, seed))
+        stored = iter(map_leaves(_store_like, None, dither, [row for row in rows if isinstance(row[0], QTensor)]))
+        new_leaves = [next(stored) if isinstance(row[0], QTensor) else _store_like(None, dither, row) for row in rows]
         if (place := current_place("")) is not None:
-            new_leaves = [
-                _observe(place._replace(layer=layer), role, value, new)
-                for layer, role, (_, value, _), new in zip(plan.layers, plan.roles, rows, new_leaves, strict=True)
-            ]
+            for i, (leaf, (_, value, _), new) in enumerate(zip(plan.leaves, rows, new_leaves, strict=True)):
+                if isinstance(new, QTensor):
+                    role, place = "m" if leaf.role == "first" else "v", place._replace(layer=leaf.layer)
+                    new_leaves[i] = new.with_codes(observe(new.codes, place, role, compare(value, new)))
         new_state = plan.treedef.unflatten(new_leaves)
         return changes, CountedState(count, new_state) if is_counted else new_state
 
@@ -211,59 +205,65 @@ def compress_state(
     return optax.GradientTransformationExtraArgs(*flax_variables.with_unboxed_variables(*functions))
 
 
-def _observe(place: Place, role: str | None, value: Array, new: Any) -> Any:
-    """A stored moment, with the statistics of its codes."""
-    if not isinstance(new, QTensor):
-        return new
-    return new.with_codes(observe(new.codes, place, "m" if role == "first" else "v", compare(value, new)))
+def _cast_like(path: _Path, change: Array, like: Array) -> Array:
+    if not jnp.issubdtype(like.dtype, jnp.complexfloating):
+        checks.check_real(path, change)
+    return change.astype(like.dtype)
+
+
+class _StateLeaf(NamedTuple):
+    """A leaf of a state.
+
+    Attributes:
+        param: the parameter that its path ends with, or None; `layer` is that parameter's path.
+        storage: how it is stored; None for a leaf that is not a moment.
+        role: "first" or "other"; None for a leaf that is not a moment.
+    """
+
+    path: _Path
+    value: Any
+    param: Any
+    layer: str
+    storage: _Storage | None = None
+    role: str | None = None
 
 
 class _MomentPlan(NamedTuple):
-    """The leaves of a state; for each its parameter with its path, storage and role if it is a moment.
+    """The leaves of a state, with the storage of its moments."""
 
-    Roles are "first", "other", and None for a leaf that is not a moment.
-    """
-
-    paths: list[Any]
-    leaves: list[Any]
-    params: list[Any]
-    layers: list[str]
-    storages: list[_Storage | None]
-    roles: list[str | None]
+    leaves: list[_StateLeaf]
     treedef: jax.tree_util.PyTreeDef
 
     @property
     def has_second_moments(self) -> bool:
         """Whether the state has second moments, of parameters or of their rows and columns."""
-        return any(getattr(key, "name", None) in storage.SECOND_MOMENT_FIELDS for path in self.paths for key in path)
+        keys = (key for leaf in self.leaves for key in leaf.path)
+        return any(getattr(key, "name", None) in storage.SECOND_MOMENT_FIELDS for key in keys)
 
     def encode_state(self, min_size: int) -> optax.OptState:
         """The state with every moment stored by the plan."""
-        columns = zip(self.leaves, self.params, self.storages, strict=True)
         return self.treedef.unflatten(
             [
-                x if storage_spec is None else _encode_moment(x, p, storage_spec, min_size)
-                for x, p, storage_spec in columns
+                leaf.value if leaf.storage is None else _encode_moment(leaf.value, leaf.param, leaf.storage, min_size)
+                for leaf in self.leaves
             ]
         )
 
     def check_storage(self, min_size: int) -> None:
         """Raises ValueError for moments that are not stored by the plan."""
-        for path, x, storage_spec in zip(self.paths, self.leaves, self.storages, strict=True):
-            if storage_spec is not None:
-                is_quantized = isinstance(storage_spec, QuantSpec) and storage.should_quantize(
-                    x.shape, storage_spec, min_size
-                )
-                checks.check_storage("the moment", path, x, storage_spec, is_quantized)
+        for path, x, *_, spec, _ in self.leaves:
+            if spec is not None:
+                is_quantized = isinstance(spec, QuantSpec) and storage.should_quantize(x.shape, spec, min_size)
+                checks.check_storage("the moment", path, x, spec, is_quantized)
 
     def decode_state(self) -> optax.OptState:
         """The state with every moment in fp32."""
-        decoded = iter(map_leaves(_decode_moment, None, None, [x for x in self.leaves if isinstance(x, QTensor)]))
-        pairs = zip(self.leaves, self.storages, strict=True)
+        quantized = [leaf.value for leaf in self.leaves if isinstance(leaf.value, QTensor)]
+        decoded = iter(map_leaves(_decode_moment, None, None, quantized))
         return self.treedef.unflatten(
             [
-                next(decoded) if isinstance(x, QTensor) else x if storage_spec is None else load(x)
-                for x, storage_spec in pairs
+                next(decoded) if isinstance(x, QTensor) else x if spec is None else load(x)
+                for _, x, *_, spec, _ in self.leaves
             ]
         )
 
@@ -286,20 +286,19 @@ def _make_plan(
         path: x for path, x in jax.tree_util.tree_leaves_with_path(params) if jnp.issubdtype(x.dtype, jnp.floating)
     }
     paths, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=storage.is_quantized)
-    plan = _MomentPlan([path for path, _ in paths], [leaf for _, leaf in paths], [], [], [], [], treedef)
-    names, used_rules = set(), set()
+    leaves, names, used_rules = list[_StateLeaf](), set(), set()
     for path, leaf in paths:
-        param_start = _find_param_start(path, params_by_path)
+        # The longest path of a parameter that this one ends with.
+        param_start = next((n for n in range(len(path) + 1) if path[n:] in params_by_path), None)
         param = None if param_start is None else params_by_path[path[param_start:]]
         shape = None if param is None else param.shape
         if isinstance(leaf, QTensor) and leaf.shape != shape:
-            where = jax.tree_util.keystr(path)
-            raise ValueError(f"the moment {where} has shape {leaf.shape}, but its gradient has {shape}")
-        plan.params.append(param)
+            found = "is None or not of a floating dtype" if shape is None else f"has shape {shape}"
+            raise ValueError(
+                f"the moment {jax.tree_util.keystr(path)} has shape {leaf.shape}, but its gradient {found}"
+            )
         param_path = () if param_start is None else path[param_start:]
-        plan.layers.append(jax.tree_util.keystr(param_path, simple=True, separator="/"))
-        plan.storages.append(None)
-        plan.roles.append(None)
+        leaves.append(_StateLeaf(path, leaf, param, jax.tree_util.keystr(param_path, simple=True, separator="/")))
         if leaf.shape != shape or not (isinstance(leaf, QTensor) or jnp.issubdtype(leaf.dtype, jnp.floating)):
             continue
         name = jax.tree_util.keystr(path[:param_start], simple=True, separator=".")
@@ -310,9 +309,9 @@ def _make_plan(
                 f"compress_state does not know the field {name!r} of the state; pass its storage, such as "
                 f"moments={{'{last or '*'}': 'fp32'}}"
             )
-        plan.roles[-1] = "first" if last in storage.FIRST_MOMENTS else "other"
-        plan.storages[-1] = stored = default_storage[last] if key is None else rules[key]
-        if last in storage.FIRST_MOMENTS and isinstance(stored, QuantSpec) and not formats.get(stored.format).is_signed:
+        is_first, stored = last in storage.FIRST_MOMENTS, default_storage[last] if key is None else rules[key]
+        leaves[-1] = leaves[-1]._replace(storage=stored, role="first" if is_first else "other")
+        if is_first and isinstance(stored, QuantSpec) and not formats.get(stored.format).is_signed:
             raise ValueError(
                 f"moments[{key!r}]: {stored.format!r} is unsigned, but the first moment {name!r} is signed"
             )
@@ -324,12 +323,7 @@ def _make_plan(
             f"moments: {', '.join(map(repr, unused))} matches no moment, or only those of an earlier key; the moments "
             f"are {', '.join(map(repr, sorted(names))) or 'none'}"
         )
-    return plan
-
-
-def _find_param_start(path: _Path, params_by_path: Mapping[_Path, Any]) -> int | None:
-    """The index in a leaf's path at which the path of a parameter begins, the longest if several fit."""
-    return next((n for n in range(len(path) + 1) if path[n:] in params_by_path), None)
+    return _MomentPlan(leaves, treedef)
 
 
 def _resolve_storage(

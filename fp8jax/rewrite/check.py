@@ -27,7 +27,6 @@ class Deviation(NamedTuple):
     """The relative errors of one operation, as norms of differences over norms.
 
     Attributes:
-        entry: the operation.
         forward_error, gradient_error: of its result, and of its operands' gradients for a random one of its result.
         forward_tolerance, gradient_tolerance: the errors that the recipe's formats explain.
     """

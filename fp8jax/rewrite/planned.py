@@ -11,6 +11,7 @@ from fp8jax.core.recipe import Linear
 from fp8jax.ops.dispatch import choice
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.explanation import Explanation
+from fp8jax.rewrite.plan import ProgramPlan
 from fp8jax.rewrite.states import (
     ParameterState,
     States,
@@ -21,34 +22,26 @@ from fp8jax.rewrite.states import (
     merge_use_stats,
     use_inputs_from_parameter_states,
 )
-from fp8jax.rewrite.unplanned import UnquantizedShare, UnquantizedWarning
+from fp8jax.rewrite.unplanned import UnquantizedWarning
 
 
 class CallPlan(NamedTuple):
     """The plan of all calls with the same program.
 
     Attributes:
-        entries: the entry of each matmul, norm and activation that the rules concern.
-        uses: the matmuls of each parameter, with their recipes.
         paths: for each array its parameter path; None for data.
-        result_structure: the tree structure of the results.
         run, compiled: run the planned program on arrays and use inputs; `compiled` is jitted.
         list_rows: returns the rows of `explain`, in program order.
         note_exchange: returns `fp8jax.rewrite.explanation.exchange_note` of the program.
-        error, share, unsplit_note: see `fp8jax.rewrite.plan.ProgramPlan`.
     """
 
-    entries: tuple[PlanEntry, ...]
-    uses: dict[WeightUse, Linear]
+    program: ProgramPlan
     paths: tuple[str | None, ...]
     result_structure: Any
     run: Callable
     compiled: Callable
     list_rows: Callable[[], tuple[PlanEntry, ...]]
     note_exchange: Callable[[], str]
-    error: str = ""
-    share: UnquantizedShare = UnquantizedShare()
-    unsplit_note: str = ""
 
     def explain(self, rows: Sequence[PlanEntry] | None = None, inspect: Callable[[], Any] | None = None) -> Explanation:
         """The plan for a reader.
@@ -57,22 +50,15 @@ class CallPlan(NamedTuple):
             rows: the rows to show in place of those of `list_rows`.
             inspect: compiles the program, as in `Explanation`.
         """
-        notes = (
-            f"a call raises ValueError: {self.error}" if self.error else None,
-            self.unsplit_note,
-            choice.missing_kernels_advice(),
-        )
+        program = self.program
+        error = f"a call raises ValueError: {program.error}" if program.error else None
+        notes = error, program.unsplit_note, choice.missing_kernels_advice()
         rows = self.list_rows() if rows is None else rows
-        return Explanation(tuple(rows), self.share.text, tuple(filter(None, notes)), self.note_exchange(), inspect)
+        return Explanation(tuple(rows), program.share.text, tuple(filter(None, notes)), self.note_exchange(), inspect)
 
 
 class Notices:
-    """The warnings that one transformed function or model has issued.
-
-    Attributes:
-        texts: their texts.
-        is_silent: whether warnings are suppressed now.
-    """
+    """The warnings that one transformed function or model has issued."""
 
     def __init__(self) -> None:
         self.texts = set[str]()
@@ -97,26 +83,26 @@ class PlannedCall(NamedTuple):
     @property
     def uses(self) -> dict[WeightUse, Linear]:
         """The matmuls of each parameter, with their recipes."""
-        return self.plan.uses
+        return self.plan.program.uses
 
     def warn(self, notices: Notices) -> None:
         """Warn, once for each text, of loops over blocks that are not split, and of FLOPs that stay in 16 bits.
 
         It warns of these if they are over a tenth of all, although the rules ask for fewer.
         """
-        share, note = self.plan.share, self.plan.unsplit_note
+        _, _, error, share, note = self.plan.program
         if note and not notices.is_silent and note not in notices.texts:
             notices.texts.add(note)
             frames.warn(f"{note}. Scan over the whole stack; fp8jax.Rule(path, recipe) for a parameter silences this")
         is_known = notices.is_silent or share.text in notices.texts
-        if share.is_notable and not self.plan.error and not is_known:
+        if share.is_notable and not error and not is_known:
             notices.texts.add(share.text)
             text = f"{share.text}. explain lists each product. fp8jax.Rule(path, None) for a parameter silences this"
             frames.warn(text, UnquantizedWarning)
 
     def _raise_error(self) -> None:
-        if self.plan.error:
-            raise ValueError(self.plan.error)
+        if error := self.plan.program.error:
+            raise ValueError(error)
 
     @property
     def weights(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,9 +77,6 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
         found: statistics of a training step of these layers, from `fp8jax.telemetry`. They include errors that scaling
             states cause. None measures this batch, with new states.
 
-    Returns:
-        A `Suggestion`.
-
     Raises:
         ValueError: as a call of `fp8jax.transform`.
         TypeError: `fn` is transformed already.
@@ -97,7 +94,7 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
     for fault in faults:
         if fault.role in _ROLES and fault.statistic != "nonfinite" and fault.layer in measured:
             mendable.setdefault(fault.layer, fault)
-    chosen = _rules_for_shapes(transform(fn, given).plan_call(params, *args).plan.entries)
+    chosen = _rules_for_shapes(transform(fn, given).plan_call(params, *args).plan.program.entries.values())
     pending = [layer for layer in mendable if layer not in chosen]
     for remedy in _REMEDIES:
         if not pending or given == (remedy,):
@@ -150,7 +147,7 @@ def _to_scalars(results: Any) -> tuple[Array, Array]:
     return sum(projections, start=jnp.zeros([])), jnp.full([], jnp.nan)
 
 
-def _rules_for_shapes(entries: Sequence[PlanEntry]) -> dict[str, tuple[Rule, str]]:
+def _rules_for_shapes(entries: Iterable[PlanEntry]) -> dict[str, tuple[Rule, str]]:
     """Rules for layers that are slower in 8 bits, with reasons, by layer; none on devices without measured rates."""
     if cost_model.current_rates()[1]:
         return {}

@@ -252,13 +252,13 @@ class Transformed:
         call_info = self._make_call_info(shapes)
         graph = self._read(program, paths, frozen_infos, call_info)
         try:
-            entries, uses, message, unquantized, unsplit_note = plan(graph, self._rules, call_info)
+            program_plan = plan(graph, self._rules, call_info)
         except ValueError as error:
             _hint_closed_over_arrays(error, program.consts)
             raise
+        entries, uses = program_plan.entries, program_plan.uses
         for node, entry in entries.items():
             node.path = entry.path
-        structure = jax.tree.structure(shapes)
         graph_schedule = schedule(graph)
         if any(entry.is_quantized for entry in entries.values()):
             choice.warn_if_kernels_missing()
@@ -271,20 +271,8 @@ class Transformed:
 
         compiled = jax.jit(run, static_argnames="collect_stats")
         rows = functools.partial(list_rows, graph, graph_schedule, self._rules, call_info, entries)
-        exchange, plan_entries = functools.partial(exchange_note, graph), tuple(entries.values())
-        return CallPlan(
-            plan_entries,
-            uses,
-            tuple(paths),
-            structure,
-            run,
-            compiled,
-            rows,
-            exchange,
-            message,
-            unquantized,
-            unsplit_note,
-        )
+        exchange = functools.partial(exchange_note, graph)
+        return CallPlan(program_plan, tuple(paths), jax.tree.structure(shapes), run, compiled, rows, exchange)
 
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is a static setting: each of its values is a program of its own."""
@@ -412,9 +400,6 @@ def transform(
             several, paths begin with their positions or names.
         static: arguments that are settings, like `static_argnums` of `jax.jit`. Leaves that are neither arrays nor
             numbers, such as booleans, strings and functions, always are.
-
-    Returns:
-        A `Transformed`.
 
     Raises:
         ValueError: there are no rules. From a call: a rule matches nothing, or there is no matmul of data with a

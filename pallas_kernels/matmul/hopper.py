@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import call_mosaic
 from pallas_kernels.matmul.hopper_epilogue import COLUMN_LAYOUT as COLUMN_LAYOUT
 from pallas_kernels.matmul.hopper_epilogue import (
+    NO_SCALES,
     OUT_DTYPES,
     Epilogue,
     MatrixOutput,
@@ -119,8 +120,8 @@ def pipelined_matmul(
     *,
     name: str,
     tile: Tile,
-    epilogue: Epilogue,
     out_dtype: Any,
+    epilogue: Epilogue = NO_SCALES,
     use_inline_wgmma: bool = False,
     second_operand: SecondOperand | None = None,
     schedule: Schedule | None = None,
@@ -144,8 +145,8 @@ def pipelined_matmul(
         is_k_major: whether K is the last dimension of both operands, otherwise the first; 16-bit operands only.
         static_key: static arguments of `compute`, `streams` and `schedule`, apart from name, tile and shapes.
     """
-    if schedule is not None and (tile.cluster or epilogue.residual is not None):
-        raise ValueError(f"{tile}: a schedule does not support clusters or a residual")
+    if schedule is not None and tile.cluster:
+        raise ValueError(f"{tile}: a schedule does not support clusters")
     if second_operand is not None and (schedule is None or tile.split is None or tile.lead_slices):
         raise ValueError(
             f"{tile}: a second operand requires a schedule, and tiles that warpgroups share without a lead"

@@ -1,4 +1,4 @@
-"""The epilogue of every Hopper matrix product: fp32 scales, bias and residual, then stores to device memory."""
+"""The epilogue of every Hopper matrix product: fp32 scales, then stores to device memory."""
 
 import dataclasses
 import functools
@@ -21,17 +21,18 @@ COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """Operands of out = acc * scale * row_scale[:, None] * column_scale[None, :] + bias + residual, in fp32.
+    """Operands of out = acc * scale * row_scale[:, None] * column_scale[None, :], in fp32.
 
     Attributes:
-        scale: fp32 (). row_scale: fp32 (M,). column_scale: fp32 (N,). bias: (N,). residual: (M, N). None omits a term.
+        scale: fp32 (). row_scale: fp32 (M,). column_scale: fp32 (N,). None omits a factor.
     """
 
     scale: jax.Array | None = None
     row_scale: jax.Array | None = None
     column_scale: jax.Array | None = None
-    bias: jax.Array | None = None
-    residual: jax.Array | None = None
+
+
+NO_SCALES = Epilogue()
 
 
 def check_array(name: str, x: jax.Array | None, shape: tuple[int, ...], dtypes: Sequence[Any]) -> None:
@@ -48,8 +49,6 @@ def check_epilogue(epilogue: Epilogue, m: int, n: int) -> None:
     check_array("scale", epilogue.scale, (), (jnp.float32,))
     check_array("row_scale", epilogue.row_scale, (m,), (jnp.float32,))
     check_array("column_scale", epilogue.column_scale, (n,), (jnp.float32,))
-    check_array("bias", epilogue.bias, (n,), OUT_DTYPES)
-    check_array("residual", epilogue.residual, (m, n), OUT_DTYPES)
 
 
 def swizzle_transforms(swizzle: int) -> tuple[Any, ...]:
@@ -70,7 +69,7 @@ class OutputRefs(NamedTuple):
     Attributes:
         outputs: references to the results in device memory.
         operands: references to its operands, in the order of `MatrixOutput.prepare`.
-        scratch: references to shared memory and barriers, by name.
+        scratch: references to shared memory, by name.
         is_interpreted: whether Pallas's interpreter runs, which has no registers.
     """
 
@@ -87,10 +86,8 @@ class MatrixOutput:
     Attributes:
         shape: of the array that the kernel writes; M and N padded for TMA.
         dtype: bfloat16 or float32.
-        tile: of the product.
         piece_shape: rows and columns of a store.
         num_slots: number of pieces of a warpgroup that may wait for their store.
-        operand_names: names of the epilogue's vectors, then "residual" if there is one.
         column_stride: columns of a matrix's column scales in a grouped product.
     """
 
@@ -120,12 +117,7 @@ class MatrixOutput:
             operands["row_scale"] = pad_axis(epilogue.row_scale, 0, rows)
         if epilogue.column_scale is not None:
             operands["column_scale"] = pad_axis(epilogue.column_scale, epilogue.column_scale.ndim - 1, cols).reshape(-1)
-        if epilogue.bias is not None:
-            operands["bias"] = pad_axis(epilogue.bias.astype(jnp.float32), 0, cols)
-        if epilogue.residual is not None:
-            residual = pad_axis(epilogue.residual.astype(dtype), 1, out_shape[1])
-            operands["residual"] = pad_axis(residual, 0, max(out_shape[0], 64))
-        elif tile.rows * tile.cols * itemsize <= num_slots * 64 * 128:
+        if tile.rows * tile.cols * itemsize <= num_slots * 64 * 128:
             piece_shape, num_slots = (tile.rows, tile.cols), 1  # one store, after one barrier
         output = MatrixOutput(out_shape, dtype, tile, piece_shape, num_slots, tuple(operands), cols)
         return output, list(operands.values())
@@ -137,26 +129,20 @@ class MatrixOutput:
 
     @property
     def scratch(self) -> dict[str, Any]:
-        """Shared memory and barriers by name."""
+        """Shared memory by name."""
         itemsize = jnp.dtype(self.dtype).itemsize
         transforms = tiling_transforms(_swizzle(self.tile, itemsize), itemsize)
         ring = plgpu.SMEM((WARPGROUPS, self.num_slots, *self.piece_shape), self.dtype, transforms=transforms)
-        if "residual" not in self.operand_names:
-            return {"out_ring": ring}
-        return {"out_ring": ring, "residual_barrier": plgpu.Barrier(num_barriers=WARPGROUPS * self.num_slots)}
+        return {"out_ring": ring}
 
     def writer(
         self, refs: OutputRefs, group: jax.Array, pipeline: WarpgroupPipeline, position: TilePosition
     ) -> "Writer":
         """Return the writer of a warpgroup's part of the tile at a position."""
-        operands = dict(zip(self.operand_names, refs.operands, strict=True))
-        residual, barriers = operands.pop("residual", None), refs.scratch.get("residual_barrier")
         return Writer(
             out_ref=refs.outputs[0],
-            residual_ref=residual,
             slot_refs=refs.scratch["out_ring"].at[group],
-            residual_barrier=None if barriers is None else (lambda slot: barriers.at[group * self.num_slots + slot]),
-            epilogue_refs=operands,
+            scale_refs=dict(zip(self.operand_names, refs.operands, strict=True)),
             row=pipeline.row,
             col=pipeline.col,
             tile=self.tile,
@@ -174,10 +160,8 @@ class MatrixOutput:
         zeros = plgpu.layout_cast(jnp.zeros(self.piece_shape, jnp.float32), plgpu.Layout.WGMMA)
         writer = Writer(
             out_ref=refs.outputs[0],
-            residual_ref=None,
             slot_refs=refs.scratch["out_ring"].at[group],
-            residual_barrier=None,
-            epilogue_refs={},
+            scale_refs={},
             row=position.row,
             col=position.col,
             tile=dataclasses.replace(self.tile, rows=height, cols=width),
@@ -209,10 +193,8 @@ class Writer:
     """
 
     out_ref: Any
-    residual_ref: Any
     slot_refs: Any
-    residual_barrier: Any
-    epilogue_refs: dict[str, Any]
+    scale_refs: dict[str, Any]
     row: Any
     col: Any
     tile: Tile
@@ -232,31 +214,15 @@ class Writer:
     def slot_count(self) -> int:
         return min(self.tile.store_slots, len(self.pieces))
 
-    def window(self, piece: int) -> tuple[Any, Any]:
-        (i, j), (height, width) = self.pieces[piece], self.piece_shape
-        return pl.ds(self.row + i, height), pl.ds(self.col + j, width)
-
     def prefetch(self) -> tuple[Any, Any]:
-        """Return the scales, and start to load the first residual pieces, before the K loop hides their latency."""
-        if self.residual_ref is not None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for piece in range(self.slot_count):
-                self._fetch_residual(piece)
-        scale = self.epilogue_refs["scale"][self.matrix] if "scale" in self.epilogue_refs else None
-        row = (
-            self._load_vector("row_scale", self.row, self.tile.rows, ROW_LAYOUT)
-            if "row_scale" in self.epilogue_refs
-            else None
-        )
-        return scale, row
+        """Return the tensor's and the rows' scales. The K loop hides the latency of these loads."""
+        scale = self.scale_refs["scale"][self.matrix] if "scale" in self.scale_refs else None
+        return scale, self._load_scales("row_scale", self.row, self.tile.rows, ROW_LAYOUT)
 
-    def _fetch_residual(self, piece: int) -> None:
-        slot = piece % self.slot_count
-        plgpu.copy_gmem_to_smem(
-            self.residual_ref.at[self.window(piece)], self.slot_refs.at[slot], self.residual_barrier(slot))  # fmt: skip
-
-    def _load_vector(self, name: str, start: jax.Array, size: int, layout: Any) -> jax.Array:
-        return plgpu.load(self.epilogue_refs[name].at[pl.ds(start, size)], layout=layout, optimized=False)
+    def _load_scales(self, name: str, start: jax.Array, size: int, layout: Any) -> jax.Array | None:
+        if name not in self.scale_refs:
+            return None
+        return plgpu.load(self.scale_refs[name].at[pl.ds(start, size)], layout=layout, optimized=False)
 
     def write(self, factors: tuple[Any, Any], accumulators: Sequence[tuple[int, int, jax.Array]]) -> None:
         """Write the tile from accumulators (first row, first column, array), ordered from left to right."""
@@ -283,17 +249,12 @@ class Writer:
         slot = self.slot_refs.at[piece % self.slot_count]
         for top in tops:
             value = scaled(top)
-            if self.residual_ref is not None:
-                plgpu.barrier_wait(self.residual_barrier(piece % self.slot_count))
-                value = value + plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-            elif top == tops[0]:
+            if top == tops[0]:
                 plgpu.wait_smem_to_gmem(self._pending_stores(piece), wait_read_only=True)
             slot.at[pl.ds(top - tops[0], 64)][...] = value.astype(self.out_dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slot, self.out_ref.at[self.window(piece)])
-        if self.residual_ref is not None and piece + self.slot_count < len(self.pieces):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self._fetch_residual(piece + self.slot_count)
+        (i, j), (height, width) = self.pieces[piece], self.piece_shape
+        plgpu.copy_smem_to_gmem(slot, self.out_ref.at[pl.ds(self.row + i, height), pl.ds(self.col + j, width)])
 
     def _store_rows(self, piece: int, values: dict[int, jax.Array]) -> None:
         """Store the rows of a piece that lie in `row_range`."""
@@ -319,7 +280,7 @@ class Writer:
     def _scaled_piece(
         self, accumulators: Sequence[Any], scale: jax.Array | None, row: jax.Array | None, i: int, *, j: int
     ) -> jax.Array:
-        """Return 64 rows from `i` on, of a piece's columns from `j` on, with scales and bias, in fp32."""
+        """Return 64 rows from `i` on, of a piece's columns from `j` on, with scales, in fp32."""
         width = self.piece_shape[1]
         columns = [
             x[i - top : i - top + 64, max(j - first, 0) : j - first + width]
@@ -331,12 +292,8 @@ class Writer:
             value = value * lax.broadcast_in_dim(row[i : i + 64], value.shape, [0])
         elif scale is not None:
             value = value * scale
-        for name, term in (("column_scale", jnp.multiply), ("bias", jnp.add)):
-            if name in self.epilogue_refs:
-                start = self.first_column + self.col + j
-                vector = self._load_vector(name, start, width, COLUMN_LAYOUT)
-                value = term(value, lax.broadcast_in_dim(vector, value.shape, [1]))
-        return value
+        column = self._load_scales("column_scale", self.first_column + self.col + j, width, COLUMN_LAYOUT)
+        return value if column is None else value * lax.broadcast_in_dim(column, value.shape, [1])
 
     def _pending_stores(self, piece: int) -> int:
         """Return the number of stores since the last one from the slot of a piece, in this tile or the previous one."""

@@ -5,7 +5,7 @@ fp8jax/ops/matmul/matmul.py.
 """
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,11 @@ def matmul_block(
     a_scale: jax.Array,
     b_scale: jax.Array,
     *,
-    bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: Tile | None = None,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
-    """Return `dequantize(a) @ dequantize(b).T + bias + residual`, with a scale for every 128 of K.
+    """Return `dequantize(a) @ dequantize(b).T`, with a scale for every 128 of K.
 
     The tensor cores add 128 products with about 14 bits. Each partial sum, times its two scales, is added to an fp32
     accumulator. NaN of a code or scale propagates to its row or column. The scheme is DeepSeek-V3's (arXiv 2412.19437,
@@ -39,7 +37,7 @@ def matmul_block(
         a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), also K-major. The two types may differ.
         a_scale: (M, ceil(K / 128)) float32, one per row and 128 of K (1x128).
         b_scale: float32, (ceil(N / 128), ceil(K / 128)) for 128x128 blocks, or (N, ceil(K / 128)) for 1x128.
-        bias, residual, out_dtype, tile, interpret: as in `matmul_mosaic.matmul`.
+        out_dtype, tile, interpret: as in `matmul_mosaic.matmul`.
 
     Returns:
         (M, N) in `out_dtype`.
@@ -47,8 +45,6 @@ def matmul_block(
     hopper.check_operands(a, b, out_dtype)
     (m, k), n = a.shape, b.shape[0]
     blocks = hopper.ceil_div(k, hopper.K_STEP)
-    epilogue = hopper.Epilogue(bias=bias, residual=residual)
-    hopper.check_epilogue(epilogue, m, n)
     has_column_scales = b_scale.shape == (n, blocks) and n > 1
     hopper.check_array("a_scale", a_scale, (m, blocks), (jnp.float32,))
     if not has_column_scales:
@@ -58,12 +54,12 @@ def matmul_block(
     if has_column_scales:
         streams.append(hopper.Stream.from_slices(b_scale, tile.block_cols, lambda position: position.b_row))
     else:
-        # A tile that starts inside of a block extends into one more.
-        rows = hopper.ceil_div(tile.block_cols, 128) + (tile.block_cols % 128 > 0)
-        streams.append(hopper.Stream.from_rows(b_scale, rows, lambda position: lax.div(position.b_row, 128)))
+        streams.append(
+            hopper.Stream.from_blocks(b_scale, tile.block_cols, lambda position: lax.div(position.b_row, 128))
+        )
     return hopper.pipelined_matmul(
         make_compute(tile, has_column_scales, interpret is not None), a, b, streams, name="fp8_matmul_block",
-        tile=tile, epilogue=epilogue, out_dtype=out_dtype, use_inline_wgmma=True, static_key=has_column_scales,
+        tile=tile, out_dtype=out_dtype, use_inline_wgmma=True, static_key=has_column_scales,
         interpret=interpret,
     )  # fmt: skip
 
@@ -146,12 +142,14 @@ def make_compute(tile: Tile, has_column_scales: bool, is_interpreted: bool, may_
     return compute
 
 
-def best_tile(m: int, n: int) -> Tile:
+def best_tile(m: int, n: int, split: Literal["M", "N"] = "M") -> Tile:
     """Return the tile of least estimated cost: tiles per multiprocessor times the relative cost of a tile.
 
     Idle multiprocessors of the last wave count half: at its power limit, the GPU clocks the busy ones higher.
+    `split` is that of a tile of two warpgroups.
     """
-    choices = (2.0, Tile(128, 128, num_stages=3, store_slots=4, band_width=16)), (1.08, Tile(64, 128, num_stages=5))
+    large = Tile(128, 128, split, num_stages=3, store_slots=4, band_width=16)
+    choices = (2.0, large), (1.08, Tile(64, 128, num_stages=5))
 
     def cost(choice: tuple[float, Tile]) -> float:
         tiles = hopper.mean_tiles_per_sm(m, n, choice[1])

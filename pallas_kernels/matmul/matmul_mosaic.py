@@ -25,14 +25,12 @@ def matmul(
     scale: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     column_scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     fast: bool = True,
     tile: hopper.Tile | None = None,
     interpret: hopper.Interpret = None,
 ) -> Any:
-    """Return `(a @ b.T) * scale * row_scale[:, None] * column_scale[None, :] + bias + residual`.
+    """Return `(a @ b.T) * scale * row_scale[:, None] * column_scale[None, :]`.
 
     The tensor cores add FP8 products along K with about 14 bits. With `fast`, they do so over all of K; otherwise sums
     over 512 are promoted to fp32. Sums of int8 are exact in int32, and rounded to fp32 once. NaN in an operand or
@@ -43,7 +41,6 @@ def matmul(
         a: (M, K) float8_e4m3fn, float8_e5m2 or int8.
         b: (N, K), also K-major. The two FP8 types may differ; int8 needs int8, and K up to 131,071.
         scale: () float32, the product of both per-tensor scales. row_scale: (M,) float32. column_scale: (N,) float32.
-        bias: (N,) float32 or bfloat16. residual: (M, N) float32 or bfloat16, rounded to `out_dtype` first.
         out_dtype: bfloat16 or float32.
         fast: whether FP8 products use fast accumulation.
         tile: tuning; None selects it by shape. interpret: interpreter parameters, to run on CPU.
@@ -55,7 +52,7 @@ def matmul(
     Raises:
         TypeError, ValueError: a dtype or shape other than these. NotImplementedError: jax < 0.11.
     """
-    epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual)
+    epilogue = hopper.Epilogue(scale, row_scale, column_scale)
     is_int8 = a.dtype == jnp.int8
     hopper.check_operands(a, b, out_dtype, (jnp.int8,) if is_int8 else hopper.FP8_DTYPES)
     (m, k), n = a.shape, b.shape[0]
@@ -63,8 +60,7 @@ def matmul(
         check_int8_k(k)
     fast = fast or is_int8  # int32 sums are exact
     hopper.check_epilogue(epilogue, m, n)
-    max_cols = 160 if residual is not None else 192  # more columns need too many registers in the epilogue
-    tile = tile or best_tile(m, n, k, max_cols, fast)
+    tile = tile or best_tile(m, n, k, fast)
     return hopper.pipelined_matmul(
         make_compute(tile, jnp.int32 if is_int8 else jnp.float32, fast),
         a,
@@ -135,11 +131,11 @@ def make_compute(tile: hopper.Tile, accumulator_dtype: Any, fast: bool) -> Any:
     return accumulate_fast if fast else accumulate_promoted
 
 
-def best_tile(m: int, n: int, k: int, max_cols: int = 192, fast: bool = True) -> hopper.Tile:
+def best_tile(m: int, n: int, k: int, fast: bool = True) -> hopper.Tile:
     """Return the tile of least estimated time: number of waves times the cost of a tile.
 
     A 128-deep step costs its tensor-core cycles, and slightly more in narrow tiles. Alternating warpgroups, each with
-    128 rows and at most `max_cols` columns, hide their epilogues; a shared tile adds its own.
+    128 rows and at most 192 columns, hide their epilogues; a shared tile adds its own.
     """
     steps = hopper.ceil_div(k, hopper.K_STEP)
 
@@ -154,6 +150,5 @@ def best_tile(m: int, n: int, k: int, max_cols: int = 192, fast: bool = True) ->
             128, columns, None, stages, cluster=hopper.choose_cluster(n, columns, "N") or hopper.choose_cluster(m, 128)
         )
         for columns, stages in ((128, 6), (160, 5), (192, 4))
-        if columns <= max_cols
     ]
     return min([*alternating_tiles, hopper.Tile()], key=cost)

@@ -26,14 +26,11 @@ def matmul_mx(
     scale: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     column_scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: hopper.Tile | None = None,
-    unroll: int = 2,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
-    """Return `(a * 2^(a_exponent - 127)) @ b.T`, with scales, bias and residual as in `matmul_mosaic.matmul`.
+    """Return `(a * 2^(a_exponent - 127)) @ b.T`, with scales as in `matmul_mosaic.matmul`.
 
     The left operand is microscaled: an fp32 outer scale per tensor (`scale`) or per row (`row_scale`), and a power of
     two per 32 of K (MOSS, section 3.1). Partial sums over 32, times their power of two, are added to an fp32
@@ -42,11 +39,11 @@ def matmul_mx(
     Args:
         a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), also K-major.
         a_exponent: (M, ceil(K / 32)) uint8, biased exponents (E8M0).
-        tile, unroll: tuning; tiles of 64 rows.
+        tile: tuning; tiles of 64 rows.
 
     Other arguments, the result, transformations and errors are those of `matmul_mosaic.matmul`.
     """
-    epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual)
+    epilogue = hopper.Epilogue(scale, row_scale, column_scale)
     hopper.check_operands(a, b, out_dtype)
     (m, k), n = a.shape, b.shape[0]
     hopper.check_epilogue(epilogue, m, n)
@@ -56,8 +53,8 @@ def matmul_mx(
         raise ValueError(f"{tile} has {tile.rows} rows; microscaled products need 64")
     stream = hopper.Stream.from_slices(_exponent_words(a_exponent, k), tile.block_rows, lambda position: position.row)
     return hopper.pipelined_matmul(
-        _make_compute(tile, unroll, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,
-        out_dtype=out_dtype, use_inline_wgmma=True, static_key=unroll, interpret=interpret,
+        _make_compute(tile, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,
+        out_dtype=out_dtype, use_inline_wgmma=True, interpret=interpret,
     )  # fmt: skip
 
 
@@ -68,7 +65,7 @@ def _exponent_words(exponent: jax.Array, k: int) -> jax.Array:
     return lax.bitcast_convert_type(exponent.reshape(exponent.shape[0], steps, GROUPS_PER_STEP), jnp.int32)
 
 
-def _make_compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> Any:
+def _make_compute(tile: hopper.Tile, interpret: hopper.Interpret) -> Any:
     def start_group_product(pipeline: hopper.WarpgroupPipeline, slot: Any, group: Any) -> jax.Array:
         if interpret is None:
             return start_product(pipeline.a(slot), pipeline.b(slot, transposed=False), [group])
@@ -101,7 +98,7 @@ def _make_compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -
             return promote(acc, 0, *pending)
 
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), plgpu.Layout.WGMMA)
-        finish([(0, 0, pipeline.loop_over_k(body, zero, unroll))])
+        finish([(0, 0, pipeline.loop_over_k(body, zero, unroll=2))])
 
     return compute
 

@@ -5,7 +5,6 @@ the change or new weight, and both moments, in place. Hardware: Ada or newer. Re
 fp8jax/ops/optimizers/adamw.py.
 """
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -28,6 +27,8 @@ PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 CODE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 FP8_CAPABILITY = 89
 WARP, ELEMENTS_PER_THREAD = 32, 16
+# Contiguous elements of a thread, in one layout for codes, gradients and weights; loads have at most 16 bytes.
+VECTOR = 8
 # Approximates 1 / (1 + x) by 1 - _RECIPROCAL_SLOPE * x, for x up to 1 / 128.
 _RECIPROCAL_SLOPE = 0.9935
 # Below this bound, quotients by 1 - b2 may overflow fp32.
@@ -154,23 +155,6 @@ class DeadElementParams(NamedTuple):
     lowest: float
 
 
-@dataclasses.dataclass(frozen=True)
-class AdamWLaunch:
-    """Launch parameters: tuning only, never the result.
-
-    Attributes:
-        warps: warps of a program.
-        vector: contiguous elements of a thread, in one layout for codes, gradients and weights; loads have at most 16
-            bytes.
-        elements: elements per thread of the fast path, 16 or 32; None: 32 for 16-bit results, otherwise 16. Groups of
-            1024 always use 32, other tiles of the general path 16.
-    """
-
-    warps: int = 1
-    vector: int = 8
-    elements: int | None = None
-
-
 @triton.jit
 def _adamw(
     grad_ptr: tl.tensor,
@@ -285,7 +269,6 @@ def adamw(
     nu_seed: Array | None = None,
     salt: ArrayLike = 0,
     run: tuple[int, int] | None = None,
-    launch: AdamWLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array | tuple[Array, Array], tuple[Array, ...], tuple[Array, ...]]:
     """Return the results of one AdamW step on one parameter.
@@ -308,7 +291,7 @@ def adamw(
         salt: a number of this parameter, uint32, that is mixed into `nu_seed`.
         run: for a shard, whose noise depends on the position in the whole: consecutive groups there, and the distance
             to the next such run; None if all are consecutive. `nu_seed` includes the index of the first group.
-        launch, compute_capability: tuning, and a GPU architecture such as 90; None for the defaults.
+        compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
 
     Returns:
         The change or the new weight (with a remainder, both parts), and both moments. Moments and an in-place weight
@@ -338,23 +321,21 @@ def adamw(
         raise ValueError("nu_seed requires a second moment in bf16, or in codes whose storage has `noise`")
     if (scalars.dither is not None) != (mu_storage is not None and mu_storage.dither_format is not None):
         raise ValueError("the scalar `dither` requires a first moment whose storage has `dither_format`")
-    launch = launch or AdamWLaunch()
     length = grad.shape[-1]
     groups_of_row = -(-length // group_size)
     groups = math.prod(grad.shape[:-1]) * groups_of_row
     has_partial_groups = length % group_size > 0
-    vector = launch.vector if not has_partial_groups or length % launch.vector == 0 else 4
+    vector = VECTOR if not has_partial_groups or length % VECTOR == 0 else 4
     is_aligned = length % vector == 0
     # The table has no signs, and dithered first moments have no fast path.
     use_fast_path = (
         not has_partial_groups and len(mu) == len(nu) == 3 and nu_storage is not None and not nu_storage.is_signed
     )
     use_fast_path = use_fast_path and mu_storage is not None and mu_storage.dither_format is None
-    elements = launch.elements or (
-        32 if jnp.dtype(dtype).itemsize == 2 else ELEMENTS_PER_THREAD
-    )  # wider results need registers
+    # Wider results need registers.
+    elements = 32 if jnp.dtype(dtype).itemsize == 2 else ELEMENTS_PER_THREAD
     lanes = min(max(group_size // (elements if use_fast_path else ELEMENTS_PER_THREAD), 1), WARP)
-    tile = launch.warps * WARP // lanes
+    tile = WARP // lanes
     num_subtiles = min(group_size // lanes // ELEMENTS_PER_THREAD, tile) if use_fast_path else 1
     # The scalars are a placeholder for absent inputs, which are not read.
     placeholder = _scalars_to_vector(scalars, nu_seed)
@@ -384,7 +365,7 @@ def adamw(
         kernel=_adamw,
         out_shapes=outputs,
         num_programs=-(-groups // tile),
-        num_warps=launch.warps,
+        num_warps=1,
         compute_capability=compute_capability,
         aliases={source: i for i, source in enumerate(aliased_inputs)},
         GROUP_SIZE=group_size,

@@ -26,8 +26,8 @@ from pallas_kernels.quantization import codec_triton as codec
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 CODE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 FP8_CAPABILITY = 89
-# Contiguous elements of a thread: 16 bytes of fp16.
-VECTOR = 8
+# Contiguous elements of a thread: 16 bytes of fp16. Elements and warps of a program.
+VECTOR, TILE, NUM_WARPS = 8, 2048, 4
 MAX_ELEMENTS = 2**31
 
 # Limit of a gradient times its scale.
@@ -72,13 +72,6 @@ class FP8LMScalars(NamedTuple):
     def to_vector(self) -> Array:
         values = [1.0 if x is None else x for x in self]
         return jnp.stack([jnp.asarray(x).astype(jnp.float32) for x in values])
-
-
-class FP8LMLaunch(NamedTuple):
-    """Launch parameters, warps and elements per program: tuning only, never the result."""
-
-    num_warps: int = 4
-    elements: int = 2048
 
 
 @triton.jit
@@ -256,7 +249,6 @@ def fp8lm(
     seed: Array | None = None,
     run: tuple[int, int] | None = None,
     rounding: tuple[float, float] = (0.0, 0.0),
-    launch: FP8LMLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array | tuple[Array, Array], tuple[Array, ...], Array]:
     """Return the results of one step of FP8-LM's AdamW on one parameter.
@@ -277,7 +269,7 @@ def fp8lm(
             consecutive.
         rounding: largest rounding error of a working copy over the power of two below its master weight, and the
             smallest such power.
-        launch, compute_capability: tuning, and a GPU architecture such as 90; None for the defaults.
+        compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
 
     Returns:
         The change or the new weight (with a remainder, both parts); the codes; and the largest finite stored
@@ -294,10 +286,10 @@ def fp8lm(
         reason = "a master weight is fp32, or for a step bf16 with a seed, or with a remainder, int8 or int16"
     if reason is not None:
         raise ValueError(f"the fused kernel of fp8lm_adamw cannot run: {reason}")
-    launch, layers = launch or FP8LMLaunch(), scales.shape[1]
+    layers = scales.shape[1]
     length = grad.size // layers
     vector = VECTOR if length % VECTOR == 0 else 1
-    tiles = -(-length // launch.elements)
+    tiles = -(-length // TILE)
     # Codes of the master, or its remainder; otherwise the scalars are a placeholder.
     master_inputs = master or ([] if remainder is None else [remainder])
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*master_inputs, mu, nu, weight)]
@@ -313,12 +305,12 @@ def fp8lm(
         kernel=_fp8lm,
         out_shapes=outputs,
         num_programs=layers * tiles,
-        num_warps=launch.num_warps,
+        num_warps=NUM_WARPS,
         compute_capability=compute_capability,
         aliases={source: i for i, source in enumerate(aliased_inputs)},
-        TILE=launch.elements,
+        TILE=TILE,
         VECTOR=vector,
-        MASKED=length % launch.elements > 0,
+        MASKED=length % TILE > 0,
         IS_STEP=in_place,
         GRAD_IS_CODES=grad.dtype in CODE_DTYPES,
         GATED=scalars.has_gate,

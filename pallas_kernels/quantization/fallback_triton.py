@@ -158,7 +158,6 @@ def quantize(
     *,
     seed: Array | None = None,
     rng_offset: Array | None = None,
-    launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> FallbackCodes:
     """Return int8 codes of a matrix in blocks, with a residual for blocks with an amax above a threshold.
@@ -168,7 +167,7 @@ def quantize(
         threshold: fp32 scalar.
         side: side of a block, 32 or 128.
         seed: two uint32 words, for `FallbackCodes.stochastic`; None omits it.
-        rng_offset, launch, compute_capability: as in `quantize_triton.quantize`.
+        rng_offset, compute_capability: as in `quantize_triton.quantize`.
 
     Raises:
         ValueError: the kernel does not support these arguments; the message has the reason.
@@ -176,7 +175,7 @@ def quantize(
     reason = unsupported_reason(x, side)
     if reason is not None:
         raise ValueError(f"the fallback kernel cannot run: {reason}")
-    launch = launch or QuantizeLaunch(side, 128, 4 if side == 128 else 8)
+    launch = QuantizeLaunch(side, 128, 4 if side == 128 else 8)
     m, n = x.shape
     blocks = (-(-m // side), -(-n // side))
     noise = jnp.zeros(4, jnp.uint32)

@@ -278,18 +278,15 @@ def unsupported_reason(shape: tuple[int, ...], dtype: Any) -> str | None:
     return quantize_triton.unsupported_reason(shape, dtype, ())
 
 
-def compute_amax(
-    x: Array, signs: int, *, launch: QuantizeLaunch | None = None, compute_capability: int | None = None
-) -> tuple[Array, Array]:
+def compute_amax(x: Array, signs: int, *, compute_capability: int | None = None) -> tuple[Array, Array]:
     """Return the largest finite magnitudes of a matrix, and of its Hadamard transform along rows; fp32 scalars.
 
     Arguments are those of `quantize`.
     """
-    launch = launch or _LAUNCH
-    programs = _programs(x.shape, launch)
+    programs = _programs(x.shape)
     shape = jax.ShapeDtypeStruct((programs,), jnp.float32)
     first, second = quantize_triton.call(
-        _transformed_amax, [x], [shape, shape], programs, launch, compute_capability, SIGNS=signs,
+        _transformed_amax, [x], [shape, shape], programs, _LAUNCH, compute_capability, SIGNS=signs,
         KEYS=scaling.NO_CODING,
     )  # fmt: skip
     return jnp.max(first), jnp.max(second)
@@ -305,7 +302,6 @@ def quantize(
     signs: int | None = None,
     seed: Array | None = None,
     rng_offset: Array | None = None,
-    launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Return the nvfp4 codes of a matrix and of its transposed copy.
@@ -318,7 +314,6 @@ def quantize(
         signs: bits of the rows, of each 16, whose signs are changed before the Hadamard transformation of `columns`.
             The rows after the last full 16 are not transformed. None transforms nothing.
         seed, rng_offset: as in `quantize_triton.quantize`.
-        launch: tuning; None for the default.
         compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
 
     Returns:
@@ -333,7 +328,7 @@ def quantize(
     codings = [Coding() if c is None else c for c in (rows, columns)]
     if any(c.is_stochastic for c in codings) and seed is None:
         raise ValueError("stochastic rounding needs a seed")
-    launch, (m, n) = launch or _LAUNCH, x.shape
+    m, n = x.shape
     noise = jnp.zeros(4, jnp.uint32)
     if seed is not None:
         noise = jnp.concatenate([seed, jnp.array([n, 0], jnp.uint32) if rng_offset is None else rng_offset])
@@ -341,7 +336,7 @@ def quantize(
     # Keys of integer codings: NaN and Inf are the largest, and make the scale of their group NaN.
     outputs = quantize_triton.call(
         _nvfp4, [x, *scales, noise], [*_output_shapes(codings[0], (m, n)), *_output_shapes(codings[1], (n, m))],
-        _programs(x.shape, launch), launch, compute_capability, ROWS=codings[0], COLUMNS=codings[1], SIGNS=signs,
+        _programs(x.shape), _LAUNCH, compute_capability, ROWS=codings[0], COLUMNS=codings[1], SIGNS=signs,
         KEYS=scaling.INTEGER_CODING,
     )  # fmt: skip
     first, second = (Quantized(codes, microscale=microscale) for codes, microscale in (outputs[:2], outputs[2:]))
@@ -351,8 +346,8 @@ def quantize(
 _LAUNCH = QuantizeLaunch(64, 128, 4)
 
 
-def _programs(shape: tuple[int, ...], launch: QuantizeLaunch) -> int:
-    return -(-shape[0] // launch.block_m) * -(-shape[1] // launch.block_n)
+def _programs(shape: tuple[int, ...]) -> int:
+    return -(-shape[0] // _LAUNCH.block_m) * -(-shape[1] // _LAUNCH.block_n)
 
 
 def _output_shapes(coding: Coding, shape: tuple[int, int]) -> list[Any]:

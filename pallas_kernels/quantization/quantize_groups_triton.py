@@ -140,7 +140,6 @@ def quantize_groups(
     row_scale: Array | None = None,
     column_scale: Array | None = None,
     row_factor: Array | None = None,
-    launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array | None, Array | None]:
     """Return the codes of the rows of groups, and the transposed codes on a token axis of whole blocks per group.
@@ -149,13 +148,11 @@ def quantize_groups(
         x: (T, N) fp32, bf16 or fp16, or 8-bit codes, which are copied.
         blocks: int32 (3, tokens / 128): first row of each block of tokens, number of its rows, and its group; a block
             without rows may have any group.
-        num_groups: number of groups.
         index: int32 (rows,), the row of x of each row; None if x has them in this order.
         rows, columns: codings of kind "tensor" or "token", with one scale for all rows, or one each; None for no
             result. Columns have one for all groups, or one each. 8-bit codes take codings of their own dtype.
         row_scale: fp32 () or (rows,). column_scale: fp32 () or (groups,).
         row_factor: fp32 (rows,), multiplied into the columns of FP8 codes; None for 1.
-        launch: tuning; None for the default.
         compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
 
     Returns:
@@ -171,7 +168,7 @@ def quantize_groups(
     is_copy = x.dtype.itemsize == 1
     if is_copy and any(c is not None and c.dtype != x.dtype for c in (rows, columns)):
         raise ValueError(f"the kernel for groups cannot run: codes of {x.dtype} can only be copied to the same dtype")
-    launch = launch or QuantizeLaunch()
+    launch = QuantizeLaunch()
     scales = [
         jnp.ones(1, jnp.float32) if s is None else s.astype(jnp.float32).reshape(-1)
         for s in (row_factor if is_copy else row_scale, column_scale)

@@ -98,7 +98,6 @@ def quantize_rows(
     coding: scaling.Coding,
     *,
     outer_scale: Array | None = None,
-    num_warps: int | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array, Array]:
     """Return the codes of a matrix with one scale per row.
@@ -129,7 +128,7 @@ def quantize_rows(
     outer_scales = (
         jnp.ones((1, 1), jnp.float32) if outer_scale is None else outer_scale.reshape(-1, 1).astype(jnp.float32)
     )
-    launch = quantize_triton.QuantizeLaunch(block_m, block_n, num_warps or (8 if block_m == 1 else 4))
+    launch = quantize_triton.QuantizeLaunch(block_m, block_n, 8 if block_m == 1 else 4)
     codes, scales = quantize_triton.call(
         _quantize_rows, [x, outer_scales], shapes, programs, launch, compute_capability, TAIL_N=tail_n,
         GROUP_SIZE=GROUP, HAS_OUTER_SCALE=outer_scale is not None, BY_ROW=outer_scales.size > 1,

@@ -281,7 +281,6 @@ def quantize(
     seed: Array | None = None,
     rng_offset: Array | None = None,
     sums: bool = False,
-    launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Quantized | None, Quantized | None, Array | None]:
     """Return the codes of a matrix and of its transposed copy, and column sums.
@@ -301,8 +300,6 @@ def quantize(
         rng_offset: for a part of a larger matrix, two uint32 words: the columns of that matrix, and the position of the
             part. The position is a quarter of the first row (a multiple of 4) times these columns, plus the first
             column.
-        sums: whether to return column sums.
-        launch: tuning; None for the default.
         compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
 
     Returns:
@@ -317,7 +314,7 @@ def quantize(
         # Blocks of the transposed matrix are those of the matrix.
         if rows is not None and rows != columns:
             quantize_x = functools.partial(
-                quantize, x, seed=seed, rng_offset=rng_offset, launch=launch, compute_capability=compute_capability
+                quantize, x, seed=seed, rng_offset=rng_offset, compute_capability=compute_capability
             )
             first, _, column_sums = quantize_x(
                 rows, None, row_scale=row_scale, amax=amax, rounds_amax_up=rounds_amax_up, sums=sums
@@ -339,7 +336,7 @@ def quantize(
         raise ValueError(f"columns 'same' needs rows of kind 'tensor' or 'block', not {rows}")
     if any(c is not None and c.is_stochastic for c in (rows, coding)) and seed is None:
         raise ValueError("stochastic rounding needs a seed")
-    launch = launch or _best_launch(rows, coding, is_same, dtype)
+    launch = _best_launch(rows, coding, is_same, dtype)
     shapes = [*_output_shapes(rows, (m, n), writes_codes=writes_rows), *_output_shapes(coding, (n, m))]
     placeholder = jnp.ones((1, 1), jnp.float32)
     scales = [
@@ -373,10 +370,6 @@ def quantize(
         given = [0 if s is placeholder else s.size // stack[0] for s in scales]
         strides = StackStrides(m * n, *given, *(shapes[i].size for i in (1, 2, 4, 5)))
         shapes = [jax.ShapeDtypeStruct((*stack, *s.shape), s.dtype) for s in shapes]
-    if len(matrices) > 1 and COLUMN_ALIGNMENT % launch.block_n:
-        raise ValueError(
-            f"the quantize kernel cannot run: tiles of {launch.block_n} columns, not a part of {COLUMN_ALIGNMENT}"
-        )
     column_ends = [*itertools.accumulate(y.shape[1] for y in matrices)]
     column_offsets, other_matrices = (
         (ColumnOffsets(*column_ends[:2]), [matrices[1], matrices[-1]])

@@ -53,7 +53,6 @@ def transpose(
     x: Array,
     *,
     factor: Array | None = None,
-    launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> Array:
     """Return the transposed copy of a matrix of 8-bit codes, (N, M) in the dtype of `x`.
@@ -67,7 +66,7 @@ def transpose(
     """
     if x.ndim != 2 or 0 in x.shape or x.dtype.itemsize != 1:
         raise ValueError(f"the transpose kernel needs a non-empty matrix of bytes, got {x.dtype}{x.shape}")
-    launch = launch or QuantizeLaunch(num_warps=16)
+    launch = QuantizeLaunch(num_warps=16)
     grid = -(-x.shape[0] // launch.block_m) * -(-x.shape[1] // launch.block_n)
     shape = jax.ShapeDtypeStruct(x.shape[::-1], jnp.uint8)
     codes = jax.lax.bitcast_convert_type(x, jnp.uint8)

@@ -1,13 +1,18 @@
 """Codes of every format against ml_dtypes and the tables of the OCP FP8 specification."""
 
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8jax.core import formats
+import fp8jax
+from fp8jax.core import formats, masters
 
+PACKAGE = pathlib.Path(fp8jax.__file__).parent
 FLOAT8 = [formats.E4M3, formats.E5M2]
 FLOATS = [*FLOAT8, formats.E2M1]
 # OCP 8-bit Floating Point Specification 1.0, table 1, and Microscaling Formats 1.0, section 5.3.3: largest, smallest
@@ -212,3 +217,39 @@ def test_rounding_up_gives_the_next_number_and_keeps_nan():
         nearest < x, np.nextafter(nearest.astype(jnp.bfloat16), jnp.bfloat16(np.inf)).astype(np.float32), nearest
     )
     np.testing.assert_array_equal(found, want)
+
+
+def nested(function, constant):
+    """`function(constant.T)`, where a nested function transposes the constant and another one applies `function`."""
+    return jax.jit(lambda: jax.jit(lambda x: jax.jit(function)(x.T))(constant))()
+
+
+@pytest.mark.parametrize("spec", ["e4m3:group128", "e4m3:mx32", "int8:token", "e4m3:group128+expand", "de8:group128"])
+def test_codes_of_a_transposed_constant_in_nested_functions(spec):
+    x = jax.random.normal(jax.random.key(3), (70, 192))
+    decode = lambda x: fp8jax.quantize(x, spec).dequantize()  # noqa: E731
+    np.testing.assert_allclose(nested(decode, x), decode(jnp.array(x.T)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("fmt", FLOATS, ids=lambda f: f.name)
+def test_transposed_constant_codes_in_nested_functions(fmt):
+    codes = jnp.asarray(all_codes(fmt).view(fmt.dtype)).reshape(-1, 8)
+    np.testing.assert_array_equal(nested(fmt.decode, codes), all_codes(fmt).astype(np.float32).reshape(-1, 8).T)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_masters_of_a_transposed_constant_in_nested_functions(dtype):
+    x = jax.random.normal(jax.random.key(4), (6, 10))
+    master = nested(lambda x: masters.split(x, dtype, jnp.int16), x)
+    np.testing.assert_array_equal(master.high.astype(jnp.float32), np.asarray(x.T).astype(dtype).astype(np.float32))
+    np.testing.assert_array_equal(
+        nested(lambda x: masters.join(x, jnp.zeros(x.shape, jnp.int8)), x.astype(dtype)), x.astype(dtype).T
+    )
+
+
+def test_bits_are_read_by_one_function():
+    pattern = re.compile(
+        r"(?<![`.])(?:jax\.)?lax\.bitcast_convert_type\(|(?<!`)jnp\.(?:signbit|copysign|nextafter|frexp)"
+    )
+    uses = [path.name for path in sorted(PACKAGE.rglob("*.py")) for _ in pattern.findall(path.read_text())]
+    assert uses == ["formats.py"]

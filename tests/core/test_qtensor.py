@@ -411,6 +411,19 @@ def test_arrays_joined_at_whole_blocks_decode_as_their_parts(spec):
         np.testing.assert_array_equal(q.dequantize(), jnp.concatenate(values, axis))
 
 
+@pytest.mark.parametrize("spec", ["e4m3:group64+expand", "e4m3:block64", "e4m3:mx32", "e4m3:token", "de8:group64"])
+def test_flips_decode_unless_a_block_is_short(spec):
+    def flipped(width):
+        q = fp8jax.quantize(jnp.asarray(normal(128, width)), spec)
+        flip = jax.tree.map(lambda a: a[:, ::-1], q)
+        flip.validate()
+        return np.asarray(flip.dequantize()), np.asarray(q.dequantize())[:, ::-1]
+
+    np.testing.assert_array_equal(*flipped(128))
+    # The limit that the docstring of QTensor states.
+    assert np.array_equal(*flipped(80)) == (spec == "e4m3:token")
+
+
 def test_short_blocks_go_through_tree_maps_of_leading_axes():
     values = [jnp.asarray(normal(4, 100)) * factor for factor in (1, 100)]
     tensors = [fp8jax.quantize(x, "e4m3:group64") for x in values]

@@ -75,7 +75,7 @@ def test_arms_of_a_job_are_recipes_that_there_are():
             for arm in named[: next((i for i, a in enumerate(named) if a.startswith("--")), None)]:
                 arms.settings(arm)
     for arm in {arm for model in models.MODELS.values() for arm in model.arms}:
-        assert writings.recipe_of(arm).name
+        assert writings.get_recipe(arm).name
 
 
 def losses(user, arms, **how):
@@ -99,12 +99,15 @@ def small(training):
 @pytest.mark.slow
 def test_a_user_s_model_trains_in_both(monkeypatch):
     """Losses agree but for what 8 bits round."""
-    names = ("bf16", "held:coat, 8-bit head")
+    names = ("bf16", "prequantized:coat, 8-bit head")
     plain, eight = losses(small(models.MODELS["llama1b"].training), names).values()
     assert plain[2] < plain[0]
     assert plain != eight
     assert plain == pytest.approx(eight, rel=0.02)
-    heads = [writings.recipe_of(arm).head for arm in ("held:coat", "coat, 8-bit head", "held:coat, 8-bit head")]
+    heads = [
+        writings.get_recipe(arm).head
+        for arm in ("prequantized:coat", "coat, 8-bit head", "prequantized:coat, 8-bit head")
+    ]
     assert heads == [fp8jax.recipes.bf16().head, fp8jax.recipes.HEAD, fp8jax.recipes.HEAD]
 
 

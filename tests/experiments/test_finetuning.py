@@ -236,7 +236,7 @@ def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, 
     params = start.params(settings, None)
     decoded = start.params(cli.parse(["--init", str(folder), "--lora-rank", "4", "--base", "bf16"]), None)
     assert not any(isinstance(x, fp8jax.FrozenWeight) for x in decoded["layers"]["mlp"]["up"].values())
-    recipe = adapters.of_base(fp8jax.recipes.te_current(), settings.lora)
+    recipe = adapters.base_recipe(fp8jax.recipes.te_current(), settings.lora)
     task = Task(plain.config, make_optimizer(settings, recipe), recipe, remat=False, seed=0,
                       lora=settings.lora)  # fmt: skip
     base = jax.jit(task.base)(params)

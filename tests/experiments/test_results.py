@@ -210,7 +210,7 @@ def test_studies_are_those_that_pages_are_made_of():
     for study in ("recipes", "intervals"):
         arms = {of["--arms"] for of in options.values() if of.get("--study") == study}
         of = parity.STUDIES[study]
-        assert {"bf16", *of.recipes} <= arms <= {"bf16", *of.recipes, *of.others}, study
+        assert {"bf16", *of.recipes} <= arms <= {"bf16", *of.recipes, *of.other_arms}, study
     assert {job.gpus for job in named.values() if "fp8_lm" in job.command} == {2}
 
 

@@ -12,7 +12,7 @@ from experiments.bench import arms as bench_arms
 from experiments.errors import UserError
 from experiments.papers import coat_memory, common
 from experiments.papers.common import Row
-from experiments.results import figures, jobs, picture, record, report, runner
+from experiments.results import figures, jobs, picture, record, report, runner, wording
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,9 +35,9 @@ def test_operators_of_the_memory_table_add_up_and_coats_are_the_papers_less_rope
     assert scales[bench_arms.LEAN] == pytest.approx((2 + 16 / 3) / 16 + statistics, abs=1e-6)
     assert totals["bf16"] > 3.5 * totals[bench_arms.LEAN]
     # What products and attention give: the input, q, k, v, attention and its projection, gate and up.
-    assert kept[bench_arms.AGAIN, "Total"] == pytest.approx(1 + 3 + 2 + 16 / 3, abs=1e-6)
+    assert kept[bench_arms.REMATERIALIZED, "Total"] == pytest.approx(1 + 3 + 2 + 16 / 3, abs=1e-6)
     (ratio,) = (r.ratio for r in rows if (r.case, r.metric) == (bench_arms.LEAN, "total, recomputed"))
-    assert ratio == pytest.approx(totals[bench_arms.AGAIN] / totals[bench_arms.LEAN])
+    assert ratio == pytest.approx(totals[bench_arms.REMATERIALIZED] / totals[bench_arms.LEAN])
 
 
 ROW = {"case": "a | b", "impl": "xla", "metric": "time", "value": 1.5, "unit": "ms", "baseline": None, "ratio": None,
@@ -307,7 +307,7 @@ def test_rows_of_a_recipe_that_has_changed_since_have_its_former_name():
     rows = [row | {"commit": commit} for commit in ("a5c7820aed", "1fa4ef1", "3d8217e745", "0a5c7820")]
     result = record.remarked({"bench": "any", "rows": rows, "notes": ["one"]})
     found = result["rows"]
-    assert result["notes"] == ["one", "The former coat_fast summed all three products with fast accumulation."]
+    assert result["notes"] == ["one", "The former `coat_fast` used fast accumulation in all three matmuls."]
     assert record.remarked({"bench": "any", "rows": rows[2:]})["notes"] == []
     others = [rows[0] | {"case": "1b, coat", "impl": "coat"}]
     assert record.remarked({"bench": "any", "rows": others}) == {"bench": "any", "rows": others, "notes": []}
@@ -343,3 +343,23 @@ def test_flags_are_added_once_and_a_given_one_stays(monkeypatch):
         monkeypatch.setenv("XLA_FLAGS", given)
         assert startup.recommend_flags() == want
         assert startup.recommend_flags() == os.environ["XLA_FLAGS"] == want
+
+
+def test_older_files_are_shown_in_plain_words():
+    old = next(result for results in report.read(ROOT / "results").values() for result in results.values()
+               if any("temporaries" in row["metric"] for row in result["rows"]))  # fmt: skip
+    row = next(row for row in old["rows"] if row["metric"] == "temporaries")
+    shown = wording.row(row)
+    assert shown["metric"] == "temporary memory"
+    assert {name for name, value in shown.items() if value != row.get(name)} <= {"metric", "impl", "baseline", "unit"}
+    assert wording.notes(["Twice.", "8-bit products a GPU", "Twice."]) == ["Twice.", "8-bit matmuls per GPU"]
+
+
+def test_every_replaced_title_and_note_is_in_a_file():
+    files = [result for results in report.read(ROOT / "results").values() for result in results.values()]
+    content = figures.read("wording.toml")
+    assert set(content["titles"]) <= {result["title"] for result in files}
+    notes = [note for result in files for note in result.get("notes", [])]
+    for entry in content["note"]:
+        found = any(wording._matches(entry, note) for note in notes)
+        assert found, f"delete it from wording.toml, no file needs it: {entry['old']}"

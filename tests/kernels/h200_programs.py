@@ -33,28 +33,24 @@ def tensor() -> Program:
     return lambda a, b, s: matmul(a, b, scale=s), (*CODES, Shape((), F32))
 
 
-def everything(m: int = M, n: int = N, k: int = K) -> Program:
-    def program(a: Any, b: Any, r: Any, c: Any, bias: Any, x: Any) -> jax.Array:
-        return matmul(a, b, row_scale=r, column_scale=c, bias=bias, residual=x)
+def rows_and_columns(m: int = M, n: int = N, k: int = K, fast: bool = True) -> Program:
+    def program(a: Any, b: Any, r: Any, c: Any) -> jax.Array:
+        return matmul(a, b, row_scale=r, column_scale=c, fast=fast)
 
-    vectors = (Shape((m,), F32), Shape((n,), F32), Shape((n,), F32), Shape((m, n), BF16))
-    return program, (Shape((m, k), E5M2), Shape((n, k), E4M3), *vectors)
+    return program, (Shape((m, k), E5M2), Shape((n, k), E4M3), Shape((m,), F32), Shape((n,), F32))
 
 
-def everything_in_a_shared_tile() -> Program:
+def rows_and_columns_in_a_shared_tile() -> Program:
     """A product for which two warpgroups that share a tile are faster than two that take turns."""
-    return everything(16384, 4096, 11008)
+    return rows_and_columns(4096, 7168, 16384)
 
 
 def promoted() -> Program:
     return lambda a, b, s: matmul(a, b, scale=s, fast=False), (*CODES, Shape((), F32))
 
 
-def promoted_everything() -> Program:
-    def program(a: Any, b: Any, r: Any, c: Any, bias: Any, x: Any) -> jax.Array:
-        return matmul(a, b, row_scale=r, column_scale=c, bias=bias, residual=x, fast=False)
-
-    return program, everything()[1]
+def promoted_rows_and_columns() -> Program:
+    return rows_and_columns(fast=False)
 
 
 def float32_output() -> Program:
@@ -66,7 +62,7 @@ def vocabulary() -> Program:
 
 
 def tiny() -> Program:
-    return lambda a, b, x: matmul(a, b, residual=x), (Shape((5, 24), E4M3), Shape((7, 24), E4M3), Shape((5, 7), BF16))
+    return matmul, (Shape((5, 24), E4M3), Shape((7, 24), E4M3))
 
 
 def block(m: int = 4096, n: int = 4096) -> Program:
@@ -97,15 +93,12 @@ def quantized_blocks() -> Program:
     return program, (Shape((4096, 4096), BF16),) * 2
 
 
-def block_everything(m: int = 4096, n: int = 4096) -> Program:
-    def program(a: Any, b: Any, sa: Any, sb: Any, bias: Any, x: Any) -> jax.Array:
-        return matmul_block(a, b, sa, sb, bias=bias, residual=x, out_dtype=F32)
-
-    return program, (*block(m, n)[1], Shape((n,), F32), Shape((m, n), F32))
+def block_float32(m: int = 4096, n: int = 4096) -> Program:
+    return functools.partial(matmul_block, out_dtype=F32), block(m, n)[1]
 
 
-def block_everything_of_few_rows() -> Program:
-    return block_everything(512, 4096)
+def block_float32_of_few_rows() -> Program:
+    return block_float32(512, 4096)
 
 
 def wgrad(m: int = M, n: int = N) -> Program:
@@ -113,12 +106,12 @@ def wgrad(m: int = M, n: int = N) -> Program:
     return matmul_block, (*codes, Shape((m, K // 128), F32), Shape((n, K // 128), F32))
 
 
-def wgrad_everything(m: int = M, n: int = N) -> Program:
-    return block_everything()[0], (*wgrad(m, n)[1], Shape((n,), F32), Shape((m, n), F32))
+def wgrad_float32(m: int = M, n: int = N) -> Program:
+    return functools.partial(matmul_block, out_dtype=F32), wgrad(m, n)[1]
 
 
 def wgrad_of_few_rows() -> Program:
-    return wgrad_everything(512, 4096)
+    return wgrad_float32(512, 4096)
 
 
 def exact() -> Program:
@@ -144,19 +137,19 @@ def cublas() -> Program:
 
 ALL = [
     tensor,
-    everything,
-    everything_in_a_shared_tile,
+    rows_and_columns,
+    rows_and_columns_in_a_shared_tile,
     promoted,
-    promoted_everything,
+    promoted_rows_and_columns,
     float32_output,
     vocabulary,
     tiny,
     block,
     block_of_few_rows,
-    block_everything,
-    block_everything_of_few_rows,
+    block_float32,
+    block_float32_of_few_rows,
     wgrad,
-    wgrad_everything,
+    wgrad_float32,
     wgrad_of_few_rows,
     exact,
 ]
@@ -178,8 +171,8 @@ def int8_rows(m: int = M, n: int = N, k: int = K, out: Any = BF16) -> Program:
     return lambda a, b, r: matmul(a, b, row_scale=r, out_dtype=out), shapes
 
 
-def int8_everything(m: int = M, n: int = N, k: int = K) -> Program:
-    function, (_, _, *vectors) = everything(m, n, k)
+def int8_rows_and_columns(m: int = M, n: int = N, k: int = K) -> Program:
+    function, (_, _, *vectors) = rows_and_columns(m, n, k)
     return function, (Shape((m, k), I8), Shape((n, k), I8), *vectors)
 
 
@@ -188,8 +181,8 @@ INT8 = [
     *(functools.partial(int8, fallback, m) for fallback in (False, True) for m in (4096, 512)),
     *(functools.partial(int8_rows, *shape) for shape in ((), (16384, 4096, 11008), (2048, 7168, 4096))),
     functools.partial(int8_rows, out=F32),
-    int8_everything,
-    functools.partial(int8_everything, 16384, 4096, 11008),
+    int8_rows_and_columns,
+    functools.partial(int8_rows_and_columns, 16384, 4096, 11008),
 ]
 
 
@@ -306,8 +299,8 @@ def fallback_linear() -> Program:
 
 # One of each kernel, whose epilogue has all that the others' have, in tiles of most registers.
 LARGEST = [
-    promoted_everything,
-    block_everything,
+    promoted_rows_and_columns,
+    block_float32,
     exact,
     functools.partial(int8, True, 512),
     functools.partial(grouped_dw, m=1000, n=1536),

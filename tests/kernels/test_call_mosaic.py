@@ -1,7 +1,6 @@
 """Mosaic kernels are lowered once a process, to the custom call that Pallas makes of them each time."""
 
 import dataclasses
-import functools
 import gc
 import re
 import sys
@@ -60,18 +59,11 @@ PROGRAMS = {
     "fewer rows": (_plain(), (_shape(M - 1, K, dtype=jnp.float8_e4m3fn), B), {}),
     "int8": (_plain(), INTEGERS, {}),
     "row": (_plain(), (A, B), {"row_scale": _shape(M)}),
-    "bias": (_plain(), (A, B), {"bias": _shape(N)}),
     "column": (_plain(), (A, B), {"column_scale": _shape(N)}),
-    "residual": (_plain(), (A, B), {"residual": _shape(M, N, dtype=jnp.bfloat16)}),
     "fewer multiprocessors": (_left(8), (A, B), {}),
     "blocks": (matmul_block_mosaic.matmul_block, (A, B, _shape(M, K // 128), BLOCKS[1]), {}),
     "columns": (matmul_block_mosaic.matmul_block, (A, B, _shape(M, K // 128), _shape(N, K // 128)), {}),
     "microscaled": (matmul_mx_mosaic.matmul_mx, (A, B, _shape(M, K // 32, dtype=jnp.uint8)), {}),
-    "unrolled": (
-        functools.partial(matmul_mx_mosaic.matmul_mx, unroll=1),
-        (A, B, _shape(M, K // 32, dtype=jnp.uint8)),
-        {},
-    ),
     "int8 blocks": (matmul_int8_mosaic.matmul_int8_block, (*INTEGERS, *BLOCKS), {}),
     "fallback": (_fallback, (*INTEGERS, *BLOCKS, INTEGERS[0], BLOCKS[0], _shape(2, 4, dtype=jnp.bool_)), {}),
 }
@@ -109,7 +101,7 @@ def test_repeated_calls_are_those_that_pallas_makes_and_kernels_that_differ_are_
     assert len(recorded) == count
     # Pallas gives other bytes each time: XLA would compile each call anew.
     monkeypatch.setattr(call_mosaic, "call", lambda name, kernel, operands, *_: kernel(*operands))
-    for name in ("residual", "blocks", "microscaled", "fallback"):
+    for name in ("row", "blocks", "microscaled", "fallback"):
         assert _without_code(_text(name)) == _without_code(first[name])
 
 

@@ -74,7 +74,7 @@ def test_what_is_small_is_left_in_16_bits_and_told(one_known_device):
     assert "gains nothing at 16,384 tokens: 53 us slower in 8 bits" in str(small)
     none = explained(SHAPES, 1024, 4096, 1024, kv=1024)
     assert taken(none) == set()
-    assert "in 0 products, by rates of an H100" in str(none)
+    assert "in 0 matmuls, by rates of an H100" in str(none)
 
 
 def test_of_other_recipes_it_is_told_what_would_be_better_left(one_known_device):
@@ -82,9 +82,9 @@ def test_of_other_recipes_it_is_told_what_would_be_better_left(one_known_device)
     assert len(taken(told)) == 7
     assert "; o gains nothing at 16,384 tokens: fp8jax.recipes.for_shapes(recipe)" in str(told)
     total = sum(entry.gain * entry.runs_per_step for entry in told.entries if entry.gain is not None)
-    assert f"8 bits gain about {1e3 * total:.2g} ms a step in 7 products, by rates of an H100 " in str(told)
+    assert f"8 bits save about {1e3 * total:.2g} ms per step in 7 matmuls, by rates of an H100 " in str(told)
     assert "gains nothing" not in str(explained("te_current", 2048, 5632, 16384))
-    assert "8 bits lose about " in str(explained("te_current", 1024, 4096, 128))
+    assert "8 bits cost about " in str(explained("te_current", 1024, 4096, 128))
 
 
 def test_what_each_product_gains_is_told_less_its_part_of_the_codes(one_known_device):
@@ -141,7 +141,7 @@ def test_a_device_without_rates_is_taken_for_an_h100(one_known_device):
     p = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in ("q", "k", "v", "o", "gate", "up", "down")}
     told = fp8jax.transform(layer, SHAPES).explain(p, jax.ShapeDtypeStruct((1, 16384, 1024), jnp.bfloat16))
     assert taken(told) == {*"qkv", "gate", "up", "down"}
-    assert "by rates of an H100, assumed here" in str(told)
+    assert "by rates of an H100, as an estimate" in str(told)
     assert cost_model.current_rates() == (RATES, True)
     with choice.target(capability=90):
         assert cost_model.current_rates() == (RATES, False)

@@ -117,4 +117,4 @@ def test_explain_tells_of_products_that_are_computed_again():
     told = str(counted(None)[2].explain(P, X))
     assert "3 of 3 products are recomputed in the backward pass" in told
     for policy in ("none", POLICIES.dots_saveable):
-        assert "computed again" not in str(counted(policy)[2].explain(P, X))
+        assert "recomputed in the backward pass" not in str(counted(policy)[2].explain(P, X))

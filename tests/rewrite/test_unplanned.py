@@ -153,7 +153,7 @@ def test_adapters_of_flax_are_listed_in_place_of_their_products():
     assert all(path in str(report) for path in paths)
     rules = [fp8jax.Rule(".*lora_[ab]", "te_current"), "coat"]
     plan = quantized_nnx.plan_call(fp8jax.nnx.quantize(model, rules), (X[0],), {})
-    assert {e.path for e in plan.entries if "lora" in e.path} == set(paths)
+    assert {e.path for e in plan.program.entries.values() if "lora" in e.path} == set(paths)
     assert not [e.path for e in plan.list_rows() if "lora" in e.path and not e.is_quantized]
 
 

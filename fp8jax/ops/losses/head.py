@@ -161,10 +161,7 @@ def quantize_cotangents(
     ]
 
     def reference(_: Array, d: Array, *__: Any) -> tuple[QTensor, QTensor]:
-        first, second = quantize(d, rows, SAME if rows == columns else columns, scale=scale)
-        assert first is not None
-        assert second is not None
-        return first, second
+        return quantize(d, rows, SAME if rows == columns else columns, scale=scale)
 
     def kernel(z: Array, _: Array, *operands: Array) -> tuple[QTensor, QTensor]:
         assert facts is not None
@@ -283,10 +280,8 @@ class HeadCodes(NamedTuple):
         It is 1, or a power of two if that scale is far too large for the chunk. `bound` is an fp32 upper bound of the
         chunk's cotangents.
         """
-        spec = linear_recipe.spec("dy")
-        assert spec is not None
         assert self.d_scale is not None
-        fmt = formats.get(spec.format)
+        fmt = formats.get(linear_recipe.quantized_spec("dy").format)
         max_cotangent = self.d_scale * np.float32(fmt.max)
         share = jnp.maximum(1.01 * (bound / max_cotangent), formats.TINY)
         power = formats.decode_e8m0(formats.encode_e8m0(share, "up"))
@@ -319,24 +314,16 @@ def quantize_head(x: Array, w: Array, axis: int, linear_recipe: Linear, max_cota
     """Return the codes of a head's weight and the scales for all chunks.
 
     Args:
-        x: input of the head, all tokens.
-        w: weight with the vocabulary along `axis`.
         max_cotangent: fp32 upper bound of the logits' cotangents, or None without gradients.
     """
     x, w = lax.stop_gradient((x, w))
-    spec, x_spec = linear_recipe.spec("w"), linear_recipe.spec("x")
-    assert spec is not None
-    assert x_spec is not None
-    rows, columns = quantize(w, spec, "same", strategy=linear_recipe.stateless_strategy("w"))
-    assert rows is not None
-    assert columns is not None
+    x_fmt, dy_fmt = (formats.get(linear_recipe.quantized_spec(operand).format) for operand in ("x", "dy"))
+    rows, columns = quantize(w, linear_recipe.spec("w"), SAME, strategy=linear_recipe.stateless_strategy("w"))
     forward, dgrad = (columns, rows) if axis else (rows, columns)
-    find_scale = functools.partial(linear_recipe.stateless_strategy("x").scale, fmt=formats.get(x_spec.format))
+    find_scale = functools.partial(linear_recipe.stateless_strategy("x").scale, fmt=x_fmt)
     (scale,) = blocks.on_logical_array(lambda x: (find_scale((), x),), x, out_shapes=[()])
-    dy = linear_recipe.spec("dy")
-    assert dy is not None
-    d = None if max_cotangent is None else scaling.to_scale(max_cotangent, formats.get(dy.format))
-    return HeadCodes(to_bytes(forward), to_bytes(dgrad), scale, d)
+    d_scale = None if max_cotangent is None else scaling.to_scale(max_cotangent, dy_fmt)
+    return HeadCodes(to_bytes(forward), to_bytes(dgrad), scale, d_scale)
 
 
 class QuantizedHead(NamedTuple):
@@ -350,15 +337,11 @@ class QuantizedHead(NamedTuple):
         """As `Head.logits`, rounded to the dtype of `x`. In bf16 this is far below the error of the codes."""
         linear_recipe, codes = self.linear_recipe, self.codes
         matrix = x.reshape(-1, x.shape[-1])
-        rows, columns = quantize(matrix, linear_recipe.spec("x"), "same", scale=codes.x_scale)
-        assert rows is not None
-        assert columns is not None
+        rows, columns = quantize(matrix, linear_recipe.spec("x"), SAME, scale=codes.x_scale)
         z = matmul(rows, from_bytes(codes.forward), dtype=x.dtype, fast="forward" in linear_recipe.fast_accumulation)
 
         def vjp_fn(d: Array, facts: LogitCotangentFacts | None) -> tuple[Array, Array]:
-            dy, wgrad = linear_recipe.spec("dy"), linear_recipe.spec("dy_wgrad")
-            assert dy is not None
-            assert wgrad is not None
+            dy, wgrad = linear_recipe.quantized_spec("dy"), linear_recipe.quantized_spec("dy_wgrad")
             assert codes.d_scale is not None
             d_rows, d_columns = quantize_cotangents(
                 z, d.astype(x.dtype).reshape(z.shape), facts, dy, wgrad, codes.d_scale

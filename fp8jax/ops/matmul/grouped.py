@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from fp8jax.core import formats
 from fp8jax.core.groups import Groups, PaddedTokens
 from fp8jax.core.products import dot_general
 from fp8jax.core.qtensor import QTensor
@@ -250,7 +251,7 @@ def _with_local_length(x: Any) -> Any:
 
 
 def _sum_dtype(a: Any, b: Any, dtype: Any) -> Any:
-    """Return the dtype in which partial sums travel between devices: 16 bits for those of codes."""
+    """Return the dtype in which partial sums are sent between devices: 16 bits for those of codes."""
     return jnp.dtype(jnp.bfloat16) if all(find_spec(x) is not None for x in (a, b)) else dtype
 
 
@@ -359,7 +360,7 @@ def _loop_over_blocks(
 def _zeros_after(x: Any, shape: tuple[int, ...], dtype: Any) -> Array:
     """Return zeros that depend on an operand. XLA would write the zeros of all loops at the start of a program."""
     bits = jax.tree.leaves(x)[0].reshape(-1)[:1]
-    bits = lax.bitcast_convert_type(bits, f"uint{8 * bits.dtype.itemsize}")
+    bits = formats.bitcast(bits, f"uint{8 * bits.dtype.itemsize}")
     return jnp.broadcast_to(
         jnp.minimum((bits >> 1).astype(jnp.int32), 0).astype(dtype).reshape([1] * len(shape)), shape
     )
@@ -370,7 +371,7 @@ def _to_bits(x: Any) -> Any:
 
     def to_bits(leaf: Array) -> Array:
         is_fp8 = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 1
-        return lax.bitcast_convert_type(leaf, jnp.uint8) if is_fp8 else leaf
+        return formats.bitcast(leaf, jnp.uint8) if is_fp8 else leaf
 
     return jax.tree.map(to_bits, x)
 
@@ -382,7 +383,7 @@ def _restorer(x: Any) -> Callable[[Any], Any]:
     def restore(part: Any) -> Any:
         leaves, structure = jax.tree.flatten(part)
         pairs = zip(leaves, dtypes, strict=True)
-        return jax.tree.unflatten(structure, [y if y.dtype == d else lax.bitcast_convert_type(y, d) for y, d in pairs])
+        return jax.tree.unflatten(structure, [y if y.dtype == d else formats.bitcast(y, d) for y, d in pairs])
 
     return restore
 

@@ -44,7 +44,7 @@ def sharded_matmul(
     """Return `function(dtype, a, b)`, a product a @ b.T, on shards.
 
     XLA would gather decoded operands. Here devices exchange codes and decode their shard. Sums of a sharded contraction
-    travel in 16 bits, like bf16 gradients.
+    are sent in 16 bits, like bf16 gradients.
 
     Args:
         function: (dtype, a, b) -> product. It must not close over arrays.
@@ -391,7 +391,7 @@ def _block_scaled(dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
 def _block_scaled_operand(q: QTensor) -> tuple[Array, Array]:
     """Return codes (1, rows, K) and scales (1, rows, K / size) in the dtypes of `jax.nn.scaled_matmul`."""
     if formats.get(q.spec.format).is_fp4:
-        codes = lax.bitcast_convert_type(q.codes, jnp.float4_e2m1fn).reshape(q.codes.shape[0], -1)
+        codes = formats.bitcast(q.codes, jnp.float4_e2m1fn).reshape(q.codes.shape[0], -1)
         scales, scale_dtype, size = q.microscale, jnp.float8_e4m3fn, NV_SIZE
     else:
         codes, scales, scale_dtype, size = q.codes, q.microscale, jnp.float8_e8m0fnu, MX_SIZE
@@ -399,4 +399,4 @@ def _block_scaled_operand(q: QTensor) -> tuple[Array, Array]:
     if scales is None:
         scales = jnp.full(count, 127, jnp.uint8)  # powers of 1
     scales = blocks.broadcast_blocks(scales, count, (NV_SIZE if q.spec.granularity == "nvblock" else 1, 1))
-    return codes[None], lax.bitcast_convert_type(jnp.broadcast_to(scales, count), scale_dtype)[None]
+    return codes[None], formats.bitcast(jnp.broadcast_to(scales, count), scale_dtype)[None]

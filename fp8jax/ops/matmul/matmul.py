@@ -19,6 +19,7 @@ from fp8jax.ops.dispatch import sharding
 from fp8jax.ops.dispatch.choice import (
     Choice,
     by_platform,
+    call_traced_once,
     capability,
     check_impl,
     mark_varying,
@@ -86,9 +87,6 @@ def matmul(
         transposed: whether `b` is the transposed copy of another product's operand. If codes are decoded, both products
             then share one decoded matrix.
 
-    Returns:
-        (M, N) array.
-
     Raises:
         ValueError: shapes do not match, a scale is per index of the contraction, `impl` is unknown, or `impl` is
             "mosaic" and no kernel can run.
@@ -130,7 +128,7 @@ def matmul(
 
     with product_name_scope(strip_residual(a), b):
         if kernel is None:
-            return reference(a, b)
+            return call_traced_once(reference, a, b)
         if impl == "mosaic":
             return mark_varying(run_kernel)(a, b)
         return by_platform(a, b, cuda=run_kernel, default=reference)
@@ -252,7 +250,7 @@ def _to_fp16(x: Any) -> tuple[Array, Array]:
 
 
 def _dot_fp32_sums(a: Array, b: Array, dtype: DTypeLike) -> Array:
-    """Return a product with fp32 sums. Partial sums travel between devices in 16 bits if the result has 16 bits."""
+    """Return a product with fp32 sums. If the result has 16 bits, devices send partial sums in 16 bits."""
     narrow = a.dtype == b.dtype == jnp.dtype(dtype) == jnp.bfloat16
     return dot_general(a, b, _K_MAJOR, preferred_element_type=dtype if narrow else jnp.float32).astype(dtype)
 

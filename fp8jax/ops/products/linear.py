@@ -317,7 +317,7 @@ def key_from_data(x: Array) -> Array:
     """
 
     def hash_bits(x: Array) -> tuple[Array]:
-        bits = lax.bitcast_convert_type(x[..., :_SAMPLE].astype(jnp.float32), jnp.uint32)
+        bits = formats.bitcast(x[..., :_SAMPLE].astype(jnp.float32), jnp.uint32)
         # Mix the bits before the sum. Without that, bf16 values would give only 2^16 keys, and -x the key of x.
         bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
         return (jnp.sum(bits ^ (bits >> 15), dtype=jnp.uint32),)
@@ -515,9 +515,8 @@ def collects_stats(linear_recipe: Linear, operand: str) -> bool:
 
 
 def _scale(name: str, value: Array, state: ScalingState, linear_recipe: Linear) -> Array:
-    spec = linear_recipe.spec(name)
-    assert spec is not None
-    return linear_recipe.stateful_strategies[name].scale(operand_state(state, name), value, formats.get(spec.format))
+    fmt = formats.get(linear_recipe.quantized_spec(name).format)
+    return linear_recipe.stateful_strategies[name].scale(operand_state(state, name), value, fmt)
 
 
 def operand_state(state: ScalingState, operand: str) -> Array:

@@ -65,7 +65,6 @@ class Side(NamedTuple):
 
     Attributes:
         forward: spec in the forward product; None reads the matrix itself.
-        backward: spec in the backward product.
         residual: spec of the codes that are saved, or None.
         transposed: whether the forward product reads the transposed matrix, and the backward product the matrix. If
             not, it is the other way round.
@@ -349,10 +348,7 @@ def encode(
 
     Args:
         x: the matrix; or a stack of matrices, which returns an operand of `fp8jax.ops.matmul.grouped.grouped_matmul`.
-        strategy: of per-tensor scales.
-        scale: given scale; None computes it from `x`.
         is_scale_clamped: whether codes were made under `scale` before.
-        fused_output: what kernels compute `x` from.
         x_is_transposed: whether `x` is the transpose of an array. That array is then quantized.
         rotation: length of the transformation of the rows of a quantized matrix before its transposed copy, or None.
     """
@@ -373,7 +369,7 @@ def encode(
         return microscaling.fold_rows(x.T if transposed else x, spec, fused_output=None if transposed else fused_output)
     specs = (None, spec) if transposed else (spec, None)
     key = key if spec.rounding == "stochastic" else None
-    q = quantize(
+    return quantize(
         x,
         *specs,
         scale=scale,
@@ -383,8 +379,6 @@ def encode(
         fused_output=fused_output,
         rotation=rotation,
     )[int(transposed)]
-    assert q is not None
-    return q
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,7 +430,6 @@ class Input(NamedTuple):
         matrix: (tokens, inputs). If it is not a view of `source`, it may have several axes of tokens.
         source: the user's array from which it is made; None for itself. Products that read one source share its codes.
         differentiates_source: whether `source` is (..., inputs), so that gradients flow to it.
-        input_facts: facts about `source`.
     """
 
     matrix: Array
@@ -526,9 +519,7 @@ def fallback_input_source(
         ValueError: the recipe rounds saved codes stochastically, and `key` is None.
     """
     side = input_side(recipe)
-    spec, residual_spec = side.forward, side.residual
-    assert spec is not None
-    assert residual_spec is not None
+    spec, residual_spec = recipe.quantized_spec("x"), recipe.quantized_spec("x_residual")
     subkey = derive_key(key, residual_spec, "x_residual")
     quantizer = functools.partial(fallback.quantize, *lax.stop_gradient((x,)), spec, lax.stop_gradient(threshold))
     fallback_tensors: list[FallbackTensor] = []

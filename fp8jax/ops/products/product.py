@@ -79,7 +79,6 @@ def encode_cotangent(
         shares_token_scales: whether its scales go with those of the input's tokens
             (`fp8jax.ops.quantization.microscaling`).
         x_codes_scale: scale of the input's codes, one or one per token; None if it is unknown.
-        with_sums: whether to compute the gradient of a bias.
     """
     fused_output = facts.fused_output
     row_spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_strategy("dy")
@@ -106,7 +105,7 @@ def encode_cotangent(
         operands = rows, columns
         return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
     transposed = SAME if recipe.dy_wgrad == SAME and recipe.rotation is None else column_spec
-    (row_codes, column_codes), sums_over_tokens = quantize_and_sum(
+    row_and_column_codes, sums_over_tokens = quantize_and_sum(
         dy,
         row_spec,
         transposed,
@@ -118,9 +117,7 @@ def encode_cotangent(
         amax=facts.amax,
         rotation=recipe.rotation,
     )
-    assert row_codes is not None
-    assert column_codes is not None
-    return CotangentOperands(row_codes, column_codes, sums_over_tokens)
+    return CotangentOperands(*row_and_column_codes, sums_over_tokens)
 
 
 def row_bounds(a: Operand, b: Operand) -> Array:
@@ -139,8 +136,6 @@ class Scales(NamedTuple):
     """Scales passed by the caller, fp32 scalars. A scale that is None is computed from the tensor.
 
     Attributes:
-        x: scale of the input.
-        w: scale of the weight.
         dy_amax: expected amax of the output's gradient; 0 means the amax of the gradient itself.
         amax_slot: any scalar, given with `dy_amax`. Its cotangent is the measured amax of the output's gradient.
     """
@@ -155,11 +150,8 @@ class ProductConfig(NamedTuple):
     """The static part of a product.
 
     Attributes:
-        recipe: formats and scalings of the three matmuls.
         out_spec: sharding of the result on a mesh with Explicit axes, else None.
-        name: of the product, for error messages.
         split_sizes: widths of the arrays into which the result is split along its last axis; None for one array.
-        place: where its operands are observed, or None.
     """
 
     recipe: Linear
@@ -175,10 +167,8 @@ class Operands(NamedTuple):
     Attributes:
         x: input (..., inputs).
         w: weight (inputs, outputs); None if it is frozen.
-        bias: (outputs,), or None.
         x_source, w_source: sources of their codes. No gradient.
         key: PRNG key for gradients that are rounded stochastically, or None.
-        scales: given scales, or None.
         guard: of `fp8jax.core.derivatives.second_order_guard`: a second derivative raises an error, not a silent zero.
     """
 
@@ -484,7 +474,5 @@ def check_slot_varies(slot: Array | None, dy: Any) -> None:
 
 def expected_scale(recipe: Linear, expected: Array, amax: Array) -> Array:
     """Return the scale of the output's gradient from its expected amax, or from its own where that is 0."""
-    spec = recipe.spec("dy")
-    assert spec is not None
     amax_for_scale = jnp.where(expected > 0, expected, recipe.strategy("dy").reduce_amax(amax))
-    return scaling.to_scale(amax_for_scale, formats.get(spec.format))
+    return scaling.to_scale(amax_for_scale, formats.get(recipe.quantized_spec("dy").format))

@@ -42,11 +42,9 @@ class GroupScaling(NamedTuple):
             if strategy.is_threshold:
                 thresholds = group_states
                 continue
-            spec = recipe.spec(name)
-            assert spec is not None
             # A scaling reads a tensor's amax alone: that of its group's rows is in place of the input.
             values = w if name == "w" else amax_per_group(x, PaddedTokens.from_groups(groups, x.shape[0]))
-            get_scale = functools.partial(strategy.scale, fmt=formats.get(spec.format))
+            get_scale = functools.partial(strategy.scale, fmt=formats.get(recipe.quantized_spec(name).format))
             scales = scales._replace(**{name: jax.vmap(get_scale)(group_states, values)})
             if strategy.collects_stats:
                 observed = observed._replace(**{name: jax.vmap(strategy.collect_stats)(group_states, values)})

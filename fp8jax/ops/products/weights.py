@@ -121,9 +121,7 @@ def freeze(w: Array, spec: QuantSpec | str = "e4m3", axes: tuple[int, int] = (1,
         raise ValueError(f"a frozen weight needs an 8-bit spec along its last axis that rounds to nearest, got {spec}")
 
     def encode_matrix(w: Array) -> QTensor:
-        transposed = quantize(lax.stop_gradient(w), None, spec)[1]
-        assert transposed is not None
-        return to_bytes(transposed)
+        return to_bytes(quantize(lax.stop_gradient(w), None, spec)[1])
 
     n_stacked = w.ndim - ins - outs
     inputs, outputs = w.shape[n_stacked : n_stacked + ins], w.shape[n_stacked + ins :]
@@ -242,7 +240,6 @@ class StepWeight:
         transposed: whether the last step of `to_weight` transposes a matrix. The product then quantizes that matrix,
             and makes no transposed copy of the values.
         is_scale_clamped: whether codes were made under `scale` before.
-        layout_policy: when the product makes the codes in both layouts.
     """
 
     forward_codes: QTensor | None = None
@@ -409,8 +406,6 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     strategy = linear_recipe.stateless_strategy("w")
     if one_pass_spec(linear_recipe) is not None:
         rows, transposed = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=strategy)
-        assert rows is not None
-        assert transposed is not None
         return QuantizedWeight(to_bytes(transposed), to_bytes(rows))
     dgrad_scale = convert_scale_to_spec(scale, forward, dgrad)
     return QuantizedWeight(

@@ -34,7 +34,6 @@ class FusedOutputs:
 
     Attributes:
         operation: `pallas_kernels.nonlinear.operations_triton.Operation`.
-        kinds: the kind of each array.
         operands: `pallas_kernels.nonlinear.quantize_recomputed_triton.Operands`.
         amaxes: largest finite magnitude of each array; empty if unknown.
         predicted: prediction of an activation's cotangents, if its result's gradient is known.
@@ -113,7 +112,6 @@ class CotangentPrediction(NamedTuple):
         spec, scales: spec and scales of their quantization, if scales are known.
         codes: QTensors of each cotangent and of its transposed copy.
         needs_sums: whether to compute column sums (the bias gradients) with the codes.
-        sums: the column sums.
     """
 
     amaxes: tuple[Array, ...] = ()
@@ -159,9 +157,7 @@ def make_array_facts(
         codes: codes already computed, as in `FusedOutput.cache_codes`, or None.
     """
     if fused_output is not None and consumer is not None and codes is not None:
-        spec = consumer.spec("x")
-        assert spec is not None
-        fused_output.cache_codes(spec, scale, codes)
+        fused_output.cache_codes(consumer.quantized_spec("x"), scale, codes)
     recompute_rule = (recomputable, residuals) if context.recompute_activations or context.spec is None else None
     return ArrayFacts(recompute_rule, fused_output, None if consumer is None or scale is None else (consumer, scale))
 

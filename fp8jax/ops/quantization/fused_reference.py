@@ -224,8 +224,8 @@ def requantize_if(
     operation: Any, kinds: tuple[int, ...], operands: Any, codes: Array, scale: Array, condition: Array
 ) -> Array:
     ((new, _),) = quantize(operation, kinds, operands, (scale,), codes.dtype, rows=True, columns=False)
-    new, old = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, codes))
-    return jax.lax.bitcast_convert_type(jnp.where(condition, new, old), codes.dtype)
+    new, old = (formats.bitcast(x, jnp.uint8) for x in (new, codes))
+    return formats.bitcast(jnp.where(condition, new, old), codes.dtype)
 
 
 def forward(

@@ -43,7 +43,6 @@ class ColumnEncoder:
     """Quantizes the transpose of rows in whole aligned blocks, under scales per group or block of tokens.
 
     Attributes:
-        spec: of the result.
         dtype: of the values of rows that are codes.
     """
 
@@ -51,9 +50,7 @@ class ColumnEncoder:
     dtype: Any
 
     def __call__(self, rows: Any) -> QTensor:
-        columns = quantize(rows.dequantize(self.dtype) if isinstance(rows, QTensor) else rows, None, self.spec)[1]
-        assert columns is not None
-        return columns
+        return quantize(rows.dequantize(self.dtype) if isinstance(rows, QTensor) else rows, None, self.spec)[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +96,7 @@ def quantize_rows(
     if spec.expand or not spans_rows:
         granularity = {"tensor": "token", "block": "group"}.get(spec.granularity, spec.granularity)
         spec_by_row = dataclasses.replace(spec, granularity=granularity)
-        return _first(quantize(x, spec_by_row, strategy=strategy, key=key if spec.rounding == "stochastic" else None))
+        return quantize(x, spec_by_row, strategy=strategy, key=key if spec.rounding == "stochastic" else None)[0]
     fmt, size = formats.get(spec.format), spec.group_size or 1
     if spec.granularity == "block":
         block_amax = tokens.take_blocks(_padded_block_amax(x, size, tokens), size)
@@ -206,7 +203,6 @@ def quantize_columns(
     padded, key = rotate_rows(tokens.pad(x), rotation), key if spec.rounding == "stochastic" else None
     if spec.granularity in ("group", "block"):
         columns = quantize(padded, None, spec, key=key)[1]
-        assert columns is not None
         return TokenColumns(columns)
     fmt, size, unit = formats.get(spec.format), spec.group_size or 1, tokens.alignment
     group_amax = tokens.reduce_groups(_block_amax(padded, (unit, 1)))
@@ -246,11 +242,6 @@ def _unscaled(codes: Array, spec: QuantSpec) -> QTensor:
     return QTensor(codes, jnp.ones((1, 1), jnp.float32), None, None, QuantSpec(spec.format))
 
 
-def _first(pair: tuple[QTensor | None, QTensor | None]) -> QTensor:
-    assert pair[0] is not None
-    return pair[0]
-
-
 def _block_amax(x: Array, size: tuple[int, int]) -> Array:
     """Return the largest finite magnitude of each block of a matrix, fp32; 0 if there is none."""
     # Maxima in the dtype of `x` are exact. Off GPUs, XLA would write an fp32 copy of it.
@@ -283,7 +274,7 @@ def _quantize_with_scale(x: Array, spec: QuantSpec, size: int | None, scale: Arr
     """Quantize under known scales, one per `size` elements of a row, or per row if None."""
     key = key if spec.rounding == "stochastic" else None
     if size is None:
-        return _first(quantize(x, QuantSpec(spec.format, "token", rounding=spec.rounding), scale=scale, key=key))
+        return quantize(x, QuantSpec(spec.format, "token", rounding=spec.rounding), scale=scale, key=key)[0]
     by_group = QuantSpec(spec.format, "group", size, rounding=spec.rounding)
     seed = None if key is None else noise.key_to_seed(key)
     return quantize_with_scale(x, by_group, scale, seed=seed)

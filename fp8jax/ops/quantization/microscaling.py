@@ -127,9 +127,7 @@ def fold_rows(
         return fused_rows
     if (outer_scale is None and spec.outer_scale == "token") or 0 in x.shape:
         # The largest group of a row has power 1, so the codes are those of a scale per row.
-        q, _ = quantize(x, row_spec, impl=impl)
-        assert q is not None
-        return q
+        return quantize(x, row_spec, impl=impl)[0]
     choice = record_choice("fold", choose_impl(impl, lambda: _unsupported_reason(x, spec)))
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
     return run(choice, impl, x, outer_scale, kernel=kernel, reference=reference)
@@ -249,9 +247,7 @@ def requantize_recomputed(
     ) is not None:
         return dataclasses.replace(transposed, scale=common_scale.reshape(1, 1))
     values = x.astype(jnp.float32) * factor
-    _, columns = quantize(values, None, QuantSpec(spec.format), scale=common_scale)
-    assert columns is not None
-    return columns
+    return quantize(values, None, QuantSpec(spec.format), scale=common_scale)[1]
 
 
 def token_scale_unit(dy: QTensor) -> Array:

@@ -28,7 +28,7 @@ _COLUMNS_SEED = noise.param_seed("columns")
 _KERNEL_GRANULARITIES = ("tensor", "token", "group", "block", "mx")  # of the kernel
 _NVFP4_ROTATION = 16  # rows that the nvfp4 kernel transforms
 Columns = QuantSpec | Literal["same"] | None
-Pair = tuple[QTensor | None, QTensor | None]
+Pair = tuple[Any, Any]  # `QTensor`s of a matrix and of its transpose; None where no codes are requested
 PairAndSums = tuple[Pair, Array | None]
 
 
@@ -224,9 +224,6 @@ def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") ->
         factor: fp32 (M, 1), which multiplies FP8 codes of each row, rounded to nearest. None leaves codes unchanged.
         impl: "auto", "xla" or "triton". XLA transposes bytes at a fraction of a GPU's bandwidth.
 
-    Returns:
-        QTensor (N, M).
-
     Raises:
         ValueError: the granularity is unsupported, or as in `quantize`.
     """
@@ -361,7 +358,7 @@ def _codes(config: _QuantizeConfig, x: Array, scale: Array | None, key: Array | 
     seed = None if key is None else noise.key_to_seed(key)
     seeds = seed, None if seed is None else noise.fold_in_seed(seed, _COLUMNS_SEED)
 
-    def quantize_one(y: Array, spec: QuantSpec | None, seed: Array | None) -> QTensor | None:
+    def quantize_one(y: Array, spec: QuantSpec | None, seed: Array | None) -> Any:
         if spec is None:
             return None
         y = encoding.limit_group_range(y, spec, 1.0)
@@ -376,13 +373,10 @@ def _codes(config: _QuantizeConfig, x: Array, scale: Array | None, key: Array | 
         if spec.granularity not in TRANSPOSABLE or spec.axis not in (-1, 1) or spec.is_packed:
             return quantize_one(rotate_rows(x, config.rotation).T, spec, seed)
         # Transpose codes, not the matrix: XLA would transpose it before it reduces blocks.
-        rows = quantize_one(x, spec, seed)
-        assert rows is not None
-        return transpose(rows, impl="xla")
+        return transpose(quantize_one(x, spec, seed), impl="xla")
 
     rows = quantize_one(x, config.rows, seeds[0])
     if config.shares_codes:
-        assert rows is not None
         return rows, transpose(rows, impl="xla")
     return rows, None if config.transposed_spec is None else quantize_transposed(config.transposed_spec, seeds[1])
 

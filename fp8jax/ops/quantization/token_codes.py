@@ -106,7 +106,6 @@ def token_scales(row_amax: Array, largest: Array, spec: QuantSpec, strategy: Sca
 def encode_tokens(x: Array, spec: QuantSpec, scale: Array) -> QTensor:
     """Return the codes of tokens (tokens, n) under scales of `token_scales`, as bytes."""
     codes, _ = quantize(x, QuantSpec(spec.format, "token"), scale=scale)
-    assert codes is not None
     return to_bytes(codes)
 
 
