@@ -345,20 +345,19 @@ def test_experts_of_a_list_that_is_stacked_have_the_states_of_an_array():
     sizes = jnp.array([TOKENS, 0, 2 * TOKENS, TOKENS])
 
     def fn(p, x):
-        up, down = (jnp.asarray(p[name]) for name in ("up", "down"))
-        h = jnp.tanh(jnp.einsum("ecd,edf->ecf", x, up))
-        return lax.ragged_dot(h.reshape(-1, INNER), down, sizes).reshape(x.shape)
+        h = jnp.tanh(jnp.einsum("ecd,edf->ecf", x, p["up"]))
+        return lax.ragged_dot(h.reshape(-1, INNER), p["down"], sizes).reshape(x.shape)
 
-    params = {name: P[name] * jnp.array([1, 1e-5, 1, 3])[:, None, None] for name in ("up", "down")}
+    array = {name: P[name] * jnp.array([1, 1e-5, 1, 3])[:, None, None] for name in ("up", "down")}
+    join = lambda p, x: fn({"up": jnp.stack(p["up"]), "down": jnp.array(p["down"])}, x)  # noqa: E731
     found = []
-    for p in (params, {name: list(w) for name, w in params.items()}):
-        fast = fp8jax.transform(fn, "te_delayed")
+    for written, p in ((fn, array), (join, {name: list(w) for name, w in array.items()})):
+        fast = fp8jax.transform(written, "te_delayed")
         step, states = make_step(fast), fast.init(p, INPUTS)
         for x in (INPUTS, 2 * INPUTS):
             y, grads, states = step(p, states, x, WEIGHTS)
-        found.append(
-            (y, {name: jnp.stack(list(w)) for name, w in grads.items()}, [states[k].state for k in sorted(states)])
-        )
+        grads = {name: jnp.stack(list(w)) for name, w in grads.items()}
+        found.append((y, grads, [states[path].state for path in sorted(states)]))
     assert sorted(states) == ["down/0", "up/0"]
     jax.tree.map(np.testing.assert_array_equal, *found)
 
