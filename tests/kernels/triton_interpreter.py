@@ -24,7 +24,7 @@ from pallas_kernels.dispatch import call_triton
 from pallas_kernels.matmul import matmul_int8_triton
 from pallas_kernels.nonlinear import operations_triton
 from pallas_kernels.quantization import encode_triton, quantize_triton
-from tests.kernels import glu_cases, group_cases, int8_cases, logits_cases, ptx
+from tests.kernels import glu_cases, group_cases, int8_cases, logits_cases, ptx, statistics_cases
 from tests.kernels import quantize_cases as cases
 
 GUARD = 4096
@@ -99,7 +99,7 @@ def call_any(
     **static: Any,
 ) -> Any:
     """`call_triton.call`, with guards around what it writes."""
-    given = [np.array(x) for x in inputs]
+    given = [x if isinstance(x, int) else np.array(x) for x in inputs]
     buffers = [
         np.full(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize + 2 * GUARD, 0xA5, np.uint8) for s in out_shapes
     ]
@@ -107,7 +107,8 @@ def call_any(
     for source, i in (aliases or {}).items():
         outputs[i][:] = given[source]
         given[source] = outputs[i]
-    kernel[(num_programs,)](*map(Tensor, given), *map(Tensor, outputs), **static)
+    operands = (x if isinstance(x, int) else Tensor(x) for x in given)
+    kernel[(num_programs,)](*operands, *map(Tensor, outputs), **static)
     for buffer in buffers:
         if not (buffer[:GUARD] == 0xA5).all() or not (buffer[-GUARD:] == 0xA5).all():
             raise RuntimeError(f"{kernel} wrote out of bounds")
@@ -264,6 +265,12 @@ def main() -> None:
         wrong |= {f"logits {case}: {name}": [n] for name, n in logits_cases.wrong(case, "triton").items() if n}
     for group_case in group_cases.CASES:
         wrong |= {f"{group_case}: {name}": [n] for name, n in group_cases.wrong(group_case, "triton").items() if n}
+    for statistics_case in statistics_cases.CASES:
+        if differ := statistics_cases.wrong(statistics_case):
+            wrong[str(statistics_case)] = differ
+    for moment_case in statistics_cases.MOMENTS:
+        if differ := statistics_cases.wrong_moment(moment_case):
+            wrong[str(moment_case)] = [differ]
     for glu_case in glu_cases.CASES:
         wrong |= {f"{glu_case}: {name}": [text] for name, text in glu_cases.wrong(glu_case).items()}
     print(json.dumps(wrong))

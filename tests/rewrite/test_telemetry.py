@@ -276,6 +276,16 @@ def test_moments_and_updates(name):
         np.testing.assert_allclose(stats["v"]["expansion_spread"], np.ptp(exponents), rtol=1e-5)
 
 
+def test_updates_of_new_parameters_and_of_zeros():
+    tx, p = fp8jax.compressed_adamw(1e-2), {"w": normal(0, 64, 128), "zero": jnp.zeros((64, 128))}
+    grads = {"w": wide(1, 64, 128), "zero": normal(2, 64, 128)}
+    (new, _), found = jax.jit(fp8jax.telemetry(tx.step))(grads, tx.init(p), p)
+    norms = {"w": np.linalg.norm(p["w"]), "zero": np.sqrt(np.finfo(np.float32).tiny)}
+    for name, norm in norms.items():
+        change = np.linalg.norm(np.asarray(new[name], np.float64) - p[name])
+        np.testing.assert_allclose(found[name]["update"]["update_ratio"], change / norm, rtol=1e-4)
+
+
 @pytest.mark.parametrize("manual", [True, False])
 def test_devices_have_one_value_together(manual):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -16,7 +16,7 @@ from jax import Array, lax
 from fp8jax.core import noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.autodiff.observations import Observation, Place, compare, current_place, observe
+from fp8jax.ops.autodiff.observations import Place, compare, compare_update, current_place, observe
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import (
     Choice,
@@ -37,8 +37,8 @@ from fp8jax.ops.optimizers.leaf import (
     is_quantized,
     load,
     make_weight_seed,
-    scale_and_clip,
 )
+from fp8jax.ops.optimizers.next_moment import next_moment
 
 
 def map_leaves(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequence[Any]) -> list[Any]:
@@ -165,8 +165,9 @@ def step_tree(
         # A kernel overwrites parameters and moments: what the statistics need of them is computed when the gradient is
         # there, and before the kernel runs. Otherwise XLA would copy all of them when the step starts.
         leaves = [lax.optimization_barrier(leaf) for leaf in leaves]
-        pairs = [lax.optimization_barrier((leaf, _arrays_before_step(adam, leaf))) for leaf in leaves]
-        leaves, before = [leaf for leaf, _ in pairs], [arrays for _, arrays in pairs]
+        pairs = [lax.optimization_barrier((leaf.grad, _arrays_before_step(adam, leaf))) for leaf in leaves]
+        leaves = [dataclasses.replace(leaf, grad=grad) for leaf, (grad, _) in zip(leaves, pairs, strict=True)]
+        before = [arrays for _, arrays in pairs]
     results = step_leaves(optimizer, adam, leaves, impl)
     if place is not None:
         layer_axes = () if tree_slice.layer is None else (0,)
@@ -176,20 +177,19 @@ def step_tree(
 
 
 def _arrays_before_step(adam: Adam, leaf: Leaf) -> dict[str, Array]:
-    """By role, the exact new values of the moments in codes, and the parameter before the step, negated; fp32."""
-    gradient = scale_and_clip(load(leaf.grad), adam.grad_scale)
+    """By role, the exact new values of the moments in codes, fp32, and the parameter before the step, negated."""
     # Negated, it is a new array. XLA would take the parameter's own one, which the kernel overwrites.
     arrays: dict[str, Any] = {"update": -_parameter(leaf.weight)}
-    for role, old, decay, value in (("m", leaf.mu, adam.b1, gradient), ("v", leaf.nu, adam.b2, jnp.square(gradient))):
-        if isinstance(old, QTensor):
-            exact = decay * load(old) + (1 - decay) * value
-            arrays[role] = exact if adam.apply_if is None else jnp.where(adam.apply_if, exact, load(old))
+    gradient = load(leaf.grad) if isinstance(leaf.grad, QTensor) else leaf.grad
+    for role, moment in (("m", leaf.mu), ("v", leaf.nu)):
+        if isinstance(moment, QTensor):
+            arrays[role] = next_moment(adam, gradient, moment, is_squared=role == "v")
     return arrays
 
 
 def _parameter(weight: Any) -> Array:
-    """A parameter in fp32, without the remainder of its master weight."""
-    return (weight.high if isinstance(weight, MasterWeight) else weight).astype(jnp.float32)  # type: ignore[no-any-return]
+    """A parameter, without the remainder of its master weight."""
+    return weight.high if isinstance(weight, MasterWeight) else weight  # type: ignore[no-any-return]
 
 
 def _observe_step(place: Place, leaf: Leaf, before: dict[str, Array], result: StepResult) -> StepResult:
@@ -199,9 +199,9 @@ def _observe_step(place: Place, leaf: Leaf, before: dict[str, Array], result: St
     for role, new in (("m", mu), ("v", result.nu)):
         if role in before:
             tie = observe(tie, place, role, compare(before[role], new))
-    change = _parameter(result.weight) + before["update"] if leaf.in_place else _parameter(result.weight)
-    squares = {"squared_update": jnp.sum(jnp.square(change)), "squared_weight": jnp.sum(jnp.square(before["update"]))}
-    tie = observe(tie, place, "update", Observation.from_scalars(squares))
+    # Negated as the parameter before the step; the sign of a change does not matter.
+    found = compare_update(before["update"], -_parameter(result.weight), is_change=not leaf.in_place)
+    tie = observe(tie, place, "update", found)
     return result._replace(mu=untie(tie))
 
 

@@ -1,0 +1,97 @@
+"""The kernel of telemetry's statistics beside its reference: in Triton's interpreter on CPU, and on a GPU."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fp8jax
+from fp8jax.core.qtensor import quantize_with_scale
+from fp8jax.ops.optimizers.leaf import Adam
+from fp8jax.ops.optimizers.next_moment import next_moment
+from fp8jax.ops.quantization import statistics
+from tests.kernels.quantize_cases import special
+
+
+class Case(NamedTuple):
+    spec: str | None
+    shape: tuple[int, ...] = (70, 200)
+    dtype: str = "bfloat16"
+    is_transposed: bool = False
+    masked_rows: int = 0
+    factor: float = 1.0
+    given_scale: float | None = None
+    is_decoded: bool = False
+
+
+CASES = [
+    Case("e4m3"),
+    Case("e4m3", (64, 256), "float32", given_scale=1e-3),
+    Case("e5m2", (50, 72), "float32", is_transposed=True),
+    Case("e4m3:group128+expand", (17, 300), "float32"),
+    Case("e5m2:group16", (3, 10, 64), "float16"),
+    Case("e4m3:block32", (70, 100), "float32", factor=1e25),
+    Case("int8:block32", (70, 100), "float32", factor=1e-25),
+    Case("e4m3:mx32+token", (33, 96)),
+    Case("e4m3:token", (40, 130), masked_rows=7),
+    Case("e4m3", (300,), "float32"),
+    Case("e2m1:nv16", (20, 128), is_decoded=True),
+    Case("de8:group64", (20, 130), "float32", is_decoded=True),
+    Case(None, (24, 140)),
+]
+
+
+def wrong(case: Case) -> dict[str, Any]:
+    """The statistics in which the kernel differs from the reference, with both values."""
+    x = special((math.prod(case.shape[:-1]), case.shape[-1]), case.dtype, 6e4).reshape(case.shape)
+    x = (x.astype(jnp.float32) * case.factor).astype(x.dtype)
+    decoded = codes = mask = None
+    if case.spec is not None:
+        codes = jax.jit(fp8jax.quantize, static_argnums=1)(x, case.spec)
+        if case.given_scale is not None:
+            codes = quantize_with_scale(x, codes.spec, jnp.float32(case.given_scale))
+        decoded = codes.dequantize() if case.is_decoded else None
+        codes = None if codes.spec.is_packed else codes
+    if case.masked_rows:
+        mask = jnp.arange(case.shape[0])[:, None] % case.masked_rows > 0
+    settings = {"bits": 8, "is_transposed": case.is_transposed, "row_mask": mask}
+    x = x.T if case.is_transposed else x
+    want = jax.jit(lambda *arrays: statistics.compare(*arrays, impl="xla", **settings)[1])(x, decoded, codes)
+    names, got = statistics.compare(x, decoded, codes, impl="triton", **settings)
+    pairs = zip(names, np.asarray(want), np.asarray(got), strict=True)
+    return {name: [float(a), float(b)] for name, a, b in pairs if not np.allclose(a, b, rtol=1e-4, atol=1e-4)}
+
+
+class MomentCase(NamedTuple):
+    spec: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    is_squared: bool = False
+    grad_scale: float | None = None
+    apply_if: bool | None = None
+
+
+MOMENTS = [
+    MomentCase("e4m3:group128+expand", (17, 300), "bfloat16", grad_scale=0.5),
+    MomentCase("e4m3:group32+expand", (2, 12, 64), is_squared=True, apply_if=True),
+    MomentCase("e5m2:group256", (9, 512), is_squared=True, grad_scale=3.0),
+    MomentCase("e4m3:group128", (9, 130), apply_if=False),
+]
+
+
+def wrong_moment(case: MomentCase) -> int:
+    """The number of values in which the kernel of `next_moment` differs from float64."""
+    gradient = special((math.prod(case.shape[:-1]), case.shape[-1]), case.dtype, 6e4).reshape(case.shape)
+    old = np.random.default_rng(1).standard_normal(case.shape).astype(np.float32)
+    moment = jax.jit(fp8jax.quantize, static_argnums=1)(jnp.asarray(old**2 if case.is_squared else old), case.spec)
+    apply_if = None if case.apply_if is None else jnp.asarray(case.apply_if)
+    adam = Adam(0.9, 0.99, 1e-8, 0.0, jnp.int32(1), grad_scale=case.grad_scale, apply_if=apply_if)
+    got = next_moment(adam, gradient, moment, is_squared=case.is_squared, impl="triton")
+    want = np.asarray(moment.dequantize(), np.float64)
+    if case.apply_if is not False:
+        g = np.asarray(gradient, np.float64) * (case.grad_scale or 1)
+        decay = np.float32(0.99 if case.is_squared else 0.9)
+        want = float(decay) * want + float(np.float32(1) - decay) * (g**2 if case.is_squared else g)
+    return int(np.sum(~np.isclose(np.asarray(got, np.float64), want, rtol=1e-4, atol=1e-6, equal_nan=True)))

@@ -1,0 +1,65 @@
+"""The kernel of telemetry's statistics; `triton_interpreter` runs its cases on a CPU."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import fp8jax
+from fp8jax.ops.quantization import statistics
+from tests.kernels import statistics_cases as cases
+
+triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_statistics_are_the_references_on_a_gpu(case):
+    assert cases.wrong(case) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.MOMENTS, ids=str)
+def test_moments_are_those_in_float64_on_a_gpu(case):
+    assert cases.wrong_moment(case) == 0
+
+
+@triton
+@pytest.mark.parametrize("spec", ["e4m3", "e4m3:group16+expand"])
+def test_shards_have_the_statistics_of_the_whole(spec, monkeypatch):
+    """The kernel, here the reference, sees shards; magnitudes differ by shard."""
+    from pallas_kernels.quantization import statistics_triton
+
+    x = jax.random.normal(jax.random.key(0), (16, 64)) * 10.0 ** jnp.arange(-8.0, 8)[:, None]
+    codes = fp8jax.quantize(x, spec)
+    shapes = []
+
+    def compare(x, values, scale, exponents, row_mask, **_):
+        shapes.append(x.shape)
+        shard = statistics.QTensor(values, scale, exponents, None, codes.spec)
+        return statistics.compare(x, None, shard, bits=8, impl="xla")[1]
+
+    monkeypatch.setattr(statistics_triton, "compare", compare)
+    names, want = statistics.compare(x, None, codes, bits=8, impl="xla")
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, jax.NamedSharding(mesh, P("data", "fsdp")))
+        run = jax.jit(lambda x, codes: statistics.compare(x, None, codes, bits=8, impl="triton")[1])
+        got = run(sharded, codes)
+    assert (8, 32) in shapes
+    for name, a, b in zip(names, np.asarray(want), np.asarray(got), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, err_msg=name)
+
+
+@triton
+def test_the_kernel_merges_statistics_by_kind():
+    from pallas_kernels.quantization import statistics_triton
+
+    for kind, bits in (
+        (statistics.MAXIMA, statistics_triton._MAXIMA),
+        (statistics.LOG_SUMS, statistics_triton._LOG_SUMS),
+    ):
+        assert [bool(bits.value >> i & 1) for i in range(16)] == [name in kind for name in statistics.NAMES]
