@@ -15,7 +15,7 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.graph import Graph, Node, Value
-from fp8jax.rewrite.operations import ProductOperation
+from fp8jax.rewrite.operations import ProductOperation, RaggedOperation
 from fp8jax.rewrite.primitives import Equation
 from fp8jax.rewrite.run import Interpreter, schedule
 from fp8jax.rewrite.states import UseInputs
@@ -170,14 +170,10 @@ def _errors(
     use_inputs: Mapping[tuple[str, int], UseInputs],
 ) -> tuple[Array, Array]:
     node, operation = pair.node, pair.node.operation
-    has_state = (
-        isinstance(operation, ProductOperation) and operation.use is not None and operation.use.key in use_inputs
-    )
-    if isinstance(operation, ProductOperation) and operation.recipe.linear.stateful_strategies and not has_state:
-        linear = dataclasses.replace(operation.recipe.linear, scaling="current", w_scaling=None)
-        operation = dataclasses.replace(
-            operation, recipe=dataclasses.replace(operation.recipe, linear=linear), use=None
-        )
+    if isinstance(operation, ProductOperation | RaggedOperation):
+        has_state = operation.use is not None and operation.use.key in use_inputs
+        if operation.linear.stateful_strategies and not has_state:
+            operation = operation.with_current_scaling()
     single_node = dataclasses.replace(node, operation=operation)
     planned_schedule = schedule(Graph(leaves, [single_node], [node.results[0]]))
     original_schedule = schedule(

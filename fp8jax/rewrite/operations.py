@@ -100,6 +100,11 @@ class ProductOperation:
         """Size of the contracted axes."""
         return math.prod(self.data.shape[i] for i in self.params["dimension_numbers"][0][1 - self.side])
 
+    def with_current_scaling(self) -> "ProductOperation":
+        """This operation without a state."""
+        recipe = dataclasses.replace(self.recipe, linear=_current_scaling(self.linear))
+        return dataclasses.replace(self, recipe=recipe, use=None)
+
     def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
         use_inputs = _get_use_inputs(interpreter, self.use)
         result, split_sizes = node.results[0], self.split_sizes
@@ -327,6 +332,10 @@ class ProductOperation:
         return use_inputs.weight if is_matrix else None
 
 
+def _current_scaling(linear: Linear) -> Linear:
+    return dataclasses.replace(linear, scaling="current", w_scaling=None)
+
+
 def _get_use_inputs(interpreter: "Interpreter", use: WeightUse | None) -> UseInputs:
     """The inputs of a product that are not arrays."""
     return UseInputs() if use is None else interpreter.use_inputs.get(use.key, UseInputs())
@@ -410,6 +419,10 @@ class RaggedOperation:
     @property
     def num_inputs(self) -> int:
         return self.data.shape[-1]
+
+    def with_current_scaling(self) -> "RaggedOperation":
+        """As of `ProductOperation`."""
+        return dataclasses.replace(self, linear=_current_scaling(self.linear), use=None)
 
     @property
     def saved_tokens(self) -> Value:
