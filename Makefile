@@ -29,7 +29,7 @@ train: .venv/train.stamp ## train a small Llama on text found on this machine, w
 test: .venv/test.stamp ## run the test suite; ARGS passes options to pytest
 	FP8JAX_TEST_COMPILE=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-quick: .venv/test.stamp ## run one fast test file for each room that changed since HEAD (BASE=main: since main), two minutes
+quick: .venv/test.stamp ## run one fast test file for each folder that changed since HEAD (BASE=main: since main), two minutes
 	$(BIN)/python -m tests.quick $(ARGS)
 
 slow: ## run the tests that `make test` leaves out: before a release

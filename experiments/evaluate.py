@@ -84,11 +84,11 @@ def read_texts(settings: Evaluation, trained: Trained) -> dict[str, tuple[str, .
         corpus = data.read_corpus(trained.config.data.data, trained.config.data.valid_fraction)
         return {"validation split": corpus.valid}
     texts: dict[str, tuple[str, ...]] = {}
-    for path, named in data.find_files(settings.data):
+    for path, is_named in data.find_files(settings.data):
         try:
             corpus = data.read_corpus((str(path),), 0.5)
         except UserError:
-            if named:
+            if is_named:
                 raise
             continue
         texts[str(path)] = ("".join(corpus.train + corpus.valid),)

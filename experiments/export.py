@@ -49,39 +49,39 @@ def from_run(
         UserError: as `evaluate.load` and `save.save`.
     """
     trained = evaluate.load(run, recipe)
-    config, how = trained.config, None
+    config, encoding = trained.config, None
     if eight in ("recipe", "recipe-deepseek"):
         if config.lora.lora_rank:
             raise UserError(
                 f"{run} trained adapters, which cannot be merged into the codes of the base. Export 16 bits, or new "
                 "codes with --eight tensor, channel, block or deepseek"
             )
-        of_recipe = save.of_recipe(trained.recipe, deepseek=eight != "recipe", activations=activations)
-        how = dataclasses.replace(of_recipe, made=held_codes(trained))
+        recipe_encoding = save.from_recipe(trained.recipe, deepseek=eight != "recipe", activations=activations)
+        encoding = dataclasses.replace(recipe_encoding, codes=prequantized_codes(trained))
     elif eight is not None:
-        how = save.eight_bits(eight, activations=activations)
-    settings: dict[str, Any] = {"dtype": dtype, "eight": how, "shard_bytes": shard_bytes}
+        encoding = save.eight_bits(eight, activations=activations)
+    settings: dict[str, Any] = {"dtype": dtype, "eight": encoding, "shard_bytes": shard_bytes}
     if config.model.init:
         # Its tokenizer and settings are those of the checkpoint that it started from.
         return save.save(out, trained.task.llama, trained.masters, like=start.resolve(config), **settings)
     length = config.data.seq_len
     fields = {"max_position_embeddings": length, "bos_token_id": SEPARATOR, "eos_token_id": SEPARATOR}
-    beside = tokenizer_files(trained.tokenizer, length)
-    return save.save(out, trained.task.llama, trained.masters, beside=beside, fields=fields, **settings)
+    extra_files = tokenizer_files(trained.tokenizer, length)
+    return save.save(out, trained.task.llama, trained.masters, extra_files=extra_files, fields=fields, **settings)
 
 
-def held_codes(trained: evaluate.Trained) -> Mapping[str, fp8jax.QTensor]:
+def prequantized_codes(trained: evaluate.Trained) -> Mapping[str, fp8jax.QTensor]:
     """The codes, as bytes (..., outputs, inputs), by which layers multiply, by the paths of weights."""
 
     def hold(params: Any, model_state: Any) -> dict[str, fp8jax.QTensor]:
         model = trained.task.model(params, model_state)
-        held = fp8jax.nnx.quantize_weights(model)
-        found = {}
-        for path, module in nnx.iter_modules(held):
+        prequantized = fp8jax.nnx.quantize_weights(model)
+        codes_by_path = {}
+        for path, module in nnx.iter_modules(prequantized):
             if isinstance(module, WeightVariables):
                 *layer, _, _ = path  # the names of its product and of the codes
-                found[".".join([*map(str, layer), "kernel"])] = module.unflatten().forward
-        return found
+                codes_by_path[".".join([*map(str, layer), "kernel"])] = module.unflatten().forward
+        return codes_by_path
 
     return jax.jit(hold)(trained.params, trained.model_state)
 
@@ -131,5 +131,5 @@ def _bytes() -> tokenizers.Tokenizer:
 def _letters() -> list[str]:
     """The letter that the library writes for each byte: itself where it is printable, else one from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = np.cumsum([byte not in printable for byte in range(256)])
-    return [chr(byte if byte in printable else 255 + int(others[byte])) for byte in range(256)]
+    byte_offsets = np.cumsum([byte not in printable for byte in range(256)])
+    return [chr(byte if byte in printable else 255 + int(byte_offsets[byte])) for byte in range(256)]

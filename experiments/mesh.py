@@ -123,12 +123,12 @@ def place(array: np.ndarray, rows: NamedSharding | None) -> Any:
     """A batch on the devices that share it: its rows split where they divide, else whole on each."""
     if rows is None:
         return array
-    where = whole(rows.mesh) if len(array) % replicas(rows.mesh) else rows
+    sharding = replicated(rows.mesh) if len(array) % replicas(rows.mesh) else rows
     # Each process puts only its own rows on its devices.
-    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def whole(mesh: Meshes) -> NamedSharding:
+def replicated(mesh: Meshes) -> NamedSharding:
     """Each device has all of an array."""
     return NamedSharding(mesh, PartitionSpec())
 
@@ -151,7 +151,7 @@ def state(mesh: Meshes, tree: Any, partition: str = "") -> Any:
     return _places(mesh, tree, partition, lambda path: getattr(path[0], "name", "") == "opt_state")
 
 
-def held(mesh: Meshes, params: Any, partition: str) -> Any:
+def optimizer_shardings(mesh: Meshes, params: Any, partition: str) -> Any:
     """The shardings of the optimizer state of parameters; see `state`."""
     return _places(mesh, params, partition, lambda path: True)
 
@@ -167,14 +167,14 @@ def check_partition(partition: str, sizes: Mapping[str, int], layers: int) -> No
 
 def _places(mesh: Meshes, tree: Any, partition: str, shared: Callable[[Any], bool]) -> Any:
     def spec(x: Any, stacks: list[tuple[str, ...]], rows: tuple[str, ...], columns: tuple[str, ...]) -> NamedSharding:
-        wanted = ([()] * x.ndim + [rows, columns])[-x.ndim :] if x.ndim else []
-        wanted = (stacks + wanted[len(stacks) :])[: x.ndim]
-        axes = [_divide(mesh, n, names) for n, names in zip(x.shape, wanted, strict=True)]
+        names_by_axis = ([()] * x.ndim + [rows, columns])[-x.ndim :] if x.ndim else []
+        names_by_axis = (stacks + names_by_axis[len(stacks) :])[: x.ndim]
+        axes = [_divide(mesh, n, names) for n, names in zip(x.shape, names_by_axis, strict=True)]
         while axes and not axes[-1]:
             axes.pop()
         return NamedSharding(mesh, PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in axes)))
 
-    def of(path: Any, x: Any) -> Any:
+    def leaf_shardings(path: Any, x: Any) -> Any:
         codes = x.codes if isinstance(x, fp8jax.QTensor) else x
         matrix = codes.ndim - stacked(path) >= 2
         large = matrix and math.prod(codes.shape) >= SMALLEST
@@ -198,18 +198,18 @@ def _places(mesh: Meshes, tree: Any, partition: str, shared: Callable[[Any], boo
             rows = _divide(mesh, codes.shape[-2], rows)
         return jax.tree.map(lambda part: spec(part, stacks, rows, columns), x)
 
-    return jax.tree_util.tree_map_with_path(of, tree, is_leaf=lambda x: isinstance(x, fp8jax.QTensor))
+    return jax.tree_util.tree_map_with_path(leaf_shardings, tree, is_leaf=lambda x: isinstance(x, fp8jax.QTensor))
 
 
 def _divide(mesh: Meshes, length: int, names: tuple[str, ...]) -> tuple[str, ...]:
     """The first of the mesh axes of several devices that divide a length together."""
-    found: tuple[str, ...] = ()
+    dividing: tuple[str, ...] = ()
     for name in names:
         size = mesh.shape.get(name, 1)
-        if length % (size * math.prod(mesh.shape[other] for other in found)):
+        if length % (size * math.prod(mesh.shape[other] for other in dividing)):
             break
-        found += (name,) if size > 1 else ()
-    return found
+        dividing += (name,) if size > 1 else ()
+    return dividing
 
 
 def _kind(path: Any, dtype: Any) -> str:
@@ -225,8 +225,8 @@ def _kind(path: Any, dtype: Any) -> str:
     if not cut or names[-2] != "held":
         return ""
     # Of a weight that is not trained: codes, the first part, and their scales are of the transposed matrix.
-    turned = names[-1] != "0" or jnp.dtype(dtype).itemsize == 1
-    return ("inputs" if cut == "outputs" else "outputs") if turned else cut
+    is_transposed = names[-1] != "0" or jnp.dtype(dtype).itemsize == 1
+    return ("inputs" if cut == "outputs" else "outputs") if is_transposed else cut
 
 
 def over(spec: PartitionSpec, name: str) -> int | None:
@@ -239,7 +239,7 @@ def over(spec: PartitionSpec, name: str) -> int | None:
 
 def on(tree: Any, placed: Any) -> Any:
     """Shapes of arrays with the shardings that they have."""
-    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, placed)
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, placed)
 
 
 def stacked(path: Any) -> int:
@@ -266,9 +266,9 @@ def describe(mesh: jax.sharding.Mesh, recipes: Iterable[fp8jax.Recipe] = ()) -> 
         others = "other " if expert > 1 else ""
         return f"{shared}, and has all {others}parameters and their moments"
     shared = f"{shared}, and has 1 of {fsdp * tensor} parts of each large matrix and its moments"
-    whole = [f"{each.name} in {each.weights.param_format}" for each in recipes if each.comm.auto_scale]
-    gathers = fsdp > 1 and whole
-    return f"{shared}; each gathers all parameters before a step with {', '.join(whole)}" if gathers else shared
+    replicated = [f"{each.name} in {each.weights.param_format}" for each in recipes if each.comm.auto_scale]
+    gathers = fsdp > 1 and replicated
+    return f"{shared}; each gathers all parameters before a step with {', '.join(replicated)}" if gathers else shared
 
 
 def flatten(tree: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ LOGITS = 4 + 2
 # What XLA's arrangement of arrays leaves empty, as a share of activations and logits: of recipes whose contexts save
 # operations, and of bf16 that recomputes. Measured on `1b` on one H200 (8 x 2048 tokens: 1.21 of 12.14 GB, 5.08 of
 # 16.87 GB); of other recipes nothing.
-GAPS_OF_CONTEXTS, GAPS_OF_BF16 = 0.10, 0.30
+CONTEXT_GAPS, BF16_GAPS = 0.10, 0.30
 
 
 @jax.custom_vjp
@@ -51,14 +51,14 @@ def _attention_residuals(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
 _attention.defvjp(_attention_residuals, lambda residuals, dy: (jnp.zeros_like(residuals[0]), *residuals[1:]))
 
 
-def _policy(primitive: Any, *operands: Any, **how: Any) -> bool:
+def _policy(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Whether the model's own policy saves a result on a GPU.
 
     There, products of codes are kernels, which are identified only by name.
     """
-    if primitive.name == "name" and how["name"] == flash.NAME:
+    if primitive.name == "name" and params["name"] == flash.NAME:
         return True
-    return products_saveable(primitive, *operands, **how) and all(x.dtype == jnp.bfloat16 for x in operands)
+    return products_saveable(primitive, *operands, **params) and all(x.dtype == jnp.bfloat16 for x in operands)
 
 
 def _residuals(run: Any, axis: str, devices: int, *args: Any) -> list[Any]:
@@ -67,11 +67,11 @@ def _residuals(run: Any, axis: str, devices: int, *args: Any) -> list[Any]:
     if devices == 1:
         return jax.eval_shape(residuals, *args)  # type: ignore[no-any-return]
     where = jax.sharding.AbstractMesh((devices,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
-    of_one = jax.shard_map(
+    one_device = jax.shard_map(
         lambda *args: [x[None] for x in residuals(*args)],
         mesh=where, in_specs=jax.P(), out_specs=jax.P(axis), check_vma=False,
     )  # fmt: skip
-    return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.eval_shape(of_one, *args)]
+    return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.eval_shape(one_device, *args)]
 
 
 @functools.cache
@@ -93,11 +93,14 @@ def saved_per_token(
         expert: devices that share experts.
         expert_capacity: as of experiments.train.
     """
-    own, boundary = llama, None
+    device_llama, boundary = llama, None
     if shared > 1:
-        own, boundary = tensor.of_heads(llama, shared), tensor.TokenBoundary(shared, tensor.wire_format(recipe))
+        device_llama, boundary = (
+            tensor.of_heads(llama, shared),
+            tensor.TokenBoundary(shared, tensor.wire_format(recipe)),
+        )
 
-    def attend(query: Any, key: Any, value: Any, **how: Any) -> jax.Array:
+    def attend(query: Any, key: Any, value: Any, **settings: Any) -> jax.Array:
         return _attention(query, key, value)
 
     length = 256 * shared
@@ -107,17 +110,19 @@ def saved_per_token(
         sharing = experts.ExpertSharing(tensor.wire_format(recipe), expert_capacity) if expert > 1 else None
         products = experts.RecipeProducts(recipe, sharing)
 
-    def own_shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+    def device_shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
         shape = x.shape[1:]
         return jax.ShapeDtypeStruct((shape[0] // expert, *shape[1:]) if mesh.has_experts(path) else shape, x.dtype)
 
     def count(sequences: int) -> int:
         def make() -> Any:
-            model: Any = Llama(own, dtype=jnp.bfloat16, boundary=boundary, expert_products=products, rngs=nnx.Rngs(0))
+            model: Any = Llama(
+                device_llama, dtype=jnp.bfloat16, boundary=boundary, expert_products=products, rngs=nnx.Rngs(0)
+            )
             return (fp8jax.nnx.quantize(model, recipe) if changes_layers(recipe) else model).layers
 
         graph, block = nnx.split(nnx.eval_shape(make))
-        block = jax.tree_util.tree_map_with_path(own_shape, block)
+        block = jax.tree_util.tree_map_with_path(device_shape, block)
         tables = rope_tables(length, llama.head_dim, llama.rope_theta)
         run = lambda p, x: nnx.merge(graph, p)(x, *tables)  # noqa: E731
         run = jax.checkpoint(run, policy=_policy) if recompute else run
@@ -129,7 +134,7 @@ def saved_per_token(
         return (count(2) - count(1)) / length
 
 
-def _read_again(part: fp8jax.recipes.Linear) -> bool:
+def _is_read_twice(part: fp8jax.recipes.Linear) -> bool:
     """Whether a backward pass that computes all but products again reads their inputs, of which it has no codes.
 
     Keys of stochastic rounding are made of inputs.
@@ -171,8 +176,8 @@ def of(
     )
     if expert > 1:
         experts.check_devices(llama, expert)
-    kept = saved_per_token(llama, recipe, recompute, shared, expert, expert_capacity)
-    activations = tokens * shared * llama.layers * kept
+    saved = saved_per_token(llama, recipe, recompute, shared, expert, expert_capacity)
+    activations = tokens * shared * llama.layers * saved
     dims: Any = -1
     crossings: list[Collective] = []
     if shared > 1:
@@ -180,7 +185,8 @@ def of(
         dims = tensor.dimensions(params, shared)
         crossings = fp8jax.dist.sequence_collectives(
             tokens * shared, llama.dim, shared, tensor.wire_format(recipe), recipe.weights.compute,
-            times=2 * llama.layers * microbatches, forward_gathers=2 if recompute and _read_again(recipe.linear) else 1,
+            times=2 * llama.layers * microbatches,
+            forward_gathers=2 if recompute and _is_read_twice(recipe.linear) else 1,
         )  # fmt: skip
     expert_dims: Any = -1
     if expert > 1:
@@ -190,7 +196,7 @@ def of(
         rows, times = int(tokens) * llama.experts_per_token, llama.layers * microbatches
         wire_format = tensor.wire_format(recipe)
         crossings = experts.exchanged(llama, expert, wire_format, int(tokens), recipe.weights.compute, times)
-        # Weights of choices and their gradients travel in fp32.
+        # Router weights and their gradients are sent in fp32.
         if experts.gathers_tokens(expert, llama.experts_per_token):
             crossings.append(Collective("all-gather", "f32", 4 * rows, expert, times))
             crossings.append(Collective("reduce-scatter", "f32", 4 * rows * expert, expert, times))
@@ -200,9 +206,9 @@ def of(
     chunked = recipe.head.is_quantized or in_chunks("auto", tokens, llama.vocab)
     # Of a head of codes logits, their gradient and its codes take as many bytes together.
     at_once = tokens / num_chunks(int(tokens), llama.vocab, recipe.head.is_quantized) if chunked else tokens
-    of_loss = at_once * LOGITS * llama.vocab + tokens * 2 * 2 * llama.dim
-    of_loss += 4 * llama.vocab * llama.dim if chunked else 0
-    of_loss += 0 if recipe.weights.param_format == recipe.weights.compute else 2 * llama.vocab * llama.dim
+    loss_bytes = at_once * LOGITS * llama.vocab + tokens * 2 * 2 * llama.dim
+    loss_bytes += 4 * llama.vocab * llama.dim if chunked else 0
+    loss_bytes += 0 if recipe.weights.param_format == recipe.weights.compute else 2 * llama.vocab * llama.dim
     step = plan(
         params,
         recipe,
@@ -213,15 +219,15 @@ def of(
         activation_collectives=crossings,
         microbatches=microbatches,
         activations=activations,
-        logits=float(of_loss),
+        logits=float(loss_bytes),
         unsharded=2 * layer / llama.layers / shared,
         partition=partition,
     )
-    share = GAPS_OF_CONTEXTS if recipe.context.residual else 0.0
+    share = CONTEXT_GAPS if recipe.context.residual else 0.0
     if recompute and not recipe.linear.is_quantized:
-        share = GAPS_OF_BF16
+        share = BF16_GAPS
     if share and step.peak == "loss":
-        step = step._replace(memory=step.memory | {"gaps": share * (activations + of_loss)})
+        step = step._replace(memory=step.memory | {"gaps": share * (activations + loss_bytes)})
     return step
 
 

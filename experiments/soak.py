@@ -141,10 +141,12 @@ class Soak:
         # A process whose peer is killed before both have joined waits this long.
         shared = ["--coordinator", f"localhost:{_free_port()}", "--process-count", str(layout.processes)]
         shared += ["--patience", "60"]
-        own = [[*shared, "--process-id", str(i)] if layout.processes > 1 else [] for i in range(layout.processes)]
+        process_args = [
+            [*shared, "--process-id", str(i)] if layout.processes > 1 else [] for i in range(layout.processes)
+        ]
         # Not pipes: a process would wait for whoever reads its pipe.
         started = []
-        for i, words in enumerate(own):
+        for i, words in enumerate(process_args):
             log = self.folder / f"{run}.{i}.txt"
             with log.open("w") as file:
                 started.append(subprocess.Popen([*command, *words], stdout=file, stderr=file, text=True, env=env))
@@ -285,7 +287,7 @@ def kill_often(soak: Soak, count: int, *layouts: Layout) -> Case:
     return Case(f"kills: {name}", kinds.total(), "; ".join(failures), f"{runs} runs; {detail}")
 
 
-def clock_set_back(soak: Soak) -> Case:
+def set_clock_back(soak: Soak) -> Case:
     """A run that goes on with a clock a day behind, after files of the future."""
     soak.break_off("clock")
     future = time.time() + 86400
@@ -378,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         [lambda soak: kill_often(soak, options.kills - 2 * share, ONE)],
         [lambda soak: kill_often(soak, share, Layout(2, 1))],
         [lambda soak: kill_often(soak, share, Layout(2, 1), Layout(1, 2))],
-        [clock_set_back, disk_full, two_in_one_folder],
+        [set_clock_back, disk_full, two_in_one_folder],
         [lambda soak: many_steps(soak, options.steps)],
     ]
 

@@ -23,20 +23,20 @@ def begin() -> None:
     program, arguments = _program(sys.orig_argv)
     if program.partition(".")[0] != "experiments":
         return
-    own = sys.excepthook
+    default_hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):
             _end("stopped by SIGINT", 130)
         line = packages.explain(error, program) if isinstance(error, ModuleNotFoundError) else None
         if line is None:
-            own(kind, error, trace)
+            default_hook(kind, error, trace)
             return
         # The parser of this program comes after imports that failed. What the program is for can be said.
-        asked = HELP & set(arguments)
-        if asked:
+        help_flags = HELP & set(arguments)
+        if help_flags:
             print(purpose(program), flush=True)
-        _end(f"error: {line}", 0 if asked else 2)
+        _end(f"error: {line}", 0 if help_flags else 2)
 
     sys.excepthook = hook
     if program == "experiments.train":
@@ -50,9 +50,9 @@ def _program(words: list[str]) -> tuple[str, list[str]]:
     """The module that -m names on Python's command line, and the arguments after it."""
     for i, word in enumerate(words[1:], 1):
         if word.startswith("-") and not word.startswith("--") and "m" in word:
-            flags, _, rest = word.partition("m")
+            flags, _, module = word.partition("m")
             if flags.lstrip("-").isalpha() or flags == "-":
-                return (rest, words[i + 1 :]) if rest else ("".join(words[i + 1 : i + 2]), words[i + 2 :])
+                return (module, words[i + 1 :]) if module else ("".join(words[i + 1 : i + 2]), words[i + 2 :])
     return "", []
 
 

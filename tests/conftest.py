@@ -126,7 +126,7 @@ def _write_durations(terminalreporter: pytest.TerminalReporter, reports: list, f
         for name in names:
             tests[name].add(report.nodeid)
             seconds[name] += report.cpu_seconds
-    terminalreporter.write_sep("=", "CPU seconds by room")
+    terminalreporter.write_sep("=", "CPU seconds by folder")
     for name, cpu in seconds.most_common():
         terminalreporter.write_line(f"{cpu:8.1f} s {len(tests[name]):6} tests  {name}")
 

@@ -17,9 +17,9 @@ jit_long = functools.partial(jax.jit, compiler_options={"xla_backend_optimizatio
 def chosen(fn: Callable, *args: Any, capability: int | None = None) -> choice.Choice:
     """What computes the first operation of `fn` that says so, here or on a GPU of this compute capability."""
     target = contextlib.nullcontext() if capability is None else choice.target(capability=capability)
-    with target, choice.record_choices() as told:
+    with target, choice.record_choices() as choices:
         jax.eval_shape(lambda *args: fn(*args), *args)  # another function each time, so that it is traced
-    return told[0][1]
+    return choices[0][1]
 
 
 def triton_calls(text: str) -> int:

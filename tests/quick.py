@@ -1,6 +1,6 @@
-"""Runs one fast test file for each room that changed since a commit: `python -m tests.quick`, two minutes at most.
+"""Runs one fast test file for each folder that changed since a commit: `python -m tests.quick`, two minutes at most.
 
-`make quick` runs it. If nothing changed, it runs the files of all rooms. Arguments go to pytest.
+`make quick` runs it. If nothing changed, it runs the files of all folders. Arguments go to pytest.
 """
 
 import os
@@ -37,7 +37,7 @@ FILES = {
     "experiments/": ["experiments/test_task.py"],
 }
 ALWAYS = ["test_house.py"]
-ROOMS = ("fp8jax/core/", "fp8jax/ops/", "fp8jax/optim/", "fp8jax/dist/", "fp8jax/rewrite/", "fp8jax/modules/",
+FOLDERS = ("fp8jax/core/", "fp8jax/ops/", "fp8jax/optim/", "fp8jax/dist/", "fp8jax/rewrite/", "fp8jax/modules/",
          "experiments/")  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def choose(paths: list[str]) -> list[str]:
 def main() -> None:
     paths = changed()
     code = [path for path in paths if path.endswith(".py")]
-    files = choose(code or [*ROOMS])
+    files = choose(code or [*FOLDERS])
     print(f"{len(paths)} paths differ from {BASE}:", *files, sep="\n", flush=True)
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", *files, *sys.argv[1:]]
     sys.exit(subprocess.run(command, cwd=ROOT).returncode)

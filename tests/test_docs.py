@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
 
-from generate import api, figures, links, names, pages, rooms  # noqa: E402
+from generate import api, figures, links, names, packages, pages  # noqa: E402
 
 # Pages that people write; the others are made.
 WRITTEN = sorted(
@@ -197,11 +197,11 @@ def test_output_that_a_page_tells_is_checked():
     ]
 
 
-def test_the_rooms_are_drawn_from_the_imports():
-    arrows, picture = rooms.arrows(), rooms.picture()
+def test_packages_are_drawn_from_the_imports():
+    arrows, picture = packages.arrows(), packages.picture()
     assert arrows["core", "ops"] > 20
     assert ("ops", "core") not in arrows
-    rank = {name: y for y, row in enumerate(rooms.ROWS) for name in row}
+    rank = {name: y for y, row in enumerate(packages.ROWS) for name in row}
     for origin, into in arrows:
         assert rank[origin] <= rank[into], (origin, into)
         assert f"<title>{into} imports {arrows[origin, into]} names of {origin}</title>" in picture

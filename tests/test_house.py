@@ -1,4 +1,4 @@
-"""The rooms of the house: imports run one way and in no circle, files stay small, public names have docstrings."""
+"""The packages: imports run one way and in no circle, files stay small, public names have docstrings."""
 
 import ast
 import doctest
@@ -16,11 +16,13 @@ import fp8jax
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = sorted(
-    p.relative_to(ROOT) for room in ("fp8jax", "pallas_kernels", "experiments") for p in (ROOT / room).rglob("*.py")
+    p.relative_to(ROOT)
+    for get_package in ("fp8jax", "pallas_kernels", "experiments")
+    for p in (ROOT / get_package).rglob("*.py")
 )
 RANKS = {"pallas_kernels": 0, "core": 0, "recipes": 1, "ops": 2, "optim": 3, "dist": 3}
 RANKS |= {"rewrite": 3, "modules": 4, "fp8jax": 5, "experiments": 6}
-# The rooms of `experiments` and the files beside them. Each imports only from rows above; `__main__.py` imports any.
+# The folders and files of `experiments`. Each imports only from rows above; `__main__.py` imports any.
 EXPERIMENTS = (
     {"errors", "mesh", "packages", "signals"},
     {"files", "startup"},
@@ -33,8 +35,8 @@ EXPERIMENTS = (
 )
 
 
-def room(parts: tuple[str, ...]) -> str | None:
-    """The room of a module path such as ("fp8jax", "core", "spec"); None for what is not ours."""
+def get_package(parts: tuple[str, ...]) -> str | None:
+    """The package of a module path such as ("fp8jax", "core", "spec"); None for other modules."""
     if parts[0] not in ("fp8jax", "pallas_kernels", "experiments"):
         return None
     return parts[1] if parts[0] == "fp8jax" and len(parts) > 1 and parts[1] in RANKS else parts[0]
@@ -54,9 +56,9 @@ def imports(path: pathlib.Path) -> set[str]:
 
 def test_imports_follow_the_arrows():
     for path in FILES:
-        here = room(path.with_suffix("").parts)
+        here = get_package(path.with_suffix("").parts)
         for module in imports(path):
-            there = room(tuple(module.split(".")))
+            there = get_package(tuple(module.split(".")))
             if there is None or there == here:
                 continue
             if here == "pallas_kernels":
@@ -64,7 +66,7 @@ def test_imports_follow_the_arrows():
             assert RANKS[there] < RANKS[here], f"{path} imports {module} against the arrow"
 
 
-def test_rooms_of_experiments_import_one_way():
+def test_folders_of_experiments_import_one_way():
     rank = {name: i for i, names in enumerate(EXPERIMENTS) for name in names}
     root = ROOT / "experiments"
     assert {p.stem for p in root.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()} <= {*rank, "__init__"}

@@ -19,7 +19,7 @@ def test_a_user_s_script_trains_saves_and_goes_on_the_same(devices, tmp_path):
     env["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[1]), env.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, SCRIPT, tmp_path], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = re.fullmatch(rf"loss (\S+) to (\S+) on {devices} devices\nnext loss (\S+), restored (\S+)\n", done.stdout)
-    first, last, new, restored = map(float, told.groups())
+    printed = re.fullmatch(rf"loss (\S+) to (\S+) on {devices} devices\nnext loss (\S+), restored (\S+)\n", done.stdout)
+    first, last, new, restored = map(float, printed.groups())
     assert last < first / 3
     assert new == restored

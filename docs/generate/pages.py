@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-from . import api, figures, rooms
+from . import api, figures, packages
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -45,7 +45,7 @@ def changelog() -> dict[str, str]:
 
 def write() -> list[str]:
     """Writes all made pages into docs/, those alone that changed; returns their paths, relative to docs/."""
-    made = api.written() | results() | changelog() | {"rooms.svg": rooms.picture()}
+    made = api.written() | results() | changelog() | {"packages.svg": packages.picture()}
     for folder in ("api", "results"):
         for path in (DOCS / folder).glob("*.md"):
             if f"{folder}/{path.name}" not in made:

@@ -33,16 +33,16 @@ def main() -> int:
     """Runs one benchmark with the flags of `experiments.startup`."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHES:
-        asked = name in ("-h", "--help")
-        if name and not asked:
+        wants_help = name in ("-h", "--help")
+        if name and not wants_help:
             print(f"error: unknown benchmark {name!r}\n", file=sys.stderr)
-        first, rest = (__doc__ or "").strip().split("\n\n")
+        first, paragraphs = (__doc__ or "").strip().split("\n\n")
         width = max(map(len, BENCHES))
         lines = [sentence(f"  {bench:{width}}  {text}", indent=width + 4) for bench, text in BENCHES.items()]
         options = sentence(f"`python -m experiments.bench {next(iter(BENCHES))} --help` lists the options of one.")
-        text = "\n".join([sentence(first), "", *lines, "", sentence(rest), options])
-        print(text, file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
+        text = "\n".join([sentence(first), "", *lines, "", sentence(paragraphs), options])
+        print(text, file=sys.stdout if wants_help else sys.stderr)
+        return 0 if wants_help else 2
     startup.recommend_flags()
     importlib.import_module(f"experiments.bench.{name}").main(sys.argv[2:])
     return 0

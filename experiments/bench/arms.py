@@ -10,9 +10,9 @@ from experiments.models.llama import products_saveable
 from experiments.train.form import fastest
 
 BF16 = "bf16"
-FAITHFUL, LEAN, AGAIN = "COAT, faithful", "COAT, lean", "bf16, recomputed"
+FAITHFUL, LEAN, REMATERIALIZED = "COAT, faithful", "COAT, lean", "bf16, recomputed"
 _HEAD_FIELDS = [field for field in dataclasses.fields(fp8jax.recipes.HEAD) if field.init]
-# What a part of a name changes of a part of the recipe: how gradients travel over several GPUs, the strategy of the
+# What a part of a name changes of a part of the recipe: the format of gradients between GPUs, the strategy of the
 # scales of weights (MOSS, Table 10). "MASTER masters" changes the master weights.
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "8-bit gradients": ("comm", {"gradients": "e4m3"}),
@@ -29,25 +29,25 @@ LOGITS = {"whole logits": False, "logits in chunks": True}
 STEP_PARTS = (RECOMPUTED, PLAIN, *LOGITS)
 
 
-def parse(name: str, known: Collection[str] = ()) -> tuple[fp8jax.Recipe, frozenset[str]]:
+def parse(name: str, known_parts: Collection[str] = ()) -> tuple[fp8jax.Recipe, frozenset[str]]:
     """The recipe of an arm, changed as its name says, and those of the known parts that the name has.
 
     Raises:
         ValueError: the recipe does not exist, or a part is unknown.
     """
     preset, *parts = name.split(", ")
-    recipe, found = fp8jax.recipes.get(preset), set[str]()
+    recipe, matched = fp8jax.recipes.get(preset), set[str]()
     for part in parts:
-        if part in known:
-            found.add(part)
+        if part in known_parts:
+            matched.add(part)
             continue
         master = {"master": part.removesuffix(MASTERS)} if part.endswith(MASTERS) else None
-        where, settings = ("weights", master) if master else CHANGES.get(part, ("", {}))
-        if not where:
-            listed = ", ".join(map(repr, [*CHANGES, f"bf16+int8{MASTERS}", *known]))
+        part_name, settings = ("weights", master) if master else CHANGES.get(part, ("", {}))
+        if not part_name:
+            listed = ", ".join(map(repr, [*CHANGES, f"bf16+int8{MASTERS}", *known_parts]))
             raise ValueError(f"arm {name!r}: {part!r} is unknown; use one of {listed}")
-        recipe = dataclasses.replace(recipe, **{where: dataclasses.replace(getattr(recipe, where), **settings)})
-    return recipe, frozenset(found)
+        recipe = dataclasses.replace(recipe, **{part_name: dataclasses.replace(getattr(recipe, part_name), **settings)})
+    return recipe, frozenset(matched)
 
 
 class Settings(NamedTuple):
@@ -93,8 +93,8 @@ def coat_recipes() -> dict[str, fp8jax.Recipe | None]:
     }
 
 
-def save_products(primitive: Any, *operands: Any, **how: Any) -> bool:
+def save_products(primitive: Any, *operands: Any, **params: Any) -> bool:
     """A policy of `jax.checkpoint`: what products of matrices and attention give is kept, the rest computed again."""
     if primitive.name == "name":
-        return how["name"] == flash.NAME
+        return params["name"] == flash.NAME
     return products_saveable(primitive, *operands)

@@ -32,8 +32,8 @@ def _checkpointed(layer: Callable[..., jax.Array], offloaded: bool) -> Callable[
         names_which_can_be_saved=[], names_which_can_be_offloaded=[OFFLOADED],
         offload_src="device", offload_dst="pinned_host",
     )  # fmt: skip
-    named = lambda params, x, *tables: layer(params, checkpoint_name(x, OFFLOADED), *tables)  # noqa: E731
-    return jax.checkpoint(named, policy=policy)
+    layer_with_names = lambda params, x, *tables: layer(params, checkpoint_name(x, OFFLOADED), *tables)  # noqa: E731
+    return jax.checkpoint(layer_with_names, policy=policy)
 
 
 class CardArm(driver.Arm):
@@ -62,14 +62,14 @@ class CardArm(driver.Arm):
         self.tables = rope_tables(length, model.head_dim, model.rope_theta, model.rope_scaling)
         self._plain = layer
         shapes = jax.eval_shape(self._begun)
-        placed, where = None, dict[str, Any]()
+        placed, shardings = None, dict[str, Any]()
         if self.mesh is not None:
             placed = mesh.state(self.mesh, shapes)
-            where = {"in_shardings": (placed, self.rows), "out_shardings": (placed, None)}
+            shardings = {"in_shardings": (placed, self.rows), "out_shardings": (placed, None)}
         ids = jax.random.randint(jax.random.key(1), (batch * gpus, length + 1), 0, model.vocab, jnp.int32)
         self.tokens = ids if self.rows is None else jax.device_put(ids, self.rows)
         self.inputs, self.begin = (self.tokens,), jax.jit(self._begun, out_shardings=placed)
-        self._shapes, self._where = shapes, where
+        self._shapes, self._shardings = shapes, shardings
 
     def _layer(self, recipe: fp8jax.Recipe) -> Callable[..., jax.Array]:
         """A layer as a function of its parameters, with the recipe's products."""
@@ -85,9 +85,9 @@ class CardArm(driver.Arm):
     def _begun(self) -> Any:
         """The first state, from a generator that compiles fast."""
         config, key = self.config, jax.random.key(0, impl="rbg")
-        held = jnp.float32 if NARROW in self.parts else self.dtype
+        param_dtype = jnp.float32 if NARROW in self.parts else self.dtype
 
-        def drawn(i: int, *shape: int, dtype: Any = held) -> jax.Array:
+        def drawn(i: int, *shape: int, dtype: Any = param_dtype) -> jax.Array:
             normal = 0.02 * jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
             return normal if len(shape) > 1 else jnp.ones(shape, dtype)
 
@@ -99,33 +99,33 @@ class CardArm(driver.Arm):
             for i, x in enumerate(flat)
         ]
         layers, size = jax.tree.unflatten(structure, stack), config.dim
-        rest = {
+        other_params = {
             "embed": drawn(101, config.vocab, size),
             "norm": drawn(102, size),
             "head": drawn(103, size, config.vocab),
         }
         if self.block is not None:
-            held_layers = self.block.init(layers, "layers", has_layer_axis=True)
-            return {"layers": held_layers, "rest": rest, "moments": self.tx.init(rest)}
-        params = {"layers": layers, **rest}
+            fused_layers = self.block.init(layers, "layers", has_layer_axis=True)
+            return {"layers": fused_layers, "rest": other_params, "moments": self.tx.init(other_params)}
+        params = {"layers": layers, **other_params}
         return {"params": params, "moments": self.tx.init(params)}
 
-    def _loss(self, decode: Callable[[jax.Array], jax.Array], rest: Any, tokens: jax.Array) -> jax.Array:
-        table, head = (rest[name].astype(jnp.bfloat16) for name in ("embed", "head"))
+    def _loss(self, decode: Callable[[jax.Array], jax.Array], other_params: Any, tokens: jax.Array) -> jax.Array:
+        table, head = (other_params[name].astype(jnp.bfloat16) for name in ("embed", "head"))
         x = decode(rows_on(table[tokens[:, :-1].reshape(-1)], self.rows))
-        x = fp8jax.rms_norm(x, rest["norm"], recipe="bf16")
+        x = fp8jax.rms_norm(x, other_params["norm"], recipe="bf16")
         return fp8jax.linear_cross_entropy(x, head, tokens[:, 1:].reshape(-1))
 
     def _released_step(self, state: Any, tokens: jax.Array) -> Any:
         block = self.block
         assert block is not None
 
-        def loss(layers: Any, rest: Any) -> jax.Array:
-            return self._loss(lambda x: block.scan(layers, x, *self.tables), rest, tokens)
+        def loss(layers: Any, other_params: Any) -> jax.Array:
+            return self._loss(lambda x: block.scan(layers, x, *self.tables), other_params, tokens)
 
         value, (layers, grads) = fp8jax.value_and_step(loss, argnums=(0, 1))(state["layers"], state["rest"])
-        rest, moments = self.tx.step(grads, state["moments"], state["rest"])
-        return {"layers": layers, "rest": rest, "moments": moments}, value
+        other_params, moments = self.tx.step(grads, state["moments"], state["rest"])
+        return {"layers": layers, "rest": other_params, "moments": moments}, value
 
     def _plain_step(self, state: Any, tokens: jax.Array) -> Any:
         def loss(params: Any) -> jax.Array:
@@ -146,7 +146,7 @@ class CardArm(driver.Arm):
     def build(self) -> Any:
         """Compiles the step."""
         step = self._released_step if RELEASED in self.parts else self._plain_step
-        return timing.traced(step, self._shapes, self.tokens, donate_argnums=0, **self._where)
+        return timing.traced(step, self._shapes, self.tokens, donate_argnums=0, **self._shardings)
 
     @property
     def needs(self) -> float:

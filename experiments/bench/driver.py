@@ -71,9 +71,9 @@ class Arm:
 
 def memory(program: Any) -> tuple[float, float]:
     """GB of temporaries, and of everything, while a compiled step runs, on each GPU."""
-    told = program.memory_analysis()
-    results = told.output_size_in_bytes - told.alias_size_in_bytes
-    return told.temp_size_in_bytes / 1e9, (told.argument_size_in_bytes + told.temp_size_in_bytes + results) / 1e9
+    stats = program.memory_analysis()
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.temp_size_in_bytes / 1e9, (stats.argument_size_in_bytes + stats.temp_size_in_bytes + results) / 1e9
 
 
 def built(names: Sequence[str], make: Callable[[str], Any], limit: float = math.inf) -> dict[str, Any]:
@@ -144,14 +144,14 @@ def rate_row(case: str, name: str, metric: str, seconds: timing.Seconds, work: f
 
 
 @jax.jit
-def relative_error(found: Any, wanted: Any) -> jax.Array:
+def relative_error(actual: Any, expected: Any) -> jax.Array:
     """The largest relative error, norm(actual - expected) / norm(expected), over the leaves of two trees of arrays."""
 
     def one(a: jax.Array, b: jax.Array) -> jax.Array:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30)
 
-    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(one, found, wanted))))
+    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(one, actual, expected))))
 
 
 class ResultsFile:

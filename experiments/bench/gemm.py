@@ -239,8 +239,8 @@ def measure(shape: Gemm, arms: Sequence[GemmArm], operands: Any, oracle: Any, op
             call = functools.partial(programs[arm.function, len(arm.takes)].result(), arguments[arm.name])
             first = (call().value if arm.is_torch else call())[0][rows][:, cols]
             sample = first.float().cpu().numpy() if arm.is_torch else np.asarray(first.astype(F32))
-            wanted = oracle(arm.kind, sets[0], rows, cols)
-            error = float(np.linalg.norm(sample - wanted) / np.linalg.norm(wanted))
+            expected = oracle(arm.kind, sets[0], rows, cols)
+            error = float(np.linalg.norm(sample - expected) / np.linalg.norm(expected))
             table.append(timing.row(case, arm.name, "error", error, "of float64"))
             ready[arm.name] = call
         except Exception as problem:
@@ -272,14 +272,16 @@ def rate_rows(case: str, work: float, arms: Sequence[GemmArm], seconds: dict[str
     return rows
 
 
-def add_shapes(file: driver.ResultsFile, shapes: Sequence[Gemm], rows_of: Callable[[Gemm], Any], limit: float) -> None:
+def add_shapes(
+    file: driver.ResultsFile, shapes: Sequence[Gemm], measure_rows: Callable[[Gemm], Any], limit: float
+) -> None:
     """Adds the rows of each shape to a results file, until a time limit in seconds."""
     start = time.perf_counter()
     for shape in [(256, 256, 512)] if timing.dry() else shapes:
         if time.perf_counter() - start > limit:
             print(f"{shape}: not measured, the time limit is reached")
         else:
-            file.add(rows_of(shape))
+            file.add(measure_rows(shape))
     file.end("rate")
 
 
@@ -293,8 +295,8 @@ def main(argv: list[str]) -> None:
     notes = driver.notes_of(__doc__)
     file = driver.ResultsFile(options, "FP8 matmuls", notes, versions=versions, last_resort=BASE)
 
-    def rows_of(shape: Gemm) -> list[timing.Row]:
-        found = measure(shape, arms, operands, oracle, options)
-        return found.rows + rate_rows(found.case, found.work, arms, found.seconds)
+    def measure_rows(shape: Gemm) -> list[timing.Row]:
+        rows_of_shape = measure(shape, arms, operands, oracle, options)
+        return rows_of_shape.rows + rate_rows(rows_of_shape.case, rows_of_shape.work, arms, rows_of_shape.seconds)
 
-    add_shapes(file, SHAPES, rows_of, options.limit)
+    add_shapes(file, SHAPES, measure_rows, options.limit)

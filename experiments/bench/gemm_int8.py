@@ -103,7 +103,7 @@ def arms() -> list[GemmArm]:
     ]
 
 
-def rate_of(name: str) -> float:
+def get_rate(name: str) -> float:
     """The share of blocks that fall back in an implementation of this name."""
     words = name.removeprefix(FALLBACK).split()
     return float(words[0]) if name.startswith(FALLBACK) and words else 0.0
@@ -125,7 +125,7 @@ def rate_rows(case: str, work: float, seconds: dict[str, timing.Seconds]) -> lis
             if name in ((OURS, ROWS) if other == XLA else (ROWS,)) and other in seconds:
                 table.append(timing.row(case, name, metric, seconds[other] / t, "", other, seconds[other] / t))
         if name.startswith(FALLBACK) and OURS in seconds:
-            share = seconds[OURS] * (1 + rate_of(name)) / t
+            share = seconds[OURS] * (1 + get_rate(name)) / t
             table.append(timing.row(case, name, "of ideal", share, "", f"{OURS} / (1 + r)", share))
     return table
 
@@ -139,8 +139,8 @@ def main(argv: list[str]) -> None:
     title = "INT8 matmuls: scales per row, and blocks of 128x128 with fallback"
     file = driver.ResultsFile(options, title, driver.notes_of(__doc__))
 
-    def rows_of(shape: Gemm) -> list[timing.Row]:
-        found = measure(shape, arms(), operands, oracle, options)
-        return found.rows + rate_rows(found.case, found.work, found.seconds)
+    def measure_rows(shape: Gemm) -> list[timing.Row]:
+        rows_of_shape = measure(shape, arms(), operands, oracle, options)
+        return rows_of_shape.rows + rate_rows(rows_of_shape.case, rows_of_shape.work, rows_of_shape.seconds)
 
-    add_shapes(file, SHAPES[: options.shapes], rows_of, options.limit)
+    add_shapes(file, SHAPES[: options.shapes], measure_rows, options.limit)

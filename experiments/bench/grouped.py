@@ -153,21 +153,21 @@ class Case:
         sizes = self.layer.group_sizes()
         g = int(np.argmax(sizes))
         begin, size = int((np.cumsum(sizes) - sizes)[g]), int(sizes[g])
-        some, whole = slice(begin, begin + min(SAMPLE, size)), slice(begin, begin + size)
+        sample, group_rows = slice(begin, begin + min(SAMPLE, size)), slice(begin, begin + size)
         ordered = x["x"][x["index"]] if self.is_permuted else x["x"]
-        a, dy, w = ordered[some].astype(F32), x["dy"][some].astype(F32), x["w16"][g].astype(F32)
+        a, dy, w = ordered[sample].astype(F32), x["dy"][sample].astype(F32), x["w16"][g].astype(F32)
         dot = functools.partial(jnp.dot, precision="highest")
-        dw = dot(x["dy"][whole, :SAMPLE].astype(F32).T, ordered[whole].astype(F32))
-        found = out[0][some], out[1][some], out[2][g][:SAMPLE]
-        return float(driver.relative_error(found, (dot(a, w.T), dot(dy, w), dw)))
+        dw = dot(x["dy"][group_rows, :SAMPLE].astype(F32).T, ordered[group_rows].astype(F32))
+        actual = out[0][sample], out[1][sample], out[2][g][:SAMPLE]
+        return float(driver.relative_error(actual, (dot(a, w.T), dot(dy, w), dw)))
 
 
 def cases(layers: dict[str, Layer]) -> dict[str, Case]:
-    found = {}
+    cases_by_name = {}
     for name, layer in layers.items():
-        found[f"{name} w13 quantized"] = Case(layer, 2 * layer.inner, layer.width, True)
-        found[f"{name} w2 quantized"] = Case(layer, layer.width, layer.inner, False)
-    return found
+        cases_by_name[f"{name} w13 quantized"] = Case(layer, 2 * layer.inner, layer.width, True)
+        cases_by_name[f"{name} w2 quantized"] = Case(layer, layer.width, layer.inner, False)
+    return cases_by_name
 
 
 def measure(name: str, case: Case, options: argparse.Namespace) -> list[timing.Row]:

@@ -23,18 +23,18 @@ from flax import nnx
 
 import fp8jax
 from experiments.bench import driver, timing
-from experiments.bench.arms import AGAIN, FAITHFUL, LEAN, coat_recipes, save_products
+from experiments.bench.arms import FAITHFUL, LEAN, REMATERIALIZED, coat_recipes, save_products
 from experiments.models.llama import Block, LlamaConfig, apply_rope, attend, rope_tables
 
 CONFIG = LlamaConfig(vocab=256, dim=4096, layers=1, heads=32, kv_heads=32, mlp_dim=11008)
 BF16, BATCH = "bf16", 4
-HELD, BOUNDED, FUNCTIONS = "weights held", "bounded scales", "as functions"
-BF16_FUNCTIONS, BF16_AGAIN = f"{BF16}, {FUNCTIONS}", AGAIN
+PREQUANTIZED, BOUNDED, FUNCTIONS = "weights held", "bounded scales", "as functions"
+BF16_FUNCTIONS, BF16_REMATERIALIZED = f"{BF16}, {FUNCTIONS}", REMATERIALIZED
 WEIGHTS, MICROBATCHES = "codes of the weights", (1, 4, 16)
 PAPER, PAPER_BF16 = "the paper's bf16", 22.66
 SETTLING = 30  # steps, of a factor of 1.3 each
 # What RESULTS.md and README.md quote.
-QUICK = f"{LEAN}, {BOUNDED}, {HELD}"
+QUICK = f"{LEAN}, {BOUNDED}, {PREQUANTIZED}"
 ARMS = ("te_current", FAITHFUL, LEAN, QUICK, f"{QUICK}, {FUNCTIONS}", "moss", "fast",
         "int8_fallback")  # fmt: skip
 
@@ -53,21 +53,21 @@ class LayerArm:
 
     def three(self, params: Any, codes: Any, x_NxD: jax.Array, dy_NxD: jax.Array) -> Any:
         """Forward and backward: the output and the gradients of parameters and inputs."""
-        y_NxD, back = self._vjp(params, codes, x_NxD)
-        return y_NxD, back(dy_NxD)
+        y_NxD, vjp = self._vjp(params, codes, x_NxD)
+        return y_NxD, vjp(dy_NxD)
 
     def in_order(self, params: Any, codes: Any, x_NxD: jax.Array, dy_NxD: jax.Array) -> Any:
         """`three`, whose backward pass begins after the output, as in training; XLA may compute the output last."""
-        y_NxD, back = self._vjp(params, codes, x_NxD)
+        y_NxD, vjp = self._vjp(params, codes, x_NxD)
         y_NxD, dy_NxD = jax.lax.optimization_barrier((y_NxD, dy_NxD))
-        return y_NxD, back(dy_NxD)
+        return y_NxD, vjp(dy_NxD)
 
     def forward(self, params: Any, codes: Any, x_NxD: jax.Array, _: jax.Array) -> Any:
         """The output, and the residuals other than parameters and their codes."""
-        y_NxD, back = self._vjp(params, codes, x_NxD)
+        y_NxD, vjp = self._vjp(params, codes, x_NxD)
         weights = {leaf.shape[-2:] for leaf in jax.tree.leaves(params)}
         weights |= {shape[::-1] for shape in weights} | {leaf.shape for leaf in jax.tree.leaves(params)}
-        return y_NxD, [leaf for leaf in jax.tree.leaves(back) if leaf.shape not in weights]
+        return y_NxD, [leaf for leaf in jax.tree.leaves(vjp) if leaf.shape not in weights]
 
     @property
     def saved(self) -> int:
@@ -86,8 +86,12 @@ def functions(
     kernels, (length, half) = _kernels(params), tables[0].shape
 
     def normed(x_NxD: jax.Array, norm: str, *names: str) -> tuple[jax.Array, ...]:
-        scale, weights, held = params[norm]["scale"], [kernels[name] for name in names], [codes[name] for name in names]
-        return fp8jax.norm_linear(x_NxD, scale, weights, recipe=recipe, eps=eps, residual=True, quantized=held)
+        scale, weights, weight_codes = (
+            params[norm]["scale"],
+            [kernels[name] for name in names],
+            [codes[name] for name in names],
+        )
+        return fp8jax.norm_linear(x_NxD, scale, weights, recipe=recipe, eps=eps, residual=True, quantized=weight_codes)
 
     x_NxD, *qkv = normed(x_NxD, "attention_norm", "q", "k", "v")
     q, k, v = (y.reshape(-1, length, y.shape[-1] // (2 * half), 2 * half) for y in qkv)
@@ -149,7 +153,7 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
 
     programs = {BF16: arm(plain)}
     layer, operands = programs[BF16].layer, programs[BF16].operands
-    programs[BF16_AGAIN] = LayerArm(jax.checkpoint(layer, policy=save_products), operands)
+    programs[BF16_REMATERIALIZED] = LayerArm(jax.checkpoint(layer, policy=save_products), operands)
     call = functools.partial(functions, tables=tables, eps=config.norm_eps)
     none = dict.fromkeys(_kernels(params))
     programs[BF16_FUNCTIONS] = LayerArm(
@@ -159,15 +163,15 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
         if names is None or name in names:
             block = fp8jax.nnx.quantize(plain, recipe)
             programs[name] = arm(settled(block) if recipe.linear.stateful_strategies else block)
-        if f"{name}, {HELD}, {FUNCTIONS}" in (names or ()):
+        if f"{name}, {PREQUANTIZED}, {FUNCTIONS}" in (names or ()):
             make = jax.jit(functools.partial(fp8jax.quantize_weight, recipe=recipe))
             codes = {n: make(w) for n, w in _kernels(params).items()}
             with_recipe = functools.partial(call, recipe=recipe)
-            programs[f"{name}, {HELD}, {FUNCTIONS}"] = LayerArm(with_recipe, (params, codes, x_NxD, dy_NxD))
-        held = f"{name}, {HELD}"
-        if held in names if names is not None else name.startswith("COAT"):
+            programs[f"{name}, {PREQUANTIZED}, {FUNCTIONS}"] = LayerArm(with_recipe, (params, codes, x_NxD, dy_NxD))
+        prequantized = f"{name}, {PREQUANTIZED}"
+        if prequantized in names if names is not None else name.startswith("COAT"):
             graph, _ = nnx.split(fp8jax.nnx.quantize(plain, recipe), nnx.Param)
-            programs[held] = arm(fp8jax.nnx.quantize_weights(nnx.merge(graph, params)))
+            programs[prequantized] = arm(fp8jax.nnx.quantize_weights(nnx.merge(graph, params)))
     return programs
 
 
@@ -181,13 +185,15 @@ def weights(arm: LayerArm) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def main(argv: list[str]) -> None:
     parser = driver.parser("layer", __doc__, rounds=5, burst=0.05)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
-    forms = "", f", {HELD}", f", {HELD}, {FUNCTIONS}"
+    forms = "", f", {PREQUANTIZED}", f", {PREQUANTIZED}, {FUNCTIONS}"
     names = [
         f"{name}{form}"
         for name, r in recipes().items()
         for form in (forms[:1] if r.linear.stateful_strategies else forms)
     ]
-    listed = f"one of {', '.join(map(repr, recipes()))}; any with ', {HELD}', or ', {HELD}, {FUNCTIONS}'"
+    listed = (
+        f"one of {', '.join(map(repr, recipes()))}; any with ', {PREQUANTIZED}', or ', {PREQUANTIZED}, {FUNCTIONS}'"
+    )
     parser.add_argument("--only", nargs="+", choices=names, metavar="RECIPE", default=list(ARMS), help=listed)
     options = parser.parse_args(argv)
     timing.need_gpu()
@@ -200,14 +206,14 @@ def main(argv: list[str]) -> None:
 def measure(length: int, options: argparse.Namespace) -> list[timing.Row]:
     """Rows of one length."""
     config = dataclasses.replace(CONFIG, dim=256, heads=2, kv_heads=2, mlp_dim=512) if timing.dry() else CONFIG
-    wanted, case = arms(length, config, options.only), f"batch {BATCH}, length {length}"
+    layers, case = arms(length, config, options.only), f"batch {BATCH}, length {length}"
     ready: dict[str, Callable[..., Any]] = {}
-    for name, arm in wanted.items():
+    for name, arm in layers.items():
         ready |= timing.compiled({name: arm.three}, [arm.operands])
-    make, kernels = weights(wanted[BF16])
+    make, kernels = weights(layers[BF16])
     ready |= timing.compiled({WEIGHTS: make}, [kernels])
     times = timing.seconds(ready, options.rounds, options.burst)
-    return time_rows(case, times) + saved_rows(case, wanted)
+    return time_rows(case, times) + saved_rows(case, layers)
 
 
 def time_rows(case: str, times: dict[str, timing.Seconds]) -> list[timing.Row]:
@@ -218,23 +224,27 @@ def time_rows(case: str, times: dict[str, timing.Seconds]) -> list[timing.Row]:
             rows.append(driver.time_row(case, name, "time once a step", time))
             continue
         rows.append(driver.time_row(case, name, "time", time, BF16, times[BF16] / time))
-        for what, base in ((FUNCTIONS, BF16_FUNCTIONS), ("", BF16_AGAIN)):
+        for what, base in ((FUNCTIONS, BF16_FUNCTIONS), ("", BF16_REMATERIALIZED)):
             if what in name and name != base:
                 rows.append(driver.time_row(case, name, f"time, {base}", time, base, times[base] / time))
-        for count in MICROBATCHES if HELD in name else ():
-            whole = time + times[WEIGHTS] / count
+        for count in MICROBATCHES if PREQUANTIZED in name else ():
+            total = time + times[WEIGHTS] / count
             metric = f"time, {count} microbatch{'es' if count > 1 else ''}"
-            rows.append(timing.row(case, name, metric, 1e3 * whole, "ms", BF16, times[BF16] / whole))
+            rows.append(timing.row(case, name, metric, 1e3 * total, "ms", BF16, times[BF16] / total))
     return rows
 
 
-def saved_rows(case: str, wanted: dict[str, LayerArm]) -> list[timing.Row]:
+def saved_rows(case: str, layers: dict[str, LayerArm]) -> list[timing.Row]:
     """What layers keep, in U, against bf16 as Flax's modules keep it, recomputed, and as the paper counts it."""
-    rows, unit = [], wanted[BF16].operands[2].nbytes
-    most = {BF16: wanted[BF16].saved / unit, BF16_AGAIN: wanted[BF16_AGAIN].saved / unit, PAPER: PAPER_BF16}
-    for name, arm in wanted.items():
+    rows, unit = [], layers[BF16].operands[2].nbytes
+    most = {
+        BF16: layers[BF16].saved / unit,
+        BF16_REMATERIALIZED: layers[BF16_REMATERIALIZED].saved / unit,
+        PAPER: PAPER_BF16,
+    }
+    for name, arm in layers.items():
         saved = arm.saved / unit
-        for base, of in most.items():
+        for base, baseline_size in most.items():
             metric = "kept" if base == BF16 else f"kept, {base}"
-            rows.append(timing.row(case, name, metric, saved, "U", base, of / saved))
+            rows.append(timing.row(case, name, metric, saved, "U", base, baseline_size / saved))
     return rows

@@ -48,8 +48,8 @@ def arms() -> dict[str, Any]:
     """Functions of (x, w, dy) that return y, dx and dw."""
 
     def three(layer: Any, x: Any, w: Any, dy: Any) -> Any:
-        y, back = jax.vjp(layer, x, w)
-        return y, *back(dy)
+        y, vjp = jax.vjp(layer, x, w)
+        return y, *vjp(dy)
 
     def plain(x: Any, w: Any) -> Any:
         return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16)
@@ -76,9 +76,9 @@ def main(argv: list[str]) -> None:
         operands = (draw(0, tokens, inputs), draw(1, inputs, outputs) * 0.02, draw(2, tokens, outputs))
         ready = timing.compiled(arms(), [operands], workers=1)
         times = timing.seconds(ready, options.rounds, options.burst)
-        rows, wanted = rate_rows(case, times, 6.0 * tokens * inputs * outputs), ready[BF16]()
+        rows, expected = rate_rows(case, times, 6.0 * tokens * inputs * outputs), ready[BF16]()
         for name in (name for name in times if name != BF16):
-            error = float(driver.relative_error(ready[name](), wanted))
+            error = float(driver.relative_error(ready[name](), expected))
             rows.append(timing.row(case, name, "error", error, f"of {BF16}"))
         file.add(rows)
     file.end("rate")

@@ -21,7 +21,7 @@ import fp8jax
 from experiments.bench import driver, timing
 from experiments.models.llama import LlamaConfig
 from experiments.train import config
-from experiments.train.adapters import of_base
+from experiments.train.adapters import base_recipe
 from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
 
@@ -37,7 +37,7 @@ class LoraArm(driver.Arm):
     def __init__(self, name: str, llama: LlamaConfig, batch: int, length: int, rank: int, unroll: int) -> None:
         recipe_name, _, base = name.partition(" on ")
         lora = config.Lora(rank, 2.0 * rank, base=base or "bf16")
-        recipe = of_base(fp8jax.recipes.get(recipe_name), lora)
+        recipe = base_recipe(fp8jax.recipes.get(recipe_name), lora)
         optimizer = make_optimizer(config.Config(), recipe)
         self.task = Task(llama, optimizer, recipe, remat=True, seed=0, unroll=unroll, lora=lora)
         self.shapes = jax.eval_shape(self.task.init), jax.eval_shape(self.task.base)

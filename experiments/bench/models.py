@@ -71,7 +71,7 @@ def _llama(policy: Any, arm: str, length: int, outputs: int, small: bool) -> Tra
     """Of Flax NNX; with a policy blocks are checkpointed, by ours with products in 8 bits beside what it keeps."""
     saved = policy if policy is None or arm == BASE else fp8jax.checkpoint_policies.with_products(policy)
     shape = SMALL if small else LLAMA
-    return writings.of_nnx(lambda rngs: plain.PlainLlama(outputs, *shape, rngs, saved), arm)
+    return writings.nnx_training(lambda rngs: plain.PlainLlama(outputs, *shape, rngs, saved), arm)
 
 
 def _shaped(writing: Any, arm: str, length: int, outputs: int, small: bool) -> Training:
@@ -82,7 +82,7 @@ def _shaped(writing: Any, arm: str, length: int, outputs: int, small: bool) -> T
 def _sized(kind: Any, shape: tuple[int, ...], arm: str, length: int, outputs: int, small: bool) -> Training:
     """A model with a position for each place of its input."""
     shape = (64, 2, 4) if small else shape
-    return writings.of_nnx(lambda rngs: kind(outputs, *shape, length, rngs), arm)
+    return writings.nnx_training(lambda rngs: kind(outputs, *shape, length, rngs), arm)
 
 
 VITL, CUDNN_VIT = (1024, 24, 16), functools.partial(plain.PlainViT, attention_fn=plain.fused)
@@ -93,9 +93,9 @@ MODELS = {
     "llama1b_dots": UserModel("Llama 1.1B, dots_with_no_batch_dims_saveable, 8 x 2,048 tokens",
                               functools.partial(_llama, DOTS)),
     "llama1b_linen": UserModel("Llama 1.1B in Linen, 8 x 2,048 tokens",
-                               functools.partial(_shaped, writings.of_linen), ("bf16", "coat")),
+                               functools.partial(_shaped, writings.linen_training), ("bf16", "coat")),
     "llama1b_equinox": UserModel("Llama 1.1B in Equinox, 8 x 2,048 tokens",
-                                 functools.partial(_shaped, writings.of_equinox), ("bf16", "coat")),
+                                 functools.partial(_shaped, writings.equinox_training), ("bf16", "coat")),
     "vitl": UserModel("ViT-L/16, 256 images", functools.partial(_sized, plain.PlainViT, VITL),
                       ("bf16", "coat_fast"), "images", 256, 224, 1000),
     "vitl_cudnn": UserModel("ViT-L/16, attention by cuDNN, 256 images", functools.partial(_sized, CUDNN_VIT, VITL),
@@ -126,10 +126,10 @@ class UserArm(driver.Arm):
         options: dict[str, Any] = {}
         if gpus > 1:
             mesh = jax.make_mesh((gpus,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-            rows, whole = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
+            rows, replicated = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
             inputs = jax.device_put(inputs, rows)
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
-            options["out_shardings"] = whole
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), shapes)
+            options["out_shardings"] = replicated
         self.inputs, self.begin = inputs, jax.jit(training.begin, **options)
         self.build = timing.lowered(training.step, shapes, *inputs, donate_argnums=0, **options)
 
@@ -143,7 +143,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--limit", type=float, default=600, help="seconds after which no further model is started")
     options = parser.parse_args(argv)
     for arm in options.arm or ():
-        writings.recipe_of(arm)
+        writings.get_recipe(arm)
     torch = dict[str, TorchArms]()
     for name, user in ((name, MODELS[name]) for name in options.models if options.torch):
         if user.llama is None or options.gpus > 1:
@@ -172,9 +172,9 @@ def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop)
     needs = {recipe: driver.memory(arm.program)[0] for recipe, arm in arms.items()}
     case = user.text + (f", each of {options.gpus} GPUs" if options.gpus > 1 else "")
-    for name, of in torch.items():
-        times |= dict(zip([name + end for end in KINDS], of[:2], strict=True))
-        needs[name] = of.memory[0]
+    for name, torch_times in torch.items():
+        times |= dict(zip([name + end for end in KINDS], torch_times[:2], strict=True))
+        needs[name] = torch_times.memory[0]
     return rows(case, times, needs, {recipe: arm.arrays for recipe, arm in arms.items()})
 
 

@@ -36,7 +36,7 @@ from experiments.train.experts import AXIS, ExpertSharing, RecipeProducts, excha
 
 BF16, XLA = "bf16", "bf16, JAX's ragged_dot"
 TOKENS = 16_384
-ROOM = 1.25
+CAPACITY = 1.25
 
 
 def shape(dim: int, mlp_dim: int, experts: int, chosen: int) -> LlamaConfig:
@@ -88,7 +88,7 @@ def arms(gpus: int = 1) -> dict[str, ExpertProducts]:
         "deepseek": dataclasses.replace(fp8jax.recipes.deepseek(), context=coat.context),
     }
     if gpus > 1:
-        sharings = {name: ExpertSharing(tensor.wire_format(recipe), ROOM) for name, recipe in recipes.items()}
+        sharings = {name: ExpertSharing(tensor.wire_format(recipe), CAPACITY) for name, recipe in recipes.items()}
         return {name: RecipeProducts(recipe, sharings[name]) for name, recipe in recipes.items()}
     return {name: RecipeProducts(recipe) for name, recipe in recipes.items()} | {XLA: ExpertProducts()}
 
@@ -163,10 +163,10 @@ def measure(
         rounds, burst: as of `timing.seconds`.
         patience: seconds until a program counts as failed.
     """
-    kept = {name: layer.saved for name, layer in layers.items() if not isinstance(layer, SharedLayerArm)}
-    rows = [timing.row(case, name, "kept", size / 1e6, "MB", BF16, kept[BF16] / size) for name, size in kept.items()]
+    saved = {name: layer.saved for name, layer in layers.items() if not isinstance(layer, SharedLayerArm)}
+    rows = [timing.row(case, name, "kept", size / 1e6, "MB", BF16, saved[BF16] / size) for name, size in saved.items()]
     ready, temporary = dict[str, Callable[[], Any]](), dict[str, int]()
-    operands, want = draw(layers[BF16]), None
+    operands, expected = draw(layers[BF16]), None
     for name, future in programs.items():
         try:
             program = future.result(patience)
@@ -174,16 +174,16 @@ def measure(
             if not fits(program):
                 print(f"  {case} {name}: {temporary[name] / 1e9:.1f} GB of temporaries do not fit", flush=True)
                 continue
-            found = jax.block_until_ready(program(*operands))
+            results = jax.block_until_ready(program(*operands))
         except Exception as problem:
             timing.report_failure(f"{case} {name}", problem)
             continue
         if name == BF16:
-            want = found
-        elif want is not None:
-            rows.append(timing.row(case, name, "error", float(driver.relative_error(found, want)), f"of {BF16}"))
+            expected = results
+        elif expected is not None:
+            rows.append(timing.row(case, name, "error", float(driver.relative_error(results, expected)), f"of {BF16}"))
         ready[name] = functools.partial(program, *operands)
-    del want
+    del expected
     for name, size in temporary.items():
         ratio = temporary[BF16] / size if BF16 in temporary else None
         rows.append(timing.row(case, name, "temporaries", size / 1e6, "MB", BF16, ratio))

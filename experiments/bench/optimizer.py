@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch's optimizers need room beside JAX.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory to PyTorch's optimizers
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ FUSED, XLA = "fp8lm_adamw step", "fp8lm_adamw step, XLA"
 # Of FP8-LM read: gradient, twice, master weight, working copy, both moments. Written: these but for the gradient.
 LM_TRAFFIC = {name: 2 * size + 2 * (2 + 2 + 1 + 2) for name, size in (("fp8 gradients", 1), ("bf16 gradients", 2))}
 # What XLA stores it reads once more, for the largest magnitudes.
-READ_AGAIN = 2 + 1 + 2
+REREAD_BYTES = 2 + 1 + 2
 # By name where PyTorch's optimizer lies, its class, options, and the bytes that it moves for each parameter.
 TORCH: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "torch fused": ("torch.optim", "AdamW", {"fused": True}, 28.0),
@@ -194,10 +194,10 @@ class Bench:
         calls = {arm.name: arm.call for arm in arms}
         sustained = timing.in_turns(calls, SUSTAINED_ROUNDS, dict.fromkeys(calls, SUSTAINED_CALLS))
         base = arms[0].name
-        for metric, found in ((BURST, times), (SUSTAINED, sustained)):
+        for metric, seconds_by_arm in ((BURST, times), (SUSTAINED, sustained)):
             for arm in arms:
                 against = None if arm.name == base else base
-                self.record(case, arm.name, found[arm.name], arm.traffic, against, metric)
+                self.record(case, arm.name, seconds_by_arm[arm.name], arm.traffic, against, metric)
         for arm in arms:
             if arm.memory is not None:
                 temporaries, state = arm.memory
@@ -257,7 +257,7 @@ class Bench:
         tx = fp8jax.fp8lm_adamw(RATE, B1, B2, weight_decay=DECAY, impl=impl, master_rounding="nearest")
         p, g = weights(self.shape, jnp.bfloat16), self.gradients(jnp.bfloat16)
         grads = [fp8jax.quantize(x, "e4m3") for x in g] if gradients == "fp8 gradients" else g
-        traffic = LM_TRAFFIC[gradients] + (READ_AGAIN if impl == "xla" else 0)
+        traffic = LM_TRAFFIC[gradients] + (REREAD_BYTES if impl == "xla" else 0)
         run = lambda params, state, grads: tx.step(grads, state, params)  # noqa: E731
         return self.compiled(XLA if impl == "xla" else FUSED, run, traffic, p, tx.init(p), grads)
 

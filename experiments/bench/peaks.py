@@ -72,6 +72,6 @@ def _moved(line: Line, types: dict[str, str]) -> float:
 
 def _arrays(type_: str) -> list[tuple[tuple[int, ...], int]]:
     """The shape of each array of a type, and the bits of an element."""
-    known = {"pred": 8, "f8": 8, "bf16": 16}
-    return [(tuple(int(n) for n in shape.split(",") if n), known.get(kind) or int(bits))
+    bits_by_prefix = {"pred": 8, "f8": 8, "bf16": 16}
+    return [(tuple(int(n) for n in shape.split(",") if n), bits_by_prefix.get(kind) or int(bits))
             for kind, bits, shape in _ARRAY.findall(type_)]  # fmt: skip

@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's optimizers need room beside JAX.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory to torch's optimizers
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torchao's arithmetic as it is written, for any number of leaves.
 
 import jax
@@ -188,10 +188,10 @@ def by_torch(make: Callable[..., Any], gradients: Tree, b2: float, device: str) 
         optimizer.step()
         listed.append({k: p.detach().clone() for k, p in params.items()})
     updates = {k: np.stack([u[k].double().cpu().numpy() for u in listed]) / RATE for k in params}
-    held = sum(
+    state_bytes = sum(
         _bytes(torch, x) for p in params.values() for name, x in optimizer.state[p].items() if "qmap" not in name
     )
-    return updates, held / sum(p.numel() for p in params.values())
+    return updates, state_bytes / sum(p.numel() for p in params.values())
 
 
 def _bytes(torch: Any, x: Any) -> int:
@@ -227,18 +227,18 @@ def peer(name: str) -> Callable[..., Any]:
 
 def available(device: str) -> dict[str, Callable[..., Any]]:
     """The optimizers that can run here; others are reported."""
-    found = dict[str, Callable[..., Any]]()
+    optimizers = dict[str, Callable[..., Any]]()
     for name, (package, *_) in PEERS.items():
         try:
-            made = peer(name)
+            optimizer = peer(name)
             torch = importlib.import_module("torch")
             parameter = torch.nn.Parameter(torch.zeros(SMALLEST, device=device))
             parameter.grad = torch.ones_like(parameter)
-            made([parameter], lr=RATE).step()
-            found[name] = made
+            optimizer([parameter], lr=RATE).step()
+            optimizers[name] = optimizer
         except Exception as error:  # Packages that miss a GPU or a library fail in ways of their own.
             print(f"  {name}: left out ({package}: {type(error).__name__}: {str(error)[:120]})", flush=True)
-    return found
+    return optimizers
 
 
 def main(argv: list[str]) -> None:
@@ -259,12 +259,12 @@ def main(argv: list[str]) -> None:
     with concurrent.futures.ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
         # One stream needs no process of its own.
         run = map if min(options.processes, len(names)) == 1 else pool.map
-        for rows in run(of_stream, names, [kinds] * len(names), [device] * len(names)):
+        for rows in run(measure_stream, names, [kinds] * len(names), [device] * len(names)):
             file.add(rows)
     file.end()
 
 
-def of_stream(name: str, kinds: Collection[str], device: str) -> list[timing.Row]:
+def measure_stream(name: str, kinds: Collection[str], device: str) -> list[timing.Row]:
     """Rows of a stream: all of ours, and these peers."""
     gradients, rows = stream(name, 20 if timing.dry() else STEPS), list[timing.Row]()
     for b2 in B2S[:1] if timing.dry() else B2S:
@@ -279,15 +279,15 @@ def compare(
     name: str, b2: float, truth: Tree, runs: Mapping[str, Callable[[], tuple[Tree, float]]]
 ) -> list[timing.Row]:
     """Rows of a stream: errors as a table of optimizers by streams, and bytes of state."""
-    rows, told = [], f"b2 {b2:g}"
+    rows, setting = [], f"b2 {b2:g}"
     for kind, run in runs.items():
         updates, size = run()
         error, broken = errors(updates, truth)
-        row = timing.row(f"{name}, {told}", kind, ERROR, error if np.isfinite(error) else None, "1")
-        rows.append(row | {"table": f"{ERROR}, {told}", "pivot": (kind, name)})
+        row = timing.row(f"{name}, {setting}", kind, ERROR, error if np.isfinite(error) else None, "1")
+        rows.append(row | {"table": f"{ERROR}, {setting}", "pivot": (kind, name)})
         if name == STREAMS[0]:
-            row = timing.row(f"{name}, {told}", kind, "bytes a parameter", size, "B")
-            rows.append(row | {"table": f"bytes of state a parameter, {told}", "pivot": (kind, "bytes")})
+            row = timing.row(f"{name}, {setting}", kind, "bytes a parameter", size, "B")
+            rows.append(row | {"table": f"bytes of state a parameter, {setting}", "pivot": (kind, "bytes")})
         if broken:
-            rows.append(timing.row(f"{name}, {told}", kind, "steps that are not finite", broken, "1"))
+            rows.append(timing.row(f"{name}, {setting}", kind, "steps that are not finite", broken, "1"))
     return rows

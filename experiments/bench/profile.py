@@ -85,7 +85,7 @@ class Profile:
 
 def kind(name: str) -> str:
     """The kind of a kernel, from its name."""
-    return next((of for of, pattern in KINDS if re.search(pattern, name)), XLA)
+    return next((kind_name for kind_name, pattern in KINDS if re.search(pattern, name)), XLA)
 
 
 def kernels(planes: Iterable[Any], device: str = "GPU") -> Iterator[KernelTime]:
@@ -115,31 +115,31 @@ def profile(call: Any) -> Profile:
 def rows(case: str, profiles: dict[str, Profile], least: dict[str, dict[str, float]]) -> list[timing.Row]:
     """A row a kind of kernels and arm, against bf16, with the sum, and at the peak the `least` seconds; and the longest
     kernels of each arm."""
-    found, plain = list[timing.Row](), profiles[BASE].by_kind()
-    for name, of in profiles.items():
-        spent = of.by_kind()
+    table, plain = list[timing.Row](), profiles[BASE].by_kind()
+    for name, arm_profile in profiles.items():
+        spent = arm_profile.by_kind()
         for what, base in (plain | {"all": sum(plain.values())}).items():
             value = spent.get(what, sum(spent.values()))
             ratio = base / value if value and base else None
-            found.append(timing.row(case, name, what, 1e3 * value, "ms", BASE if ratio else None, ratio))
+            table.append(timing.row(case, name, what, 1e3 * value, "ms", BASE if ratio else None, ratio))
         for what, value in least.get(name, {}).items():
             if value:
-                found.append(timing.row(case, name, f"{what}, {PEAK}", 1e3 * value, "ms"))
-    for name, of in profiles.items():
-        for kernel, spent_by, launches in of.by_name()[:LONGEST]:
+                table.append(timing.row(case, name, f"{what}, {PEAK}", 1e3 * value, "ms"))
+    for name, arm_profile in profiles.items():
+        for kernel, spent_by, launches in arm_profile.by_name()[:LONGEST]:
             label = f"{case}, {name}: {kernel[:60]}"
-            found.append(timing.row(label, name, f"{launches:.0f} launches", 1e3 * spent_by, "ms"))
-    return found
+            table.append(timing.row(label, name, f"{launches:.0f} launches", 1e3 * spent_by, "ms"))
+    return table
 
 
-def of_model(user: models.UserModel, names: list[str]) -> list[timing.Row]:
+def measure_model(user: models.UserModel, names: list[str]) -> list[timing.Row]:
     """Rows of a model's training step."""
-    found, least = {}, {}
+    profiles, least = {}, {}
     for name, arm in driver.built(names, lambda name: models.UserArm(user, name)).items():
-        found[name] = profile(arm)
+        profiles[name] = profile(arm)
         arm.stop()
         least[name] = peaks.least(arm.program.as_text())
-    return rows(user.text, found, least)
+    return rows(user.text, profiles, least)
 
 
 def main(argv: list[str]) -> None:
@@ -148,11 +148,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--only", nargs="+", metavar="RECIPE", help="beside bf16 (default: each model's own)")
     options = parser.parse_args(argv)
     for arm in options.only or ():
-        writings.recipe_of(arm)
+        writings.get_recipe(arm)
     timing.need_gpu()
     title = "Time per kernel: training steps of user-written models"
     file = driver.ResultsFile(options, title, driver.notes_of(__doc__))
     for name in options.models:
         user = models.MODELS[name]
-        file.add(of_model(user, list(dict.fromkeys([BASE, *(options.only or user.arms)]))))
+        file.add(measure_model(user, list(dict.fromkeys([BASE, *(options.only or user.arms)]))))
     file.end()

@@ -25,22 +25,22 @@ SHAPES = [(16384, 4096), (16384, 11008), (4096, 11008)]
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """What is made of a matrix; `given` scales are not measured."""
+    """What is made of a matrix; `has_given_scale` scales are not measured."""
 
     rows: str | None
     columns: str | None
-    given: bool = False
+    has_given_scale: bool = False
 
     def __str__(self) -> str:
         text = " + ".join([self.rows or "", *([f"{self.columns} of x.T"] if self.columns else [])]).strip(" +")
-        return text + (", given scale" if self.given else "")
+        return text + (", given scale" if self.has_given_scale else "")
 
     @property
     def reads(self) -> int:
         """Passes over the matrix."""
         specs = [s for s in (self.rows, self.columns) if s and s != "same"]
         near = self.columns is None and "token" in f"{self.rows}"  # The kernel for rows holds whole ones.
-        return 1 if self.given or near or all("group" in s or "block" in s for s in specs) else 2
+        return 1 if self.has_given_scale or near or all("group" in s or "block" in s for s in specs) else 2
 
 
 KINDS = [
@@ -68,7 +68,7 @@ def arms() -> dict[str, tuple[Any, Any]]:
     """Functions of (matrix, codes), and the bytes they move."""
 
     def run(kind: Quantization, impl: str, x: Any, _: Any) -> Any:
-        scale = jnp.float32(0.01) if kind.given else None
+        scale = jnp.float32(0.01) if kind.has_given_scale else None
         key = jax.random.key(0) if "stochastic" in f"{kind.rows}" else None
         return op.quantize(x, kind.rows, kind.columns, scale=scale, key=key, impl=impl)
 
@@ -89,11 +89,11 @@ def arms() -> dict[str, tuple[Any, Any]]:
                 lambda x, out, reads=reads: reads * size(x) + size(out),
             )
     for impl in ("xla", "triton"):
-        programs[f"transposed codes ({impl})"] = functools.partial(_turned, impl), lambda x, out: 2 * size(out)
+        programs[f"transposed codes ({impl})"] = functools.partial(_transposed, impl), lambda x, out: 2 * size(out)
     return programs
 
 
-def _turned(impl: str, _: Any, codes: Any) -> Any:
+def _transposed(impl: str, _: Any, codes: Any) -> Any:
     return op.transpose(fp8jax.QTensor(codes, jnp.ones((1, 1)), None, None, fp8jax.QuantSpec()), impl=impl).codes
 
 

@@ -64,8 +64,8 @@ def main(argv: list[str]) -> None:
     entry |= {name: size / float(times[name]) for name, size in work.items()}
     entry |= {"launch": float(times["launch"]) / CHAIN, "kind": kind, "jax": jax.__version__}
     entry |= {"command": "python -m experiments.bench rates", "date": datetime.date.today().isoformat()}
-    known = json.loads(options.table.read_text()) if options.table.exists() else []
-    kept = [other for other in known if other["device"] != entry["device"]]
+    entries = json.loads(options.table.read_text()) if options.table.exists() else []
+    other_entries = [other for other in entries if other["device"] != entry["device"]]
     print(json.dumps(entry, indent=1))
     if not timing.dry():
-        options.table.write_text(json.dumps([*kept, entry], indent=1) + "\n")
+        options.table.write_text(json.dumps([*other_entries, entry], indent=1) + "\n")

@@ -43,7 +43,7 @@ SECOND, GROWTH, MOST_TRIES = 4, 8, 5
 DRY = LlamaConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=2, mlp_dim=128)
 
 
-def largest(make: Callable[[int], CardArm], room: float) -> CardArm:
+def largest(make: Callable[[int], CardArm], gigabytes: float) -> CardArm:
     """The arm with the most sequences on each GPU that fits into so many GB, by its compiled programs.
 
     The first two show the memory of a sequence, and each further one the remaining or missing memory.
@@ -51,25 +51,25 @@ def largest(make: Callable[[int], CardArm], room: float) -> CardArm:
     Raises:
         ValueError: no sequence fits, or there is no limit.
     """
-    if math.isinf(room):
+    if math.isinf(gigabytes):
         raise ValueError("the device does not report its memory; set --fit, in GB")
-    found = last = make(1)
-    if found.needs > room:
-        raise ValueError(f"one sequence needs {found.needs:.1f} GB, but only {room:.1f} GB are available")
+    largest_arm = last = make(1)
+    if largest_arm.needs > gigabytes:
+        raise ValueError(f"one sequence needs {largest_arm.needs:.1f} GB, but only {gigabytes:.1f} GB are available")
     batch, too_many, one = SECOND, math.inf, 0.0
     for _ in range(MOST_TRIES):
         arm = make(batch)
-        if arm.needs <= room:
-            found = max(found, arm, key=lambda arm: arm.batch)
+        if arm.needs <= gigabytes:
+            largest_arm = max(largest_arm, arm, key=lambda arm: arm.batch)
         else:
             too_many = min(too_many, batch)
         one = max((arm.needs - last.needs) / (arm.batch - last.batch), one / 2, 1e-3)
         last = arm
-        wanted = batch + math.floor((room - arm.needs) / one)
-        if wanted <= found.batch or found.batch + 1 >= too_many:
+        next_batch = batch + math.floor((gigabytes - arm.needs) / one)
+        if next_batch <= largest_arm.batch or largest_arm.batch + 1 >= too_many:
             break
-        batch = int(min(max(wanted, found.batch + 1), too_many - 1, GROWTH * batch))
-    return found
+        batch = int(min(max(next_batch, largest_arm.batch + 1), too_many - 1, GROWTH * batch))
+    return largest_arm
 
 
 def rates(case: str, name: str, arms: Mapping[str, CardArm], times: Mapping[str, timing.Seconds], base: str,
@@ -78,16 +78,16 @@ def rates(case: str, name: str, arms: Mapping[str, CardArm], times: Mapping[str,
 
     Tokens a second are compared with the base's, steps where the batch is the same.
     """
-    taken, arm, first = times[name], arms[name], times.get(base)
-    faster = first and (arm.count / taken) / (arms[base].count / first)
-    alike = faster if base in arms and arms[base].batch == arm.batch else None
+    seconds, arm, first = times[name], arms[name], times.get(base)
+    faster = first and (arm.count / seconds) / (arms[base].count / first)
+    same_batch_ratio = faster if base in arms and arms[base].batch == arm.batch else None
     rows = [
-        driver.time_row(case, name, "step", taken, base, alike),
-        timing.row(case, name, "tokens", arm.count / taken / arm.gpus, "tokens/s a GPU", base, faster),
+        driver.time_row(case, name, "step", seconds, base, same_batch_ratio),
+        timing.row(case, name, "tokens", arm.count / seconds / arm.gpus, "tokens/s a GPU", base, faster),
         timing.row(case, name, "batch", arm.batch, "sequences a GPU"),
     ]
     if peak is not None:
-        rows.append(timing.row(case, name, "MFU", arm.operations / taken / (peak * arm.gpus), ""))
+        rows.append(timing.row(case, name, "MFU", arm.operations / seconds / (peak * arm.gpus), ""))
     return rows
 
 
@@ -109,21 +109,21 @@ def main(argv: list[str]) -> None:
     case = f"{options.model}, {options.batch or 'most'} x {length} tokens"
     case += f", {options.gpus} GPUs" if options.gpus > 1 else ""
     case += f" in {options.fit:g} GB" if options.fit < float("inf") else ""
-    room = min(options.fit, (jax.devices()[0].memory_stats() or {}).get("bytes_limit", float("inf")) / 1e9)
+    gigabytes = min(options.fit, (jax.devices()[0].memory_stats() or {}).get("bytes_limit", float("inf")) / 1e9)
     arms, base, needs = dict[str, CardArm](), options.arm[0], dict[str, float]()
     title = "Training steps of large Llamas, with and without fused_backward"
     file = driver.ResultsFile(options, title, driver.notes_of(__doc__), devices=options.gpus)
     for name in options.arm:
         make = lambda batch, name=name: CardArm(name, model, batch, length, options.gpus)  # noqa: E731
         try:
-            arm = make(options.batch) if options.batch else largest(make, room)
+            arm = make(options.batch) if options.batch else largest(make, gigabytes)
         except ValueError as error:
             if not options.batch:
                 print(f"  {name}: {error}", flush=True)
                 continue
             raise
         needs[name] = arm.needs
-        first, fits = needs.get(base), needs[name] < room
+        first, fits = needs.get(base), needs[name] < gigabytes
         row = timing.row(case, name, "memory", needs[name], "GB", base, first and first / needs[name])
         print(f"  {name}: {needs[name]:.1f} GB{'' if fits else ', does not fit'}", flush=True)
         if fits:

@@ -29,7 +29,7 @@ import numpy as np
 
 from experiments import mesh, plan
 from experiments.bench import driver, step_torch, timing
-from experiments.bench.arms import AGAIN, BF16, CHANGES, STEP_PARTS, parse, settings
+from experiments.bench.arms import BF16, CHANGES, REMATERIALIZED, STEP_PARTS, parse, settings
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 from experiments.train import config, speed
@@ -42,7 +42,7 @@ VOCAB = 32_000
 # Steps, of a factor of 1.3 each, in which thresholds of blocks that fall back find their share: all do at first.
 SETTLING = 30
 DRY = LlamaConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=2, mlp_dim=128)
-ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast", "moss", "fast")
+ARMS = (REMATERIALIZED, BF16, "te_current", "coat", "coat_fast", "moss", "fast")
 MESHES = {
     "one": "one GPU",
     "data": "data parallel over {}",
@@ -53,14 +53,14 @@ _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-
 _ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]*)\]")
 
 
-def largest_batch(name: str, llama: LlamaConfig, length: int, where: str, gigabytes: float) -> int:
+def largest_batch(name: str, llama: LlamaConfig, length: int, mesh_name: str, gigabytes: float) -> int:
     """Sequences for each GPU of an arm with which a plan stays within so many GB a GPU.
 
     Raises:
         ValueError: not even one fits.
     """
     recipe, remat, *_ = settings(name)
-    sizes_of_axes = axes(where, 1 if where == "one" else jax.device_count())
+    sizes_of_axes = axes(mesh_name, 1 if mesh_name == "one" else jax.device_count())
 
     def fits(batch: int) -> bool:
         planned = plan.of(llama, recipe, sizes_of_axes, batch * length, recompute=bool(remat))
@@ -72,22 +72,24 @@ def largest_batch(name: str, llama: LlamaConfig, length: int, where: str, gigaby
     return batch
 
 
-def axes(where: str, count: int) -> dict[str, int]:
+def axes(mesh_name: str, count: int) -> dict[str, int]:
     """The sizes of mesh axes: those in the name, such as "fsdp=2,tensor=2", or all devices along one axis."""
-    return mesh.parse(where) if "=" in where else {name: count if name == where else 1 for name in mesh.AXES}
+    return (
+        mesh.parse(mesh_name) if "=" in mesh_name else {name: count if name == mesh_name else 1 for name in mesh.AXES}
+    )
 
 
-def place(where: str) -> str:
+def place(mesh_name: str) -> str:
     """A mesh in words."""
-    return MESHES[where].format(jax.device_count()) if where in MESHES else f"mesh {where}"
+    return MESHES[mesh_name].format(jax.device_count()) if mesh_name in MESHES else f"mesh {mesh_name}"
 
 
 class StepArm(driver.Arm):
     """A recipe's step on a mesh, and the state that it updates."""
 
-    def __init__(self, name: str, model: LlamaConfig, batch: int, length: int, where: str) -> None:
-        devices = jax.devices()[:1] if where == "one" else jax.devices()
-        sizes_of_axes = axes(where, len(devices))
+    def __init__(self, name: str, model: LlamaConfig, batch: int, length: int, mesh_name: str) -> None:
+        devices = jax.devices()[:1] if mesh_name == "one" else jax.devices()
+        sizes_of_axes = axes(mesh_name, len(devices))
         count = math.prod(sizes_of_axes.values())
         data, fsdp, tensor, expert = (sizes_of_axes[name] for name in mesh.AXES)
         self.mesh = mesh.make(data, fsdp, devices, tensor=tensor, expert=expert)
@@ -165,7 +167,7 @@ def main(argv: list[str]) -> None:
         nargs="+",
         default=list(ARMS),
         help=f"recipes, with one of {', '.join((*CHANGES, *STEP_PARTS))} after a comma, or several; "
-        f"{AGAIN!r} is always there",
+        f"{REMATERIALIZED!r} is always there",
     )
     parser.add_argument("--torch", nargs="*", choices=step_torch.ARMS, default=list(step_torch.ARMS), help="its arms")
     parser.add_argument(
@@ -179,9 +181,9 @@ def main(argv: list[str]) -> None:
     try:
         for arm in options.arm:
             parse(arm, STEP_PARTS)
-        for where in options.mesh or ():
-            if where not in MESHES:
-                mesh.parse(where)
+        for mesh_name in options.mesh or ():
+            if mesh_name not in MESHES:
+                mesh.parse(mesh_name)
     except ValueError as error:
         parser.error(str(error))
     if timing.dry():
@@ -205,46 +207,57 @@ def measure(
         "MFU counts matmuls and causal attention, forward and backward, relative to the dense bf16 peak of the GPU's "
         "data sheet. The bytes exchanged are those of the compiled program. A loop over layers counts once.",
     ]
-    places = options.mesh or [where for where in MESHES if where == "one" or jax.device_count() > 1]
+    places = options.mesh or [mesh_name for mesh_name in MESHES if mesh_name == "one" or jax.device_count() > 1]
     count = 1 if places == ["one"] else jax.device_count()
     size = f"{options.model} on {count} GPUs" if count > 1 else options.model
     file = driver.ResultsFile(options, f"Whole training steps, {size}", notes, devices=count)
-    for where in places:
+    for mesh_name in places:
         batches = f"{options.batch}" if options.fit is None else f"what fits in {options.fit:g} GB"
         entries = "" if options.vocab == VOCAB else f", {options.vocab:,} entries"
-        case = f"{options.model}, {place(where)}, {batches} x {options.length} tokens{entries}"
-        names = list(dict.fromkeys([AGAIN, *options.arm]))
-        arms = driver.built(names, functools.partial(_arm, llama, where, options), options.limit)
+        case = f"{options.model}, {place(mesh_name)}, {batches} x {options.length} tokens{entries}"
+        names = list(dict.fromkeys([REMATERIALIZED, *options.arm]))
+        arms = driver.built(names, functools.partial(_arm, llama, mesh_name, options), options.limit)
         file.add([timing.row(case, name, "failed", None, "") for name in names if name not in arms])
         memories = {name: driver.memory(arm.program) for name, arm in arms.items()}
         times = driver.timed(arms, options.rounds, options.steps)
         for name, arm in arms.items():
-            file.add(rows(case, name, arm, arms[AGAIN], times, memories))
-        for name, of in (torch or {}).items() if where == "one" else ():
-            again = arms[AGAIN]
-            file.add(common(case, name, of.late, times[AGAIN], again, again, of.memory, memories[AGAIN]))
+            file.add(rows(case, name, arm, arms[REMATERIALIZED], times, memories))
+        for name, torch_times in (torch or {}).items() if mesh_name == "one" else ():
+            baseline = arms[REMATERIALIZED]
+            file.add(
+                common(
+                    case,
+                    name,
+                    torch_times.late,
+                    times[REMATERIALIZED],
+                    baseline,
+                    baseline,
+                    torch_times.memory,
+                    memories[REMATERIALIZED],
+                )
+            )
     file.end()
 
 
-def _arm(llama: LlamaConfig, where: str, options: argparse.Namespace, name: str) -> StepArm:
+def _arm(llama: LlamaConfig, mesh_name: str, options: argparse.Namespace, name: str) -> StepArm:
     batch = options.batch
     if options.fit is not None:
-        batch = largest_batch(name, llama, options.length, where, options.fit)
-    return StepArm(name, llama, batch, options.length, where)
+        batch = largest_batch(name, llama, options.length, mesh_name, options.fit)
+    return StepArm(name, llama, batch, options.length, mesh_name)
 
 
 def rows(
     case: str,
     name: str,
     arm: StepArm,
-    again: StepArm,
+    baseline: StepArm,
     times: Mapping[str, timing.Seconds],
     sizes: Mapping[str, tuple[float, float]],
 ) -> list[timing.Row]:
-    """What is said of an arm, against `again`, bf16 recomputed."""
+    """What is said of an arm, against `baseline`, bf16 recomputed."""
     row = functools.partial(timing.row, case, name)
-    table = common(case, name, times[name], times[AGAIN], arm, again, sizes[name], sizes[AGAIN])
-    if arm.batch != again.batch:
+    table = common(case, name, times[name], times[REMATERIALIZED], arm, baseline, sizes[name], sizes[REMATERIALIZED])
+    if arm.batch != baseline.batch:
         table.append(row("batch", arm.batch, "sequences a GPU"))
     return table + [row(f"exchanged, {kind}", value, "MB") for kind, value in arm.exchanged().items()]
 
@@ -255,19 +268,19 @@ def common(
     median: timing.Seconds,
     base: timing.Seconds,
     arm: StepArm,
-    again: StepArm,
+    baseline: StepArm,
     needs: tuple[float, float],
     base_needs: tuple[float, float],
 ) -> list[timing.Row]:
-    """Time, speed and memory of an arm that computes what `arm` does, against `again`, bf16 recomputed."""
+    """Time, speed and memory of an arm that computes what `arm` does, against `baseline`, bf16 recomputed."""
     row = functools.partial(timing.row, case, name)
-    rate, base_rate = arm.tokens_per_step / median, again.tokens_per_step / base
-    same = arm.batch == again.batch  # Else only tokens/s compare.
-    compared = (AGAIN, base / median) if same else (None, None)
+    rate, base_rate = arm.tokens_per_step / median, baseline.tokens_per_step / base
+    same = arm.batch == baseline.batch  # Else only tokens/s compare.
+    compared = (REMATERIALIZED, base / median) if same else (None, None)
     table = [driver.time_row(case, name, "step", median, *compared)]
-    table.append(row("tokens/s", rate, "", None if same else AGAIN, None if same else rate / base_rate))
+    table.append(row("tokens/s", rate, "", None if same else REMATERIALIZED, None if same else rate / base_rate))
     if (peak := speed.peak(jax.devices()[0].device_kind)) is not None:
         table.append(row("MFU", arm.flops / median / (peak * arm.count), ""))
     for i, metric in enumerate(("temporaries", "memory")):
-        table.append(row(metric, needs[i], "GB a GPU", AGAIN, base_needs[i] / needs[i]))
+        table.append(row(metric, needs[i], "GB a GPU", REMATERIALIZED, base_needs[i] / needs[i]))
     return table

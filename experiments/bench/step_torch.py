@@ -74,35 +74,37 @@ def measured(
     """
     if timing.dry() or not (arms := list(available(arms))):
         return {}
-    asked = {"arms": arms, "llama": dataclasses.asdict(llama), "batch": batch, "length": length, "rounds": rounds,
+    request = {"arms": arms, "llama": dataclasses.asdict(llama), "batch": batch, "length": length, "rounds": rounds,
              "steps": steps}  # fmt: skip
-    command = [sys.executable, "-m", "experiments.bench.step_torch", json.dumps(asked)]
+    command = [sys.executable, "-m", "experiments.bench.step_torch", json.dumps(request)]
     # JAX makes the tables of positions there, and takes none of the GPU for it.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    found = []
+    results = []
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(_MARK):
-                found.append(json.loads(line.removeprefix(_MARK)))
-                seconds = timing.Seconds(found[-1]["late"])
-                print(f"  {found[-1]['arm']}: {1e3 * seconds:.1f} ms a step", flush=True)
-    if process.returncode or not found:
+                results.append(json.loads(line.removeprefix(_MARK)))
+                seconds = timing.Seconds(results[-1]["late"])
+                print(f"  {results[-1]['arm']}: {1e3 * seconds:.1f} ms a step", flush=True)
+    if process.returncode or not results:
         print(f"  torch's arms ended with code {process.returncode}: rows left out", flush=True)
-    return {of["arm"]: TorchTimes(timing.Seconds(of["late"]), timing.Seconds(of["synchronised"]), tuple(of["memory"]))
-            for of in found}  # fmt: skip
+    return {
+        one["arm"]: TorchTimes(timing.Seconds(one["late"]), timing.Seconds(one["synchronised"]), tuple(one["memory"]))
+        for one in results
+    }
 
 
-def main(asked: str) -> None:
+def main(request: str) -> None:
     """Runs arms as `measured` asks for them, and prints a line of JSON after each."""
-    settings = json.loads(asked)
+    settings = json.loads(request)
     llama = LlamaConfig(**settings["llama"])
     for name in settings["arms"]:
         arm = TorchArm(name, llama, settings["batch"], settings["length"])
         calls = {"late": timing.late(arm), "synchronised": arm.synchronised}
         times = timing.in_turns(calls, settings["rounds"], dict.fromkeys(calls, settings["steps"]))
-        found = {kind: took.rounds for kind, took in times.items()}
-        print(_MARK + json.dumps({"arm": name, **found, "memory": arm.memory}), flush=True)
+        seconds_by_kind = {kind: took.rounds for kind, took in times.items()}
+        print(_MARK + json.dumps({"arm": name, **seconds_by_kind, "memory": arm.memory}), flush=True)
         arm.close()
 
 
@@ -147,11 +149,11 @@ class TorchArm:
         # The optimizer's state is made in the first step; the peak is that of the next ones.
         self().block_until_ready()
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+        weights_bytes = torch.cuda.memory_allocated()
         for _ in range(2):
             self().block_until_ready()
         peak = torch.cuda.max_memory_allocated()
-        self.memory = (peak - held) / 1e9, peak / 1e9
+        self.memory = (peak - weights_bytes) / 1e9, peak / 1e9
         print(f"  {name}: compiled and ran three times in {time.perf_counter() - start:.0f} s", flush=True)
 
     def __call__(self) -> Waiting:
@@ -205,7 +207,7 @@ def build(torch: Any, config: LlamaConfig, length: int) -> Any:
 
         def forward(self, x: Any, cos: Any, sin: Any) -> Any:
             y = self.attention_norm(x)
-            q, k, v = (of(y).unflatten(-1, (-1, config.head_dim)) for of in (self.q, self.k, self.v))
+            q, k, v = (projection(y).unflatten(-1, (-1, config.head_dim)) for projection in (self.q, self.k, self.v))
             q, k, v = (z.transpose(1, 2) for z in (rotate(q, cos, sin), rotate(k, cos, sin), v))
             grouped = config.kv_heads != config.heads
             mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)

@@ -181,10 +181,10 @@ def _run(call: Callable, calls: int) -> float:
 def row(case: str, impl: str, metric: str, value: float | None, unit: str, baseline: str | None = None,
         ratio: float | None = None, quartiles: Sequence[float] | None = None) -> Row:  # fmt: skip
     """A row of a results file, which is also printed; `quartiles` are those of the value."""
-    told = f"   {ratio:.3f} of {baseline}" if ratio is not None else ""
+    ratio_text = f"   {ratio:.3f} of {baseline}" if ratio is not None else ""
     shown = "-" if value is None else f"{value:.4g}"
     spread = f" ({quartiles[0]:.4g} to {quartiles[1]:.4g})" if quartiles else ""
-    print(f"  {case:26s} {impl:38s} {metric:10s} {shown:>9s} {unit}{spread}{told}", flush=True)
+    print(f"  {case:26s} {impl:38s} {metric:10s} {shown:>9s} {unit}{spread}{ratio_text}", flush=True)
     fields = {"case": case, "impl": impl, "metric": metric, "value": value, "unit": unit, "baseline": baseline,
              "ratio": ratio}  # fmt: skip
     return fields | ({"quartiles": list(quartiles)} if quartiles else {})
@@ -216,8 +216,8 @@ def means(rows: Sequence[Row], metric: str, last_resort: str | None = None) -> l
     for impl, mine in compared(rows, metric, last_resort).items():
         baselines = {r["baseline"] for r in mine}
         against = baselines.pop() if len(baselines) == 1 else "best peer"
-        where = MEAN + (f" of {len(mine)}" if len(mine) < len(cases) else "")
-        means.append(row(where, impl, metric, None, "", against, _mean(mine)))
+        label = MEAN + (f" of {len(mine)}" if len(mine) < len(cases) else "")
+        means.append(row(label, impl, metric, None, "", against, _mean(mine)))
     return means
 
 

@@ -31,7 +31,7 @@ class Training(NamedTuple):
     step: Callable[[Any, jax.Array, jax.Array], tuple[Any, Any]]
 
 
-def recipe_of(arm: str) -> fp8jax.Recipe:
+def get_recipe(arm: str) -> fp8jax.Recipe:
     """The recipe of an arm, as `arms.parse` takes it, or "auto:" and a preset, which is taken where layers gain.
 
     "prequantized:" or "observed:" may stand before it.
@@ -52,7 +52,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def _optimizer(arm: str) -> Any:
     if arm == BASE:
         return optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(RATE, weight_decay=DECAY))
-    return fp8jax.optimizer(recipe_of(arm), RATE, weight_decay=DECAY, clip=CLIP)
+    return fp8jax.optimizer(get_recipe(arm), RATE, weight_decay=DECAY, clip=CLIP)
 
 
 def _key() -> jax.Array:
@@ -70,14 +70,14 @@ def _training(arm: str, begin: Callable[[], Any], step: Callable[..., tuple[Any,
     return Training(begin, observed if arm.startswith(OBSERVED) else step)
 
 
-def of_nnx(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
+def nnx_training(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
     """With `nnx.Optimizer` for bf16, `fp8jax.nnx.Optimizer` for the others."""
 
     def begun() -> Any:
         model = make(nnx.Rngs(_key()))
         if arm == BASE:
             return model, nnx.Optimizer(model, _optimizer(arm), wrt=nnx.Param)
-        model = fp8jax.nnx.quantize(model, recipe_of(arm))
+        model = fp8jax.nnx.quantize(model, get_recipe(arm))
         return model, fp8jax.nnx.Optimizer(model, _optimizer(arm), wrt=nnx.Param)
 
     graph, _ = nnx.split(nnx.eval_shape(begun))
@@ -92,12 +92,12 @@ def of_nnx(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
     return _training(arm, lambda: nnx.state(begun()), step)
 
 
-def of_linen(shape: tuple[int, ...], arm: str) -> Training:
+def linen_training(shape: tuple[int, ...], arm: str) -> Training:
     """With Flax's `TrainState` for bf16, `fp8jax.linen.TrainState` for the others."""
     model: linen.Module = LinenLlama(*shape)
     kind: Any = TrainState
     if arm != BASE:
-        model, kind = fp8jax.linen.quantize(model, recipe_of(arm)), fp8jax.linen.TrainState
+        model, kind = fp8jax.linen.quantize(model, get_recipe(arm)), fp8jax.linen.TrainState
     tx = _optimizer(arm)
 
     def begin() -> Any:
@@ -114,7 +114,7 @@ def of_linen(shape: tuple[int, ...], arm: str) -> Training:
     return _training(arm, begin, step)
 
 
-def of_equinox(shape: tuple[int, ...], arm: str) -> Training:
+def equinox_training(shape: tuple[int, ...], arm: str) -> Training:
     """With `eqx.filter_value_and_grad`, of `fp8jax.filter_transform`'s loss for others than bf16."""
     import equinox as eqx
 
@@ -124,23 +124,23 @@ def of_equinox(shape: tuple[int, ...], arm: str) -> Training:
         return cross_entropy(jax.vmap(in_bf16(model))(inputs), labels)
 
     kind: Any = EquinoxLlama
-    tx, of_loss = _optimizer(arm), loss if arm == BASE else fp8jax.filter_transform(loss, recipe_of(arm))
-    made = eqx.filter_eval_shape(lambda: kind(*shape, key=_key()))
-    _, static = eqx.partition(made, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    tx, loss_fn = _optimizer(arm), loss if arm == BASE else fp8jax.filter_transform(loss, get_recipe(arm))
+    shapes = eqx.filter_eval_shape(lambda: kind(*shape, key=_key()))
+    _, static = eqx.partition(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct))
 
     def begin() -> Any:
         arrays = eqx.filter(kind(*shape, key=_key()), eqx.is_array)
         return arrays, tx.init(arrays)
 
     def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
-        arrays, of_tx = state
-        value, grads = eqx.filter_value_and_grad(of_loss)(eqx.combine(arrays, static), inputs, labels)
+        arrays, opt_state = state
+        value, grads = eqx.filter_value_and_grad(loss_fn)(eqx.combine(arrays, static), inputs, labels)
         grads = eqx.filter(grads, eqx.is_array)
         if arm != BASE:
-            arrays, of_tx = tx.step(grads, of_tx, arrays)
+            arrays, opt_state = tx.step(grads, opt_state, arrays)
         else:
-            updates, of_tx = tx.update(grads, of_tx, arrays)
+            updates, opt_state = tx.update(grads, opt_state, arrays)
             arrays = eqx.apply_updates(arrays, updates)
-        return (arrays, of_tx), value
+        return (arrays, opt_state), value
 
     return _training(arm, begin, step)

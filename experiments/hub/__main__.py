@@ -50,13 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = tyro.cli(Export, args=argv, prog="python -m experiments.hub")
     quiet()
     try:
-        kept = write(settings)
+        unquantized = write(settings)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    if kept:
+    if unquantized:
         print(
-            f"not in 8 bits, as a router or as 128 does not divide a weight or one fused with it: {', '.join(kept)}",
+            "not in 8 bits, because it is a router, or 128 does not divide a weight or one fused with it: "
+            f"{', '.join(unquantized)}",
             file=sys.stderr,
         )
     return 0
@@ -93,9 +94,9 @@ def write(settings: Export) -> list[str]:
     if settings.recipe is not None:
         raise UserError("--recipe requires --run; with --model, use --eight tensor, channel, block or deepseek")
     loaded = load.load(settings.model)
-    how = None if eight is None else save.eight_bits(eight, activations=activations)
+    encoding = None if eight is None else save.eight_bits(eight, activations=activations)
     return save.save(
-        settings.out, loaded.config, loaded.params, like=loaded.folder, dtype=dtype, eight=how, shard_bytes=limit
+        settings.out, loaded.config, loaded.params, like=loaded.folder, dtype=dtype, eight=encoding, shard_bytes=limit
     )
 
 

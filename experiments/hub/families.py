@@ -25,14 +25,14 @@ class Tensor:
         name: theirs; the first "{}" is the layer's number, the second the expert's.
         paths: the leaves here that lie in it, one after the other along its outputs.
         part: which part of the leaf's outputs it is, and of how many equal parts.
-        turned: whether it is (outputs, inputs).
+        is_transposed: whether it is (outputs, inputs).
         linear: whether it is the weight of a linear layer other than the head, which 8-bit formats quantize.
         router: whether it belongs to a router, which readers of 8-bit formats must not quantize.
     """
 
     name: str
     paths: tuple[str, ...]
-    turned: bool = False
+    is_transposed: bool = False
     linear: bool = False
     router: bool = False
     part: tuple[int, int] = (0, 1)
@@ -44,14 +44,14 @@ class Tensor:
 
     def shapes(self, flat: Mapping[str, Any]) -> list[tuple[int, ...]]:
         """The shapes of what it holds of each of its leaves, of one layer and expert."""
-        of_one = [flat[path].shape[self.depth :] for path in self.paths]
-        return [(*shape[:-1], shape[-1] // self.part[1]) for shape in of_one]
+        suffixes = [flat[path].shape[self.depth :] for path in self.paths]
+        return [(*shape[:-1], shape[-1] // self.part[1]) for shape in suffixes]
 
     def shape(self, flat: Mapping[str, Any]) -> tuple[int, ...]:
         """The stored shape of the tensor of one layer and expert."""
         shapes = self.shapes(flat)
         whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-        return whole[::-1] if self.turned else whole
+        return whole[::-1] if self.is_transposed else whole
 
     def indices(self, config: LlamaConfig) -> Iterator[tuple[int, ...]]:
         """The numbers that its names have, and the indices of its leaves."""
@@ -126,8 +126,8 @@ def _llama_fields(config: LlamaConfig, **more: Any) -> dict[str, Any]:
     }
 
 
-def _linear(name: str, *paths: str, bias: bool = False, turned: bool = True) -> Iterator[Tensor]:
-    yield Tensor(f"{name}.weight", tuple(f"{path}.kernel" for path in paths), turned, linear=True)
+def _linear(name: str, *paths: str, bias: bool = False, is_transposed: bool = True) -> Iterator[Tensor]:
+    yield Tensor(f"{name}.weight", tuple(f"{path}.kernel" for path in paths), is_transposed, linear=True)
     if bias:
         yield Tensor(f"{name}.bias", tuple(f"{path}.bias" for path in paths))
 
@@ -135,7 +135,7 @@ def _linear(name: str, *paths: str, bias: bool = False, turned: bool = True) -> 
 def _expert_tensors(module: str, gate: str, up: str, down: str) -> Iterator[Tensor]:
     """A router, called gate, and the layers of experts in a module of a layer."""
     ours, layer = "layers.mlp.experts.", f"model.layers.{{}}.{module}."
-    yield Tensor(f"{layer}gate.weight", ("layers.mlp.router.kernel",), turned=True, router=True)
+    yield Tensor(f"{layer}gate.weight", ("layers.mlp.router.kernel",), is_transposed=True, router=True)
     for name, path, part in ((gate, "gate_up", (0, 2)), (up, "gate_up", (1, 2)), (down, "down", (0, 1))):
         yield Tensor(f"{layer}experts.{{}}.{name}.weight", (f"{ours}{path}.kernel",), True, linear=True, part=part)
 
@@ -162,7 +162,7 @@ def _llama_tensors(
         yield Tensor(f"{layer}{second}.weight", (f"{ours}mlp_norm.scale",))
         yield Tensor("model.norm.weight", ("norm.scale",))
     if not config.tied:
-        yield Tensor("lm_head.weight", ("head.kernel",), turned=True)
+        yield Tensor("lm_head.weight", ("head.kernel",), is_transposed=True)
 
 
 def _qwen(fields: Fields, **settings: Any) -> LlamaConfig:
@@ -263,7 +263,7 @@ def _gpt2_fields(config: LlamaConfig) -> dict[str, Any]:
 def _gpt2_tensors(config: LlamaConfig) -> Iterator[Tensor]:
     yield Tensor("transformer.wte.weight", ("embed.embedding",))
     yield Tensor("transformer.wpe.weight", ("embed_position.embedding",))
-    layer, ours, all_ = "transformer.h.{}.", "layers.", {"bias": True, "turned": False}
+    layer, ours, all_ = "transformer.h.{}.", "layers.", {"bias": True, "is_transposed": False}
     qkv = [f"{ours}attention.{name}" for name in "qkv"]
     yield from _linear(f"{layer}attn.c_attn", *qkv, **all_)
     yield from _linear(f"{layer}attn.c_proj", f"{ours}attention.out", **all_)
@@ -274,7 +274,7 @@ def _gpt2_tensors(config: LlamaConfig) -> Iterator[Tensor]:
         yield Tensor(f"{theirs}.weight", (f"{path}.scale",))
         yield Tensor(f"{theirs}.bias", (f"{path}.bias",))
     if not config.tied:
-        yield Tensor("lm_head.weight", ("head.kernel",), turned=True)
+        yield Tensor("lm_head.weight", ("head.kernel",), is_transposed=True)
 
 
 ALL = (
@@ -334,15 +334,15 @@ def read(path: Path, content: dict[str, Any]) -> tuple[Family, LlamaConfig]:
     Raises:
         UserError: of an unknown architecture, with unknown fields, or impossible.
     """
-    named = content.get("architectures") or [None]
-    if not isinstance(named, list):
-        raise UserError(f"{path}: architectures is {named!r}, not a list of names")
+    names = content.get("architectures") or [None]
+    if not isinstance(names, list):
+        raise UserError(f"{path}: architectures is {names!r}, not a list of names")
     family = next((x for x in ALL if x.name == content.get("model_type")), None)
-    if family is None or named[0] not in (None, family.architecture):
-        known = ", ".join(x.architecture for x in ALL)
+    if family is None or names[0] not in (None, family.architecture):
+        supported = ", ".join(x.architecture for x in ALL)
         raise UserError(
-            f"{path}: model_type {content.get('model_type')!r} with architecture {named[0]!r} is not supported; "
-            f"supported are {known}"
+            f"{path}: model_type {content.get('model_type')!r} with architecture {names[0]!r} is not supported; "
+            f"supported are {supported}"
         )
     fields = Fields(path, content)
     try:

@@ -74,8 +74,8 @@ class Fields:
         """
         value = self.take(name, default)
         if value != default and value not in allowed:
-            known = " or ".join(map(repr, allowed)) or "null"
-            raise UserError(f"{self.path}: {name} is {value!r}, which changes the model; only {known} is supported")
+            supported = " or ".join(map(repr, allowed)) or "null"
+            raise UserError(f"{self.path}: {name} is {value!r}, which changes the model; only {supported} is supported")
         return value
 
     def layers(self, kind: str) -> None:

@@ -129,7 +129,7 @@ def tensors(folder: Path) -> dict[str, Stored]:
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
         raise UserError(f"{folder / INDEX}: weight_map is not an object with file names")
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name in sorted(set(places.values())):
         if not _is_name(name):
             raise UserError(f"{folder / INDEX} names {name!r}, which is not a file of this folder")
@@ -139,10 +139,10 @@ def tensors(folder: Path) -> dict[str, Stored]:
             if places.get(tensor) != name:
                 where = f"says {places[tensor]}" if tensor in places else "does not name it"
                 raise UserError(f"{folder / name} holds {tensor}, but {INDEX} {where}")
-            found[tensor] = stored
-    if lost := sorted(set(places) - set(found)):
+            tensors[tensor] = stored
+    if lost := sorted(set(places) - set(tensors)):
         raise UserError(f"{folder / places[lost[0]]} lacks {lost[0]}, which {INDEX} says is in it")
-    return found
+    return tensors
 
 
 def _header(path: Path) -> dict[str, Stored]:
@@ -153,11 +153,13 @@ def _header(path: Path) -> dict[str, Stored]:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
         metadata = header.pop("__metadata__", None)
-        found = peft_files.read(metadata, header)
+        tensors = peft_files.read(metadata, header)
     except Exception as error:  # SafetensorError, OSError, and ValueError of digests
         raise UserError(f"{path} is damaged or not a safetensors file ({str(error).splitlines()[0]})") from None
     return {
-        name: Stored(path, name, x["dtype"], tuple(x["shape"]), 8 + length + x["data_offsets"][0], found.get(name, ""))
+        name: Stored(
+            path, name, x["dtype"], tuple(x["shape"]), 8 + length + x["data_offsets"][0], tensors.get(name, "")
+        )
         for name, x in header.items()
     }
 
@@ -215,12 +217,12 @@ def _written(folder: Path) -> dict[str, Any]:
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             text = (file.metadata() or {}).get(FOLDER)
-        found = {} if text is None else parse_json(text)
-        if text is not None and not all(isinstance(found[name], dict) for name in ("config", "files")):
+        tensors = {} if text is None else parse_json(text)
+        if text is not None and not all(isinstance(tensors[name], dict) for name in ("config", "files")):
             raise ValueError(f"{FOLDER} in its metadata is damaged")
     except Exception as error:  # SafetensorError, OSError, and of a damaged entry
         raise UserError(f"{path} is damaged or not a safetensors file ({str(error).splitlines()[0]})") from None
-    result: dict[str, Any] = found
+    result: dict[str, Any] = tensors
     return result
 
 

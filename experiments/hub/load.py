@@ -98,11 +98,11 @@ def settings(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     shape = dataclasses.asdict(config)
     if not config.experts:
         # Folders that were written before there were experts do not have them.
-        shape = {name: value for name, value in shape.items() if name not in _OF_EXPERTS}
+        shape = {name: value for name, value in shape.items() if name not in _EXPERT_FIELDS}
     return {"family": family.name, **shape, "weights": weights, "eos_token_id": ends}
 
 
-_OF_EXPERTS = ("experts", "experts_per_token", "normalize_choices")
+_EXPERT_FIELDS = ("experts", "experts_per_token", "normalize_choices")
 
 
 def abstract_params(config: LlamaConfig) -> Any:
@@ -125,7 +125,7 @@ class Part:
 
     Attributes:
         stored: the tensor.
-        turned: whether it is (outputs, inputs).
+        is_transposed: whether it is (outputs, inputs).
         start, size: the range.
         index: of the layer, and of the expert, in the parameter.
         at: the first output there.
@@ -133,7 +133,7 @@ class Part:
     """
 
     stored: Stored
-    turned: bool
+    is_transposed: bool
     start: int
     size: int
     index: tuple[int, ...] = ()
@@ -145,7 +145,7 @@ class Part:
         values = self.stored.read()
         if storage is not None and self.scale is not None:
             values = quantized.decode(storage, values, quantized.read_scale(storage, self.stored, self.scale))
-        values = values.T if self.turned else values
+        values = values.T if self.is_transposed else values
         return values[..., self.start : self.start + self.size]
 
 
@@ -156,22 +156,22 @@ def find(folder: Path, family: Family, config: LlamaConfig, storage: EightBits |
         UserError: tensors are missing, or left over, or have other shapes; tied tables differ; or weights are stored in
             8 bits, and config.json or the scales do not say how.
     """
-    found = _named(family, files.tensors(folder))
+    stored_tensors = _with_prefix(family, files.tensors(folder))
     flat = flatten(abstract_params(config))
     parts: dict[str, list[Part]] = {}
-    wanted: set[str] = set()
+    expected: set[str] = set()
     for tensor in family.tensors(config):
         for index in tensor.indices(config):
             name = tensor.name.format(*index)
-            wanted.add(name)
-            if name not in found:
+            expected.add(name)
+            if name not in stored_tensors:
                 raise UserError(f"{folder} lacks {name}, which {family.architecture} with this config.json has")
             scale = None
-            if found[name].dtype == quantized.CODES:
-                scale = _scale(folder, name, found, tensor, storage)
-                wanted.add(scale)
-            _split(found[name], tensor, index, flat, parts, None if scale is None else found[scale])
-    left = {name: x for name, x in found.items() if name not in wanted and not name.endswith(family.unused)}
+            if stored_tensors[name].dtype == quantized.CODES:
+                scale = _scale(folder, name, stored_tensors, tensor, storage)
+                expected.add(scale)
+            _split(stored_tensors[name], tensor, index, flat, parts, None if scale is None else stored_tensors[scale])
+    left = {name: x for name, x in stored_tensors.items() if name not in expected and not name.endswith(family.unused)}
     if config.tied and (head := left.pop("lm_head.weight", None)) is not None:
         _check_tied(head, parts["embed.embedding"][0].stored)
     if left:
@@ -188,20 +188,22 @@ def names(tensor: Tensor, config: LlamaConfig) -> Iterator[str]:
     return (tensor.name.format(*index) for index in tensor.indices(config))
 
 
-def _named(family: Family, found: dict[str, Stored]) -> dict[str, Stored]:
+def _with_prefix(family: Family, stored_tensors: dict[str, Stored]) -> dict[str, Stored]:
     """Tensors by their full names; files of the bare model leave out the prefix."""
-    if any(name.startswith(family.prefix) for name in found):
-        return found
-    return {name if name.startswith("lm_head.") else family.prefix + name: x for name, x in found.items()}
+    if any(name.startswith(family.prefix) for name in stored_tensors):
+        return stored_tensors
+    return {name if name.startswith("lm_head.") else family.prefix + name: x for name, x in stored_tensors.items()}
 
 
-def _scale(folder: Path, name: str, found: dict[str, Stored], tensor: Tensor, storage: EightBits | None) -> str:
+def _scale(
+    folder: Path, name: str, stored_tensors: dict[str, Stored], tensor: Tensor, storage: EightBits | None
+) -> str:
     """The name of the scales of 8-bit codes."""
-    if storage is None or not tensor.linear or not tensor.turned:
+    if storage is None or not tensor.linear or not tensor.is_transposed:
         why = "config.json has no quantization_config" if storage is None else "only linear layers can be"
-        raise UserError(f"{found[name].file}: {name} is stored in 8 bits, but {why}")
+        raise UserError(f"{stored_tensors[name].file}: {name} is stored in 8 bits, but {why}")
     scale = f"{name.removesuffix('weight')}{storage.scale}"
-    if scale not in found:
+    if scale not in stored_tensors:
         raise UserError(f"{folder} lacks {scale}, the scales of {name}; quant_method is {storage.method!r}")
     return scale
 
@@ -222,7 +224,7 @@ def _split(
     start = 0
     for path, shape in zip(tensor.paths, tensor.shapes(flat), strict=True):
         at = tensor.part[0] * shape[-1]
-        parts.setdefault(path, []).append(Part(stored, tensor.turned, start, shape[-1], index, at, scale))
+        parts.setdefault(path, []).append(Part(stored, tensor.is_transposed, start, shape[-1], index, at, scale))
         start += shape[-1]
 
 
@@ -241,16 +243,16 @@ def _read(
     if dtype is None:
         kinds = {jnp.dtype(jnp.bfloat16) if part.scale is not None else part.stored.dtype for part in parts}
         dtype = jnp.result_type(*kinds)
-    whole = np.empty(shape, dtype)
+    joined = np.empty(shape, dtype)
     for part in parts:
-        values, place = part.read(storage), whole[part.index][..., part.at : part.at + part.size]
+        values, place = part.read(storage), joined[part.index][..., part.at : part.at + part.size]
         with np.errstate(over="ignore"):
             place[...] = values
-        if whole.dtype == np.float16 and values.dtype != np.float16 and np.isinf(place).any():
+        if joined.dtype == np.float16 and values.dtype != np.float16 and np.isinf(place).any():
             raise UserError(
                 f"{part.stored.file}: {part.stored.name} has values outside the range of float16; load as bfloat16"
             )
-    return whole
+    return joined
 
 
 def _frozen(parts: list[Part], storage: EightBits, shape: tuple[int, ...], place: Any) -> Any:
@@ -263,7 +265,7 @@ def _frozen(parts: list[Part], storage: EightBits, shape: tuple[int, ...], place
         row[...] = part.stored.read()
         scales.append(quantized.read_scale(storage, part.stored, part.scale))
     spec = place.spec if isinstance(place, jax.sharding.NamedSharding) else ()
-    # The matrix is turned: what is cut along the last axis but one is cut along the last one.
+    # The matrix is transposed: a cut along the last axis but one is along the last one here.
     cut = [*spec, *[None] * (len(shape) - len(spec))]
     cut[-2:] = cut[:-3:-1]
 

@@ -60,15 +60,15 @@ class EightBits:
             return math.ceil(outputs / self.block[0]), math.ceil(inputs / self.block[1])
         return (outputs, 1) if self.strategy == "channel" else (1,)
 
-    def fields(self, kept: list[str]) -> dict[str, Any]:
-        """The `quantization_config` of a checkpoint in which the modules `kept` are not quantized."""
+    def fields(self, unquantized: list[str]) -> dict[str, Any]:
+        """The `quantization_config` of a checkpoint in which the modules `unquantized` are not quantized."""
         if self.method == "fp8":
             return {
                 "quant_method": "fp8",
                 "fmt": "e4m3",
                 "activation_scheme": "dynamic",
                 "weight_block_size": list(self.block),
-                "modules_to_not_convert": kept,
+                "modules_to_not_convert": unquantized,
             }
         common = {"num_bits": 8, "type": "float", "symmetric": True}
         weights = {**common, "strategy": self.strategy, "dynamic": False}
@@ -82,7 +82,7 @@ class EightBits:
             "format": "float-quantized" if self.activations else "naive-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": {**group, "output_activations": None}},
-            "ignore": kept,
+            "ignore": unquantized,
             "kv_cache_scheme": None,
         }
 
@@ -147,12 +147,12 @@ def read_scale(storage: EightBits, codes: Stored, scale: Stored) -> np.ndarray:
         UserError: they have another shape, or are not positive and finite.
     """
     outputs, inputs = codes.shape
-    wanted, values = storage.shape(outputs, inputs), scale.read().astype(np.float32)
-    if values.shape != wanted and not (storage.strategy != "block" and values.size == math.prod(wanted)):
-        raise UserError(f"{scale.file}: {scale.name} is {list(values.shape)}, but its scales must be {list(wanted)}")
+    expected, values = storage.shape(outputs, inputs), scale.read().astype(np.float32)
+    if values.shape != expected and not (storage.strategy != "block" and values.size == math.prod(expected)):
+        raise UserError(f"{scale.file}: {scale.name} is {list(values.shape)}, but its scales must be {list(expected)}")
     if not (np.isfinite(values) & (values > 0)).all():
         raise UserError(f"{scale.file}: {scale.name} has scales that are not positive and finite")
-    return values.reshape(wanted if storage.strategy == "block" else (-1, 1))
+    return values.reshape(expected if storage.strategy == "block" else (-1, 1))
 
 
 def decode(storage: EightBits, codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -177,13 +177,13 @@ def frozen(storage: EightBits, codes: np.ndarray, scale: np.ndarray, put: Any) -
     return FrozenWeight(to_bytes(fp8jax.QTensor(put(codes), put(scale), None, None, spec)))
 
 
-def encode(w: Any, how: Any) -> fp8jax.QTensor:
+def encode(w: Any, encoding: Any) -> fp8jax.QTensor:
     """Codes of a weight (inputs, outputs) as (outputs, inputs).
 
     Args:
         w: the parameter, of any floating dtype.
-        how: a spec of the transposed matrix, or the `Linear` of a recipe, whose codes are those of its forward product.
+        encoding: a spec of the transposed matrix, or the `Linear` of a recipe, for the codes of its forward matmul.
     """
-    if isinstance(how, str | fp8jax.QuantSpec):
-        return fp8jax.quantize(w.T, how)
-    return from_bytes(fp8jax.quantize_weight(w, recipe=how).forward)
+    if isinstance(encoding, str | fp8jax.QuantSpec):
+        return fp8jax.quantize(w.T, encoding)
+    return from_bytes(fp8jax.quantize_weight(w, recipe=encoding).forward)

@@ -24,7 +24,7 @@ from experiments.models.shape import LlamaConfig
 from fp8jax.ops.products import peft_files
 
 # What is copied of a checkpoint beside its weights and its config.json.
-BESIDE = (
+SIDECAR_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -47,14 +47,14 @@ class EncodedAs:
 
     Attributes:
         storage: the format.
-        how: what makes codes of a weight: a spec of the transposed matrix; or the `Linear` of a recipe, whose codes are
-            those of its forward product. Both use the parameter unchanged, as layers do.
-        made: codes by path here that were made before, (..., outputs, inputs), as a trained model's layers hold them.
+        encoding: a spec of the transposed matrix; or the `Linear` of a recipe, for the codes of its forward matmul.
+            Both use the parameter unchanged, as layers do.
+        codes: existing codes by path, (..., outputs, inputs), as in the layers of a trained model.
     """
 
     storage: EightBits
-    how: Any
-    made: Mapping[str, fp8jax.QTensor] = dataclasses.field(default_factory=dict)
+    encoding: Any
+    codes: Mapping[str, fp8jax.QTensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ def save(
     dtype: jax.typing.DTypeLike | None = None,
     eight: EncodedAs | None = None,
     shard_bytes: int = 5_000_000_000,
-    beside: dict[str, str] | None = None,
+    extra_files: dict[str, str] | None = None,
     fields: dict[str, Any] | None = None,
 ) -> list[str]:
     """Writes a checkpoint that transformers can load. In addition to the parameters, only one shard is in memory.
@@ -94,7 +94,7 @@ def save(
         dtype: of what is written; None keeps each parameter's.
         eight: 8-bit codes for linear layers; the rest as `dtype`.
         shard_bytes: most bytes of a file, unless one tensor has more.
-        beside: further files by name, such as tokenizer.json.
+        extra_files: further files by name, such as tokenizer.json.
         fields: further fields of config.json.
 
     Returns:
@@ -114,15 +114,15 @@ def save(
         if shape != config:
             raise UserError(f"{like} has another shape, {shape}, than the model, {config}")
     family = family or families.of(config)
-    if eight is not None and any(tensor.linear and not tensor.turned for tensor in family.tensors(config)):
+    if eight is not None and any(tensor.linear and not tensor.is_transposed for tensor in family.tensors(config)):
         raise UserError(f"{family.architecture} has no linear layers that an 8-bit format supports; use bfloat16")
     flat = flatten(params)
-    wanted = flatten(load.abstract_params(config))
-    for path in sorted(set(wanted) ^ set(flat)):
-        raise UserError(f"the parameters {'lack' if path in wanted else 'have'} {path}, unlike a model with {config}")
+    expected = flatten(load.abstract_params(config))
+    for path in sorted(set(expected) ^ set(flat)):
+        raise UserError(f"the parameters {'lack' if path in expected else 'have'} {path}, unlike a model with {config}")
     tensors = list(family.tensors(config))
-    kept = [] if eight is None else _kept(tensors, config, flat, eight.storage)
-    parts = [part for tensor in tensors for part in _parts(tensor, config, flat, dtype, eight, kept)]
+    unquantized = [] if eight is None else _unquantized_modules(tensors, config, flat, eight.storage)
+    parts = [part for tensor in tensors for part in _parts(tensor, config, flat, dtype, eight, unquantized)]
     shards = _shards(parts, shard_bytes)
     content = {"model_type": family.name, "architectures": [family.architecture], **family.write(config), **content}
     for name in ("quantization_config", files.UNCHECKED):
@@ -131,18 +131,18 @@ def save(
     content.pop("dtype", None)
     if eight is not None:
         # A tied head has no tensors, and is a linear layer to readers all the same.
-        content["quantization_config"] = eight.storage.fields(["lm_head", *kept])
-    contents = {} if like is None else {name: files.read_sidecar(like, name) for name in BESIDE}
-    contents |= {name: text.encode() for name, text in (beside or {}).items()}
-    found = {name: x for name, x in contents.items() if x is not None}
+        content["quantization_config"] = eight.storage.fields(["lm_head", *unquantized])
+    contents = {} if like is None else {name: files.read_sidecar(like, name) for name in SIDECAR_FILES}
+    contents |= {name: text.encode() for name, text in (extra_files or {}).items()}
+    sidecars = {name: x for name, x in contents.items() if x is not None}
     if like is not None:
         files.check(like)
-    entry = files.entry(load.settings(folder / "config.json", content), found)
+    entry = files.entry(load.settings(folder / "config.json", content), sidecars)
     partial = folder.with_name(folder.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        for name, x in found.items():
+        for name, x in sidecars.items():
             (partial / name).write_bytes(x)
         (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n")
         _write(partial, shards, entry)
@@ -151,7 +151,7 @@ def save(
         raise DiskError(
             f"{folder} cannot be written ({error.strerror or error}); the partial result is {partial}"
         ) from error
-    return kept
+    return unquantized
 
 
 def _common(parts: list[Written]) -> str:
@@ -164,7 +164,9 @@ def _common(parts: list[Written]) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def _kept(tensors: Sequence[Tensor], config: LlamaConfig, flat: dict[str, Any], storage: EightBits) -> list[str]:
+def _unquantized_modules(
+    tensors: Sequence[Tensor], config: LlamaConfig, flat: dict[str, Any], storage: EightBits
+) -> list[str]:
     """Linear layers that stay in 16 bits: routers, those that do not fit, and those that servers fuse with them."""
     linear = {
         name.removesuffix(".weight"): storage.fits(*tensor.shape(flat))
@@ -172,8 +174,8 @@ def _kept(tensors: Sequence[Tensor], config: LlamaConfig, flat: dict[str, Any], 
     }  # fmt: skip
 
     def fused(name: str) -> list[str]:
-        block, _, own = name.rpartition(".")
-        group = next((group for group in FUSED if own in group), (own,))
+        block, _, suffix = name.rpartition(".")
+        group = next((group for group in FUSED if suffix in group), (suffix,))
         return [f"{block}.{other}" for other in group]
 
     routers = [
@@ -188,13 +190,13 @@ def _parts(
     flat: dict[str, Any],
     dtype: jax.typing.DTypeLike | None,
     eight: EncodedAs | None,
-    kept: list[str],
+    unquantized: list[str],
 ) -> Iterator[Written]:
     """What is written of a tensor of each layer and expert."""
     for at in tensor.indices(config):
         name = tensor.name.format(*at)
         shape = tensor.shape(flat)
-        if eight is not None and tensor.linear and name.removesuffix(".weight") not in kept:
+        if eight is not None and tensor.linear and name.removesuffix(".weight") not in unquantized:
             scale = f"{name.removesuffix('weight')}{eight.storage.scale}"
             kinds = {
                 name: (shape, quantized.CODES),
@@ -206,7 +208,7 @@ def _parts(
         yield Written({name: (shape, kind)}, functools.partial(_values, tensor, flat, at, kind))
 
 
-def _held(tensor: Tensor, x: Any, at: tuple[int, ...]) -> Any:
+def _slice(tensor: Tensor, x: Any, at: tuple[int, ...]) -> Any:
     """The content of a tensor from a leaf."""
     x, (part, count) = x[at], tensor.part
     size = x.shape[-1] // count
@@ -214,23 +216,23 @@ def _held(tensor: Tensor, x: Any, at: tuple[int, ...]) -> Any:
 
 
 def _values(tensor: Tensor, flat: dict[str, Any], at: tuple[int, ...], dtype: np.dtype) -> list[np.ndarray]:
-    parts = [np.asarray(jax.device_get(_held(tensor, flat[path], at))) for path in tensor.paths]
-    whole = np.concatenate(parts, -1) if len(parts) > 1 else parts[0]
+    parts = [np.asarray(jax.device_get(_slice(tensor, flat[path], at))) for path in tensor.paths]
+    joined = np.concatenate(parts, -1) if len(parts) > 1 else parts[0]
     with np.errstate(over="ignore"):
-        cast = whole.astype(dtype)
-    if not np.isfinite(cast.astype(np.float32)).all() and np.isfinite(whole.astype(np.float32)).all():
+        cast = joined.astype(dtype)
+    if not np.isfinite(cast.astype(np.float32)).all() and np.isfinite(joined.astype(np.float32)).all():
         raise UserError(f"{tensor.name.format(*at)} has values outside the range of {dtype.name}; use bfloat16")
-    return [np.ascontiguousarray(cast.T if tensor.turned else cast)]
+    return [np.ascontiguousarray(cast.T if tensor.is_transposed else cast)]
 
 
 def _codes(tensor: Tensor, flat: dict[str, Any], at: tuple[int, ...], eight: EncodedAs) -> list[np.ndarray]:
     (path,) = tensor.paths
-    if path in eight.made:
+    if path in eight.codes:
         part, count = tensor.part
         rows = lambda x: x if len(x) == 1 else np.split(x, count)[part]  # noqa: E731
-        q = jax.tree.map(lambda x: rows(x[at]), eight.made[path])
+        q = jax.tree.map(lambda x: rows(x[at]), eight.codes[path])
     else:
-        q = quantized.encode(jnp.asarray(_held(tensor, flat[path], at)), eight.how)
+        q = quantized.encode(jnp.asarray(_slice(tensor, flat[path], at)), eight.encoding)
     return [np.asarray(q.codes).view(quantized.CODES), np.asarray(q.scale).reshape(eight.storage.shape(*q.shape))]
 
 
@@ -279,7 +281,7 @@ def eight_bits(name: str, *, activations: bool = False) -> EncodedAs:
     return EncodedAs(EightBits("compressed-tensors", name, activations=activations), quantized.SPECS[name])
 
 
-def of_recipe(recipe: fp8jax.Recipe, *, deepseek: bool = False, activations: bool = False) -> EncodedAs:
+def from_recipe(recipe: fp8jax.Recipe, *, deepseek: bool = False, activations: bool = False) -> EncodedAs:
     """The format that holds the codes which a recipe's forward products use.
 
     Raises:

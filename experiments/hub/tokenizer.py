@@ -23,8 +23,8 @@ def read(folder: Path, vocab: int) -> tokenizers.Tokenizer:
     files.check(folder)
     if not path.is_file():
         other = sorted(p.name for p in folder.glob("*.model"))
-        found = f"; {', '.join(other)} is not read: save it again with transformers' fast tokenizer" if other else ""
-        raise UserError(f"{path} is missing{found}")
+        note = f"; {', '.join(other)} is not read: save it again with transformers' fast tokenizer" if other else ""
+        raise UserError(f"{path} is missing{note}")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

@@ -29,13 +29,13 @@ def attend(
     """
     # cuDNN's flash attention exists for 16-bit types on NVIDIA GPUs only.
     flash = jax.default_backend() == "gpu" and q_BxTxHxC.dtype in (jnp.bfloat16, jnp.float16)
-    seen: dict[str, Any] = {}
+    mask: dict[str, Any] = {}
     if window is not None and window < q_BxTxHxC.shape[1]:
-        seen = {"local_window_size": (window - 1, 0)}
+        mask = {"local_window_size": (window - 1, 0)}
     if segments_BxT is not None:
-        seen["mask"] = (segments_BxT[:, :, None] == segments_BxT[:, None, :])[:, None]
+        mask["mask"] = (segments_BxT[:, :, None] == segments_BxT[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
-        q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=is_causal, implementation="cudnn" if flash else "xla", **seen
+        q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=is_causal, implementation="cudnn" if flash else "xla", **mask
     )
 
 
@@ -109,7 +109,7 @@ class Attention(nnx.Module):
         length, config = cos_TxC.shape[0], self.config
         split = (x_NxD.shape[0] // length, length)
 
-        def turned(x: jax.Array, norm: str, heads: int) -> jax.Array:
+        def normed_and_rotated(x: jax.Array, norm: str, heads: int) -> jax.Array:
             if config.qk_norm == "width":
                 x = getattr(self, norm)(x)
             x = reshaped(x, *split, heads, config.head_dim)
@@ -117,6 +117,6 @@ class Attention(nnx.Module):
                 x = getattr(self, norm)(x)
             return x if config.learned_positions else apply_rope(x, cos_TxC, sin_TxC)
 
-        q_BxTxHxC = turned(self.q(x_NxD), "q_norm", config.heads)
-        k_BxTxKxC = turned(self.k(x_NxD), "k_norm", config.kv_heads)
+        q_BxTxHxC = normed_and_rotated(self.q(x_NxD), "q_norm", config.heads)
+        k_BxTxKxC = normed_and_rotated(self.k(x_NxD), "k_norm", config.kv_heads)
         return q_BxTxHxC, k_BxTxKxC, reshaped(self.v(x_NxD), *split, config.kv_heads, config.head_dim)

@@ -36,13 +36,13 @@ def _norm(config: LlamaConfig, **kinds: Any) -> nnx.RMSNorm | nnx.LayerNorm:
     return nnx.LayerNorm(config.dim, epsilon=config.norm_eps, use_scale=both, use_bias=both, **kinds)
 
 
-def products_saveable(primitive: Any, *operands: Any, **how: Any) -> bool:
+def products_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Policy of `jax.checkpoint` that keeps what products of matrices and cuDNN's attention give.
 
     Products are JAX's own, or what carries a name that ends with "product".
     """
     if primitive.name == "name":
-        return str(how["name"]).endswith("product")
+        return str(params["name"]).endswith("product")
     product = primitive.name == "dot_general" and all(x.ndim == 2 for x in operands)
     return product or "attention" in primitive.name
 
@@ -155,7 +155,7 @@ class Around(Protocol):
         """What `call` gives of the whole layer, of the layer as it is."""
         ...
 
-    def policy(self, primitive: Any, *operands: Any, **how: Any) -> bool:
+    def policy(self, primitive: Any, *operands: Any, **params: Any) -> bool:
         """Of `jax.checkpoint`, for layers that compute nothing else again."""
         ...
 
@@ -239,7 +239,7 @@ class Llama(nnx.Module):
 
     def hidden(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
         """Integer tokens (B, T) to what the head reads, (N, D); of a device's tokens where devices share sequences."""
-        x_NxD = self.embed(self._own(reshaped(tokens_BxT, tokens_BxT.size)))
+        x_NxD = self.embed(self._device_part(reshaped(tokens_BxT, tokens_BxT.size)))
         return self.decode(x_NxD, tokens_BxT.shape[1], segments_BxT)
 
     def decode(self, x_NxD: jax.Array, length: int, segments_BxT: jax.Array | None = None) -> jax.Array:
@@ -277,11 +277,11 @@ class Llama(nnx.Module):
                 raise ValueError(f"a sequence of {length} tokens is longer than the {learned} positions of the model")
             place_TxD = self.embed_position(jnp.asarray(start) + jnp.arange(length))
             sequences = x_NxD.shape[0] * (1 if self.boundary is None else self.boundary.devices) // length
-            x_NxD = x_NxD + self._own(jnp.tile(place_TxD, (sequences, 1)))
+            x_NxD = x_NxD + self._device_part(jnp.tile(place_TxD, (sequences, 1)))
         return x_NxD, *rope_tables(length, config.head_dim, config.rope_theta, config.rope_scaling, start)
 
-    def _own(self, x: jax.Array) -> jax.Array:
-        return x if self.boundary is None else self.boundary.own(x)
+    def _device_part(self, x: jax.Array) -> jax.Array:
+        return x if self.boundary is None else self.boundary.shard(x)
 
     def cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `extend`, of `batch` sequences of at most `length` tokens."""

@@ -37,9 +37,9 @@ class ExpertProducts:
         """What is kept of an array (..., channels)."""
         return x
 
-    def decode(self, kept: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
+    def decode(self, saved: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The array that `encode` was given, or one close to it."""
-        array: jax.Array = kept.astype(dtype)
+        array: jax.Array = saved.astype(dtype)
         return array
 
     def mlp(
@@ -57,8 +57,8 @@ class ExpertProducts:
             routes: the rows of each expert and token.
         """
         gate_up_Rx2F = recomputed(gate_and_up, self, x_NxD, tokens, gate_up_ExDx2F, routes, norm)
-        kept = jax.lax.stop_gradient(self.encode(gate_up_Rx2F))
-        return reduce_experts(self, gate_up_Rx2F.dtype, gate_up_Rx2F, kept, down_ExFxD, weights_R, routes)
+        saved = jax.lax.stop_gradient(self.encode(gate_up_Rx2F))
+        return reduce_experts(self, gate_up_Rx2F.dtype, gate_up_Rx2F, saved, down_ExFxD, weights_R, routes)
 
 
 class Routes(NamedTuple):
@@ -124,31 +124,31 @@ _combine.defvjp(functools.partial(_forward, _combine), lambda indices, ct: (_per
 
 
 def recomputed(
-    function: Callable[..., jax.Array], products: ExpertProducts, x: jax.Array, kept: Any, *operands: Any
+    function: Callable[..., jax.Array], products: ExpertProducts, x: jax.Array, saved: Any, *operands: Any
 ) -> jax.Array:
     """function(products, x, *operands), recomputed in the backward pass with `products.decode(kept)` in place of x.
 
     It is `jax.checkpoint` of the function, but for x, of which an encoding without gradient is kept.
     """
-    result: jax.Array = _recomputed(function, products, x.dtype, x, kept, operands)
+    result: jax.Array = _recomputed(function, products, x.dtype, x, saved, operands)
     return result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _recomputed(function: Any, products: Any, dtype: Any, x: jax.Array, kept: Any, operands: Any) -> jax.Array:
+def _recomputed(function: Any, products: Any, dtype: Any, x: jax.Array, saved: Any, operands: Any) -> jax.Array:
     result: jax.Array = function(products, x, *operands)
     return result
 
 
-def _recomputed_fwd(function: Any, products: Any, dtype: Any, x: jax.Array, kept: Any, operands: Any) -> Any:
-    return function(products, x, *operands), (kept, operands)
+def _recomputed_fwd(function: Any, products: Any, dtype: Any, x: jax.Array, saved: Any, operands: Any) -> Any:
+    return function(products, x, *operands), (saved, operands)
 
 
 def _recomputed_bwd(function: Any, products: Any, dtype: Any, residuals: Any, ct: jax.Array) -> Any:
     # Without the barrier XLA takes results of the forward pass, and keeps them until here.
-    kept, operands = jax.lax.optimization_barrier(residuals)
-    back = jax.vjp(functools.partial(function, products), products.decode(kept, dtype), *operands)[1]
-    dx, *gradients = back(ct)
+    saved, operands = jax.lax.optimization_barrier(residuals)
+    vjp = jax.vjp(functools.partial(function, products), products.decode(saved, dtype), *operands)[1]
+    dx, *gradients = vjp(ct)
     return dx, None, tuple(gradients)
 
 
@@ -202,7 +202,7 @@ def down_and_combine(products: ExpertProducts, h_RxF: jax.Array, w_ExFxD: jax.Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def reduce_experts(
-    products: ExpertProducts, dtype: Any, gate_up_Rx2F: jax.Array, kept: Any, w_ExFxD: jax.Array,
+    products: ExpertProducts, dtype: Any, gate_up_Rx2F: jax.Array, saved: Any, w_ExFxD: jax.Array,
     weights_R: jax.Array, routes: Routes,
 ) -> jax.Array:  # fmt: skip
     """The sum over each token's experts of weight x down(silu(gate) x up), (N, D).
@@ -214,7 +214,7 @@ def reduce_experts(
         products: how experts multiply.
         dtype: of gate and up.
         gate_up_Rx2F: gate and up of each row, side by side.
-        kept: their encoding, without gradient.
+        saved: their encoding, without gradient.
         w_ExFxD: the matrices.
         weights_R: of each row's choice, fp32.
         routes: the rows of each expert and token.
@@ -223,20 +223,20 @@ def reduce_experts(
 
 
 def _reduce_experts_fwd(
-    products: Any, dtype: Any, gate_up_Rx2F: Any, kept: Any, w_ExFxD: Any, weights_R: Any, routes: Any
+    products: Any, dtype: Any, gate_up_Rx2F: Any, saved: Any, w_ExFxD: Any, weights_R: Any, routes: Any
 ) -> Any:
-    y_NxD = reduce_experts(products, dtype, gate_up_Rx2F, kept, w_ExFxD, weights_R, routes)
-    return y_NxD, (kept, w_ExFxD, weights_R, routes)
+    y_NxD = reduce_experts(products, dtype, gate_up_Rx2F, saved, w_ExFxD, weights_R, routes)
+    return y_NxD, (saved, w_ExFxD, weights_R, routes)
 
 
 def _reduce_experts_bwd(products: Any, dtype: Any, residuals: Any, ct_NxD: jax.Array) -> Any:
-    kept, w_ExFxD, weights_R, routes = jax.lax.optimization_barrier(residuals)
-    h_RxF = weighted_swiglu(products.decode(kept, dtype), weights_R)
+    saved, w_ExFxD, weights_R, routes = jax.lax.optimization_barrier(residuals)
+    h_RxF = weighted_swiglu(products.decode(saved, dtype), weights_R)
     function = lambda h, w: down_and_combine(products, h, w, routes)  # noqa: E731
     dh_RxF, dw = jax.vjp(function, h_RxF, w_ExFxD)[1](ct_NxD)
     # Without the barrier XLA decodes once, and keeps fp32 arrays of gate and up until here.
-    kept, dh_RxF = jax.lax.optimization_barrier((kept, dh_RxF))
-    gate_up, weights = jax.vjp(weighted_swiglu, products.decode(kept, dtype), weights_R)[1](dh_RxF)
+    saved, dh_RxF = jax.lax.optimization_barrier((saved, dh_RxF))
+    gate_up, weights = jax.vjp(weighted_swiglu, products.decode(saved, dtype), weights_R)[1](dh_RxF)
     return gate_up, None, dw, weights, None
 
 
@@ -285,7 +285,7 @@ def router_losses(state: Any) -> dict[str, jax.Array]:
     values: dict[str, list[jax.Array]] = {}
     for path, value in nnx.to_flat_state(nnx.filter_state(state, RouterLoss)):
         values.setdefault(str(path[-1]), []).append(jnp.mean(value[...]))
-    return {name: jnp.mean(jnp.stack(found)) for name, found in values.items()}
+    return {name: jnp.mean(jnp.stack(parts)) for name, parts in values.items()}
 
 
 class Experts(nnx.Module):

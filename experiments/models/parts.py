@@ -20,7 +20,7 @@ class Boundary(Protocol):
         """How many share a sequence."""
         ...
 
-    def own(self, x: jax.Array) -> jax.Array:
+    def shard(self, x: jax.Array) -> jax.Array:
         """A device's part of the first axis of an array that all have."""
         ...
 

@@ -146,14 +146,14 @@ def rows(errors: dict[str, tuple[np.ndarray, np.ndarray]], blocks: dict[tuple[st
     """All figures, as rows of the results file."""
     table = []
     for i, what in enumerate(("forward", "backward")):
-        for name, of_arm in errors.items():
-            value, base = float(of_arm[i].mean()), float(errors[PER_TENSOR][i].mean())
+        for name, values in errors.items():
+            value, base = float(values[i].mean()), float(errors[PER_TENSOR][i].mean())
             paper = PAPER[name][i]
             paper_ratio = paper / PAPER[PER_TENSOR][i]
             table.append(Row(name, f"{what} MSE", value, "1", PER_TENSOR, value / base, paper, paper_ratio, "Table 10"))
     for i, what in enumerate(("forward", "backward")):
-        for name, of_arm in errors.items():
-            value, base = float(np.median(of_arm[i])), float(np.median(errors[PER_TENSOR][i]))
+        for name, values in errors.items():
+            value, base = float(np.median(values[i])), float(np.median(errors[PER_TENSOR][i]))
             metric = f"{what} MSE, median token"
             table.append(Row(name, metric, value, "1", PER_TENSOR, value / base, table="Table 10"))
     for size in GROUPS:

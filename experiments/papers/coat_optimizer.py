@@ -163,28 +163,28 @@ def rows(
 ) -> list[Row]:
     """All figures, as rows of the results file."""
     entries = []
-    for part, of_part in errors.items():
-        for case, value in of_part.items():
+    for part, values in errors.items():
+        for case, value in values.items():
             paper = PAPER.get(case) if part == LAYERS else None
             ratio = None if paper is None else paper / PAPER[BASE]
             first, second = case.split(" | ")
             entries.append(
                 Row(
-                    case, METRIC, value, "1", BASE, value / of_part[BASE], paper, ratio,
+                    case, METRIC, value, "1", BASE, value / values[BASE], paper, ratio,
                     "Tables 1 and 9" if part == LAYERS else "The same for embedding and head", (first, second),
                 )
             )  # fmt: skip
-    for name, of in ranges.items():
+    for name, ratios in ranges.items():
         for what in ("before", "after", "k"):
             metric_name = "exponent k" if what == "k" else f"dynamic range {what} expansion"
             for percent in (5, 50, 95):
-                value = float(np.percentile(of[what], percent))
+                value = float(np.percentile(ratios[what], percent))
                 pivot = (f"{name}, {metric_name}", f"percentile {percent}")
                 entries.append(Row(f"{name}, percentile {percent}", metric_name, value, table="Figure 2", pivot=pivot))
-    for name, of in shares.items():
+    for name, code_shares in shares.items():
         base = f"{name}, before expansion"
         for when in ("before", "after"):
-            bits, ratio = entropy(of[when]), entropy(of[when]) / entropy(of["before"])
+            bits, ratio = entropy(code_shares[when]), entropy(code_shares[when]) / entropy(code_shares["before"])
             entries.append(
                 Row(f"{name}, {when} expansion", "entropy of codes", bits, "bits", base, ratio, table="Figure 3")
             )
@@ -199,7 +199,7 @@ def rows(
 
 def notes(pairs: dict[str, Pairs]) -> list[str]:
     """The measurements, and their differences from the paper."""
-    counts = {part: sum(m.size for m, _ in of_part) for part, of_part in pairs.items()}
+    counts = {part: sum(m.size for m, _ in values) for part, values in pairs.items()}
     return [
         f"Moments of the {counts[LAYERS]:,} parameters in the layers of the 5M Llama after {common.STEPS} steps of "
         f"AdamW (b1 0.9, b2 0.95) on the sources of Python's standard library, in groups of {GROUP}.",
@@ -224,7 +224,7 @@ def table(options: argparse.Namespace) -> common.Table:
         UserError: as `common.dump`.
     """
     pairs = matrices(*common.dump(options.out).moments)
-    errors = {part: error_table(of_part) for part, of_part in pairs.items()}
+    errors = {part: error_table(values) for part, values in pairs.items()}
     ranges = {
         "first order": dynamic_ranges((m for m, _ in pairs[LAYERS]), "mu"),
         "second order": dynamic_ranges((v for _, v in pairs[LAYERS]), "nu"),

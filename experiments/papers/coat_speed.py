@@ -31,17 +31,17 @@ def _norm(x: jax.Array) -> jax.Array:
 def norm_arms() -> dict[str, Any]:
     """Functions of a matrix: the norm as it is and with what `coat` keeps, and codes of the latter with one scale."""
 
-    def residuals_of(x: jax.Array) -> tuple[jax.Array, Any]:
-        y, back = jax.vjp(lambda x: fp8jax.rms_norm(x, recipe=fp8jax.recipes.coat()), x)
-        return y, jax.tree.leaves(back)
+    def norm_with_residuals(x: jax.Array) -> tuple[jax.Array, Any]:
+        y, vjp = jax.vjp(lambda x: fp8jax.rms_norm(x, recipe=fp8jax.recipes.coat()), x)
+        return y, jax.tree.leaves(vjp)
 
     def codes(x: jax.Array, **settings: Any) -> Any:
-        y, residuals = residuals_of(x)
+        y, residuals = norm_with_residuals(x)
         return quantize(y, "e4m3", **settings)[0], residuals
 
     return {
         NORM: _norm,
-        NORM_CODES: residuals_of,
+        NORM_CODES: norm_with_residuals,
         JUST_IN_TIME: lambda x: codes(x, impl="triton"),
         GROUP: lambda x: codes(x, strategy="two_stage"),
         DELAYED: lambda x: codes(x, scale=jnp.float32(0.01)),

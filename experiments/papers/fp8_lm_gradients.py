@@ -112,15 +112,15 @@ FORMS: dict[str, Callable[[np.ndarray], Reduced]] = {
 }
 
 
-def errors_of(g: np.ndarray, found: Reduced) -> tuple[float, float, float]:
+def errors_of(g: np.ndarray, reduced: Reduced) -> tuple[float, float, float]:
     """Signal to noise in dB, and the parts of the elements that underflow and overflow.
 
     An element underflows if it is not zero in the mean in float64, and zero in the result.
     """
     exact = g.astype(np.float64).mean(0)
-    noise = np.sum((found.mean - exact) ** 2)
+    noise = np.sum((reduced.mean - exact) ** 2)
     snr = 10 * np.log10(np.sum(exact**2) / noise) if noise else np.inf
-    return float(snr), float(np.mean((found.mean == 0) & (exact != 0))), found.overflow
+    return float(snr), float(np.mean((reduced.mean == 0) & (exact != 0))), reduced.overflow
 
 
 def compare(g: np.ndarray, form: Callable[[np.ndarray], Reduced]) -> tuple[float, float, float]:

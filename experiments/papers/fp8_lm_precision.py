@@ -152,7 +152,7 @@ def train_arms(
     runs = [(BASE, PrecisionArm(), seed) for seed in seeds]
     runs += [(name, arm, seeds[0]) for name, arm in arms.items() if name != BASE]
 
-    def of_device(i: int) -> list[np.ndarray]:
+    def run_on_device(i: int) -> list[np.ndarray]:
         # The host takes part in every step, so that each device has a thread.
         with jax.default_device(devices[i]):
             starts = {seed: jax.jit(exact_task(llama, seed).init)().params for _, _, seed in runs[i :: len(devices)]}
@@ -164,7 +164,7 @@ def train_arms(
         return results
 
     with concurrent.futures.ThreadPoolExecutor(len(devices)) as pool:
-        parts = list(pool.map(of_device, range(len(devices))))
+        parts = list(pool.map(run_on_device, range(len(devices))))
     each = [parts[k % len(devices)][k // len(devices)] for k in range(len(runs))]
     losses = {name: of for (name, _, seed), of in zip(runs, each, strict=True) if seed == seeds[0]}
     return {name: losses[name] for name in arms}, each[: len(seeds)]
@@ -180,8 +180,8 @@ def rows(losses: dict[str, np.ndarray], plain: list[np.ndarray]) -> list[Row]:
     base = final(losses[BASE])
     metric, unit = f"loss, last {TAIL} steps", "nats/token"
     table = []
-    for name, of_arm in losses.items():
-        value = final(of_arm)
+    for name, curve in losses.items():
+        value = final(curve)
         finite = np.isfinite(value)
         table.append(
             Row(name, metric, value if finite else None, unit, BASE, value / base if finite else None, table="Table 6")
@@ -208,8 +208,8 @@ def draw(losses: dict[str, np.ndarray]) -> Figure:
     every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (title, prefix) in zip(every, panels.items(), strict=True):
         shown = {n: x for n, x in losses.items() if n.startswith(prefix) or (prefix == "FP8-LM" and "same" in n)}
-        for name, of_arm in shown.items():
-            axes.plot(np.convolve(of_arm, kernel, "valid") - base, label=name.split(":")[0], lw=1)
+        for name, curve in shown.items():
+            axes.plot(np.convolve(curve, kernel, "valid") - base, label=name.split(":")[0], lw=1)
         axes.axhline(0, color="black", lw=0.7)
         axes.set_yscale("symlog", linthresh=0.02)
         axes.set(title=title, xlabel="step")

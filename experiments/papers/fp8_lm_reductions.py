@@ -26,7 +26,7 @@ from fp8jax.dist.reduce import MAX_SATURATED_FRACTION, Factors, all_reduce_gradi
 
 VIRTUAL = 8
 ONE = Comm("e4m3", "one_phase")
-# By the names of `fp8_lm_gradients.FORMS` what travels, and the factor that auto-scaling begins with, if it is used.
+# By name of `fp8_lm_gradients.FORMS`: the format that is sent, and the first factor of auto-scaling, if it is used.
 FORMS: dict[str, tuple[Comm, float | None]] = {
     "pre-scale (equation 1)": (ONE, None),
     "post-scale (equation 2)": (ONE, 1.0),
@@ -48,20 +48,20 @@ def reduced(gradients: Mapping[str, np.ndarray], form: str) -> dict[str, Reduced
     mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count], axis_types=(jax.sharding.AxisType.Auto,))
 
     def run(tree: Any, factors: Factors | None) -> Any:
-        own = jax.tree.map(lambda g: g[0], tree)
-        return all_reduce_gradients(own, "data", comm, factors=factors, min_size=1)
+        local_tree = jax.tree.map(lambda g: g[0], tree)
+        return all_reduce_gradients(local_tree, "data", comm, factors=factors, min_size=1)
 
-    rows, whole = jax.P("data"), jax.P()
-    step = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(rows, whole), out_specs=whole, check_vma=False))
+    rows, replicated = jax.P("data"), jax.P()
+    step = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(rows, replicated), out_specs=replicated, check_vma=False))
     tree = {name: jnp.asarray(g) for name, g in gradients.items()}
     if start is None:
         return {name: Reduced(np.asarray(x, np.float64), 0.0) for name, x in step(tree, None).items()}
     factors = Factors(*({name: jnp.float32(x) for name in tree} for x in (start, 0.0)))
     for _ in range(SETTLING if comm.auto_scale else 1):
-        found, factors = step(tree, factors)
+        results, factors = step(tree, factors)
         if max(float(x) for x in factors.saturated.values()) <= MAX_SATURATED_FRACTION:
             break
-    return {name: Reduced(np.asarray(x, np.float64), float(factors.saturated[name])) for name, x in found.items()}
+    return {name: Reduced(np.asarray(x, np.float64), float(factors.saturated[name])) for name, x in results.items()}
 
 
 def measure(gradients: Mapping[str, np.ndarray], counts: Sequence[int]) -> list[Row]:
@@ -70,8 +70,8 @@ def measure(gradients: Mapping[str, np.ndarray], counts: Sequence[int]) -> list[
     for count in counts:
         parts = {name: g[:count] for name, g in gradients.items()}
         for form, model in fp8_lm_gradients.FORMS.items():
-            found, modelled = reduced(parts, form), {name: model(g) for name, g in parts.items()}
-            for impl, means in (("fp8jax.dist", found), ("NumPy", modelled)):
+            results, modelled = reduced(parts, form), {name: model(g) for name, g in parts.items()}
+            for impl, means in (("fp8jax.dist", results), ("NumPy", modelled)):
                 each = [fp8_lm_gradients.errors_of(g, means[name]) for name, g in parts.items()]
                 for metric, value in zip(fp8_lm_gradients.METRICS, np.mean(each, 0), strict=True):
                     unit, factor = ("dB", 1) if metric == "SNR" else ("%", 100)

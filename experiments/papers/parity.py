@@ -42,12 +42,12 @@ TAIL = 0.1
 TRAINING, VALIDATION = "training loss", "validation loss"
 LAST, MEAN = "loss of step 21", "mean loss of 21 steps"
 SMALL, MEDIUM = Setting(), Setting(dim=1024, layers=5, heads=8, mlp_dim=2816, length=1024, steps=400, warmup=40)
-NAMED = PlainSetting(
+BLOCK_SCALED_SETTING = PlainSetting(
     dim=384, layers=7, heads=6, mlp_dim=1024, batch=32, steps=400, warmup=40, valid=512, valid_fraction=0.03
 )
 MIXTURE = dataclasses.replace(
-    NAMED, dim=768, layers=6, heads=12, mlp_dim=768, length=1024, batch=16, steps=300, warmup=30, valid=256,
-    experts=16, experts_per_token=4,
+    BLOCK_SCALED_SETTING, dim=768, layers=6, heads=12, mlp_dim=768, length=1024, batch=16, steps=300, warmup=30,
+    valid=256, experts=16, experts_per_token=4,
 )  # fmt: skip
 # A head of bytes has 256 outputs. One of tokens is a fifth of this model's products.
 TOKENS = BytePairSetting(
@@ -126,7 +126,7 @@ class Study:
         folder: of the runs, in that of results.
         setting: the model and its schedule.
         recipes: arms that are tested for a difference from bf16.
-        others: arms that may be trained, too.
+        other_arms: arms that may be trained, too.
         pairs: comparisons with another arm than bf16, as (label, arm, base).
         about: a further note.
         seeds: of each arm.
@@ -141,7 +141,7 @@ class Study:
     folder: str
     setting: Setting | FixedBatch
     recipes: tuple[str, ...]
-    others: tuple[str, ...] = ()
+    other_arms: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str, str], ...] = ()
     about: str = ""
     seeds: int = 5
@@ -192,7 +192,7 @@ STUDIES = {
     ),
     "block_scaled": Study(
         "Loss of MXFP8 and NVFP4 relative to bf16, and of NVFP4 without one part", "recipe_parity_block_scaled",
-        "parity_block_scaled", NAMED, ("mxfp8", "nvfp4", "coat"), ("mxfp8, rounded down", *NVFP4_ARMS),
+        "parity_block_scaled", BLOCK_SCALED_SETTING, ("mxfp8", "nvfp4", "coat"), ("mxfp8, rounded down", *NVFP4_ARMS),
         tuple((f"{arm} beside {arm.partition(', ')[0]}", arm, arm.partition(", ")[0])
               for arm in ("mxfp8, rounded down", *NVFP4_ARMS)),
         "nvfp4 keeps the first and last of the seven blocks in bf16; the arm 'all blocks' does not. 'no part' has "
@@ -279,8 +279,8 @@ def compare(study: Study, runs: Runs) -> dict[tuple[str, str], Gap]:
     gaps = dict[tuple[str, str], Gap]()
     for label, (arm, base) in pairs.items():
         for loss in study.losses:
-            of, beside = ({s: run[loss] for s, run in runs.get(name, {}).items()} for name in (arm, base))
-            if (found := gap(of, beside, study.confidence)) is not None:
+            of, base_losses = ({s: run[loss] for s, run in runs.get(name, {}).items()} for name in (arm, base))
+            if (found := gap(of, base_losses, study.confidence)) is not None:
                 gaps[label, loss] = found
     if study.family:
         values = {key: g.p for key, g in gaps.items() if key[0] in study.recipes and g.p is not None}
@@ -303,7 +303,7 @@ def read(study: Study, results: Path) -> tuple[Runs, dict[str, dict[str, Any]]]:
     Raises:
         UserError: two arms were trained on another text, card or setting.
     """
-    paths = {name: study.path_of(results, name) for name in (BASE, *study.recipes, *study.others)}
+    paths = {name: study.path_of(results, name) for name in (BASE, *study.recipes, *study.other_arms)}
     files = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     for key in ("text", "device", "setting"):
         # The first files of the fixed batch state neither text nor setting.
@@ -439,11 +439,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
     options = parser.parse_args(argv)
     begin, study = time.perf_counter(), STUDIES[options.study]
-    known = (BASE, *study.recipes, *study.others)
+    names = (BASE, *study.recipes, *study.other_arms)
     arms = options.arms or [BASE, *study.recipes]
-    if unknown := [name for name in arms if name not in known]:
+    if unknown := [name for name in arms if name not in names]:
         parser.error(
-            f"--arms: no {', '.join(map(repr, unknown))} in this study; there are {', '.join(map(repr, known))}"
+            f"--arms: no {', '.join(map(repr, unknown))} in this study; there are {', '.join(map(repr, names))}"
         )
 
     def has_time(took: float) -> bool:

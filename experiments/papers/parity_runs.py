@@ -176,7 +176,7 @@ def coarse(q: fp8jax.QTensor, lost_bits: int) -> fp8jax.QTensor:
 
 
 def replicas(arm: ParityArm) -> int:
-    """Devices that share a batch: all, where a recipe says in what gradients travel between them, else one."""
+    """The number of devices that share a batch: all if a recipe has a format for gradient communication, else one."""
     return jax.device_count() if arm.recipe.comm.gradients is not None else 1
 
 

@@ -88,9 +88,9 @@ def volume() -> list[Row]:
     base = fp8jax.Recipe("base", Weights("bf16", "bf16"), fp8jax.recipes.bf16().optimizer, comm=Comm("fp32"))
     rows = []
     for name, paper in FP8_LM_VOLUME.items():
-        llama, where = sizes.get(name, VOCAB), {"data": 1, "fsdp": 8}
-        before = plan.of(llama, base, where, 0).sent_bytes
-        after = plan.of(llama, fp8jax.recipes.fp8_lm(), where, 0).sent_bytes
+        llama, sizes_of_axes = sizes.get(name, VOCAB), {"data": 1, "fsdp": 8}
+        before = plan.of(llama, base, sizes_of_axes, 0).sent_bytes
+        after = plan.of(llama, fp8jax.recipes.fp8_lm(), sizes_of_axes, 0).sent_bytes
         table = "FP8-LM, Table 5: volume related to weights, FSDP over 8"
         rows.append(Row(name, "less than bf16 weights and fp32 gradients", 100 * (1 - after / before), "%",
                          paper=100 * paper, table=table))  # fmt: skip
@@ -105,8 +105,8 @@ def activations(devices: int = 8, tokens: int = 2048) -> list[Row]:
         llama, sent = sizes.get(name, VOCAB), {}
         for recipe in ("bf16", "fp8_lm", "fast"):
             sent_as = tensor.wire_format(fp8jax.recipes.get(recipe))
-            found = fp8jax.dist.sequence_collectives(tokens, llama.dim, devices, sent_as, times=2 * llama.layers)
-            sent[recipe] = sum(one.sent_bytes for one in found)
+            collectives = fp8jax.dist.sequence_collectives(tokens, llama.dim, devices, sent_as, times=2 * llama.layers)
+            sent[recipe] = sum(one.sent_bytes for one in collectives)
         table = f"FP8-LM, Table 7: activations between {devices} devices that share a sequence of {tokens:,} tokens"
         before, after = FP8_LM_ACTIVATIONS.get(name, (None, None))
         rows.append(Row(f"{name}, bf16", "sent", sent["bf16"] / 1e9, "GB a step", paper=before, table=table))

@@ -53,11 +53,11 @@ def train(preset: str, setting: PlainSetting, text: Text, path: Path) -> None:
     compiled = run.lower(*inputs).compile()
     with parity_runs.gpu_turn(path.parent):
         begin = time.perf_counter()
-        _, losses, found = jax.device_get(compiled(*inputs))
+        _, losses, telemetry_values = jax.device_get(compiled(*inputs))
         seconds = time.perf_counter() - begin
     statistics = {
         f"{layer.removesuffix('/kernel')}/{role}/{name}": [float(f"{x:.4g}") for x in windows(values[name], np.median)]
-        for layer, roles in found.items()
+        for layer, roles in telemetry_values.items()
         for role, values in roles.items()
         if role in ROLES
         for name in STATISTICS
@@ -83,8 +83,8 @@ def train(preset: str, setting: PlainSetting, text: Text, path: Path) -> None:
 def windows(values: Any, reduce: Callable[..., Any]) -> list[float]:
     """A value for each `WINDOW` of the steps; later ones that fill none are left out."""
     values = np.asarray(values, np.float64)
-    found: list[float] = reduce(values[: len(values) // WINDOW * WINDOW].reshape(-1, WINDOW), 1).tolist()
-    return found
+    telemetry_values: list[float] = reduce(values[: len(values) // WINDOW * WINDOW].reshape(-1, WINDOW), 1).tolist()
+    return telemetry_values
 
 
 def folder_of(results: Path, size: str) -> Path:
@@ -136,11 +136,11 @@ def rows(files: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
             above = tail(gap(file, files[BASE]))
             yield Row(preset, "loss", above, "%", table=table, pivot=(preset, "training loss, % above bf16"))
         for role, name in ROLES.items():
-            found = {layer: tail(values) for layer, values in series(file, role).items()}
-            if found:
-                layer = min(found, key=lambda layer: found[layer])
-                yield Row(preset, role, found[layer], "dB", table=table, pivot=(preset, f"{name}, dB"))
-                yield Row(preset, f"{name}: {layer}", found[layer], "dB", table=worst)
+            telemetry_values = {layer: tail(values) for layer, values in series(file, role).items()}
+            if telemetry_values:
+                layer = min(telemetry_values, key=lambda layer: telemetry_values[layer])
+                yield Row(preset, role, telemetry_values[layer], "dB", table=table, pivot=(preset, f"{name}, dB"))
+                yield Row(preset, f"{name}: {layer}", telemetry_values[layer], "dB", table=worst)
 
 
 def draw(files: Mapping[str, Mapping[str, Any]]) -> Figure:

@@ -48,17 +48,17 @@ def rows(result: Result, field: str, selector: str) -> np.ndarray:
 
 def evaluate(result: Result, expression: str) -> np.ndarray:
     """The values of an expression; none where a row that it names is missing."""
-    found: dict[str, Any] = {}
+    values_by_name: dict[str, Any] = {}
 
     def name_of(match: re.Match[str]) -> str:
-        name = f"x{len(found)}"
-        found[name] = rows(result, *match.groups())
+        name = f"x{len(values_by_name)}"
+        values_by_name[name] = rows(result, *match.groups())
         return name
 
     code = _ROWS.sub(name_of, expression)
-    if not all(map(len, found.values())):
+    if not all(map(len, values_by_name.values())):
         return np.array([])
-    return np.atleast_1d(eval(code, {"__builtins__": {}, "min": np.min, "max": np.max, "sum": np.sum}, found))
+    return np.atleast_1d(eval(code, {"__builtins__": {}, "min": np.min, "max": np.max, "sum": np.sum}, values_by_name))
 
 
 def written(values: np.ndarray, form: str) -> str:
@@ -127,20 +127,20 @@ def tables() -> list[Table]:
     Raises:
         ValueError: a row is another table's again that does not stand before it.
     """
-    found, known = list[Table](), dict[str, Row]()
+    result, rows_by_label = list[Table](), dict[str, Row]()
     for content in read("tables.toml")["table"]:
         rows = list[Row]()
         for fields in content["row"]:
             label = f"{content.get('title', content['section'])}: {fields['what']}"
             if "again" not in fields:
-                known[label] = row = Row(label, **fields)
-            elif fields["again"] in known:
-                row = known[fields["again"]]._replace(what=fields["what"])
+                rows_by_label[label] = row = Row(label, **fields)
+            elif fields["again"] in rows_by_label:
+                row = rows_by_label[fields["again"]]._replace(what=fields["what"])
             else:
                 raise ValueError(f"tables.toml: there is no row {fields['again']!r} before {fields['what']!r}")
             rows.append(row)
-        found.append(Table(content["section"], content.get("title", ""), content["text"], tuple(rows)))
-    return found
+        result.append(Table(content["section"], content.get("title", ""), content["text"], tuple(rows)))
+    return result
 
 
 def headlines(bench: str, result: Result) -> list[dict[str, str]]:
@@ -191,11 +191,11 @@ def with_figures(text: str, results: Mapping[str, Mapping[str, Result]], missing
     expressions, lines, sources = dict[str, list[str]](), [], dict[str, None]()
     for bench, expression, _ in FIGURE.findall(text):
         expressions.setdefault(bench, []).append(expression)
-    found = {bench: latest(results.get(bench, {}), wanted) for bench, wanted in expressions.items()}
+    files_by_bench = {bench: latest(results.get(bench, {}), needed) for bench, needed in expressions.items()}
     for line in text.split("\n"):
         figures, cards = list[str](), set[str]()
         for bench, expression, form in FIGURE.findall(line):
-            card, result = found[bench]
+            card, result = files_by_bench[bench]
             values = evaluate(result, expression)
             if len(values) == 0 and missing is not None:
                 figures.append(missing)
@@ -230,6 +230,6 @@ def latest(of_cards: Mapping[str, Result], expressions: Sequence[str]) -> tuple[
     order = sorted(of_cards, key=lambda card: (of_cards[card].get("complete", True), of_cards[card]["date"], card))
     if not order:
         return "", {"rows": []}
-    whole = [card for card in order if all(len(evaluate(of_cards[card], each)) == 1 for each in expressions)]
-    card = (whole or order)[-1]
+    complete = [card for card in order if all(len(evaluate(of_cards[card], each)) == 1 for each in expressions)]
+    card = (complete or order)[-1]
     return card, of_cards[card]

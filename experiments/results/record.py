@@ -79,10 +79,12 @@ def commit() -> str:
     Raises:
         ValueError: `FP8JAX_COMMIT` is no hash.
     """
-    if given := os.environ.get("FP8JAX_COMMIT"):
-        if not re.fullmatch(r"[0-9a-f]{7,40}\+?", given):
-            raise ValueError(f"FP8JAX_COMMIT={given!r} is not a commit hash; use the output of `git rev-parse HEAD`")
-        return given[:10] + ("+" if given.endswith("+") else "")
+    if hash_text := os.environ.get("FP8JAX_COMMIT"):
+        if not re.fullmatch(r"[0-9a-f]{7,40}\+?", hash_text):
+            raise ValueError(
+                f"FP8JAX_COMMIT={hash_text!r} is not a commit hash; use the output of `git rev-parse HEAD`"
+            )
+        return hash_text[:10] + ("+" if hash_text.endswith("+") else "")
     return _head(ROOT)
 
 
@@ -118,8 +120,8 @@ def since(of: str, root: Path = ROOT) -> str:
     if _git(root, "cat-file", "-e", f"{name}^{{commit}}") is None:
         return f"commit {name} is not in this history"
     counts = {part: _git(root, "rev-list", "--count", f"{name}..HEAD", "--", part) for part in MEASURED}
-    told = [f"{count} of {part}" for part, count in counts.items() if count not in (None, "0")]
-    return f"commits since: {', '.join(told)}" if told else ""
+    changes = [f"{count} of {part}" for part, count in counts.items() if count not in (None, "0")]
+    return f"commits since: {', '.join(changes)}" if changes else ""
 
 
 def card(device: str) -> str:
@@ -197,21 +199,21 @@ def remarked(result: dict[str, Any]) -> dict[str, Any]:
             continue
         notes.append(remark.note)
         if remark.left_out:
-            rows = [row for row, told in zip(rows, of, strict=True) if not told]
+            rows = [row for row, changes in zip(rows, of, strict=True) if not changes]
         if name := remark.former:
             new = lambda row, name=name: {key: row[key].replace(name, f"former {name}") for key in ("case", "impl")}  # noqa: E731
-            rows = [row | new(row) if told else row for row, told in zip(rows, of, strict=True)]
+            rows = [row | new(row) if changes else row for row, changes in zip(rows, of, strict=True)]
     return result | {"rows": rows, "notes": notes}
 
 
 def without_unknown(result: dict[str, Any]) -> dict[str, Any]:
     """A result without rows from code that cannot be looked up: an unknown commit, or one with local changes."""
-    known = [row for row in result["rows"] if all(name != UNKNOWN and not name.endswith("+")
+    rows_of_known_commits = [row for row in result["rows"] if all(name != UNKNOWN and not name.endswith("+")
                                                   for name in row["commit"].split(", "))]  # fmt: skip
-    if not (count := len(result["rows"]) - len(known)):
+    if not (count := len(result["rows"]) - len(rows_of_known_commits)):
         return result
     note = f"{count} rows of this file are left out: their commit is unknown, or they ran with local changes."
-    return result | {"rows": known, "notes": [*result.get("notes", []), note]}
+    return result | {"rows": rows_of_known_commits, "notes": [*result.get("notes", []), note]}
 
 
 def load(path: Path) -> dict[str, Any]:

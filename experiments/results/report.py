@@ -106,9 +106,9 @@ def pivot_rows(rows: Sequence[dict[str, Any]]) -> str:
     if not relative:
         return table(["", *across], body)
     base = next((row for row in rows if row["case"] == row["baseline"]), None)
-    legend = f"{what}, over that of {rows[0]['baseline']}" + (f" ({number(base['value'])})" if base else "")
+    legend = f"{what}, relative to {rows[0]['baseline']}" + (f" ({number(base['value'])})" if base else "")
     if paper:
-        legend += "; in brackets the paper's ratio"
+        legend += "; in brackets: the paper"
     return f"{legend}:\n\n{table(['', *across], body)}"
 
 
@@ -128,10 +128,10 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         flags = f" · XLA_FLAGS=`{result['flags']}`" if result.get("flags") else ""
         if len(of_cards) > 1:
-            parts.append(f"## On {card}")
+            parts.append(f"## {card_name(card)}")
         parts.append(f"`{result['command']}` · {measured(result)} · {versions}{flags}")
         if result["bench"] in SETTLED:
-            parts.append("This study is settled. Its command is of that commit, and no longer part of the repository.")
+            parts.append("This study is finished. Its command exists only at that commit.")
         if not result.get("complete", True):
             parts.append("**Not complete**: the command was cut short.")
         groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
@@ -163,12 +163,12 @@ def view(content: Mapping[str, Any], results: Results) -> str | None:
         return None
     parts = [f"# {content['title']}", "[all results](../../RESULTS.md)"]
     for kind in sorted(kinds):
-        own = {
+        results_of_kind = {
             bench: {card: result for card, result in results.get(bench, {}).items() if kind_of(card) in (kind, "cpu")}
             for bench in benches
         }
-        text = figures.with_figures(content["text"], own, missing="-")
-        parts += [f"## On {kind}", EMPTY.sub("", text)]
+        text = figures.with_figures(content["text"], results_of_kind, missing="-")
+        parts += [f"## {card_name(kind)}", EMPTY.sub("", text)]
     return "\n\n".join([*parts, "\n".join(f"- {note}" for note in content["notes"])]) + "\n"
 
 
@@ -185,10 +185,14 @@ def _commits(result: Result) -> list[str]:
 
 def commits_of(commits: Sequence[str]) -> str:
     """Commits in words; a + means that files differed from it."""
-    known = [commit.rstrip("+") + (" with changes" if commit.endswith("+") else "") for commit in commits]
-    if known == [record.UNKNOWN]:
+    commit_texts = [commit.rstrip("+") + (" with changes" if commit.endswith("+") else "") for commit in commits]
+    if commit_texts == [record.UNKNOWN]:
         return "commit unknown"
-    return f"commit {known[0]}" if len(known) == 1 else f"{len(known)} commits ({', '.join(known)})"
+    return (
+        f"commit {commit_texts[0]}"
+        if len(commit_texts) == 1
+        else f"{len(commit_texts)} commits ({', '.join(commit_texts)})"
+    )
 
 
 def front(results: Results, pages: str) -> str:
@@ -221,14 +225,14 @@ def _figures_table(rows: Sequence[figures.Row], results: Results) -> str:
     """Rows with their figures, one card below the other, without the columns that all of them leave empty."""
     lines = []
     for row in rows:
-        found = {
+        figures_by_card = {
             card: (ours, figures.filled(row.rival, result) or "")
             for card, result in results.get(row.bench, {}).items()
             if (ours := figures.filled(row.ours, result))
         }
-        rivals = [rival for _, rival in found.values()]
-        ours = "<br>".join(figure for figure, _ in found.values()) or "not measured yet"
-        cards = "<br>".join(map(card_name, found))
+        rivals = [rival for _, rival in figures_by_card.values()]
+        ours = "<br>".join(figure for figure, _ in figures_by_card.values()) or "not measured yet"
+        cards = "<br>".join(map(card_name, figures_by_card))
         lines.append([row.what, ours, row.paper, "<br>".join(rivals) if any(rivals) else "", cards])
     head = ["case", "ours", "paper", "competitor", "device"]
     used = [i for i in range(len(head)) if any(line[i] for line in lines)]
@@ -299,8 +303,8 @@ def written(folder: Path, readme: Path | None = None) -> dict[Path, str]:
 
 def quoting(readme: Path) -> list[Path]:
     """README and the hand-written pages of docs/ next to it."""
-    made = ("_build", "api", "results", "examples")
-    pages = [path for path in sorted((readme.parent / "docs").rglob("*.md")) if not set(made) & set(path.parts)]
+    generated = ("_build", "api", "results", "examples")
+    pages = [path for path in sorted((readme.parent / "docs").rglob("*.md")) if not set(generated) & set(path.parts)]
     return [path for path in [readme, *pages] if path.name != "changelog.md"]
 
 

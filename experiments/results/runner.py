@@ -45,8 +45,8 @@ def gpus() -> tuple[str, list[str]]:
     if visible is None:
         return names[0], [str(i) for i in range(len(names))]
     # As CUDA reads it: what follows a number that is none is not seen.
-    seen = list(itertools.takewhile(lambda word: word and not word.startswith("-"), visible.split(",")))
-    return (names[0], seen) if seen else ("", [])
+    visible_gpus = list(itertools.takewhile(lambda word: word and not word.startswith("-"), visible.split(",")))
+    return (names[0], visible_gpus) if visible_gpus else ("", [])
 
 
 def state(path: Path, commit: str) -> str:
@@ -89,7 +89,9 @@ def ending_together() -> Iterator[None]:
             signal.signal(kind, handler)
 
 
-def run(job: Job, folder: Path, log: Path, limit: float, where: Mapping[str, str] | None = None) -> str | None:
+def run(
+    job: Job, folder: Path, log: Path, limit: float, extra_variables: Mapping[str, str] | None = None
+) -> str | None:
     """Runs a job, its output into a log; what went wrong, or None. At the limit it and its children are killed.
 
     Args:
@@ -97,10 +99,10 @@ def run(job: Job, folder: Path, log: Path, limit: float, where: Mapping[str, str
         folder: of results.
         log: gets what it prints.
         limit: in seconds.
-        where: variables of its environment, besides those of this process.
+        extra_variables: variables of its environment, besides those of this process.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(where or {})
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(extra_variables or {})
     with log.open("w") as out:
         process = subprocess.Popen([*job.argv, str(folder)], stdout=out, stderr=subprocess.STDOUT,
                                    start_new_session=True, env=environment)  # fmt: skip
@@ -181,14 +183,14 @@ class Slots:
         with self._change:
             self._change.wait_for(lambda: len({self._gpus[i] for i in self._free}) >= count)
             first = {self._gpus[i]: i for i in sorted(self._free, reverse=True)}
-            taken = sorted(first.values())[:count]
-            self._free = [i for i in self._free if i not in taken]
-            return taken
+            gpu_ids = sorted(first.values())[:count]
+            self._free = [i for i in self._free if i not in gpu_ids]
+            return gpu_ids
 
-    def give_back(self, taken: Sequence[int]) -> None:
+    def give_back(self, gpu_ids: Sequence[int]) -> None:
         """Releases the slots."""
         with self._change:
-            self._free += taken
+            self._free += gpu_ids
             self._change.notify_all()
 
 
@@ -214,15 +216,15 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
         card = record.card(f"{job.gpus} x {device}" if job.gpus > 1 else device)
         return state(options.results / card / f"{job.name}.json", commit)
 
-    def run_one(job: Job, taken: Sequence[int]) -> None:
+    def run_one(job: Job, gpu_ids: Sequence[int]) -> None:
         begin = time.monotonic()
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(slots[i] for i in taken)} if slots[taken[0]] else {}
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(slots[i] for i in gpu_ids)} if slots[gpu_ids[0]] else {}
         environment |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / SHARED}"} if options.data else {}
         log, limit = options.results / "logs" / f"{job.name}.log", min(seconds_left(), max(2 * job.seconds, 120))
         try:
             problem = run(job, options.results, log, limit, environment)
         finally:
-            places.give_back(taken)
+            places.give_back(gpu_ids)
         if problem is None and not (options.dry or options.data) and (there := state_of(job)) != "done":
             problem = f"ran, and left a file that is {there}"
         print(f"{job.name}: {problem or 'done'}, {time.monotonic() - begin:.0f} s", flush=True)
@@ -235,12 +237,12 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
             if is_known and not (options.again or options.data) and state_of(job) == "done":
                 print(f"{job.name}: of this commit and card already", flush=True)
                 continue
-            taken = places.take(1 if options.dry else max(job.gpus, 1))
+            gpu_ids = places.take(1 if options.dry else max(job.gpus, 1))
             if seconds_left() < job.seconds:
                 left[job.name] = f"needs {job.seconds:.0f} s, {max(seconds_left(), 0):.0f} are left"
-                places.give_back(taken)
+                places.give_back(gpu_ids)
             else:
-                running.append(pool.submit(run_one, job, taken))
+                running.append(pool.submit(run_one, job, gpu_ids))
     for future in running:
         future.result()
     for name, why in left.items():
@@ -256,8 +258,8 @@ def print_states(results: Path, commit: str) -> int:
             paths = (
                 path for path in sorted(results.glob(f"*/{job.name}.json")) if not path.parent.name.startswith(RUNS)
             )
-            found = [f"{path.parent.name}: {state(path, commit)}" for path in paths]
-            print(f"  {job.name}: {'; '.join(found) or 'missing'}")
+            states = [f"{path.parent.name}: {state(path, commit)}" for path in paths]
+            print(f"  {job.name}: {'; '.join(states) or 'missing'}")
     print("trained, with --data TEXT:")
     for job in TRAINED:
         print(f"  {job.name}: {job.gpus} GPU{'s' if job.gpus > 1 else ''}, {job.seconds / 60:.0f} minutes")

@@ -33,7 +33,7 @@ def row(result_row: Mapping[str, Any]) -> dict[str, Any]:
 
 def notes(old_notes: Sequence[str]) -> list[str]:
     """Returns the notes of a results file as pages print them, each once."""
-    new_notes = []
+    new_notes = list[str]()
     for old in old_notes:
         new = next((note["new"] for note in _WORDING["note"] if _matches(note, old)), None)
         new_notes += [plain(old)] if new is None else new.strip().split("\n")

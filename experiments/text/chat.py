@@ -52,7 +52,7 @@ class Template:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         self._tokens = {name: token for name in names if (token := token_of(settings, name)) is not None}
 
-    def render(self, messages: Sequence[Mapping[str, Any]], where: str, *, ask: bool = False) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], place: str, *, ask: bool = False) -> str:
         """The text of a conversation; with `ask`, up to where the assistant's next message begins.
 
         Raises:
@@ -63,29 +63,29 @@ class Template:
                 messages=[dict(m) for m in messages], add_generation_prompt=ask, tools=None, **self._tokens
             )
         except Exception as error:  # of jinja2, and what templates raise
-            raise UserError(f"{where}: the chat template rejects it ({error})") from None
+            raise UserError(f"{place}: the chat template rejects it ({error})") from None
         return text
 
-    def spans(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, list[tuple[int, int]]]:
+    def spans(self, messages: Sequence[Mapping[str, Any]], place: str) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the spans of the assistant's messages, including their end tokens.
 
         Raises:
             UserError: as `render`; or the template writes the beginning of a conversation otherwise when it goes on, so
                 that no one can say where an answer begins.
         """
-        text, found = self.render(messages, where), []
+        text, answer_spans = self.render(messages, place), []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            start = self.render(messages[:i], where, ask=True)
-            end = text if i == len(messages) - 1 else self.render(messages[: i + 1], where)
+            start = self.render(messages[:i], place, ask=True)
+            end = text if i == len(messages) - 1 else self.render(messages[: i + 1], place)
             if not (end.startswith(start) and text.startswith(end)):
                 raise UserError(
-                    f"{where}: the chat template formats the messages before message {i} differently if message {i} "
+                    f"{place}: the chat template formats the messages before message {i} differently if message {i} "
                     "follows, so its start is unknown. End the conversation after one answer, or use texts"
                 )
-            found.append((len(start), len(end)))
-        return text, found
+            answer_spans.append((len(start), len(end)))
+        return text, answer_spans
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -126,8 +126,8 @@ def _answers(jinja2: Any) -> Any:
     return Answers
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **how)
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **settings: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **settings)
 
 
 def _refuse(message: str) -> None:

@@ -144,11 +144,11 @@ def read_corpus(patterns: Sequence[str], valid_fraction: float) -> Corpus:
         raise UserError(f"the corpus is empty: {len(files)} files in {where}, none with text; pass text with --data")
 
     target = valid_fraction * sum(map(len, documents.values()))
-    chosen, held = set[str](), 0
+    chosen, count = set[str](), 0
     for key in sorted(documents):
-        if held < target and held + len(documents[key]) <= 1.5 * target and len(chosen) < len(documents) - 1:
+        if count < target and count + len(documents[key]) <= 1.5 * target and len(chosen) < len(documents) - 1:
             chosen.add(key)
-            held += len(documents[key])
+            count += len(documents[key])
     train = [text for key, text in documents.items() if key not in chosen]
     valid = [documents[key] for key in sorted(chosen)]
     if not chosen:

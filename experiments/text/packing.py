@@ -79,41 +79,41 @@ def split(documents: Sequence[Document], valid_fraction: float) -> tuple[list[Do
     Raises:
         UserError: there are fewer than two.
     """
-    known: dict[str, Document] = {}
+    unique: dict[str, Document] = {}
     for document in documents:
-        known.setdefault(hashlib.sha256(document.ids.tobytes() + document.answers.tobytes()).hexdigest(), document)
-    if len(known) < 2:
+        unique.setdefault(hashlib.sha256(document.ids.tobytes() + document.answers.tobytes()).hexdigest(), document)
+    if len(unique) < 2:
         raise UserError(
-            f"--data: {len(known)} different documents; pass at least one for training and one for validation"
+            f"--data: {len(unique)} different documents; pass at least one for training and one for validation"
         )
-    target, held, valid = valid_fraction * sum(len(d.ids) for d in known.values()), 0, set[str]()
-    for key in sorted(known):
-        if held < target and len(valid) < len(known) - 1:
+    target, count, valid = valid_fraction * sum(len(d.ids) for d in unique.values()), 0, set[str]()
+    for key in sorted(unique):
+        if count < target and len(valid) < len(unique) - 1:
             valid.add(key)
-            held += len(known[key].ids)
-    return [d for key, d in sorted(known.items()) if key not in valid], [known[key] for key in sorted(valid)]
+            count += len(unique[key].ids)
+    return [d for key, d in sorted(unique.items()) if key not in valid], [unique[key] for key in sorted(valid)]
 
 
-def pack(documents: Sequence[Document], valid_fraction: float, seq_len: int, *, whole: bool) -> Packed:
+def pack(documents: Sequence[Document], valid_fraction: float, seq_len: int, *, keep_whole: bool) -> Packed:
     """Both splits of documents as rows of seq_len + 1 tokens.
 
     Args:
         documents: in any order; a single one is taken apart.
         valid_fraction: share of the tokens for validation, whole documents.
         seq_len: targets of a row.
-        whole: whether what is longer than a row is cut at its end, as conversations are; else it goes on in the next.
+        keep_whole: truncate a document that is longer than a row, as for conversations; else it continues in the next.
 
     Raises:
         UserError: no document has an answer within a row, of either split.
     """
     if len(documents) == 1:
-        documents = list(_pieces(documents[0], seq_len + 1, whole))
+        documents = list(_pieces(documents[0], seq_len + 1, keep_whole))
     rows, cut, left_out = [], 0, 0
     for each in split(documents, valid_fraction):
         pieces = []
         for document in each:
             cut += len(document.ids) > seq_len + 1
-            for piece in _pieces(document, seq_len + 1, whole):
+            for piece in _pieces(document, seq_len + 1, keep_whole):
                 if piece.answers[1:].any():
                     pieces.append(piece)
                 else:
@@ -127,8 +127,8 @@ def pack(documents: Sequence[Document], valid_fraction: float, seq_len: int, *, 
     return Packed(rows[0], rows[1], len(documents), cut, left_out)
 
 
-def _pieces(document: Document, length: int, whole: bool) -> Iterable[Document]:
-    for start in range(0, 1 if whole else max(len(document.ids) - 1, 1), length):
+def _pieces(document: Document, length: int, keep_whole: bool) -> Iterable[Document]:
+    for start in range(0, 1 if keep_whole else max(len(document.ids) - 1, 1), length):
         yield Document(document.ids[start : start + length], document.answers[start : start + length])
 
 

@@ -49,22 +49,22 @@ def read(patterns: Sequence[str], field: str) -> tuple[list[TextRecord], int, li
         UserError: a file cannot be read, a line is empty, is no JSON, or has neither a conversation nor the field. The
             message names the file and the line.
     """
-    found, skipped = list[TextRecord](), list[str]()
+    records, skipped = list[TextRecord](), list[str]()
     files = data.find_files(patterns)
     for path, named in files:
         if path.suffix in LINES:
-            found += _lines(path, field)
+            records += _lines(path, field)
         elif path.suffix in PARQUET:
-            found += _rows(path, field)
+            records += _rows(path, field)
         elif (text := data.read_text(path)) is None:
             if named:
                 raise UserError(f"--data {path}: the file is binary or not UTF-8; convert it, or exclude it")
             skipped.append(str(path))
         elif text.strip():
-            found.append(TextRecord(str(path), text))
-    if not found:
+            records.append(TextRecord(str(path), text))
+    if not records:
         raise UserError(f"--data {' '.join(patterns)}: there is no text or conversation in {len(files)} files")
-    return found, len(files), skipped
+    return records, len(files), skipped
 
 
 def _lines(path: Path, field: str) -> Iterator[TextRecord]:

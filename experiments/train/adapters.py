@@ -89,7 +89,7 @@ class AdaptedLinear(nnx.Module):
         return y + apply_adapter(x, self.adapter, dropout, key)
 
 
-def of_base(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
+def base_recipe(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
     """What of a recipe holds beside weights that are not trained: products and optimizer states.
 
     Weights have their own scales. Contexts are left out, since blocks are computed again.
@@ -127,8 +127,10 @@ def adapt(model: Llama, lora: Lora, recipe: fp8jax.Recipe, rngs: nnx.Rngs) -> Ll
         UserError: no layer has a path that the targets match, the rank is too large, or codes of the recipe and of the
             base do not go together.
     """
-    found = [("/".join(map(str, path)), m) for path, m in nnx.iter_modules(model) if isinstance(m, nnx.Linear)]
-    layers = {path: m for path, m in found if path.startswith(LAYERS)}
+    adapters_by_path = [
+        ("/".join(map(str, path)), m) for path, m in nnx.iter_modules(model) if isinstance(m, nnx.Linear)
+    ]
+    layers = {path: m for path, m in adapters_by_path if path.startswith(LAYERS)}
     if not any(re.fullmatch(lora.lora_targets, path) for path in layers):
         raise UserError(f"--lora-targets {lora.lora_targets!r} matches none of the layers {', '.join(sorted(layers))}")
     for path, layer in sorted(layers.items()):
@@ -157,24 +159,24 @@ def merged(model: Llama) -> dict[str, jax.Array]:
         if isinstance(layer, AdaptedLinear):
             w: Any = layer.weight
             values = w.dequantize() if isinstance(w, fp8jax.FrozenWeight) else w.astype(jnp.float32)
-            whole = fp8jax.lora.merge_adapter(values, layer.adapter) if layer.adapts else values
-            weights["/".join(map(str, path))] = whole
+            merged = fp8jax.lora.merge_adapter(values, layer.adapter) if layer.adapts else values
+            weights["/".join(map(str, path))] = merged
     return weights
 
 
 def by_path(params: Any, alpha: float) -> dict[str, fp8jax.lora.Adapter]:
     """The adapters of a training state, by the path of their layer."""
-    found: dict[str, fp8jax.lora.Adapter] = {}
+    adapters_by_path: dict[str, fp8jax.lora.Adapter] = {}
 
     def walk(tree: Any, path: tuple[str, ...]) -> None:
         if "lora_a" in tree:
-            found["/".join(path)] = fp8jax.lora.Adapter(tree["lora_a"], tree["lora_b"], alpha)
+            adapters_by_path["/".join(path)] = fp8jax.lora.Adapter(tree["lora_a"], tree["lora_b"], alpha)
             return
         for name, inner in tree.items():
             walk(inner, (*path, name))
 
     walk(params, ())
-    return found
+    return adapters_by_path
 
 
 def values_of(params: Any) -> Any:
@@ -202,7 +204,7 @@ def with_codes(base: Any, params: Any, lora: Lora) -> Any:
         bias = {k: v for k, v in functools.reduce(lambda tree, step: tree[step], layer, base).items() if k == "bias"}
         for step in reversed(layer):
             held, bias = {step: held | bias}, {}
-        base = joined(apart(base, held), held)
+        base = joined(difference(base, held), held)
     return base
 
 
@@ -218,12 +220,12 @@ def joined(one: Any, other: Any) -> Any:
     return both
 
 
-def apart(whole: Any, without: Any) -> Any:
+def difference(merged: Any, without: Any) -> Any:
     """A nested dict without the leaves of another one, and without what is empty then."""
-    rest = {}
-    for name, value in whole.items():
+    remaining = {}
+    for name, value in merged.items():
         if name not in without:
-            rest[name] = value
-        elif isinstance(value, dict) and (inner := apart(value, without[name])):
-            rest[name] = inner
-    return rest
+            remaining[name] = value
+        elif isinstance(value, dict) and (inner := difference(value, without[name])):
+            remaining[name] = inner
+    return remaining

@@ -431,7 +431,7 @@ def _changed(arrays: dict[str, Any], leaves: dict[str, dict[str, Any]]) -> list[
     return [
         k
         for k, x in arrays.items()
-        if (sums[k] != leaves[k]["sum64"] if k in sums else digest(np.asarray(hosts.whole(x))) != leaves[k]["sha256"])
+        if (sums[k] != leaves[k]["sum64"] if k in sums else digest(np.asarray(hosts.gather(x))) != leaves[k]["sha256"])
     ]
 
 

@@ -338,13 +338,13 @@ def _read_finished(folder: Path, identity: Mapping[str, Any], console: Console) 
     if not path.exists():
         return None
     try:
-        result, known = read_result(path)
+        result, is_complete = read_result(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); move it away") from None
     except ValueError as error:
         console.print(f"{path} is damaged ({error!r}); it is recreated from the newest checkpoint, if any")
         return None
-    check_same(known, identity, folder)
+    check_same(is_complete, identity, folder)
     return result
 
 
@@ -404,7 +404,7 @@ def _compile(session: Session, task: Task, label: str) -> Programs:
     if task.rows is not None:
         state_places, base_places = mesh.state(devices, state, config.run.partition), mesh.state(devices, base)
         state, base = mesh.on(state, state_places), mesh.on(base, base_places)
-        everywhere = mesh.whole(devices)
+        everywhere = mesh.replicated(devices)
     length = config.data.seq_len + 1
     row = (3, length) if session.tokens.train.ndim == 3 else (length,)
     batch = jax.ShapeDtypeStruct((config.data.batch, *row), jnp.int32, sharding=task.rows)
@@ -453,8 +453,8 @@ def with_base(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """A step and a loss as `Loop` calls them, of weights that are not trained."""
 
-    def of_step(state: TrainState, tokens_BxT: jax.Array, *noted: Any) -> Any:
-        return step(state, tokens_BxT, base, *noted)
+    def of_step(state: TrainState, tokens_BxT: jax.Array, *telemetry_args: Any) -> Any:
+        return step(state, tokens_BxT, base, *telemetry_args)
 
     def of_loss(params: Any, model_state: Any, tokens_BxT: jax.Array) -> Any:
         return loss(params, joined(model_state, base), tokens_BxT)
@@ -488,6 +488,6 @@ def _write_text(session: Session, task: Task, state: TrainState, base: Any) -> s
         return ""
     key = jax.random.wrap_key_data(state.rng)
     variables = (state.params, joined(state.model_state, base))
-    where = None if task.rows is None else mesh.whole(task.rows.mesh)
+    where = None if task.rows is None else mesh.replicated(task.rows.mesh)
     ids = sampling.sample(lambda v, t: task.model(*v)(t), variables, prompt, length, key, where=where)
     return session.tokenizer.decode(ids).strip()

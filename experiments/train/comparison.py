@@ -61,17 +61,17 @@ def sentences(
     baseline, *rivals = results
     if not rivals:
         rival = "coat" if baseline.recipe == "bf16" else baseline.recipe
-        return [f"{baseline.recipe} alone was trained. Compare it: --recipe bf16 {rival}."]
+        return [f"Only {baseline.recipe} was trained. To compare it: --recipe bf16 {rival}"]
     lines = [_memory_sentence(result, baseline) for result in rivals if _moments(result) < _moments(baseline)]
     if backend == "cpu":
         names = [result.recipe for result in results if result.recipe in quantized]
         return [*lines, *([_cpu_sentence(names, quantized)] if names else [])]
     unsteady = {name: value for name, value in spreads.items() if value > _MAX_SPREAD}
     if unsteady:
-        told = ", ".join(f"{name} by {100 * value:.0f} %" for name, value in unsteady.items())
-        return [*lines, f"Speeds are not compared: those of the steps differ ({told}), as on a busy machine."]
+        spread_texts = ", ".join(f"{name} by {100 * value:.0f} %" for name, value in unsteady.items())
+        return [*lines, f"Speeds are not compared: the steps differ too much ({spread_texts}), as on a busy machine."]
     for result in rivals:
-        factor = _times(result.tokens_per_s / baseline.tokens_per_s, " times as many tokens a second")
+        factor = _times(result.tokens_per_s / baseline.tokens_per_s, " times as many tokens per second")
         lines.append(f"{result.recipe} trains on {factor} as {baseline.recipe}.")
     return lines
 
@@ -100,12 +100,12 @@ def _memory_sentence(result: Result, baseline: Result) -> str:
 
 def _cpu_sentence(names: Sequence[str], quantized: Mapping[str, str]) -> str:
     formats = " and ".join(dict.fromkeys(quantized[name] for name in names))
-    text = f"Products in {formats} ({', '.join(names)}) bring no speed on a CPU"
+    text = f"{formats} matmuls ({', '.join(names)}) are not faster on a CPU"
     factors = {name: factor for name in names if (factor := _h100_factor(name))}
     if not factors:
         return f"{text}."
-    told = ", ".join(f"{factor:.1f} times as fast with {name}" for name, factor in factors.items())
-    return f"{text}. On an H100 a step of a Llama of 1.1 B parameters is {told} as in bf16 (results/{_H100_PATH})."
+    factor_texts = ", ".join(f"{factor:.1f} times as fast with {name}" for name, factor in factors.items())
+    return f"{text}. On an H100, a step of a 1.1 B Llama is {factor_texts} as in bf16 (results/{_H100_PATH})."
 
 
 def _h100_factor(recipe: str) -> float | None:

@@ -30,12 +30,12 @@ class Config:
     recipe: Annotated[
         tuple[str, ...],
         tyro.conf.arg(
-            help="Trained one after the other; the first is the baseline of the comparison. "
-            f"Recipes: {', '.join(fp8jax.recipes.NAMES)}. auto is one of them, by the device."
+            help="Recipes to train, one after the other. The first is the baseline. "
+            f"Recipes: {', '.join(fp8jax.recipes.NAMES)}. auto picks one for the device."
         ),
     ] = ("bf16", "coat_optimizer")
     seed: Annotated[int, Range("at least 0 and below 2**63", lambda n: 0 <= n < 2**63)] = 0
-    """Of the initial parameters, of the order of the batches and of the sampled text."""
+    """Seed of the initial parameters, the order of the batches and the sampled text."""
     data: Data = dataclasses.field(default_factory=Data)
     model: Model = dataclasses.field(default_factory=Model)
     optim: Optim = dataclasses.field(default_factory=Optim)
@@ -52,7 +52,10 @@ class Config:
         for section in (self, self.data, self.model, self.optim, self.run):
             check_ranges(section)
         if self.optim.warmup >= self.optim.steps:
-            raise UserError(f"--warmup {self.optim.warmup} must be below --steps {self.optim.steps}")
+            raise UserError(
+                f"--warmup {self.optim.warmup} must be below --steps {self.optim.steps}: "
+                "pass a smaller --warmup or more --steps"
+            )
         if self.optim.schedule == "wsd" and not self.optim.warmup <= self.optim.decay_start < self.optim.steps:
             raise UserError(
                 f"--decay {self.optim.decay} starts at step {self.optim.decay_start} with wsd, which must be between "
@@ -85,10 +88,10 @@ class Config:
             )
         self.model.shape(vocab=256)
         if self.model.init:
-            given = [k for k, v in dataclasses.asdict(self.model).items() if k != "init" and v != getattr(Model, k)]
-            given += [k for k in ("tokenizer", "vocab") if getattr(self.data, k) != getattr(Data, k)]
-            if given:
-                raise UserError(f"{flag(given[0])} is set by the checkpoint; omit it with --init")
+            changed = [k for k, v in dataclasses.asdict(self.model).items() if k != "init" and v != getattr(Model, k)]
+            changed += [k for k in ("tokenizer", "vocab") if getattr(self.data, k) != getattr(Data, k)]
+            if changed:
+                raise UserError(f"{flag(changed[0])} is set by the checkpoint; omit it with --init")
         if self.optim.release and self.run.partition:
             raise UserError(f"--partition {self.run.partition} is not supported with --release; omit one of them")
         if self.optim.head and self.run.logits == "whole":

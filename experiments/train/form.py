@@ -64,8 +64,8 @@ class Form:
         """The model for training, with these parameters, a nested dict, or with new ones."""
         model = self.build_plain(rngs)
         if params is not None:
-            own = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-            nnx.update(model, jax.tree.map(lambda new, old: new.astype(old.dtype), params, own))
+            flat_params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            nnx.update(model, jax.tree.map(lambda new, old: new.astype(old.dtype), params, flat_params))
         if self.lora is not None:
             return adapters.adapt(model, self.lora, self.recipe, rngs)
         methods = ("__call__", "hidden")

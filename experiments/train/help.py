@@ -12,7 +12,7 @@ _PROGRAM = "python -m experiments.train"
 # Fields of the configuration, what stands for their value, and what they are.
 ESSENTIAL = (
     ("recipe", "NAME ...", "recipes to train, one after the other; the first is the baseline"),
-    ("data", "PATH ...", "text files, folders or globs, .jsonl or .parquet; else Python's standard library"),
+    ("data", "PATH ...", "text files, folders or globs, .jsonl or .parquet (sources of Python's standard library)"),
     ("model", "SIZE", "size of the Llama"),
     ("init", "DIR", "Hugging Face checkpoint to start from, in place of --model"),
     ("lora_rank", "N", "train adapters of this rank on an 8-bit base"),
@@ -23,7 +23,7 @@ ESSENTIAL = (
     ("mesh", "AXES", "devices by axis, such as data=2,fsdp=4; by default data parallel over all"),
     ("run", "NAME", "name of the run; its files are OUT/RUN"),
     ("out", "DIR", "folder of all runs"),
-    ("resume", "auto|never", "never: move an old run of this name aside, and start a new one"),
+    ("resume", "auto|never", "never: move an old run of this name aside and start a new one"),
     ("verbose", "", "also print settings, memory and kernels, as in OUT/RUN/log.txt"),
 )
 
@@ -46,7 +46,7 @@ def short_help(defaults: Any, description: str) -> str:
         f"usage: {_PROGRAM} [options]",
         sentence(first),
         "\n".join(sentence(f"  {option:{width}}  {text}", indent=width + 4) for option, text in options),
-        sentence(f"Recipes: {', '.join(fp8jax.recipes.NAMES)}; auto is one of them, by the device.", indent=2),
+        sentence(f"Recipes: {', '.join(fp8jax.recipes.NAMES)}; auto picks one for the device.", indent=2),
         sentence(f"Sizes: {', '.join(sizes.NAMES)}.", indent=2),
         sentence(f"Example: {_PROGRAM} --recipe bf16 coat_optimizer --data 'corpus/*.txt' --run books", indent=2),
         *(sentence(paragraph, indent=2) for paragraph in paragraphs if paragraph.startswith("Exit codes")),

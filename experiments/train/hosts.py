@@ -163,8 +163,8 @@ def _relay(place: _Place, silence: int, who: str) -> dict[str, Any]:
         end(GONE, False, gone_message(f"process {place.number} of {place.processes}", ended))
 
     threading.Thread(target=hear, daemon=True).start()
-    own = {"coordinator_address": f"127.0.0.1:{what}"}
-    return own if place.number else own | {"coordinator_bind_address": f"127.0.0.1:{service}"}
+    address = {"coordinator_address": f"127.0.0.1:{what}"}
+    return address if place.number else address | {"coordinator_bind_address": f"127.0.0.1:{service}"}
 
 
 def several() -> bool:
@@ -242,7 +242,7 @@ def gone(error: BaseException | None) -> bool:
     return False
 
 
-def whole(tree: Any) -> Any:
+def gather(tree: Any) -> Any:
     """Arrays that lie on the devices of several processes, gathered to each of them as NumPy's."""
     if not several():
         return tree

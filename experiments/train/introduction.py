@@ -38,14 +38,14 @@ def print_header(
     kind = jax.devices()[0].device_kind
     kind = "CPU" if kind == "cpu" else kind
     same = " on the same batches" if len(config.recipe) > 1 else ""
-    where = f"one {kind}" if num_devices == 1 else f"{num_devices} devices ({kind})"
-    where += f" in {jax.process_count()} processes" if hosts.several() else ""
-    report.print_text(console, f"Training {', '.join(config.recipe)}{same}, on {where}")
+    place = f"one {kind}" if num_devices == 1 else f"{num_devices} devices ({kind})"
+    place += f" in {jax.process_count()} processes" if hosts.several() else ""
+    report.print_text(console, f"Training {', '.join(config.recipe)}{same}, on {place}")
     source = " ".join(config.data.data) or _LIBRARY
-    skipped = f", {len(corpus.skipped)} skipped as no UTF-8 text" if corpus.skipped else ""
+    skipped = f", {len(corpus.skipped)} skipped, not UTF-8" if corpus.skipped else ""
     files = "1 file" if corpus.files == 1 else f"{corpus.files:,} files"
     unit = "rows of records" if isinstance(tokens, packing.Packed) else "tokens"
-    counts = f"{_short(len(tokens.train))} {unit}, {_short(len(tokens.valid))} to validate"
+    counts = f"{_short(len(tokens.train))} {unit}, {_short(len(tokens.valid))} for validation"
     report.print_text(console, f"  text   {files} of {source}{skipped}: {counts}", 9)
     parameters = count(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
     name = config.model.init or config.model.model
@@ -56,9 +56,7 @@ def print_header(
     report.print_text(
         console, f"  steps  {config.optim.steps:,} of {per_step:,} tokens, learning rate {config.optim.lr:g}", 9
     )
-    report.print_text(
-        console, f"  files  {config.folder}; settings, memory and kernels: {config.folder / 'log.txt'}", 9
-    )
+    report.print_text(console, f"  files  {config.folder}; details: {config.folder / 'log.txt'}", 9)
     console.print()
 
 
@@ -86,16 +84,16 @@ def show_setup(
     details.show(f"{'recipes':9}{' '.join(config.recipe)}  seed={config.seed}", 9)
     versions = "  ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
     details.show(f"{'versions':9}python {platform.python_version()}  {versions}", 9)
-    found = jax.devices()
+    devices_found = jax.devices()
     shared = f"; {mesh.describe(devices, recipes)}" if devices.size > 1 else ""
     shared = f" in {jax.process_count()} processes{shared}" if hosts.several() else shared
-    kind = f"{found[0].device_kind} ({found[0].platform})"
-    details.show(f"{'device':9}{kind}, {devices.size} of {len(found)} used{shared}", 9)
+    kind = f"{devices_found[0].device_kind} ({devices_found[0].platform})"
+    details.show(f"{'device':9}{kind}, {devices.size} of {len(devices_found)} used{shared}", 9)
     if isinstance(tokens, packing.Packed):
         details.show(
-            f"{'records':9}{tokens.documents:,} of {corpus.files} files; {len(tokens.train):,} rows to train on, "
-            f"{tokens.filled:.1%} filled, {tokens.answers:,} tokens to learn; {len(tokens.valid):,} rows to validate; "
-            f"{tokens.cut:,} longer than a row, {tokens.left_out:,} without an answer in one",
+            f"{'records':9}{tokens.documents:,} of {corpus.files} files; {len(tokens.train):,} training rows, "
+            f"{tokens.filled:.1%} filled, {tokens.answers:,} tokens in the loss; {len(tokens.valid):,} to validate; "
+            f"{tokens.cut:,} truncated, {tokens.left_out:,} left out (no answer in their row)",
             9,
         )
     if corpus.skipped:

@@ -135,7 +135,7 @@ class Loop:
             step = self.step
             if self.observed_step is not None and done % self.settings.telemetry == 0:
                 step = self.observed_step
-            state, metrics = step(state, mesh.place(tokens_BxT, self.rows), *self._noted())
+            state, metrics = step(state, mesh.place(tokens_BxT, self.rows), *self._telemetry_args())
             self._done += 1
             # Only now is the step before this one waited for, so that the device always has work.
             state, is_rewound = self._settle(behind, state)
@@ -147,7 +147,7 @@ class Loop:
         """The signal to stop for, if any: of several processes one that all have learnt of, by the same step."""
         return self._told or None if hosts.several() else self.stop.signum
 
-    def _noted(self) -> tuple[jax.Array, ...]:
+    def _telemetry_args(self) -> tuple[jax.Array, ...]:
         if not hosts.several():
             return ()
         assert self.rows is not None  # several processes have several devices
@@ -161,8 +161,8 @@ class Loop:
         if behind is None:
             return state, False
         metrics = dict(behind.metrics)
-        if (found := metrics.pop("telemetry", None)) is not None:
-            self.log.telemetry(behind.number, jax.device_get(found))
+        if (restored := metrics.pop("telemetry", None)) is not None:
+            self.log.telemetry(behind.number, jax.device_get(restored))
         values = {name: value.item() for name, value in metrics.items()}
         self._told = values.get("signal", 0)
         if not values["healthy"]:
@@ -204,9 +204,9 @@ class Loop:
             return state, False
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
         jax.tree.map(lambda x: x.delete(), state)  # before there is another one in memory
-        found = self.checkpoints.resume(abstract, self.config, self.log.say)
-        assert found is not None  # one was saved before the first step
-        state, meta = found
+        restored = self.checkpoints.resume(abstract, self.config, self.log.say)
+        assert restored is not None  # one was saved before the first step
+        state, meta = restored
         # The checkpoint is from before the bad step, and so is its count.
         total = jax.make_array_from_callback((), state.monitor.total.sharding, lambda _: np.full((), count, np.int32))
         state = state._replace(monitor=state.monitor._replace(total=total))

@@ -14,7 +14,7 @@ from experiments.models.llama import Llama, reshaped
 from experiments.text import packing
 
 
-def accumulate(one: Callable, noted: nnx.State, parts: jax.Array) -> Any:
+def accumulate(one: Callable, model_state: nnx.State, parts: jax.Array) -> Any:
     """`one` on equal parts of a batch: means of losses and gradients in fp32, maxima of the gradients' statistics.
 
     Losses are a tree of scalars.
@@ -22,16 +22,16 @@ def accumulate(one: Callable, noted: nnx.State, parts: jax.Array) -> Any:
     count = len(parts)
 
     def add(carry: Any, tokens_BxT: jax.Array) -> tuple[Any, None]:
-        noted, (losses, grads, seen) = carry
-        noted, (one_losses, one_grads, one_seen) = one(noted, tokens_BxT)
+        model_state, (losses, grads, statistics) = carry
+        model_state, (one_losses, one_grads, one_statistics) = one(model_state, tokens_BxT)
         losses = jax.tree.map(lambda total, loss: total + loss / count, losses, one_losses)
         grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32) / count, grads, one_grads)
-        return (noted, (losses, grads, jax.tree.map(jnp.maximum, seen, one_seen))), None
+        return (model_state, (losses, grads, jax.tree.map(jnp.maximum, statistics, one_statistics))), None
 
-    losses, grads, seen = jax.eval_shape(one, noted, parts[0])[1]
-    zeros = losses, jax.tree.map(lambda g: g.update(dtype=jnp.float32), grads), seen
+    losses, grads, statistics = jax.eval_shape(one, model_state, parts[0])[1]
+    zeros = losses, jax.tree.map(lambda g: g.update(dtype=jnp.float32), grads), statistics
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), zeros)
-    return jax.lax.scan(add, (noted, start), parts)[0]
+    return jax.lax.scan(add, (model_state, start), parts)[0]
 
 
 def cross_entropy(
@@ -61,19 +61,19 @@ def cross_entropy(
     labels = reshaped(labels, labels.size) if y.ndim == 2 else labels
     answers = None if answers_BxT is None else reshaped(answers_BxT[:, 1:] != 0, *labels.shape)
     alone = boundary is None and (answers is None or axes is None)
-    count = of_all = labels.size if answers is None else jnp.sum(answers, dtype=jnp.float32)
+    count = total = labels.size if answers is None else jnp.sum(answers, dtype=jnp.float32)
     if answers is not None and axes is not None:
-        of_all = jax.lax.pmean(count, axes)
+        total = jax.lax.pmean(count, axes)
     if boundary is not None:
-        labels, answers = boundary.own(labels), None if answers is None else boundary.own(answers)
+        labels, answers = boundary.shard(labels), None if answers is None else boundary.shard(answers)
         count = labels.size if answers is None else jnp.sum(answers, dtype=jnp.float32)
     if chunked:
         w, axis = model.output
         mean = fp8jax.linear_cross_entropy(
             y, w, labels, where=answers, ignore_label=None, vocabulary_axis=axis, recipe=head
         )
-        return mean if alone else mean * (count / jnp.maximum(of_all, 1))
+        return mean if alone else mean * (count / jnp.maximum(total, 1))
     losses = optax.softmax_cross_entropy_with_integer_labels(y.astype(jnp.float32), labels)
     if answers is None:
-        return losses.mean() if alone else losses.sum() / of_all
-    return jnp.sum(losses * answers.astype(jnp.float32)) / jnp.maximum(of_all, 1)
+        return losses.mean() if alone else losses.sum() / total
+    return jnp.sum(losses * answers.astype(jnp.float32)) / jnp.maximum(total, 1)

@@ -26,16 +26,16 @@ def observed(step: Callable[..., Any]) -> Callable[..., tuple[TrainState, dict[s
     with_telemetry = fp8jax.telemetry(step)
 
     def call(*args: Any) -> tuple[TrainState, dict[str, Any]]:
-        (state, metrics), found = with_telemetry(*args)
-        return state, metrics | {"telemetry": found}
+        (state, metrics), telemetry = with_telemetry(*args)
+        return state, metrics | {"telemetry": telemetry}
 
     return call
 
 
-def to_row(step: int, found: Mapping[str, Any]) -> dict[str, float]:
+def to_row(step: int, telemetry: Mapping[str, Any]) -> dict[str, float]:
     """The row of a step in metrics.jsonl: finite values as "telemetry/LAYER/ROLE/STATISTIC", LAYER[i] in a stack."""
     row: dict[str, float] = {"step": step}
-    for layer, roles in found.items():
+    for layer, roles in telemetry.items():
         for role, statistics in roles.items():
             for name, values in statistics.items():
                 for index, value in np.ndenumerate(values):
@@ -51,9 +51,9 @@ class Faults:
     def __init__(self) -> None:
         self._known: set[tuple[Any, ...]] = set()
 
-    def lines(self, step: int, found: Mapping[str, Any]) -> Iterator[str]:
+    def lines(self, step: int, telemetry: Mapping[str, Any]) -> Iterator[str]:
         """A line for each fault of this step that was not there before."""
-        new = [fault for fault in fp8jax.find_faults(jax.device_get(found)) if fault[:4] not in self._known]
+        new = [fault for fault in fp8jax.find_faults(jax.device_get(telemetry)) if fault[:4] not in self._known]
         self._known |= {fault[:4] for fault in new}
         for fault in new[:_MOST_FAULTS]:
             yield f"telemetry, step {step}: {fault}"

@@ -11,7 +11,7 @@ import optax
 import fp8jax
 from experiments.errors import UserError
 from experiments.train import parallel
-from experiments.train.adapters import of_base
+from experiments.train.adapters import base_recipe
 from experiments.train.config import Config
 from experiments.train.released import ReleasedOptimizer
 from experiments.train.sections import Optim
@@ -62,15 +62,15 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
 
 
 def configure(recipe: fp8jax.Recipe, config: Config) -> fp8jax.Recipe:
-    """The recipe with the master weights and the head of a configuration; with adapters, `of_base` of it.
+    """The recipe with the master weights and the head of a configuration; with adapters, `base_recipe` of it.
 
     Raises:
-        UserError: as `with_master` and `of_base`.
+        UserError: as `with_master` and `base_recipe`.
     """
     recipe = with_master(recipe, config.optim.master)
     if config.optim.head:
         recipe = dataclasses.replace(recipe, head=fp8jax.recipes.HEAD)
-    return of_base(recipe, config.lora) if config.lora.lora_rank else recipe
+    return base_recipe(recipe, config.lora) if config.lora.lora_rank else recipe
 
 
 def with_master(recipe: fp8jax.Recipe, master: str) -> fp8jax.Recipe:

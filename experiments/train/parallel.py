@@ -1,6 +1,6 @@
-"""Loss and gradient of each device, where a program says itself what travels between devices: in jax.shard_map.
+"""Loss and gradient of each device inside `jax.shard_map`, with explicit collectives.
 
-It does where a recipe says what gradients are when they travel, where devices share sequences, and of experts. Else XLA
+They are used if a recipe reduces gradients in 8 bits, if devices share sequences, and for experts. Otherwise XLA
 sums gradients, wherever sharded batches make that necessary.
 """
 
@@ -21,7 +21,7 @@ from experiments import mesh as meshes
 from experiments.models.llama import Block, LlamaConfig
 from experiments.models.moe import RouterLoss
 from experiments.train import experts, tensor
-from experiments.train.adapters import BaseVariable, apart, joined
+from experiments.train.adapters import BaseVariable, difference, joined
 from fp8jax.dist import (
     Factors,
     all_reduce_gradients,
@@ -34,60 +34,64 @@ from fp8jax.dist import (
 from fp8jax.dist.reduce import MIN_SIZE
 from fp8jax.recipes import Comm
 
-Gradients = Callable[[Any, Any, jax.Array, "Whole | None", tuple[str, ...]], tuple[dict[str, jax.Array], Any, Any]]
+Gradients = Callable[
+    [Any, Any, jax.Array, "GatheredModel | None", tuple[str, ...]], tuple[dict[str, jax.Array], Any, Any]
+]
 
 
 _SUMS = ("add", "sub", "neg")
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """What makes parameters whole that lie in shards, a layer's in each call of it: an `Around` of a model's layers.
+class GatheredModel:
+    """Gathers sharded parameters, those of a layer in each call: an `Around` of a model's layers.
 
-    Of a quantized product's weight the codes are gathered, in the forward and again in the backward pass, of others
-    values. Their gradients are means over "fsdp" when they come out of the backward pass, a microbatch's at a time.
+    For the weight of a quantized matmul, codes are gathered, in the forward and again in the backward pass. For other
+    parameters, values are gathered. The backward pass returns gradients averaged over "fsdp", per microbatch.
 
     Attributes:
-        comm: in what gradients travel.
-        cut: the names of the parameters in shards, as "layers.mlp.up.kernel".
-        dtype: what products compute in where they read values.
+        comm: format of the gradients that are sent.
+        cut: names of the sharded parameters, such as "layers.mlp.up.kernel".
+        dtype: compute dtype of matmuls that read values.
     """
 
     comm: Comm
     cut: frozenset[str]
     dtype: str
 
-    def policy(self, primitive: Any, *operands: Any, **how: Any) -> bool:
-        """All is kept but what was gathered, and sums in fp32 of a model that computes in 16 bits."""
+    def policy(self, primitive: Any, *operands: Any, **params: Any) -> bool:
+        """Saves everything except gathered arrays, and fp32 sums of a model that computes in 16 bits."""
         wide = primitive.name in _SUMS and getattr(operands[0], "dtype", None) == jnp.float32
-        return regather_policy(primitive, *operands, **how) and not (wide and fp8jax.formats.get(self.dtype).bits == 16)
+        return regather_policy(primitive, *operands, **params) and not (
+            wide and fp8jax.formats.get(self.dtype).bits == 16
+        )
 
-    def outside_of_layers(self, weights: nnx.State) -> nnx.State:
-        """All parameters that no layer holds as whole ones; the others as they are."""
-        return self._whole(weights, "", {}, set()) if self.cut else weights
+    def outer_weights(self, weights: nnx.State) -> nnx.State:
+        """Gathers the parameters outside of layers; returns the others unchanged."""
+        return self._gather(weights, "", {}, set()) if self.cut else weights
 
     def __call__(self, layer: Block, call: Callable[[Block], Array]) -> Array:
-        """What `call` gives of a layer, of one whose parameters are shards."""
-        asked: dict[str, bool] = {}
+        """Calls a layer whose parameters are sharded."""
+        gathers_by_path: dict[str, bool] = {}
         unsure: set[str] = set()
 
         def codes(path: str, w: Array, linear: fp8jax.recipes.Linear, scale: Array | None) -> Any:
             name = f"layers.{path}.kernel"
             quantized = gather_quantized(w, "fsdp", linear, scale=scale) if name in self.cut else None
-            asked[name] = quantized is not None
-            if asked[name] and linear.skip_unprofitable:
+            gathers_by_path[name] = quantized is not None
+            if gathers_by_path[name] and linear.skip_unprofitable:
                 unsure.add(name)
             return quantized
 
         graph, *states = nnx.split(fp8jax.nnx.quantize_weights(layer, codes), nnx.Param, BaseVariable, ...)
         weights, base, rest = states
-        whole = nnx.merge(graph, self._whole(weights, "layers.", asked, unsure), self._base(base), rest)
-        y = call(whole)
-        nnx.update(layer, nnx.state(whole, (fp8jax.nnx.ScalingVariable, RouterLoss)))
+        gathered = nnx.merge(graph, self._gather(weights, "layers.", gathers_by_path, unsure), self._base(base), rest)
+        y = call(gathered)
+        nnx.update(layer, nnx.state(gathered, (fp8jax.nnx.ScalingVariable, RouterLoss)))
         return y
 
     def _base(self, base: nnx.State) -> nnx.State:
-        """What is not trained as whole ones, as it is held."""
+        """Gathers frozen parameters in their stored dtype."""
 
         def one(path: Any, x: Array) -> Array:
             return lax.all_gather(x, "fsdp", axis=x.ndim - 2, tiled=True) if _name(path, "layers.") in self.cut else x
@@ -95,20 +99,23 @@ class Whole:
         gathered: nnx.State = jax.tree_util.tree_map_with_path(one, base)
         return gathered
 
-    def _whole(self, weights: nnx.State, start: str, asked: dict[str, bool], unsure: set[str]) -> nnx.State:
-        """Parameters as whole ones, by whether a product has asked for their codes, and has them.
+    def _gather(self, weights: nnx.State, start: str, gathers_by_path: dict[str, bool], unsure: set[str]) -> nnx.State:
+        """Gathers parameters, except those with gathered codes.
 
-        Of some it is `unsure` whether it will read the codes: they are gathered in both forms, of which XLA leaves out
-        the one that nothing reads.
+        Args:
+            weights: sharded parameters.
+            start: prefix of the names to gather, "" for those outside of layers.
+            gathers_by_path: whether the codes of a weight are gathered, by name.
+            unsure: names of weights that are gathered in both forms. XLA removes the one that nothing reads.
         """
 
         def one(path: Any, x: Array) -> Array:
             name = _name(path, start)
             if name not in self.cut or name.startswith("layers.") != bool(start):
                 return x
-            # What a product quantizes itself it quantizes from the values that are held.
-            dtype = x.dtype if name in asked and name not in unsure else fp8jax.formats.get(self.dtype).dtype
-            read = not asked.get(name, False) or name in unsure
+            # A matmul that quantizes its weight itself reads the stored values.
+            dtype = x.dtype if name in gathers_by_path and name not in unsure else fp8jax.formats.get(self.dtype).dtype
+            read = not gathers_by_path.get(name, False) or name in unsure
             return fsdp_gather_weight(x, "fsdp", self.comm, dim=x.ndim - 2, dtype=dtype, needs_values=read)
 
         gathered: nnx.State = jax.tree_util.tree_map_with_path(one, weights)
@@ -116,7 +123,7 @@ class Whole:
 
 
 def _name(path: Any, start: str) -> str:
-    """Of a parameter, as `Whole.cut` has it."""
+    """The name of a parameter in `GatheredModel.cut`."""
     return start + jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
@@ -132,7 +139,7 @@ def mapped(llama: LlamaConfig, recipe: fp8jax.Recipe, rows: jax.sharding.NamedSh
 
 
 def reduction(recipe: fp8jax.Recipe) -> Comm:
-    """What gradients travel in inside `jax.shard_map`: in what products compute in, where the recipe does not say."""
+    """The format in which gradients are sent inside `jax.shard_map`: by default the compute dtype of matmuls."""
     if recipe.comm.gradients is not None:
         return recipe.comm
     return Comm("fp32" if recipe.weights.compute == "fp32" else "bf16")
@@ -201,14 +208,14 @@ def gradients(
 ) -> tuple[dict[str, jax.Array], Any, Any, Factors | tuple[()]]:
     """Means over all devices of losses and gradients, the model state of the next step, and the new factors.
 
-    Parameters that lie in shards are gathered layer by layer: see `Whole`. With factors, which a backward pass has no
-    place for, they are gathered before the step, all of them at once and in the dtype that they are held in. Over
-    "tensor" layers are computed in parts; what lies outside of them is gathered before the step.
+    Sharded parameters are gathered layer by layer: see `GatheredModel`. With factors, which a backward pass cannot
+    return, all are gathered before the step, in their stored dtype. Over "tensor", layers are computed in parts;
+    parameters outside of layers are gathered before the step.
 
     Args:
         own: `own(params, model_state, tokens, whole, axes)`, a device's own losses and gradients, and the model state
             of all, whose observations are merged over the mesh axes.
-        recipe: its part `comm` says in what gradients travel.
+        recipe: its part `comm` has the format in which gradients are sent.
         mesh: the devices.
         params, model_state, tokens_BxT: as of `own`, of all devices.
         factors: the state of auto-scaling.
@@ -219,23 +226,23 @@ def gradients(
     data, fsdp, shared, sharing = (mesh.shape[name] for name in meshes.AXES)
     depths = stacked(params)
     at_once = isinstance(factors, Factors)
-    layerwise = None if at_once or fsdp == 1 else Whole(comm, cut(params, mesh) | cut(base, mesh), compute)
+    layerwise = None if at_once or fsdp == 1 else GatheredModel(comm, cut(params, mesh) | cut(base, mesh), compute)
 
-    def whole(x: jax.Array, place: PartitionSpec) -> jax.Array:
+    def gathered(x: jax.Array, place: PartitionSpec) -> jax.Array:
         dim = meshes.over(place, "fsdp")
         return x if dim is None else lax.all_gather(x, "fsdp", axis=dim, tiled=True)
 
     def body(params: Any, model_state: Any, tokens: jax.Array, factors: Any, base: Any) -> Any:
-        inputs, held = params, base
+        inputs, gathered_base = params, base
         if shared > 1:
             inputs = tensor.added_once(tensor.gathered(inputs, places, compute))
-            held = tensor.added_once(tensor.gathered(held, base_places, compute))
+            gathered_base = tensor.added_once(tensor.gathered(gathered_base, base_places, compute))
         if layerwise is None:
-            inputs = jax.tree.map(whole, inputs, places)
-        outer = lambda path, x, place: whole(x, place) if layerwise is None or not meshes.stacked(path) else x  # noqa: E731
-        held = jax.tree_util.tree_map_with_path(outer, held, base_places)
-        losses, grads, state = own(inputs, joined(model_state, held), tokens, layerwise, meshes.AXES)
-        state = apart(state, held)
+            inputs = jax.tree.map(gathered, inputs, places)
+        outer = lambda path, x, place: gathered(x, place) if layerwise is None or not meshes.stacked(path) else x  # noqa: E731
+        gathered_base = jax.tree_util.tree_map_with_path(outer, gathered_base, base_places)
+        losses, grads, state = own(inputs, joined(model_state, gathered_base), tokens, layerwise, meshes.AXES)
+        state = difference(state, gathered_base)
         if layerwise is not None:
             done = jax.tree.map(lambda place: meshes.over(place, "fsdp") is not None, places)
             rest = [g for g, is_done in zip(*map(jax.tree.leaves, (grads, done)), strict=True) if not is_done]
@@ -250,7 +257,7 @@ def gradients(
             losses, grads = lax.psum(losses, tensor.AXIS), tensor.summed(grads, places, compute)
         min_size = MIN_SIZE // (fsdp * shared)
         if sharing > 1:
-            grads = _mean_beside_experts(grads, comm, mesh, min_size)
+            grads = _mean_with_experts(grads, comm, mesh, min_size)
         elif data > 1:
             reduce = functools.partial(
                 all_reduce_gradients, axes="data", comm=comm, layer_axes=depths, min_size=min_size
@@ -278,7 +285,7 @@ def cut(params: Any, mesh: Any) -> frozenset[str]:
     return frozenset(name for name, spec in names if meshes.over(spec, "fsdp") is not None)
 
 
-def _mean_beside_experts(grads: Any, comm: Comm, mesh: Any, min_size: int) -> Any:
+def _mean_with_experts(grads: Any, comm: Comm, mesh: Any, min_size: int) -> Any:
     """Means over "data" and "expert". The gradient of a device's experts is a sum of all tokens along "expert"."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
 
@@ -291,8 +298,8 @@ def _mean_beside_experts(grads: Any, comm: Comm, mesh: Any, min_size: int) -> An
 
     sums, others = means(True, ("data",)), means(False, ("data", experts.AXIS))
     devices = mesh.shape[experts.AXIS]
-    found = [next(sums) / devices if meshes.has_experts(path) else next(others) for path, _ in leaves]
-    return jax.tree.unflatten(structure, found)
+    gradients = [next(sums) / devices if meshes.has_experts(path) else next(others) for path, _ in leaves]
+    return jax.tree.unflatten(structure, gradients)
 
 
 def _reduced(reduce: Callable[..., Any], grads: Any, factors: Any) -> tuple[Any, Any]:

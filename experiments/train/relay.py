@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 
 _HELLO = b"fp8jax "  # what a relay says first at the run's address; all else is JAX's client of another process
 # Seconds between two attempts to reach process 0, and until a connection that broke by itself is closed on both sides.
-_AGAIN, _LATE = 0.2, 5.0
+_RETRY_SECONDS, _LATE = 0.2, 5.0
 
 
 class Relay:
@@ -55,7 +55,7 @@ class Relay:
 
     def leave(self) -> None:
         """Says that this process ends as all do."""
-        self._tell(b"bye\n")
+        self._report(b"bye\n")
 
     def silent(self) -> bool:
         """Whether this process's client, which sends a heartbeat more often, has sent nothing for `patience`."""
@@ -97,9 +97,9 @@ class Relay:
         self._gone.set()
         _say(f"gone {ended}")
         if not self._number:
-            self._tell(b"gone %d\n" % ended)
+            self._report(b"gone %d\n" % ended)
 
-    def _tell(self, line: bytes) -> None:
+    def _report(self, line: bytes) -> None:
         with self._lock:
             for one in self._others.values():
                 with contextlib.suppress(OSError):
@@ -138,7 +138,7 @@ def _reach(address: tuple[str, int]) -> socket.socket:
             one = socket.create_connection(address)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return one
-        time.sleep(_AGAIN)
+        time.sleep(_RETRY_SECONDS)
 
 
 def _thread(target: Callable[..., None], *args: Any) -> None:

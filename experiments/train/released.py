@@ -41,7 +41,7 @@ class ReleasedOptimizer:
 
     Attributes:
         layers: of stacked layers.
-        rest: of all parameters, and so of those that are not in layers.
+        outer: of all parameters, and so of those that are not in layers.
         clip: largest global norm.
         twice: whether that norm is of the step's own gradients, by another backward pass; else each layer has its share
             of that of the step before (`fp8jax.FusedBlockState.with_clipping`), and all else is clipped by the step's
@@ -49,14 +49,14 @@ class ReleasedOptimizer:
     """
 
     layers: FusedTransformation
-    rest: FusedTransformation
+    outer: FusedTransformation
     clip: float
     twice: bool
 
     def init(self, params: Any) -> ReleasedState:
         """The state before the first step."""
         layers = len(jax.tree.leaves(params[LAYERS])[0])
-        return ReleasedState(self.rest.init(params), jnp.zeros([], jnp.float32), jnp.zeros(layers, jnp.float32))
+        return ReleasedState(self.outer.init(params), jnp.zeros([], jnp.float32), jnp.zeros(layers, jnp.float32))
 
     def step(
         self, block: Callable[..., jax.Array], loss: Callable[..., jax.Array], params: Any, state: ReleasedState
@@ -70,31 +70,38 @@ class ReleasedOptimizer:
             state: of `init` or of the step before.
         """
         released = fp8jax.fused_backward(block, self.layers)
-        own, others = _of(state.inner, lambda tree: tree[LAYERS]), _of(state.inner, _without_layers)
-        held = released.restore(params[LAYERS], own, LAYERS, has_layer_axis=True, squares=state.squares)
-        rest = _without_layers(params)
+        layer_moments, outer_moments = (
+            _map_state(state.inner, lambda tree: tree[LAYERS]),
+            _map_state(state.inner, _without_layers),
+        )
+        block_state = released.restore(
+            params[LAYERS], layer_moments, LAYERS, has_layer_axis=True, squares=state.squares
+        )
+        outer = _without_layers(params)
 
-        def whole(held: fp8jax.FusedBlockState, rest: Any) -> jax.Array:
-            return loss(lambda x, *tables: released.scan(held, x, *tables), rest)
+        def loss_fn(block_state: fp8jax.FusedBlockState, outer: Any) -> jax.Array:
+            return loss(lambda x, *tables: released.scan(block_state, x, *tables), outer)
 
         if self.twice:
-            held = held.with_clipping(self.clip, fp8jax.compute_grad_norm(whole, argnums=(0, 1))(held, rest))
+            block_state = block_state.with_clipping(
+                self.clip, fp8jax.compute_grad_norm(loss_fn, argnums=(0, 1))(block_state, outer)
+            )
         else:
-            held = held.with_clipping(self.clip, previous_norm=state.norm)
-        value, updates = fp8jax.value_and_step(whole, argnums=(0, 1))(held, rest)
+            block_state = block_state.with_clipping(self.clip, previous_norm=state.norm)
+        value, updates = fp8jax.value_and_step(loss_fn, argnums=(0, 1))(block_state, outer)
         (new, grads), norm = updates, fp8jax.grad_norm_from_states(updates)
-        rest, others = self.rest.step(grads, others, rest, grad_scale=clip_factor(self.clip, norm))
-        inner = others._replace(
+        outer, outer_moments = self.outer.step(grads, outer_moments, outer, grad_scale=clip_factor(self.clip, norm))
+        inner = outer_moments._replace(
             **{
                 name: {**tree, LAYERS: getattr(new.state, name)}
-                for name, tree in others._asdict().items()
+                for name, tree in outer_moments._asdict().items()
                 if isinstance(tree, dict)
             }
         )
-        return value, {**rest, LAYERS: new.params}, ReleasedState(inner, norm, new.squares)
+        return value, {**outer, LAYERS: new.params}, ReleasedState(inner, norm, new.squares)
 
 
-def _of(state: Any, part: Callable[[Any], Any]) -> Any:
+def _map_state(state: Any, part: Callable[[Any], Any]) -> Any:
     """A state with a part of each tree of parameters in it."""
     return state._replace(**{name: part(x) for name, x in state._asdict().items() if isinstance(x, dict)})
 
@@ -103,13 +110,13 @@ def _without_layers(tree: Any) -> Any:
     return {name: x for name, x in tree.items() if name != LAYERS}
 
 
-def layer_of(
+def make_layer(
     llama: LlamaConfig, recipe: fp8jax.Recipe, remat: bool | str, rows: jax.sharding.NamedSharding | None
 ) -> Callable[..., jax.Array]:
     """A layer of a Llama as a function of its parameters, a nested dict, whose products are the recipe's."""
     dtype = fp8jax.formats.get(recipe.weights.compute).dtype
-    held = fp8jax.formats.get(recipe.weights.param_format).dtype
-    kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": held, "rows": rows}
+    block_state = fp8jax.formats.get(recipe.weights.param_format).dtype
+    kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": block_state, "rows": rows}
     graph = nnx.split(nnx.eval_shape(lambda: Block(llama, rngs=nnx.Rngs(0), **kinds)))[0]
 
     def layer(params: Any, x: jax.Array, *tables: jax.Array) -> jax.Array:

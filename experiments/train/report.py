@@ -265,10 +265,10 @@ class RunLog:
         elif step == self._steps:
             self._bar.update(self._task, note=f"validation loss {loss:.4f}")
 
-    def telemetry(self, step: int, found: Mapping[str, Any]) -> None:
+    def telemetry(self, step: int, telemetry_values: Mapping[str, Any]) -> None:
         """Records the statistics of a step's tensors, and tells of new faults."""
-        self._write(observed.to_row(step, found))
-        for line in self._faults.lines(step, found):
+        self._write(observed.to_row(step, telemetry_values))
+        for line in self._faults.lines(step, telemetry_values):
             self.say(line)
 
     def has_valid(self, step: int) -> bool:
@@ -365,13 +365,13 @@ def memory_table(state: Mapping[str, int], parameters: int, xla: Any, devices: i
     for name, count in [*state.items(), ("together", sum(state.values()))]:
         table.add_row(name, size(count), f"{count / parameters:.3f}")
     if xla is not None:
-        held, temporary = xla.argument_size_in_bytes, xla.temp_size_in_bytes
+        argument_bytes, temporary = xla.argument_size_in_bytes, xla.temp_size_in_bytes
         fresh = xla.output_size_in_bytes - xla.alias_size_in_bytes
         table.add_section()
         for name, count in (
-            ("XLA: arguments (state and batch)", held),
+            ("XLA: arguments (state and batch)", argument_bytes),
             ("XLA: temporaries (activations, gradients, working copies)", temporary),
-            ("XLA: peak of a step", held + temporary + fresh),
+            ("XLA: peak of a step", argument_bytes + temporary + fresh),
         ):
             table.add_row(name, size(count), f"{count / parameters:.3f}")
     return table

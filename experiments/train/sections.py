@@ -70,7 +70,7 @@ class Data:
     batch: Count = 8
     """Sequences of one step."""
     valid_fraction: Annotated[float, Range("between 0 and 1", lambda x: 0 < x < 1)] = 0.05
-    """Share of the text that is held out for validation."""
+    """Share of the text that is used for validation."""
     eval_batches: Count = 16
     """Largest number of validation batches per evaluation; the same for all recipes of a run."""
 

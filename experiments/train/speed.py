@@ -40,13 +40,13 @@ def operations(llama: LlamaConfig, params: Any, base: Any, length: int) -> float
     """
 
     def matrices(tree: Any) -> int:
-        named = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+        named_leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
         # The embedding is looked up, and is the head where it is tied; norms and biases of all layers have two axes.
         # Of experts a token meets those that its router chooses.
         share = llama.experts_per_token / max(llama.experts, 1)
         sizes = [
             int(x.size * share) if "experts" in name else x.size
-            for name, x in named
+            for name, x in named_leaves
             if x.ndim >= 2 and "norm" not in name and "bias" not in name and ("embed" not in name or llama.tied)
         ]
         return sum(sizes)

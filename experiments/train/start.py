@@ -54,8 +54,8 @@ class CheckpointTokenizer:
 
     def document(self, ids: Sequence[int]) -> Document:
         """A whole text with its start and end tokens; all of it counts in the loss."""
-        whole = [*([] if self.begins is None else [self.begins]), *ids, *([] if self.ends is None else [self.ends])]
-        return Document(np.array(whole, np.int32), np.ones(len(whole), np.int8))
+        all_ids = [*([] if self.begins is None else [self.begins]), *ids, *([] if self.ends is None else [self.ends])]
+        return Document(np.array(all_ids, np.int32), np.ones(len(all_ids), np.int8))
 
 
 def devices(config: Config, recipes: Iterable[fp8jax.Recipe]) -> jax.sharding.Mesh:
@@ -65,28 +65,28 @@ def devices(config: Config, recipes: Iterable[fp8jax.Recipe]) -> jax.sharding.Me
         UserError: there are not so many, or they cannot share the batch, the model or the optimizer's state so; or a
             recipe cannot train the model's experts.
     """
-    asked, llama = config.run.mesh, shape(config)
+    requested, llama = config.run.mesh, shape(config)
     try:
         for recipe in recipes if llama.experts else ():
             experts.check(recipe)
     except ValueError as error:
         raise UserError(f"--recipe {error}") from None
     try:
-        found = mesh.choose(asked, config.data.batch, config.optim.microbatches)
-        if found.size > 1:
+        chosen = mesh.choose(requested, config.data.batch, config.optim.microbatches)
+        if chosen.size > 1:
             tokens = config.data.batch // config.optim.microbatches * config.data.seq_len
             for recipe in recipes:
-                parallel.check(llama, recipe, found, tokens)
+                parallel.check(llama, recipe, chosen, tokens)
             if config.lora.lora_rank:
-                tensor.check_base(llama, config.lora.base, found.shape[tensor.AXIS])
+                tensor.check_base(llama, config.lora.base, chosen.shape[tensor.AXIS])
     except ValueError as error:
         raise UserError(f"--mesh {error}") from None
     try:
         if config.run.partition:
-            mesh.check_partition(config.run.partition, found.shape, llama.layers)
+            mesh.check_partition(config.run.partition, chosen.shape, llama.layers)
     except ValueError as error:
         raise UserError(f"--partition {error}") from None
-    return found
+    return chosen
 
 
 def shape(config: Config, vocab: int = 256) -> LlamaConfig:
@@ -97,7 +97,7 @@ def shape(config: Config, vocab: int = 256) -> LlamaConfig:
     """
     if not config.model.init:
         return _check_experts(config, config.model.shape(vocab))
-    llama = _shape_of(resolve(config))
+    llama = _read_shape(resolve(config))
     if llama.learned_positions:
         raise UserError(
             f"--init {config.model.init}: packed documents need rotary positions, but this model has learned positions"
@@ -105,7 +105,7 @@ def shape(config: Config, vocab: int = 256) -> LlamaConfig:
     return _check_experts(config, llama)
 
 
-def _shape_of(folder: Path) -> LlamaConfig:
+def _read_shape(folder: Path) -> LlamaConfig:
     path = folder / "config.json"
     return _hub("families").read(path, _hub("files").read_json(path))[1]  # type: ignore[no-any-return]
 
@@ -146,7 +146,7 @@ def tokenizer(config: Config) -> CheckpointTokenizer:
         UserError: as `experiments.hub.tokenizer.read`.
     """
     folder, module = resolve(config), _hub("tokenizer")
-    vocab = _shape_of(folder).vocab
+    vocab = _read_shape(folder).vocab
     model, ends = module.read(folder, vocab), module.ends(folder)
     # A separator's spelling inside a text is what the checkpoint makes of it.
     token = chat.token_of(chat.read_settings(folder), "bos_token")
@@ -178,9 +178,9 @@ def read(config: Config) -> data.Corpus:
     patterns = config.data.data
     if not (config.model.init or (patterns and records.among(patterns))):
         return data.read_corpus(patterns, config.data.valid_fraction)
-    found, files, skipped = records.read(patterns, config.data.field) if patterns else _stdlib()
-    texts = tuple(record.text for record in found if record.text is not None)
-    return data.Corpus(texts, (), files, tuple(skipped), tuple(found))
+    chosen, files, skipped = records.read(patterns, config.data.field) if patterns else _stdlib()
+    texts = tuple(record.text for record in chosen if record.text is not None)
+    return data.Corpus(texts, (), files, tuple(skipped), tuple(chosen))
 
 
 def _stdlib() -> tuple[list[records.TextRecord], int, list[str]]:
@@ -196,19 +196,19 @@ def encode(config: Config, corpus: data.Corpus, spelled: Tokenizer) -> data.Toke
     """
     if not corpus.records:
         return data.encode(corpus, spelled, config.data.seq_len)
-    found = corpus.records
-    talks = [record for record in found if record.text is None]
-    documents = [_whole(text, spelled) for text in corpus.train]
+    chosen = corpus.records
+    talks = [record for record in chosen if record.text is None]
+    documents = [_as_document(text, spelled) for text in corpus.train]
     if talks:
         if not isinstance(spelled, CheckpointTokenizer):
             raise UserError(f"{talks[0].where}: conversations need the chat template of a checkpoint; set --init")
         template = chat.Template(spelled.folder)
         documents += [conversation(record, template, spelled.model) for record in talks]
     sizes = config.data
-    return packing.pack(documents, sizes.valid_fraction, sizes.seq_len, whole=bool(talks) and not corpus.train)
+    return packing.pack(documents, sizes.valid_fraction, sizes.seq_len, keep_whole=bool(talks) and not corpus.train)
 
 
-def _whole(text: str, spelled: Tokenizer) -> Document:
+def _as_document(text: str, spelled: Tokenizer) -> Document:
     if isinstance(spelled, CheckpointTokenizer):
         return spelled.document(spelled.model.encode(text, add_special_tokens=False).ids)
     ids = spelled.encode([text]).astype(np.int32)

@@ -25,7 +25,7 @@ from experiments.train.adapters import BaseVariable
 from experiments.train.experts import AXIS, ExpertSharing
 from experiments.train.form import Form
 from experiments.train.losses import accumulate, cross_entropy
-from experiments.train.released import LAYERS, ReleasedOptimizer, layer_of
+from experiments.train.released import LAYERS, ReleasedOptimizer, make_layer
 from experiments.train.sections import Lora, Optim, Run
 from fp8jax.dist import Factors
 from fp8jax.optim.bad_steps import init_monitor, loss_limit, observe_step
@@ -61,7 +61,7 @@ class Task:
     Attributes:
         llama: the shape.
         tx: the optimizer, clipping included.
-        recipe: what everything is stored and computed in; with adapters, `adapters.of_base` of it.
+        recipe: what everything is stored and computed in; with adapters, `adapters.base_recipe` of it.
         remat: what blocks compute again in the backward pass, as `Llama` takes it.
         seed: of the initial parameters.
         microbatches: parts that a batch is computed in, one after the other.
@@ -174,8 +174,8 @@ class Task:
         if self.lora is None:
             return {}
         values = adapters.values_of(params)
-        made = self._form.build(nnx.Rngs(jax.random.key(self.seed)), values)
-        return adapters.with_codes(nnx.to_pure_dict(nnx.state(made, BaseVariable)), params, self.lora)
+        model = self._form.build(nnx.Rngs(jax.random.key(self.seed)), values)
+        return adapters.with_codes(nnx.to_pure_dict(nnx.state(model, BaseVariable)), params, self.lora)
 
     def merged(self, params: Any, base: Any) -> Any:
         """The parameters of a model without adapters that computes what adapters and base do, matrices in fp32."""
@@ -203,7 +203,7 @@ class Task:
         params: Any,
         model_state: Any,
         tokens_BxT: jax.Array,
-        whole: "parallel.Whole | None" = None,
+        whole: "parallel.GatheredModel | None" = None,
         axes: tuple[str, ...] | None = None,
     ) -> tuple[dict[str, jax.Array], Any, Any]:
         """Losses and gradient of the parameters, means over the microbatches, and the model state of the next step.
@@ -224,13 +224,15 @@ class Task:
             held = fp8jax.nnx.quantize_weights(model)
         filters = (nnx.Param, fp8jax.nnx.GradientStatistic, fp8jax.nnx.ScalingVariable, ...)
         graphdef, *states = nnx.split(held, *filters)
-        weights, slots, noted, rest = states
+        weights, slots, scaling_state, other_state = states
 
-        def one(noted: nnx.State, tokens_BxT: jax.Array) -> tuple[nnx.State, tuple[dict[str, jax.Array], Any, Any]]:
+        def one(
+            scaling_state: nnx.State, tokens_BxT: jax.Array
+        ) -> tuple[nnx.State, tuple[dict[str, jax.Array], Any, Any]]:
             def loss(weights: nnx.State, slots: nnx.State) -> tuple[jax.Array, Any]:
                 # Variables belong to the trace that made them: these come from the one around.
-                own = jax.tree.map(lambda x: x, (noted, rest))
-                weights = weights if whole is None else whole.outside_of_layers(weights)
+                own = jax.tree.map(lambda x: x, (scaling_state, other_state))
+                weights = weights if whole is None else whole.outer_weights(weights)
                 model = nnx.merge(graphdef, weights, slots, *own)
                 value = cross_entropy(model, tokens_BxT, self._takes_chunks, axes, self.recipe.head)
                 routers = router_losses(nnx.state(model))
@@ -239,17 +241,19 @@ class Task:
                     total += self.balance_coefficient * routers["balance_loss"] + self.z_coefficient * routers["z_loss"]
                 return total, ({"loss": value} | routers, nnx.state(model, fp8jax.nnx.ScalingVariable))
 
-            (_, (losses, new)), (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, slots)
-            return new, (losses, nnx.to_pure_dict(grads), seen)
+            (_, (losses, new)), (grads, statistics) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+                weights, slots
+            )
+            return new, (losses, nnx.to_pure_dict(grads), statistics)
 
         if self.microbatches == 1:
-            noted, (losses, grads, seen) = one(noted, tokens_BxT)
+            scaling_state, (losses, grads, statistics) = one(scaling_state, tokens_BxT)
         else:
-            noted, (losses, grads, seen) = accumulate(one, noted, self._parts(tokens_BxT))
+            scaling_state, (losses, grads, statistics) = accumulate(one, scaling_state, self._parts(tokens_BxT))
             grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
-        nnx.update(model, noted)
+        nnx.update(model, scaling_state)
         if any(part.collects_stats for part in self.recipe.linear.stateful_strategies.values()):
-            fp8jax.nnx.advance_scaling(model, seen, axis_name=axes)
+            fp8jax.nnx.advance_scaling(model, statistics, axis_name=axes)
         return losses, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
     def _parts(self, tokens_BxT: jax.Array) -> jax.Array:
@@ -304,7 +308,7 @@ class Task:
         params = state.params
         if self.partition and self.rows is not None:
             # Each device updates what it holds; where parameters lie after a step says its caller.
-            where = meshes.held(self.rows.mesh, params, self.partition)
+            where = meshes.optimizer_shardings(self.rows.mesh, params, self.partition)
             if self.partition == "tensors":
                 # XLA would scatter sums of layers' gradients along rows, and then move that to the layers' devices.
                 whole = meshes.state(self.rows.mesh, params)
@@ -319,7 +323,7 @@ class Task:
             updates, opt_state = self.tx.update(grads, state.opt_state, params)
             params = keep_or(optax.apply_updates(params, updates), params)
             opt_state = keep_or(opt_state, state.opt_state)
-        model_state = adapters.apart(self._bounded(params, model_state, opt_state), base)
+        model_state = adapters.difference(self._bounded(params, model_state, opt_state), base)
         model_state = keep_or(model_state, state.model_state)
         step = state.step + healthy.astype(jnp.int32)
         metrics = losses | {"grad_norm": grad_norm, "healthy": healthy} | counts
@@ -349,13 +353,13 @@ class Task:
         parts: Any = nnx.split(nnx.eval_shape(lambda: form.build_plain(nnx.Rngs(0))), nnx.Param, ...)
         graphdef, _, others = parts
 
-        def loss(run: Callable[..., jax.Array], rest: Any) -> jax.Array:
+        def loss(run: Callable[..., jax.Array], outer: Any) -> jax.Array:
             # The model's own layers are not called.
-            model = nnx.merge(graphdef, {**rest, LAYERS: state.params[LAYERS]}, others)
+            model = nnx.merge(graphdef, {**outer, LAYERS: state.params[LAYERS]}, others)
             model.run = run
             return cross_entropy(model, tokens_BxT, self._takes_chunks, head=self.recipe.head)
 
-        block = layer_of(self.llama, self.recipe, self.remat, self.rows)
+        block = make_layer(self.llama, self.recipe, self.remat, self.rows)
         value, params, opt_state = tx.step(block, loss, state.params, state.opt_state)
         healthy, _, monitor, counts = self._judged(state, value, jnp.isfinite(opt_state.norm))
         metrics = {"loss": value, "grad_norm": opt_state.norm, "healthy": healthy} | counts

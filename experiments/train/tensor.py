@@ -2,7 +2,7 @@
 
 Between layers, and in norms, each has some of the tokens; in attention and MLPs all of them, with some of the heads and
 channels. So products before are cut along their outputs, those after along their inputs (`experiments.mesh.state`).
-What travels between the two are codes, forward and backward, where the recipe quantizes its products' operands without
+Codes are sent between the two, forward and backward, if the recipe quantizes the operands of its matmuls without
 a state; else what products compute in. Embedding and head are of a device's own tokens, and so is the loss.
 """
 
@@ -30,13 +30,13 @@ class TokenBoundary:
 
     Attributes:
         devices: that share sequences.
-        wire_format: what travels: the codes of a recipe's products, or a dtype by name.
+        wire_format: what is sent: the codes of a recipe's matmuls, or a dtype by name.
     """
 
     devices: int
     wire_format: Linear | str
 
-    def own(self, x: jax.Array) -> jax.Array:
+    def shard(self, x: jax.Array) -> jax.Array:
         """A device's part of the first axis of an array that all have."""
         length = x.shape[0] // self.devices
         return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * length, length)

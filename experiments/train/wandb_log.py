@@ -36,9 +36,9 @@ def rows(project: str, folder: Path, settings: Mapping[str, Any]) -> Iterator[Ca
         return
     wandb = importlib.import_module("wandb")
     name = f"{folder.parent.name}/{folder.name}"
-    known = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
+    run_id = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
     try:
-        run = wandb.init(project=project, name=name, id=known, resume="allow", dir=str(folder), config=dict(settings))
+        run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=str(folder), config=dict(settings))
     except Exception as error:  # of the package
         raise UserError(f"--wandb {project}: {error}") from None
     try:

@@ -97,7 +97,6 @@ def on_logical_array(
     """Returns `fn(x, *args)` on global arrays, also under an Explicit mesh, where no reshape may split a sharded axis.
 
     Args:
-        fn: a function of global arrays.
         x: the array that determines the sharding of the results.
         *args: further arrays, or None.
         out_shapes: shapes of the results, each of the rank of `x`.

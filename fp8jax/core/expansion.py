@@ -20,7 +20,6 @@ def exponents(largest: Array, smallest: Array, fmt: Format, ratio: float | None 
     Args:
         largest: fp32, largest magnitude of each block; 0 for a block of zeros.
         smallest: fp32, smallest non-zero magnitude of each block; Inf for a block of zeros.
-        fmt: format of the codes.
         ratio: R; None uses `fmt.expansion_range`.
 
     Returns:
@@ -83,7 +82,6 @@ def debias_for_rounding(y: Array, exponent: Array, fmt: Format) -> Array:
     Args:
         y: fp32 magnitudes in units of the format.
         exponent: k, fp32, broadcastable against y.
-        fmt: format of the codes.
     """
     below, above = fmt.floor_ceil(y)
     low, high = (power(code, jnp.where(y > 0, y, 1.0), 1 / exponent) for code in (below, above))

@@ -32,7 +32,6 @@ class Groups(NamedTuple):
 
         Args:
             group_sizes: (all groups,), integers of any dtype, at least 0. Rows beyond `num_rows` are left out.
-            num_rows: number of rows.
             group_offset: integer scalar, the first of the returned groups; None for 0.
             num_groups: number of the returned groups; None for all.
         """
@@ -158,12 +157,7 @@ def take_rows(x: Array, rows: Array) -> Array:
 
 
 def block_table(rows: Array, num_rows: int) -> Array:
-    """For each block of `ALIGNMENT` places its first row, and how many rows it has: int32 (2, blocks).
-
-    Args:
-        rows: as of `PaddedTokens`.
-        num_rows: number of rows.
-    """
+    """For each block of `ALIGNMENT` places its first row, and how many rows it has: int32 (2, blocks)."""
     places = rows.reshape(-1, ALIGNMENT)
     counts = jnp.sum(places < num_rows, axis=1, dtype=jnp.int32)
     return jnp.stack([jnp.where(counts > 0, places[:, 0], 0), counts])

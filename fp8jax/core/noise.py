@@ -36,7 +36,6 @@ def counter_noise(
 
     Args:
         seed: two uint32 words.
-        shape: shape of the result.
         row_length: length to which rows of the last axis are padded; None uses their own.
         global_shape: shape of the array that this is a slice of; None if it is not a slice.
         offsets: start of the slice along each axis.
@@ -78,7 +77,6 @@ def decay_dither(count: ArrayLike, decay: ArrayLike = 1.0) -> Array:
     independent noise per element, and it needs neither a key nor element positions.
 
     Args:
-        count: number of the step.
         decay: factor by which a value shrinks if nothing is added; 1 if unknown.
 
     Returns:

@@ -22,7 +22,6 @@ def pack(codes: Array, axis: int, bits: int = 10) -> Array:
 
     Args:
         codes: int16 array in [-512, 511], packed four in five bytes. With 4 bits: uint8 array, packed two in one byte.
-        axis: the packed axis.
         bits: 10 or 4.
 
     Returns:
@@ -45,7 +44,6 @@ def unpack(packed: Array, axis: int, length: int, bits: int = 10) -> Array:
 
     Args:
         packed: uint8 array.
-        axis: the packed axis.
         length: logical length of that axis.
         bits: 10 or 4.
     """

@@ -179,7 +179,11 @@ class QTensor:
         return QTensorLeaves(self.codes, self.scale, self.expansion, self.microscale)
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
-        """The decoded values, computed in fp32 and cast to `dtype`."""
+        """The decoded values, computed in fp32 and cast to `dtype`.
+
+        Raises:
+            ValueError: as for `check_blocks`.
+        """
         self.check_blocks()
         names = [name for name, part in self._leaves._asdict().items() if part is not None]
 
@@ -203,8 +207,15 @@ class QTensor:
         """Checks that the blocks have not moved since the codes were computed; works for an abstract QTensor, too.
 
         Raises:
-            ValueError: the arrays were concatenated, sliced or stacked one by one along an axis with blocks.
+            ValueError: the codes were cast, or the arrays were concatenated, sliced or stacked one by one along an axis
+                with blocks.
         """
+        dtype = _dtypes(self.spec)[0]
+        if self.codes.dtype != dtype:
+            raise ValueError(
+                f"codes of {self.spec} have dtype {self.codes.dtype}, not {dtype}: the arrays of a QTensor were cast "
+                "one by one. Cast the result of dequantize() instead"
+            )
         short, expected = ShortBlocks.from_shape(self.codes.shape, self.spec), self.spec.leaf_shapes(self.shape)
         shapes = {name: getattr(self, name).shape for name in expected if getattr(self, name) is not None}
         wrong = {
@@ -375,9 +386,6 @@ def quantize_with_scale(
         previous: exponents for blocks to keep where they can.
         dither: from `fp8jax.core.noise.decay_dither`, for a moment that rounds to nearest, so that its decay is not
             lost.
-
-    Returns:
-        A `QTensor`.
 
     Raises:
         TypeError, ValueError: as for `quantize`; or scales are given for two levels or expansion.

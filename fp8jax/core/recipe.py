@@ -8,7 +8,7 @@ from typing import Literal
 from fp8jax.core import formats, masters
 from fp8jax.core.masters import Master
 from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find_scaling
-from fp8jax.core.spec import TRANSPOSABLE, QuantSpec, check_booleans, check_expand
+from fp8jax.core.spec import TRANSPOSABLE, QuantSpec, check_booleans, check_choice, check_expand
 from fp8jax.core.tables import sentence, table
 
 FORMS = ("two_phase", "one_phase")
@@ -38,8 +38,7 @@ class Comm:
     auto_scale: bool = False
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"unknown comm.form {self.form!r}; use one of {', '.join(FORMS)}")
+        check_choice("comm.form", self.form, FORMS)
         one_phase = self.form == "one_phase"
         spec = self.spec
         if spec is None:
@@ -170,8 +169,7 @@ class Context:
 
     def __post_init__(self) -> None:
         check_booleans(self, "recompute_activations", prefix="context.")
-        if self.amax not in AMAXES:
-            raise ValueError(f"unknown context.amax {self.amax!r}; use one of {', '.join(AMAXES)}")
+        check_choice("context.amax", self.amax, AMAXES)
         if self.residual is None:
             if self.amax != "exact":
                 raise ValueError(
@@ -228,8 +226,7 @@ class Optimizer:
         check_expand(self.expand)
         if not formats.get(self.mu).is_signed:
             raise ValueError(f"mu {self.mu!r} is unsigned, but first moments are signed; use 'de8' or 'e4m3'")
-        if self.nu_rounding not in NU_ROUNDINGS:
-            raise ValueError(f"unknown nu_rounding {self.nu_rounding!r}; use one of {', '.join(NU_ROUNDINGS)}")
+        check_choice("nu_rounding", self.nu_rounding, NU_ROUNDINGS)
         if self.nu_rounding == "stochastic" and self.nu == "fp32":
             raise ValueError(
                 "nu_rounding 'stochastic' requires an 8-bit or bf16 nu, but nu is 'fp32'; use nu_rounding='auto'"
@@ -378,10 +375,9 @@ class Linear:
                 raise ValueError(
                     f"linear.{field} cannot be the same as {source!r}, whose scales cannot be transposed; pass a spec"
                 )
-        for field in ("scaling", "w_scaling"):
-            if getattr(self, field) not in (*NAMES, *([None] if field == "w_scaling" else [])):
-                names = ", ".join(NAMES)
-                raise ValueError(f"unknown linear.{field} {getattr(self, field)!r}; use one of {names}")
+        check_choice("linear.scaling", self.scaling, NAMES)
+        if self.w_scaling is not None:
+            check_choice("linear.w_scaling", self.w_scaling, NAMES)
         self._check_stateful_strategies()
         if unknown := set(self.fast_accumulation) - set(self.products()):
             names = ", ".join(self.products())
@@ -544,7 +540,7 @@ class Linear:
         }
 
 
-RECOMPUTED = "computed again"
+RECOMPUTED = "recomputed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -621,7 +617,7 @@ class Recipe:
         if self.comm.gradients is not None:
             stored.append(("gradient between devices", self.comm.spec or self.comm.gradients, "fp32"))
         if self.context.recompute_activations:
-            stored.append(("input that a norm or activation made", RECOMPUTED, weights.compute))
+            stored.append(("linear input from a norm or activation", RECOMPUTED, weights.compute))
         return [self._with_residuals(role, str(kind), computed, self._bytes(kind)) for role, kind, computed in stored]
 
     def _bytes(self, stored: str | QuantSpec) -> float:

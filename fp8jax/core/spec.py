@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from fp8jax.core import blocks, expansion, formats, packing
 
@@ -28,6 +28,12 @@ def check_booleans(record: object, *fields: str, prefix: str = "") -> None:
     for field in fields:
         if not isinstance(value := getattr(record, field), bool):
             raise ValueError(f"{prefix}{field} must be True or False, got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raises ValueError for a value that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; use one of {', '.join(choices)}")
 
 
 def check_expand(expand: bool | str) -> None:
@@ -103,16 +109,11 @@ class QuantSpec:
             raise ValueError(f"format {self.format!r} is stored by a cast, without scales; use a narrower format")
         if self.format == "e8m0":
             raise ValueError("format 'e8m0' is for scales only: it has no zero and no sign. Use another format")
-        for field, allowed in (
-            ("granularity", GRANULARITIES),
-            ("scale_format", SCALE_FORMATS),
-            ("rounding", ROUNDINGS),
-            ("outer_scale", OUTER_SCALES),
-            ("exponent_rounding", EXPONENT_ROUNDINGS),
-        ):
-            value = getattr(self, field)
-            if value not in allowed:
-                raise ValueError(f"unknown {field} {value!r}; use one of {', '.join(allowed)}")
+        check_choice("granularity", self.granularity, GRANULARITIES)
+        check_choice("scale_format", self.scale_format, SCALE_FORMATS)
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("outer_scale", self.outer_scale, OUTER_SCALES)
+        check_choice("exponent_rounding", self.exponent_rounding, EXPONENT_ROUNDINGS)
         check_booleans(self, "flush_to_zero", "fold_scales")
         if self.granularity not in SIZED_GRANULARITIES and self.group_size is not None:
             raise ValueError(f"group_size={self.group_size} contradicts granularity {self.granularity!r}")

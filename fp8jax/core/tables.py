@@ -50,7 +50,6 @@ def sectioned_table(
     """Rows below titles, in common columns. A cell that is too wide is wrapped.
 
     Args:
-        head: the names of the columns.
         sections: the title and the rows of each section, rows of as many cells as the head.
         width: maximal width in columns; None uses the terminal's.
     """

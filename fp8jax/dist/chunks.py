@@ -1,4 +1,4 @@
-"""Split and join of codes as equal chunks for devices, with buckets of arrays that travel together."""
+"""Split and join of codes as equal chunks for devices, with buckets of arrays that are sent together."""
 
 import dataclasses
 import functools
@@ -108,7 +108,7 @@ def to_fp32(raw: Array) -> Array:
 
 
 def buckets(sizes: Sequence[int], limit: int = 1 << 22) -> list[list[int]]:
-    """Indices of arrays that travel together: large arrays alone, small ones in order up to `limit` elements."""
+    """Indices of arrays that are sent together: large arrays alone, small ones in order up to `limit` elements."""
     groups: list[list[int]] = []
     filled = limit
     for i, size in enumerate(sizes):

@@ -262,7 +262,7 @@ def quantize_to_send(x: Array, wire: WireFormat, groups: Groups, axes: tuple[str
     q = quantize_rows(x, spec, wire.strategy, PaddedTokens.from_groups(groups, x.shape[0], alignment(spec)), axes=axes)
     if spec.outer_scale != "none":
         return q
-    # Each row travels with all of its scales, also with the constant one above its powers of two.
+    # Each row is sent with all of its scales, also with the constant one above its powers of two.
     spec = dataclasses.replace(spec, outer_scale="token", exponent_rounding="down", fold_scales=False)
     return QTensor(q.codes, jnp.broadcast_to(q.scale, (x.shape[0], 1)), None, q.microscale, spec)
 
@@ -316,7 +316,7 @@ def expert_collectives(
             quantize = functools.partial(quantize_to_send, wire=wire, groups=Groups(*jnp.zeros((2, 1), jnp.int32)))
             leaves = jax.tree.leaves(jax.eval_shape(quantize, jax.ShapeDtypeStruct((rows, width), jnp.float32)))
             sent = {"u8": rows * _message_widths(leaves)[1]}
-            if is_gather:  # scales travel apart
+            if is_gather:  # scales are sent separately
                 scales = sum(4 * leaf.size for leaf in leaves if leaf.dtype == jnp.float32)
                 sent = {"u8": sum(leaf.size for leaf in leaves if leaf.dtype.itemsize == 1), "f32": scales}
         result += [Collective(kind, name, nbytes, devices, count) for name, nbytes in sent.items()]

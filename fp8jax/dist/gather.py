@@ -27,7 +27,7 @@ def gather_weights(
     gradients: Comm | Recipe | str = "bf16",
     dtype: DTypeLike | None = None,
 ) -> Any:
-    """Whole weights from each device's shards, which travel as codes; call it inside `jax.shard_map`.
+    """Whole weights from each device's shards, which are sent as codes; call it inside `jax.shard_map`.
 
     Every device quantizes its shard under the scales of the whole weight and gathers the codes, one byte per element.
     The decoded weights are rounded once. Products of the recipe in `wire_format` round them to the same codes again. In

@@ -85,8 +85,7 @@ def plan(
 
     Over "fsdp" everything is sharded. Matrices of stacked layers are gathered in the forward and backward pass, as
     codes if the recipe quantizes weights; others are gathered once. Gradients are scattered to their owners, and summed
-    over "data", as `recipe.comm` defines. If it leaves that to XLA, matrices and their gradients travel in the compute
-    dtype.
+    over "data", as `recipe.comm` defines. If XLA reduces them, matrices and gradients are sent in the compute dtype.
 
     Along "tensor" devices share sequences (`gather_sequence`, `scatter_sequence`). Parameters with a `tensor_dims` are
     used as shards. Other matrices are stored as shards, and gathered once per step in the compute dtype. Gradients of

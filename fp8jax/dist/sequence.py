@@ -1,4 +1,4 @@
-"""Activations at the boundary of tensor and sequence parallelism, which travel as codes (FP8-LM, figure 2).
+"""Activations at the boundary of tensor and sequence parallelism, sent as codes (FP8-LM, figure 2).
 
 Between the linear layers of a block, each device has a shard of the sequence. Within them, it has a shard of the
 channels.
@@ -117,7 +117,7 @@ def gather_sequence(
     gradients: WireFormatLike | None = None,
     dim: int = -2,
 ) -> Array:
-    """The whole sequence from each device's shard, which travels as codes; call it inside `jax.shard_map`.
+    """The whole sequence from each device's shard, which is sent as codes; call it inside `jax.shard_map`.
 
     Every device quantizes its shard under the scales of the whole, as a product of the whole would. The codes therefore
     do not depend on the number of devices. The decoded values are rounded once. Products of the recipe in `wire_format`
@@ -171,7 +171,7 @@ def gather_linear(
     """Linear layers of the whole sequence, such as q, k and v, with weights sharded over their outputs.
 
     It equals `gather_sequence` followed by `fp8jax.linear`, but the products read the gathered codes. Nothing is
-    quantized twice, and the 16-bit whole is never written. The layers' gradients of `x` are summed before they travel.
+    quantized twice, and the 16-bit whole is never written. The gradients of `x` of all layers are summed, then sent.
 
     If the recipe saves inputs as codes, those of the whole sequence are residuals; under `jax.checkpoint` they are
     gathered again.
@@ -257,7 +257,7 @@ def _gather_with_codes(
     gradients: WireFormatLike | None,
     dim: int,
 ) -> tuple[Array, tuple[QuantSpec, QTensor] | None]:
-    """The whole array; and its spec with its codes as bytes, or None if no codes travelled."""
+    """The whole array; and its spec with its codes as bytes, or None if no codes were sent."""
     devices, dim = manual.check_manual_axes(caller, axes, (), _ADVICE), _normalize_dim(caller, x, dim)
     forward_format = operand_wire_format(caller, wire_format, "x")
     backward_format = sum_wire_format(caller, wire_format if gradients is None else gradients)

@@ -45,7 +45,7 @@ def gather_quantized(
     """A whole `QuantizedWeight` for the products of a recipe, from each device's rows; call it inside `jax.shard_map`.
 
     Codes and scales are those of `fp8jax.quantize_weight` for the whole weight, bit for bit. One byte per element
-    travels. Use it in `fp8jax.linear(x, fsdp_gather_weight(w, ..., needs_values=False), quantized=...)`, under
+    is sent. Use it in `fp8jax.linear(x, fsdp_gather_weight(w, ..., needs_values=False), quantized=...)`, under
     `jax.checkpoint` with `regather_policy` or another policy that does not save gathered arrays.
 
     Args:

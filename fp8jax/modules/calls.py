@@ -86,7 +86,6 @@ class CallLeaf(NamedTuple):
         kind: "parameter", "array" of the module, "argument" array, "setting", or for a result that is an input
             "passthrough".
         value: the path of a parameter or of an adapter's array, the value of a setting, or the number of the input.
-        num_arrays: of the leaf.
     """
 
     kind: str
@@ -103,9 +102,6 @@ class Results:
 
     Attributes:
         arrays: those of the results, then new values of variables.
-        structure: of the results and side effects.
-        leaves: their kinds.
-        num_results: the number of arrays of the results.
     """
 
     arrays: list[Any]
@@ -145,7 +141,6 @@ def merge_leaves(
     """The leaves of a call or of its results.
 
     Args:
-        arrays: those of the leaves, in their order.
         input_leaves: the inputs of the call, for results that are inputs.
     """
 
@@ -172,7 +167,6 @@ def transform_call(
     """A call as a function of parameters and other arrays.
 
     Args:
-        call: the call as a function of its leaves.
         original: the method that the function is named after.
         names, requires_product, is_module_method, checks_rules, state_axes: as of `CallInfo`.
     """
@@ -225,10 +219,6 @@ class LayerNames:
 
     It is the path of the module that contains the parameter. If this module has several matrices, the path of the
     parameter comes first.
-
-    Args:
-        prefix: the path of the module in its model.
-        shapes: the parameters of the module, by path.
     """
 
     def __init__(self, prefix: str, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:

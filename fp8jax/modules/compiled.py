@@ -183,9 +183,7 @@ def describe_widened(
     """A line for each kind of product of codes that runs in more bits: the dtype, why, and the remedy.
 
     Args:
-        products: of `parse_products`.
         choices: recorded while the program was traced (`fp8jax.ops.dispatch.choice.record_choices`).
-        backend: what it was compiled for.
     """
     is_wide = lambda choice: choice.impl == "xla" or "decoded" in choice.reason  # noqa: E731
     reasons = list(dict.fromkeys(c.reason for name, c in choices if "matmul" in name and is_wide(c)))

@@ -81,10 +81,6 @@ class ModuleMethod(NamedTuple):
     """A method of a module class, to be run as a function.
 
     Attributes:
-        original: the method as the user wrote it.
-        name: of the method.
-        rules: on the paths of layers.
-        prefix: the path of the module in its model.
         requires_product: whether a call without a product that can be quantized raises an error.
         restore_classes: restores the user's classes of the modules in a graph, and returns a function that undoes this.
     """

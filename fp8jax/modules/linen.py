@@ -27,7 +27,6 @@ class LinenClassConfig(NamedTuple):
     """How the methods of a quantized module's class are transformed.
 
     Attributes:
-        rules: the rules that choose a recipe for each layer.
         bound_path: for a submodule of a bound model, the path of the model's module; else None.
         field_path: for a submodule of an unbound model, its path in that model.
     """

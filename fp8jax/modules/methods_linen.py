@@ -60,7 +60,6 @@ class QuantizedRoot(NamedTuple):
     """A quantized module.
 
     Attributes:
-        rules: the rules that choose a recipe for each layer.
         path: the path of the model that rule paths are relative to.
         field_path: the module's path in its model, if that was never bound.
         is_submodule: whether it is a submodule of this model that is called directly.
@@ -89,7 +88,6 @@ class LiftedCall(NamedTuple):
     """A method call as a function.
 
     Attributes:
-        call: the call, with its arrays.
         param_locations: for each parameter path the index of its scope and its path in the scope.
         is_mutable: for each scope, whether scaling variables can be written.
     """
@@ -264,9 +262,6 @@ def _get_function(
     Args:
         fields: `_module_fingerprint` of the module; None if it cannot be compared.
         structure: tree structure of (variable groups, keys, args, kwargs).
-        leaf_kinds: kinds of its leaves.
-        values: its leaves.
-        scopes: the scopes of the lifted modules.
     """
     shapes = tuple((x.shape, x.dtype) for x in values if is_array(x) or is_frozen(x))
     context = tuple((scope.path, repr(scope.mutable), scope.flags) for scope in scopes)

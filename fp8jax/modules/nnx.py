@@ -123,9 +123,7 @@ class QuantizedClassConfig:
     """How the methods of a quantized module's class are transformed.
 
     Attributes:
-        rules: the rules on the paths of layers.
         prefix: the module's path in its model; "" if there are no user rules.
-        methods: the names of the transformed methods.
         is_model: whether it is the model itself, which must have something to quantize.
     """
 

@@ -69,7 +69,6 @@ class ParameterStateModule(nnx.Module):
     It replaces the product function of a layer of Flax, and is called as this function; or it is a separate attribute.
 
     Attributes:
-        linear: the recipe of the products.
         weight: the path of the parameter in its layer.
         original: the layer's value in this place; None also for JAX's own function.
         jax_function: JAX's function that it replaces; None in a separate attribute.
@@ -119,9 +118,7 @@ class LayerScaling(ParameterStateModule):
         use_running_average: read the states and store no stats, as `model.eval()` sets it.
 
     Args:
-        linear: the recipe of its products.
         kernel: the weight, (..., and at least two axes), an array or a shape.
-        weight: as of `ParameterStateModule`.
         num_layer_axes: the number of its first axes that are those of stacked layers.
         kind: of layer, for messages; without a path, because layers that differ in nothing else share their traces.
         original, jax_function: as of `ParameterStateModule`.

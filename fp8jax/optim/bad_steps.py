@@ -64,9 +64,6 @@ def observe_step(
     """Whether a step is good, and the monitor after it.
 
     Args:
-        monitor: before the step.
-        is_finite: whether gradients are, bool scalar.
-        loss: of the step, a scalar, or None.
         max_loss_jump: as of `loss_limit`; None looks for no jump and stores no loss.
     """
     is_good = is_finite if loss is None else is_finite & jnp.isfinite(loss)

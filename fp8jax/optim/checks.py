@@ -69,18 +69,26 @@ def check_learning_rate(argument: Any) -> None:
         check_number("learning_rate", argument)
 
 
-def check_array(path: Any, param: Any) -> None:
-    """Raises TypeError for a parameter that is a Python number, without a dtype and a shape for its moments."""
-    if not hasattr(param, "dtype"):
-        kind = type(param).__name__
-        raise TypeError(f"{_param_name(path)} is {param!r}, of type {kind}, not an array; convert it with jnp.asarray")
+def check_params(params: Any, *, only_floating: bool = True) -> None:
+    """Raises TypeError for parameters that are no arrays, have 8-bit floats, or are not of a floating dtype.
 
-
-def check_floating(path: Any, param: Any) -> None:
-    """Raises TypeError for a parameter without a floating dtype."""
-    check_array(path, param)
-    if not jnp.issubdtype(param.dtype, jnp.floating):
-        raise TypeError(f"{_param_name(path)} has dtype {param.dtype}; exclude it with optax.masked or optax.partition")
+    Args:
+        params: tree of parameters.
+        only_floating: whether other dtypes are refused.
+    """
+    for path, param in jax.tree_util.tree_leaves_with_path(params, is_leaf=moments.is_quantized):
+        name, kind = _param_name(path), type(param).__name__
+        if isinstance(param, QTensor):
+            raise TypeError(f"{name} is a QTensor, which no optimizer updates; pass its dequantize() in 16 or 32 bits")
+        if not hasattr(param, "dtype"):
+            raise TypeError(f"{name} is {param!r}, of type {kind}, not an array; convert it with jnp.asarray")
+        is_floating = jnp.issubdtype(param.dtype, jnp.floating)
+        if is_floating and param.dtype.itemsize < 2:
+            raise TypeError(
+                f"{name} has dtype {param.dtype}, which loses most updates; convert it to bfloat16 or float32"
+            )
+        if only_floating and not is_floating:
+            raise TypeError(f"{name} has dtype {param.dtype}; exclude it with optax.masked or optax.partition")
 
 
 def check_state(opt_state: Any, expected: type) -> None:
@@ -94,7 +102,7 @@ def check_state(opt_state: Any, expected: type) -> None:
 
 
 def check_gradients(grads: Any, moment_tree: Any) -> None:
-    """Raises ValueError for gradients that are None, or differ in shape from their moments."""
+    """Raises ValueError for gradients that are None or of another shape than their moments, TypeError if complex."""
     structure: Any
     paths, structure = jax.tree_util.tree_flatten_with_path(moment_tree, is_leaf=moments.is_quantized)
     for (path, moment), grad in zip(paths, structure.flatten_up_to(grads), strict=True):
@@ -107,6 +115,15 @@ def check_gradients(grads: Any, moment_tree: Any) -> None:
             raise ValueError(
                 f"the gradient of {_param_name(path)} has shape {grad.shape}, but its moments have shape {moment.shape}"
             )
+        check_real(path, grad)
+
+
+def check_real(path: Any, grad: Any) -> None:
+    """Raises TypeError for the complex gradient of a real parameter: a cast would drop the imaginary part."""
+    if not isinstance(grad, QTensor) and jnp.issubdtype(grad.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"the gradient of {_param_name(path)} is complex ({grad.dtype}), but the parameter is real; pass grad.real"
+        )
 
 
 def check_storage(

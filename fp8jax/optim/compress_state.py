@@ -101,7 +101,8 @@ def compress_state(
     Raises:
         ValueError: an argument is out of range or unknown; or at `init`, a key matches no moment, or a leaf shaped like
             its parameter has a name that is neither in optax's list nor in `moments`.
-        TypeError: `tx` is not a transformation; or at `init`, its moments are quantized already.
+        TypeError: `tx` is not a transformation; or at `init`, its moments are quantized already, or a parameter has 8
+            bits; or at `update`, the gradient of a real parameter is complex.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax
@@ -137,7 +138,7 @@ def compress_state(
 
     def init(params: optax.Params) -> optax.OptState:
         _, size = storage.require_static(static_group_size, static_min_size)
-        jax.tree_util.tree_map_with_path(checks.check_array, params)
+        checks.check_params(params, only_floating=False)
         inner_state = inner.init(_to_float32(params))
         if any(map(storage.is_quantized, jax.tree.leaves(inner_state, is_leaf=storage.is_quantized))):
             raise TypeError(
@@ -167,7 +168,7 @@ def compress_state(
             )
         changes, new_state = inner.update(gradients, loaded_state, wide_params, **extra_args)
         like = updates if params is None else params
-        changes = jax.tree.map(lambda u, x: u.astype(x.dtype), changes, like)
+        changes = jax.tree_util.tree_map_with_path(_cast_like, changes, like)
         # The new state is stored like the old one: no step changes its types.
         count = optax.safe_increment(outer_state.count) if is_counted else _sum_counts(new_state)
         if count is None:
@@ -204,12 +205,16 @@ def compress_state(
     return optax.GradientTransformationExtraArgs(*flax_variables.with_unboxed_variables(*functions))
 
 
+def _cast_like(path: _Path, change: Array, like: Array) -> Array:
+    if not jnp.issubdtype(like.dtype, jnp.complexfloating):
+        checks.check_real(path, change)
+    return change.astype(like.dtype)
+
+
 class _StateLeaf(NamedTuple):
     """A leaf of a state.
 
     Attributes:
-        path: in the state.
-        value: the leaf.
         param: the parameter that its path ends with, or None; `layer` is that parameter's path.
         storage: how it is stored; None for a leaf that is not a moment.
         role: "first" or "other"; None for a leaf that is not a moment.
@@ -288,8 +293,10 @@ def _make_plan(
         param = None if param_start is None else params_by_path[path[param_start:]]
         shape = None if param is None else param.shape
         if isinstance(leaf, QTensor) and leaf.shape != shape:
-            where = jax.tree_util.keystr(path)
-            raise ValueError(f"the moment {where} has shape {leaf.shape}, but its gradient has {shape}")
+            found = "is None or not of a floating dtype" if shape is None else f"has shape {shape}"
+            raise ValueError(
+                f"the moment {jax.tree_util.keystr(path)} has shape {leaf.shape}, but its gradient {found}"
+            )
         param_path = () if param_start is None else path[param_start:]
         leaves.append(_StateLeaf(path, leaf, param, jax.tree_util.keystr(param_path, simple=True, separator="/")))
         if leaf.shape != shape or not (isinstance(leaf, QTensor) or jnp.issubdtype(leaf.dtype, jnp.floating)):

@@ -90,7 +90,8 @@ def scale_by_compressed_adam(
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
             parameter.
-        TypeError: `mu_dtype` is given; or at `init`, a parameter is not of a floating dtype.
+        TypeError: `mu_dtype` is given; or at `init`, a parameter is not of a floating dtype or has 8 bits; or at
+            `update`, a gradient is complex.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax
@@ -213,7 +214,8 @@ def compressed_adamw(
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
             parameter, or no parameters are given.
-        TypeError: `mu_dtype` is given; or at `init`, a parameter is not of a floating dtype.
+        TypeError: `mu_dtype` is given; or at `init`, a parameter is not of a floating dtype or has 8 bits; or at
+            `update`, a gradient is complex.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax
@@ -253,7 +255,7 @@ def compressed_adamw(
 
     def init_fn(params: optax.Params) -> CompressedAdamState | MasterAdamState:
         _, size = moments.require_static(static_group_size, static_min_size)
-        jax.tree_util.tree_map_with_path(checks.check_floating, params)
+        checks.check_params(params)
         mus, nus = (jax.tree.map(lambda p: moments.zeros(p, spec, size), params) for spec in specs.values())  # noqa: B023
         state = _make_state(jnp.zeros([], jnp.int32), mus, nus, master_weights.init_remainders(params, master_format))
         return moments.replicate_scalars(state, params)

@@ -12,7 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fp8jax.core import formats
-from fp8jax.core.spec import QuantSpec
+from fp8jax.core.spec import ROUNDINGS, QuantSpec, check_choice
 from fp8jax.ops.dispatch.choice import check_impl
 from fp8jax.ops.optimizers import fp8lm
 from fp8jax.ops.optimizers.leaf import Adam, Moment, load
@@ -21,7 +21,6 @@ from fp8jax.optim import checks, master_weights, moments
 from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule
 from fp8jax.optim.fused import FusedTransformation, StepOptions, fused_transformation
 
-ROUNDINGS = ("nearest", "stochastic")
 # A NumPy integer, because optax.inject_hyperparams traces Python integers.
 NO_LAYER_AXES = np.int32(0)
 
@@ -141,7 +140,8 @@ def fp8lm_adamw(
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
             parameter, or no parameters are given.
-        TypeError: at `init`, a parameter is not of a floating dtype, or not of the dtype of `master`.
+        TypeError: at `init`, a parameter is not of a floating dtype, has 8 bits, or is not of the dtype of `master`; or
+            at `update`, a gradient is complex.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp
@@ -157,8 +157,7 @@ def fp8lm_adamw(
     check_impl(impl)
     if mu not in ("e4m3", "e5m2"):
         raise ValueError(f"mu {mu!r} is not 'e4m3' or 'e5m2'; use fp8jax.compressed_adamw for other formats")
-    if master_rounding not in ROUNDINGS:
-        raise ValueError(f"unknown master_rounding {master_rounding!r}; use one of {', '.join(ROUNDINGS)}")
+    check_choice("master_rounding", master_rounding, ROUNDINGS)
     master_format = master_weights.parse_master(master)
     if master_format is not None and master_rounding != "nearest":
         raise ValueError(
@@ -188,7 +187,7 @@ def fp8lm_adamw(
 
     def init_fn(params: optax.Params) -> Any:
         moments.require_static(static_group_size, static_min_size)
-        jax.tree_util.tree_map_with_path(checks.check_floating, params)
+        checks.check_params(params)
         layer_axis_counts = jax.tree.broadcast(moments.resolve_tree(layer_axes, params), params)
 
         def init_field(name: str, param: Any, num_layer_axes: Any) -> Moment:

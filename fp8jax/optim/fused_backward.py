@@ -162,7 +162,6 @@ class _Residuals:
     Attributes:
         arrays: residuals of the call, or of each layer, stacked.
         sources: for each residual the number of the argument that it is, or None for the next of `arrays`.
-        structure: of all residuals.
     """
 
     arrays: Sequence[Array]
@@ -273,15 +272,10 @@ class FusedBackwardBlock:
     ) -> tuple[FusedBlockState, tuple[Any, ...]]:
         block_state, backward = residuals
         gradients, *inputs = backward(cotangent)
-        params, encoded_state, count = block_state.params, block_state.encoded_state, block_state.count
-        squares = sum_of_squares(gradients)
+        stored, squares = (block_state.params, block_state.encoded_state), sum_of_squares(gradients)
         if not block_state.is_norm_only:
-            factor = block_state.get_grad_scale(squares)
-            params, encoded_state = self._step(
-                gradients, block_state, params, encoded_state, factor, TreeSlice(block_state.name)
-            )
-            count = count + 1
-        return _updated_state(block_state, params, encoded_state, count, squares), tuple(inputs)
+            stored = self._step(block_state, gradients, *stored, squares)
+        return _updated_state(block_state, *stored, squares), tuple(inputs)
 
     def _plain_scan(self, block_state: FusedBlockState, x: Any, shared: tuple[Any, ...]) -> Any:
         """The result of the stacked blocks, without updates in the backward pass."""
@@ -328,13 +322,10 @@ class FusedBackwardBlock:
             gradients, dx, *shared_grads = layer_residuals.make_backward([*jax.tree.leaves(params), *shared_leaves])(dx)
             square_sum = sum_of_squares(gradients)
             if not block_state.is_norm_only:
-                tree_slice, factor = TreeSlice(block_state.name, i), block_state.get_grad_scale(square_sum, i)
                 if keep_layer_axis:  # its scales depend on the number of stacked axes
                     gradients, params = jax.tree.map(lambda x: x[None], (gradients, params))
-                new_params, new_encoded_state = self._step(
-                    gradients, block_state, params, encoded_state, factor, tree_slice
-                )
-                stacks = jax.tree.map(functools.partial(_write_layer, i), stacks, (new_params, new_encoded_state))
+                stored = self._step(block_state, gradients, params, encoded_state, square_sum, i)
+                stacks = jax.tree.map(functools.partial(_write_layer, i), stacks, stored)
             shared_grads = jax.tree.leaves(shared_grads)
             sums = [total + shared_grads[i] for total, i in zip(sums, differentiable, strict=True)]
             return (stacks, squares.at[i].set(square_sum)), dx, sums
@@ -347,30 +338,24 @@ class FusedBackwardBlock:
         ((params, encoded_state), squares), dx, sums = lax.fori_loop(0, layers, backward_layer, initial_carry)
         sums_by_index = dict(zip(differentiable, sums, strict=True))
         shared_grads = [sums_by_index.get(i) for i in range(len(shared_leaves))]  # None is no gradient
-        count = block_state.count if block_state.is_norm_only else block_state.count + 1
-        return (
-            _updated_state(block_state, params, encoded_state, count, squares),
-            dx,
-            jax.tree.unflatten(jax.tree.structure(shared), shared_grads),
-        )
+        new_state = _updated_state(block_state, params, encoded_state, squares)
+        return new_state, dx, jax.tree.unflatten(jax.tree.structure(shared), shared_grads)
 
     def _step(
         self,
-        gradients: Any,
         block_state: FusedBlockState,
+        gradients: Any,
         params: Any,
         encoded_state: Any,
-        grad_scale: Array,
-        tree_slice: TreeSlice,
+        squares: Array,
+        layer: Array | None = None,
     ) -> tuple[Any, Any]:
+        """The parameters and the encoded state of a block, or of one of its layers, after a step."""
+        grad_scale, tree_slice = block_state.get_grad_scale(squares, layer), TreeSlice(block_state.name, layer)
         state = from_float_leaves(encoded_state, block_state.dtypes, block_state.count)
         key = self._key
         if key is not None:
-            for number in (
-                state.count,
-                noise.param_seed(block_state.name),
-                0 if tree_slice.layer is None else tree_slice.layer,
-            ):
+            for number in (state.count, noise.param_seed(block_state.name), 0 if layer is None else layer):
                 key = jax.random.fold_in(key, number)
         params, state = self._tx.step(gradients, state, params, key=key, grad_scale=grad_scale, tree_slice=tree_slice)
         return params, as_float_leaves(state)
@@ -403,9 +388,8 @@ def sum_of_squares(gradients: Any) -> Array:
     return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)), jnp.float32(0.0))
 
 
-def _updated_state(
-    block_state: FusedBlockState, params: Any, encoded_state: Any, count: Array, squares: Array
-) -> FusedBlockState:
+def _updated_state(block_state: FusedBlockState, params: Any, encoded_state: Any, squares: Array) -> FusedBlockState:
+    count = block_state.count if block_state.is_norm_only else block_state.count + 1
     return dataclasses.replace(
         block_state, params=params, encoded_state=encoded_state, count=count, squares=squares, uses=jnp.float32(1.0)
     )
@@ -541,13 +525,10 @@ def compute_grad_norm(
 
 
 def grad_norm_from_states(updates: Any) -> Array:
-    """The global norm of the gradients of a step.
+    """The global norm of the gradients of a step, fp32.
 
     Args:
         updates: of `value_and_step`: gradients, and each `FusedBlockState` after the step, with its sum of squares.
-
-    Returns:
-        fp32 scalar.
     """
     leaves = jax.tree.leaves(updates, is_leaf=_is_block_state)
     squares = [jnp.sum(x.squares) if isinstance(x, FusedBlockState) else sum_of_squares(x) for x in leaves]

@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from fp8jax.core.scaling import Automatic, AxisNames
+from fp8jax.ops.optimizers.adamw import clip_finite
 from fp8jax.optim import checks, flax_variables, moments
 from fp8jax.optim.compressed_adamw import ScalarOrSchedule
 from fp8jax.optim.fused import FusedTransformation
@@ -299,7 +300,7 @@ def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: Ax
             if limit is None or flat[i].dtype.itemsize > weights[i].dtype.itemsize:
                 return max_over_shards(automatic.measure_amax(flat[i]))
             max_abs = limit(state.count, bound).astype(flat[i].dtype)
-            flat[i] = _clip(flat[i], max_abs)
+            flat[i] = clip_finite(flat[i], max_abs[..., None, None])
             return max_abs.astype(jnp.float32)
 
         new_state = advance_state(state, tree, weights, max_change, margin_list)
@@ -410,12 +411,6 @@ def _map_bounds(state: WeightBounds, make_bound: Callable[[tuple[str, ...], Arra
 def _is_tracked(x: Any) -> bool:
     """Whether a parameter is one that linear layers may quantize."""
     return jnp.ndim(x) >= 2 and jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _clip(update: Array, max_abs: Array) -> Array:
-    """Finite updates clipped to the limits; NaN and Inf stay."""
-    max_abs = max_abs[..., None, None]
-    return jnp.where((jnp.abs(update) > max_abs) & jnp.isfinite(update), jnp.sign(update) * max_abs, update)
 
 
 def _flatten_by_path(tree: Any) -> dict[tuple[str, ...], Array]:

@@ -15,7 +15,6 @@ class BiasForm(NamedTuple):
     """The sum of a matmul's result and a bias.
 
     Attributes:
-        sum: the node of the addition.
         value: the parameter, in the order of the outputs and in its stored dtype if that is a float of 16 bits or more.
     """
 
@@ -28,7 +27,6 @@ def find(node: Node, num_outputs: int, reader: Node | None) -> BiasForm | None:
 
     Args:
         node: the matmul. The outputs of its weight are the last axes of its result.
-        num_outputs: the number of these axes.
         reader: the only node that reads the result; None if there are several.
     """
     (result,) = node.results

@@ -15,7 +15,7 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.graph import Graph, Node, Value
-from fp8jax.rewrite.operations import ProductOperation
+from fp8jax.rewrite.operations import ProductOperation, RaggedOperation
 from fp8jax.rewrite.primitives import Equation
 from fp8jax.rewrite.run import Interpreter, schedule
 from fp8jax.rewrite.states import UseInputs
@@ -27,7 +27,6 @@ class Deviation(NamedTuple):
     """The relative errors of one operation, as norms of differences over norms.
 
     Attributes:
-        entry: the operation.
         forward_error, gradient_error: of its result, and of its operands' gradients for a random one of its result.
         forward_tolerance, gradient_tolerance: the errors that the recipe's formats explain.
     """
@@ -171,14 +170,10 @@ def _errors(
     use_inputs: Mapping[tuple[str, int], UseInputs],
 ) -> tuple[Array, Array]:
     node, operation = pair.node, pair.node.operation
-    has_state = (
-        isinstance(operation, ProductOperation) and operation.use is not None and operation.use.key in use_inputs
-    )
-    if isinstance(operation, ProductOperation) and operation.recipe.linear.stateful_strategies and not has_state:
-        linear = dataclasses.replace(operation.recipe.linear, scaling="current", w_scaling=None)
-        operation = dataclasses.replace(
-            operation, recipe=dataclasses.replace(operation.recipe, linear=linear), use=None
-        )
+    if isinstance(operation, ProductOperation | RaggedOperation):
+        has_state = operation.use is not None and operation.use.key in use_inputs
+        if operation.linear.stateful_strategies and not has_state:
+            operation = operation.with_current_scaling()
     single_node = dataclasses.replace(node, operation=operation)
     planned_schedule = schedule(Graph(leaves, [single_node], [node.results[0]]))
     original_schedule = schedule(

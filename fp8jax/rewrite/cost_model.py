@@ -78,9 +78,6 @@ def estimate_gain(
 ) -> float | None:
     """Return the seconds per step that a layer saves in 8 bits, without the cost of its input's codes.
 
-    Args:
-        tokens, inputs, outputs: sizes of the layer on one device.
-
     Returns:
         Seconds, forward and backward; None if products of these specs were not measured.
     """
@@ -117,7 +114,6 @@ class _GroupGain(NamedTuple):
     """The estimated gain of matmuls that read one array.
 
     Attributes:
-        paths: of their weights.
         seconds: the gain of each, without the cost of the array's codes.
         codes_seconds: the cost of quantizing the array once.
         tokens: rows of the array on one device.
@@ -239,7 +235,7 @@ def _estimate_group(
     linear = products[0].choice.linear
     assert linear is not None
     codes_seconds = 0.0 if has_shared_codes else quantization_cost(tokens, inputs, linear, rates, producer=producer)
-    device = f"an {rates.device}{', assumed here' if is_assumed else ''}"
+    device = f"an {rates.device}{', as an estimate' if is_assumed else ''}"
     return _GroupGain([p.path for p in products], seconds, codes_seconds, tokens, device)
 
 

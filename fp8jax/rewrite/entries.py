@@ -28,7 +28,6 @@ class PlanEntry(NamedTuple):
         line: of the program; "" if it is not in the program.
         input_producer: the norm or activation of this plan that a product reads.
         recomputes_input: whether the backward pass of a product gets its input from `input_producer`.
-        is_product: whether it is a product.
         has_saved_input: whether a product's input is saved in any case, as attention's output is.
         is_rematerialized: whether a product runs again in the backward pass. No policy of a `jax.checkpoint` saves it.
         readers: the products that save the result of a norm or activation as an array: path and dtype of each.

@@ -27,7 +27,7 @@ _MAX_ROWS = 10  # rows of a section in the summary
 # The first columns tell rows apart. Rows that are equal in the others are folded if the terminal is narrow.
 _NAME_HEAD = ("path", "shape", "line", "bytes", "gain us")
 _SHARED_HEAD = ("operation", "forward", "dgrad", "wgrad", "saved", "why")
-_SUMMARY_HEAD = ("layers", "operation", "shape", "saved of the input, or why", "bytes")
+_SUMMARY_HEAD = ("layers", "operation", "shape", "saved input, or reason", "bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,20 +116,18 @@ class Explanation:
     def _headline(self) -> str:
         layers, contexts = len(self.quantized_layers), [row for row in self.quantized if row.context is not None]
         if not any(row.linear for row in self.rows):
-            return "no product is quantized"
+            return "no matmul is quantized"
         flops = [(row.flops, row.linear is not None) for row in self.entries if row.is_product]
         total = sum(count for count, _ in flops)
         share = sum(count for count, is_quantized in flops if is_quantized) / total if total else 0
         parts = [f"{layers} {'layer runs' if layers == 1 else 'layers run'} in {_bits(self.quantized_layers)}"]
         if total:
-            parts[0] += f" ({100 * share:.3g} % of the FLOPs of products with parameters)"
+            parts[0] += f" ({100 * share:.3g} % of the FLOPs of matmuls with parameters)"
         if contexts:
             count = len(contexts)
-            parts.append(
-                f"{count} {'norm or activation saves' if count == 1 else 'norms and activations save'} codes of "
-                f"{_bits(contexts)}"
-            )
-        return f"{', and '.join(parts)}."
+            saves = "norm or activation saves" if count == 1 else "norms and activations save"
+            parts.append(f"{count} {saves} {_bits(contexts)}")
+        return f"{'. '.join(parts)}."
 
     def _summary_table(self) -> str:
         sections: dict[str, list[PlanEntry]] = {}
@@ -160,8 +158,7 @@ class Explanation:
             specs = ", ".join(sorted({str(layer.token_spanning_spec) for layer in self.leaking_layers}))
             yield (
                 f"scales that span tokens: the inputs of {_counted(self.leaking_layers, 'layer')} ({specs}). Later "
-                "tokens change the scales of earlier ones: evaluate token by token, or use a granularity of tokens or "
-                "groups."
+                "tokens change the scales of earlier ones: evaluate token by token, or use scales per token or group."
             )
         if folds := dict.fromkeys(spec for row in self.rows if row.linear for spec in row.linear.folded_specs):
             yield describe_folding(folds)
@@ -170,8 +167,8 @@ class Explanation:
         if jax.default_backend() != "cpu" and self.program is not None:
             yield from (f"WARNING: {warning}" for warning in self.program.warnings)
         if self.rows:
-            program = "" if self.inspect is None else "; what XLA compiles: print(explanation.program)"
-            yield f"each row with its line and formats: print(explanation.details){program}"
+            program = "" if self.inspect is None else "; compiled program: print(explanation.program)"
+            yield f"lines and formats of each row: print(explanation.details){program}"
 
 
 def _bits(entries: Iterable[PlanEntry]) -> str:
@@ -285,7 +282,7 @@ def residual_bytes_note(entries: Sequence[PlanEntry]) -> str:
     if not total:
         return ""
     place = "outside of jax.checkpoint, " if any(entry.is_rematerialized for entry in entries) else ""
-    note = f"memory: {place}the inputs that are saved for the backward pass take {_format_bytes(total)}"
+    note = f"memory: {place}the backward pass needs {_format_bytes(total)} of saved inputs"
     if total <= plain < 1.05 * total:
         return f"{note}, as much as without the recipe"
     factor = f"{plain / total:.2g} times as much"
@@ -304,11 +301,7 @@ def exchange_note(graph: Graph) -> str:
 
 
 def _exchanged_bytes(graph: Graph, mesh_sizes: Mapping[str, int]) -> float:
-    """The bytes that one run of a program sends.
-
-    Args:
-        mesh_sizes: sizes of the mesh axes around it.
-    """
+    """The bytes that one run of a program sends."""
     total = 0.0
     for node in graph.walk():
         sizes = {**mesh_sizes, **primitives.mesh_sizes(node.eqn)}
@@ -325,19 +318,19 @@ def gains_note(entries: Sequence[PlanEntry]) -> str:
         return ""
     total = 1e3 * sum((entry.gain or 0.0) * entry.runs_per_step for entry in rated)
     gaining = [entry for entry in rated if entry.gain is not None]
-    verb = "lose" if total < 0 else "gain"
-    note = f"speed: 8 bits {verb} about {abs(total):.2g} ms a step in {_counted(gaining, 'product')}"
+    verb = "cost" if total < 0 else "save"
+    note = f"speed: 8 bits {verb} about {abs(total):.2g} ms per step in {_counted(gaining, 'matmul')}"
     note = f"{note}, by rates of {rated[0].rates_device}"
     losing = [entry for entry in rated if entry.is_slower]
     if jax.default_backend() == "cpu":
-        note = f"{note} (a CPU has no 8-bit products: codes save memory there, no time)"
+        note = f"{note} (a CPU has no 8-bit matmuls, so codes save only memory there)"
     if not losing:
         return note
     paths = fold_paths([entry.path for entry in losing])
     more = f" and {len(paths) - _MAX_LISTED} more" if len(paths) > _MAX_LISTED else ""
     tokens = " or ".join(f"{n:,}" for n in sorted({entry.tokens for entry in losing}))
     verb = "gains" if len({entry.path for entry in losing}) == 1 else "gain"
-    rule = "fp8jax.recipes.for_shapes(recipe) leaves them in 16 bits"
+    rule = "fp8jax.recipes.for_shapes(recipe) keeps them in 16 bits"
     return f"{note}; {', '.join(paths[:_MAX_LISTED])}{more} {verb} nothing at {tokens} tokens: {rule}"
 
 

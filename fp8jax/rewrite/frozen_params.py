@@ -37,7 +37,6 @@ class FrozenInfo(NamedTuple):
 
     Attributes:
         spec: of its codes; None if it is an array with an adapter.
-        inputs, outputs: of its matrix.
         rank: of its adapter, or 0.
     """
 
@@ -115,12 +114,10 @@ class FrozenMatmulOperation:
 
     Attributes:
         linear: the recipe; that of "bf16" if no rule takes the product.
-        data, weight: the operands.
         side: which operand of the equation the weight is.
         contract: contracted axes of the data, in the order of the weight's.
         shape: the free axes of the weight.
         is_transposed: whether the product reads the transposed matrix.
-        canonical_data: as of `ProductOperation`.
     """
 
     linear: Linear
@@ -166,9 +163,7 @@ class FrozenGroupedOperation:
 
     Attributes:
         linear: the recipe; that of "bf16" if no rule takes the product.
-        data, weight, groups: the operands.
         is_transposed: whether the weight is (groups, outputs, inputs).
-        canonical_data: as of `ProductOperation`.
     """
 
     linear: Linear

@@ -20,17 +20,14 @@ class Value:
     """An array of a program, with facts about it.
 
     Attributes:
-        aval: its shape and dtype.
         node: the node that computes it; None for inputs and constants.
         enclosing_value: for an input of a sub-jaxpr, the outer value that it equals in the first iteration.
         is_loop_invariant: whether it equals all of that value in every iteration.
         weight: the parameter that it equals up to casts, layouts and slices.
         is_data: whether it depends on more than parameters and the model's constants.
         depends_on_inputs: whether it depends on an argument without parameters.
-        depends_on_params: whether it depends on a parameter.
         closure_ids: the identities of the closed-over arrays that it depends on.
         constant: the number that all of its elements equal; None if unknown.
-        array: the array of a constant.
     """
 
     aval: Any
@@ -69,7 +66,6 @@ class Weight:
     """A parameter with the layouts applied to it.
 
     Attributes:
-        path: its place in the tree of parameters.
         stored: the value in its stored dtype and memory order.
         layout: the nodes that change its shape, without casts.
         is_relayouted: whether these slice it or change the order of its elements.
@@ -114,7 +110,6 @@ class LoopPart(NamedTuple):
     """Consecutive iterations of a loop, which one of its bodies runs.
 
     Attributes:
-        size: their number.
         reason: why blocks in them stay in 16 bits, or "".
         edge_numbers: the numbers in the paths of these blocks; None for all.
         has_unknown_blocks: whether it runs blocks of a model whose first and last ones are not known.
@@ -131,16 +126,11 @@ class Node:
     """An equation, or the operation that a plan runs in its place.
 
     Attributes:
-        kind: the primitive's name.
-        operands, results: values.
-        eqn: the equation.
         scope: the names of the scopes and calls around it in its program.
         bodies: the graphs of its sub-jaxprs, or one graph for each of `parts`.
         parts: of a scan, in the order of execution; () for all else.
         has_custom_rule: whether the bodies have a custom derivative. They are then read only.
         inlined: the nodes of a call, whose values belong to the outer graph; None if it is no such call.
-        operation: the operation that replaces it.
-        enclosing_node: the call or loop around it, or None.
         weight_axes: of a grouped product, the axes of the second operand that are groups, inputs and outputs.
         path: of its layer, in a plan; "" if it has none.
     """
@@ -183,9 +173,6 @@ class Graph:
     """A jaxpr.
 
     Attributes:
-        inputs, outputs: values.
-        nodes: its nodes, in program order.
-        outer_scope: the scopes around it.
         model_constants: the identities of closed-over arrays that are constants of the model.
         split_loop: returns the parts of a loop in it, from the paths of stacked parameters and the number of
             iterations. None splits no loop.

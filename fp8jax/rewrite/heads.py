@@ -91,7 +91,6 @@ def split_loop(paths: Collection[str], length: int, counts: tuple[int, int]) -> 
     the loop has one part.
 
     Args:
-        paths: of the layers in an iteration.
         counts: numbers of blocks at the start and at the end.
     """
     found = [block_number(path) for path in set(paths)]
@@ -128,8 +127,6 @@ class Flow:
     """Finds where the results of matmuls go.
 
     Args:
-        graph: the whole program.
-        products: the nodes of matmuls with parameters.
         num_results: the number of leading outputs that the function returns; the others are its state.
         argument_indices: the inputs that are arguments of the function; None: all data inputs.
     """

@@ -60,8 +60,6 @@ def find(graph: Graph, node: Node, side: int, counts: Mapping[Value, int]) -> Lo
     """The loss of a matmul of data and a matrix, whose outputs are the vocabulary; None if there is none.
 
     Args:
-        graph: the program.
-        node: the matmul.
         side: which operand the matrix is. If it is the left, its outputs are moved to the last axis after the matmul.
         counts: as of `count_readers`.
     """
@@ -110,12 +108,7 @@ def find(graph: Graph, node: Node, side: int, counts: Mapping[Value, int]) -> Lo
 
 
 class _Probe:
-    """Values computed from random logits of a few tokens.
-
-    Attributes:
-        num_tokens: of the program.
-        dependent: the values that depend on the logits.
-    """
+    """Values computed from random logits of a few tokens."""
 
     def __init__(self, logits: Value) -> None:
         self.num_tokens, self.dependent = math.prod(logits.shape[:-1]), {logits}

@@ -21,7 +21,6 @@ class NormForm(NamedTuple):
     """The parts of a norm over the last axis.
 
     Attributes:
-        x: its input.
         scales: the parameters that multiply the result, each (channels,) or one number, up to axes of length 1.
         bias: the parameter that is added; or None.
         eps: the number added to the mean square or variance.

@@ -64,7 +64,6 @@ class ProductOperation:
 
     Attributes:
         recipe: of the product, and of the operation before it.
-        data: the input.
         weight: the stored parameter, with all of its bits. No 16-bit copy of it is saved.
         layout: the equations between the parameter and the product.
         side: which operand of the equation the parameter is.
@@ -72,7 +71,6 @@ class ProductOperation:
         saved_data: a value with the elements of the data that another operation saves, or None. Then the product saves
             nothing of the data.
         use: identifies this product among those of the parameter; None if the parameter is part of the matrix only.
-        params: of the product's equation.
         bias: a parameter with one element per output, which is added; or None.
         is_transposed: whether the result has the outputs last although the parameter is the left operand.
         split_sizes: widths into which the result is split along its outputs, as q, k and v; or None.
@@ -102,6 +100,11 @@ class ProductOperation:
         """Size of the contracted axes."""
         return math.prod(self.data.shape[i] for i in self.params["dimension_numbers"][0][1 - self.side])
 
+    def with_current_scaling(self) -> "ProductOperation":
+        """This operation without a state."""
+        recipe = dataclasses.replace(self.recipe, linear=_current_scaling(self.linear))
+        return dataclasses.replace(self, recipe=recipe, use=None)
+
     def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
         use_inputs = _get_use_inputs(interpreter, self.use)
         result, split_sizes = node.results[0], self.split_sizes
@@ -125,8 +128,8 @@ class ProductOperation:
         self, interpreter: "Interpreter", use_inputs: UseInputs, result: Any, split_sizes: tuple[int, ...] | None = None
     ) -> Any:
         """The product in the shape and dtype of `result`. With `split_sizes` a tuple of arrays, as computed."""
-        if use_inputs.state is not None and not self.is_stacked:
-            has_experts = any(self.params["dimension_numbers"][1])
+        if use_inputs.state is not None:
+            has_experts = self.is_stacked or any(self.params["dimension_numbers"][1])
             run = self._run_scaled_experts if has_experts else self._run_scaled
             return run(interpreter, result.dtype, use_inputs)
         linear = self.recipe.linear
@@ -137,7 +140,7 @@ class ProductOperation:
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
         stored = self._stored_arrays(interpreter)
         w, step_weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
-        if self.is_stacked and (explicit_mesh(x, w) is None or use_inputs.state is not None):
+        if self.is_stacked and explicit_mesh(x, w) is None:
             y = self._run_stacked(interpreter, x, w, input_facts, key, use_inputs)
             return _reshape_if_needed(y, result.shape).astype(result.dtype)
         if self.saved_data is None:
@@ -156,10 +159,8 @@ class ProductOperation:
                 step_weight=step_weight,
                 split_sizes=split_sizes,
             )
-            if self.side == 0 and not self.is_transposed:  # the free axes of the parameter come first
-                num_batch = len(batch[0])
-                num_free = x.ndim - len(contract[0]) - num_batch
-                y = jnp.moveaxis(y, range(num_batch, num_batch + num_free), range(y.ndim - num_free, y.ndim))
+            if split_sizes is None:
+                y = self._restore_order(y, len(batch[0]), x.ndim - len(contract[0]) - len(batch[0]))
         else:
             if w.ndim == 2 and x.shape[-1] == w.shape[0]:
                 matrix, product_input = w, Input(flatten_tokens(x, w), x, input_facts=input_facts)
@@ -190,27 +191,7 @@ class ProductOperation:
         """The product with the matrix of each expert, which has its own scales. The codes of `x` are made once."""
         data_axes, weight_axes = self._contracting_axes()
         numbers = (data_axes, tuple(axis - 1 for axis in weight_axes)), ((), ())
-        bias = self._bias(interpreter)
         keys = None if key is None else jax.random.split(key, w.shape[0])
-        slots, num_tokens = use_inputs.slots or ScalingStats(), x.ndim - len(data_axes)
-
-        def multiply_scaled(
-            w: Array, bias: Array | None, key: Array | None, codes: QuantizedWeight | None, state: ScalingState,
-            slot: Array | None,
-        ) -> tuple[Array, ScalingStats]:  # fmt: skip
-            left, right = to_matmul_order(x, w, numbers)
-            n, outputs = len(data_axes), right.shape[len(data_axes) :]
-            y, stats = scaled_linear(
-                merge(left, *[1] * num_tokens, n),
-                merge(right, n, len(outputs)),
-                state,
-                slot,
-                recipe=self.recipe.linear,
-                bias=bias,
-                key=key,
-                step_weight=StepWeight.from_codes(codes, interpreter.layout_policy),
-            )
-            return y.reshape(*y.shape[:-1], *outputs), stats
 
         def multiply(w: Array, bias: Array | None, key: Array | None, codes: QuantizedWeight | None) -> Array:
             return dot_general(
@@ -225,21 +206,19 @@ class ProductOperation:
                 step_weight=StepWeight.from_codes(codes, interpreter.layout_policy),
             )
 
-        bias = None if bias is None else bias.reshape(w.shape[0], -1)
-        is_matrix = tuple(weight_axes) == tuple(range(1, 1 + len(weight_axes)))
-        codes = use_inputs.weight if is_matrix else None  # of (experts, inputs, outputs)
-        if use_inputs.state is None:
-            y = jax.vmap(multiply, out_axes=num_tokens)(w, bias, keys, codes)
-        else:
-            run = jax.vmap(multiply_scaled, out_axes=(num_tokens, 0))
-            y, stats = run(w, bias, keys, codes, use_inputs.state, slots.dy)
-            y = record_stats(interpreter, self.use, y, slots, stats)
-        if self.side == 0 and not self.is_transposed:
-            y = jnp.moveaxis(y, range(num_tokens), range(y.ndim - num_tokens, y.ndim))
-        return y
+        num_tokens = x.ndim - len(data_axes)
+        run = jax.vmap(multiply, out_axes=num_tokens)
+        y = run(w, self._bias(interpreter, w.shape[0]), keys, self._given_codes(use_inputs))
+        return self._restore_order(y, 0, num_tokens)
 
-    def _bias(self, interpreter: "Interpreter") -> Array | None:
-        return None if self.bias is None else interpreter.array(self.bias).reshape(-1)
+    def _bias(self, interpreter: "Interpreter", *experts: int) -> Array | None:
+        return None if self.bias is None else interpreter.array(self.bias).reshape(*experts, -1)
+
+    def _restore_order(self, y: Array, num_batch: int, num_tokens: int) -> Array:
+        """`y` of axes (batch, tokens, outputs) with the outputs first, if those of the product's result are."""
+        if self.side == 1 or self.is_transposed:
+            return y
+        return jnp.moveaxis(y, range(num_batch, num_batch + num_tokens), range(y.ndim - num_tokens, y.ndim))
 
     def _run_scaled(self, interpreter: "Interpreter", dtype: Any, use_inputs: UseInputs) -> Array:
         """The product with a stateful scaling."""
@@ -275,21 +254,23 @@ class ProductOperation:
         )
         y = record_stats(interpreter, self.use, y, slots, stats)
         y = reshape(y, (*left.shape[:num_leading], *right.shape[n:]), spec)
-        if self.side == 0 and not self.is_transposed:
-            y = jnp.moveaxis(y, range(num_leading), range(y.ndim - num_leading, y.ndim))
-        return y.astype(dtype)
+        return self._restore_order(y, 0, num_leading).astype(dtype)
 
     def _run_scaled_experts(self, interpreter: "Interpreter", dtype: Any, use_inputs: UseInputs) -> Array:
-        """The products of a batch axis of experts with a stateful scaling, which has a state for each expert."""
+        """The products of experts with a stateful scaling, which has a state for each expert.
+
+        The experts are a batch axis of both operands, or side by side in a parameter that multiplies all data.
+        """
         linear, contract = self.recipe.linear, self._contracting_axes()
         batch = self.params["dimension_numbers"][1]
-        numbers = contract, (batch if self.side == 1 else batch[::-1])
-        n, data = len(contract[0]), interpreter.array(self.data)
-        left, right = to_matmul_order(data, _apply_layout(self.layout, self._stored_arrays(interpreter)), numbers)
-        num_tokens, num_outputs = left.ndim - 1 - n, right.ndim - 1 - n
-        x, w = merge(left, 1, num_tokens, n), merge(right, 1, n, num_outputs)
-        _, key = interpreter.input_facts(x, None, linear, NO_FACTS)
-        keys = None if key is None else jax.random.split(key, x.shape[0])
+        batch = ((), (0,)) if self.is_stacked else batch if self.side == 1 else batch[::-1]
+        n, num_batch, data = len(contract[0]), len(batch[0]), interpreter.array(self.data)
+        weight = _apply_layout(self.layout, self._stored_arrays(interpreter))
+        left, right = to_matmul_order(data, weight, (contract, batch))
+        num_tokens, num_outputs = left.ndim - num_batch - n, right.ndim - 1 - n
+        x, w = merge(left, *[1] * (num_batch + num_tokens), n), merge(right, 1, n, num_outputs)
+        _, key = interpreter.input_facts(x, self.canonical_data if self.is_stacked else None, linear, NO_FACTS)
+        keys = None if key is None else jax.random.split(key, w.shape[0])
         slots = use_inputs.slots or ScalingStats()
 
         def multiply(
@@ -298,22 +279,24 @@ class ProductOperation:
             state: ScalingState,
             slot: Array | None,
             key: Array | None,
-            quantized: QuantizedWeight | None,
+            bias: Array | None,
+            codes: QuantizedWeight | None,
         ) -> tuple[Array, ScalingStats]:
-            step_weight = StepWeight.from_codes(quantized, interpreter.layout_policy)
-            y, stats = scaled_linear(x, w, state, slot, recipe=linear, key=key, step_weight=step_weight)
+            step_weight = StepWeight.from_codes(codes, interpreter.layout_policy)
+            y, stats = scaled_linear(x, w, state, slot, recipe=linear, bias=bias, key=key, step_weight=step_weight)
             # An expert without tokens observes nothing.
             has_tokens = jnp.any(x != 0)
             return y, stats._replace(x=None if stats.x is None else jnp.where(has_tokens, stats.x, 0))
 
         assert use_inputs.state is not None
-        quantized = use_inputs.weight if self._is_matrix() else None
-        y, stats = jax.vmap(multiply)(x, w, use_inputs.state, slots.dy, keys, quantized)
+        # The experts of one matrix are among the axes of its outputs.
+        axes = ((None, *[0] * 6), (num_tokens, 0)) if self.is_stacked else (0, 0)
+        run = jax.vmap(multiply, *axes)
+        bias, codes = self._bias(interpreter, w.shape[0]), self._given_codes(use_inputs)
+        y, stats = run(x, w, use_inputs.state, slots.dy, keys, bias, codes)
         y = record_stats(interpreter, self.use, y, slots, stats)
-        y = y.reshape(*left.shape[: 1 + num_tokens], *right.shape[1 + n :])
-        if self.side == 0:
-            y = jnp.moveaxis(y, range(1, 1 + num_tokens), range(y.ndim - num_tokens, y.ndim))
-        return y.astype(dtype)
+        y = y.reshape(*y.shape[:-1], *right.shape[1 + n :])
+        return self._restore_order(y, num_batch, num_tokens).astype(dtype)
 
     def _contracting_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The contracted axes of the data and of the parameter, in the order of the parameter."""
@@ -337,13 +320,20 @@ class ProductOperation:
                 transposed=last.kind == "transpose" and last.results[0].aval.ndim == 2,
                 layout_policy=interpreter.layout_policy,
             )
-        quantized = use_inputs.weight if self._is_matrix() else None
-        return StepWeight.from_codes(quantized, interpreter.layout_policy)
+        return StepWeight.from_codes(
+            None if self.is_stacked else self._given_codes(use_inputs), interpreter.layout_policy
+        )
 
-    def _is_matrix(self) -> bool:
-        """Whether the weight is one parameter (inputs, outputs), or such for each expert, as given codes are."""
-        (_, contract), num_experts = self._contracting_axes(), len(self.params["dimension_numbers"][1][0])
-        return tuple(contract) == tuple(range(num_experts, num_experts + len(contract)))
+    def _given_codes(self, use_inputs: UseInputs) -> QuantizedWeight | None:
+        """The given codes of a parameter (inputs, outputs), or such for each expert; None if its axes are others."""
+        (_, contract), batch = self._contracting_axes(), self.params["dimension_numbers"][1][0]
+        num_experts = 1 if self.is_stacked else len(batch)
+        is_matrix = tuple(contract) == tuple(range(num_experts, num_experts + len(contract)))
+        return use_inputs.weight if is_matrix else None
+
+
+def _current_scaling(linear: Linear) -> Linear:
+    return dataclasses.replace(linear, scaling="current", w_scaling=None)
 
 
 def _get_use_inputs(interpreter: "Interpreter", use: WeightUse | None) -> UseInputs:
@@ -398,10 +388,7 @@ class RaggedOperation:
     """A product of groups of tokens, each with its own matrix.
 
     Attributes:
-        linear: the recipe.
-        data, weight, groups: the operands.
         weight_axes: the axes of the weight that are groups, inputs and outputs.
-        canonical_data, use: as of `ProductOperation`.
         gathered: the tokens of which the data are rows, and their indices; None if the data are not gathered.
     """
 
@@ -432,6 +419,10 @@ class RaggedOperation:
     @property
     def num_inputs(self) -> int:
         return self.data.shape[-1]
+
+    def with_current_scaling(self) -> "RaggedOperation":
+        """As of `ProductOperation`."""
+        return dataclasses.replace(self, linear=_current_scaling(self.linear), use=None)
 
     @property
     def saved_tokens(self) -> Value:
@@ -516,12 +507,9 @@ class LossOperation:
     """An output head and the sum of its softmax cross-entropy over all tokens. No array has all logits.
 
     Attributes:
-        linear: the recipe.
         data: the input, whose last axis has the channels.
-        weight: the parameter, a matrix.
         vocabulary_axis: of the parameter.
         loss: with `total`.
-        canonical_data: as of `ProductOperation`.
     """
 
     linear: Linear
@@ -571,7 +559,6 @@ class NormOperation:
     """A norm that saves its input by a recipe, and returns it for its later readers.
 
     Attributes:
-        recipe: the recipe.
         x, scales, bias, eps, centered: as of `fp8jax.rewrite.norms.NormForm`.
     """
 
@@ -609,9 +596,6 @@ class ActivationOperation:
     """An activation that saves its inputs by a recipe.
 
     Attributes:
-        recipe: the recipe.
-        name: of the function.
-        gate, up: its operands.
         has_bias: whether a product of this plan with a bias computes an operand.
     """
 
@@ -639,7 +623,6 @@ class GroupedGluOperation(ActivationOperation):
 
     Attributes:
         gate_up: that matrix, the result of the product before it.
-        groups: the sizes of the groups.
     """
 
     gate_up: Value

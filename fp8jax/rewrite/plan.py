@@ -106,8 +106,7 @@ def plan(
     """Plan a program and assign the recipes' operations to the nodes of `graph`.
 
     Raises:
-        ValueError: a rule matches nothing, nothing can be quantized, or a matmul of several parameters has a scaling
-            that collects statistics.
+        ValueError: a rule matches nothing, or nothing can be quantized.
     """
     entries: dict[Node, PlanEntry] = {}
     matmuls = list(find(graph, entries, rules, call_info))
@@ -296,6 +295,11 @@ def _skip_unsupported_products(
         reason, names = "", scaling_names(linear)
         if _is_gathered(p):
             reason = f"gathers its parameter from devices, and {names} scaling keeps a state for the whole parameter"
+        elif p.concatenated and not (_has_batch_axes(p) and p.node in levels and not linear.needs_weight_bounds):
+            reason = (
+                f"concatenates or stacks parameters, and {names} scaling keeps a state for each; do so outside of the "
+                "function, or use a recipe with current scaling, such as te_current"
+            )
         elif p.node not in levels or (
             _has_batch_axes(p)
             and call_info.state_axes is not None
@@ -331,8 +335,7 @@ def _is_gathered(p: WeightMatmul) -> bool:
 
 def _has_axis_of_experts(p: WeightMatmul) -> bool:
     """Whether a product has a matrix for each index of the first axis of the parameter as it is stored."""
-    concatenation = p.weight.stored.node  # along the first axis each parameter has experts of its own
-    if p.weight.further_paths and (concatenation is None or concatenation.eqn.params.get("dimension", 0) == 0):
+    if p.weight.further_paths and not _concatenates_matrices(p.weight.stored):
         return False
     if p.node.kind != "dot_general":
         if p.node.weight_axes is None:  # no grouped product
@@ -342,6 +345,16 @@ def _has_axis_of_experts(p: WeightMatmul) -> bool:
     if p.weight.layout or p.weight.is_relayouted:
         return False
     return tuple(p.node.eqn.params["dimension_numbers"][1][p.side]) == (0,)
+
+
+def _concatenates_matrices(stored: Value) -> bool:
+    """Whether parameters are concatenated along an axis of their matrices, or along the first one, a matrix each."""
+    node = stored.node
+    if node is None or node.kind not in CONCAT_PRIMITIVES:
+        return False
+    if node.kind == "stack":
+        return node.eqn.params["axis"] == 0
+    return node.eqn.params["dimension"] > 0 or all(value.shape[0] == 1 for value in node.operands)
 
 
 def _find_levels(matmuls: list[WeightMatmul]) -> dict[Node, tuple[LoopLevel, ...]]:
@@ -462,18 +475,8 @@ def _number_uses(
         linear, path = p.choice.linear, p.weight.path
         if linear is None or not isinstance(operation, ProductOperation | RaggedOperation):
             continue
-        if p.concatenated:
-            # Concatenated experts have the state of the first parameter. A bound on a weight is its own alone.
-            has_shared_state = _has_batch_axes(p) and p.node in levels and not linear.needs_weight_bounds
-            if observed_operands(linear) and not has_shared_state:
-                raise ValueError(
-                    f"{path_list((p.path, *p.concatenated))} are concatenated or stacked into one matrix, at "
-                    f"{p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each parameter. "
-                    "Concatenate them outside of the function, or use a recipe with current scaling, such as "
-                    "te_current"
-                )
-            if not observed_operands(linear):
-                continue
+        if p.concatenated and not observed_operands(linear):  # a bound on a weight is its own alone
+            continue
         if p.node not in levels or (p.node not in rows and _is_selected_by_index(p, levels[p.node])):
             continue
         has_experts = _has_batch_axes(p) or p.is_stacked

@@ -29,9 +29,7 @@ class CallPlan(NamedTuple):
     """The plan of all calls with the same program.
 
     Attributes:
-        program: the plan of the program.
         paths: for each array its parameter path; None for data.
-        result_structure: the tree structure of the results.
         run, compiled: run the planned program on arrays and use inputs; `compiled` is jitted.
         list_rows: returns the rows of `explain`, in program order.
         note_exchange: returns `fp8jax.rewrite.explanation.exchange_note` of the program.
@@ -60,12 +58,7 @@ class CallPlan(NamedTuple):
 
 
 class Notices:
-    """The warnings that one transformed function or model has issued.
-
-    Attributes:
-        texts: their texts.
-        is_silent: whether warnings are suppressed now.
-    """
+    """The warnings that one transformed function or model has issued."""
 
     def __init__(self) -> None:
         self.texts = set[str]()

@@ -62,8 +62,6 @@ class SubJaxpr(NamedTuple):
     """A jaxpr in an equation's parameters.
 
     Attributes:
-        jaxpr: the program.
-        consts: the values of its constant variables.
         operand_indices: the operands of the equation that are its inputs.
         carry_outputs: the inputs that later iterations replace, each with the output that replaces it.
     """
@@ -159,9 +157,7 @@ class LoopInfo(NamedTuple):
     """The iterations of a loop, or the devices of a mesh.
 
     Attributes:
-        size: their number.
         scanned_operands: the operands that are split into one row per iteration.
-        mesh_axes: the mesh's manual axes.
     """
 
     size: int

@@ -28,8 +28,6 @@ class Schedule(NamedTuple):
     """The nodes of a graph that are run, in order. Calls are inlined if the plan changes them or reads inside them.
 
     Attributes:
-        graph: of the program.
-        nodes: that are run.
         steps: the equation of each node that is run unchanged.
         bodies: the schedules of sub-jaxprs that the plan changes.
         uses: products, also in sub-jaxprs, that may get a scaling state or the codes of their weight.

@@ -36,7 +36,6 @@ class LoopLevel(NamedTuple):
 
     Attributes:
         has_layer_axis: whether each iteration or expert has its own weight, and so its own state.
-        size: the number of iterations, devices or experts.
     """
 
     has_layer_axis: bool
@@ -77,9 +76,7 @@ class SlotAxes(NamedTuple):
     """The leading axes of the slots of one product, and the rows of the state that they belong to.
 
     Attributes:
-        sizes: of the axes.
         is_shared: for each axis whether its elements share one state.
-        rows: of the state; None for all.
     """
 
     sizes: tuple[int, ...]
@@ -101,7 +98,6 @@ class WeightUse(NamedTuple):
     """One product with a parameter.
 
     Attributes:
-        path: of the parameter.
         number: of the use, among those of this parameter.
         levels: the loops and meshes around it, outermost first, then its axis of experts.
         takes_codes: whether its matrix is the parameter, so that codes of the parameter are those of the matrix.
@@ -145,8 +141,6 @@ class ParameterState(NamedTuple):
     """The scaling of one parameter's products as a caller stores it, with leading axes if the parameter is stacked.
 
     Attributes:
-        linear: the recipe of the products.
-        layer_axes: sizes of the leading axes.
         state: of their scaling, fp32, or None.
         stats: statistics of the calls since the last step, fp32. `dy` is a slot: its cotangent is the amax of the
             gradients of all uses.
@@ -251,8 +245,6 @@ class TrackedScaling:
     Attributes:
         state: fp32, read by calls, with leading axes where the parameter is stacked.
         slots: for each use zeros, whose gradients are its stats.
-        linear: the recipe of the products.
-        slot_axes: the leading axes of the slots of each use.
     """
 
     state: ScalingState
@@ -552,7 +544,6 @@ def find_state_rows(
     Args:
         matrix: the product's operand, computed from one parameter.
         enclosing: as of `loop_levels`.
-        has_experts: whether its first axis is that of experts.
     """
     value, steps = matrix, list[tuple[Node, Value]]()
     while value.node is not None or value.enclosing_value is not None:

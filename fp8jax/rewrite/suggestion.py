@@ -77,9 +77,6 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
         found: statistics of a training step of these layers, from `fp8jax.telemetry`. They include errors that scaling
             states cause. None measures this batch, with new states.
 
-    Returns:
-        A `Suggestion`.
-
     Raises:
         ValueError: as a call of `fp8jax.transform`.
         TypeError: `fn` is transformed already.

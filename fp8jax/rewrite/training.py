@@ -140,8 +140,6 @@ class Interface(NamedTuple):
 
     Attributes:
         prefix: of the calls that advance states.
-        advance_code: how states are advanced.
-        bounds_code: how weights get the bounds of an optimizer.
         statistics_lost: error of a gradient that leaves out statistics, a format of {layer} and {names} of scalings.
         not_mutable: error of training that stores no observations, such a format.
     """

@@ -401,9 +401,6 @@ def transform(
         static: arguments that are settings, like `static_argnums` of `jax.jit`. Leaves that are neither arrays nor
             numbers, such as booleans, strings and functions, always are.
 
-    Returns:
-        A `Transformed`.
-
     Raises:
         ValueError: there are no rules. From a call: a rule matches nothing, or there is no matmul of data with a
             parameter. Or one asks for a precision that no quantized matmul has. Or `params` is not given, the first

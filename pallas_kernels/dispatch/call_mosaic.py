@@ -20,7 +20,6 @@ class CustomCall(NamedTuple):
     """A custom call as Pallas lowers it.
 
     Attributes:
-        target: name of the call target.
         attributes: backend configuration by name; strings are bytes, not necessarily UTF-8.
     """
 
@@ -33,7 +32,6 @@ class Kernel:
 
     Attributes:
         key: static facts for which the kernel is compiled.
-        program: jaxpr that Pallas traces.
     """
 
     def __init__(self, key: Hashable, program: Any) -> None:
@@ -69,10 +67,8 @@ def call(
     """Return the results of a kernel, arrays like `outs`.
 
     Args:
-        name: name of the kernel in the compiled program.
         kernel: a `plgpu.kernel`, called with the operands.
         operands: arrays, the first a matrix. None varies over a mesh axis of a `jax.shard_map` that checks it.
-        outs: shapes and dtypes of the results.
         static_key: what the kernel is compiled for, apart from the shapes and dtypes of operands and results.
     """
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]

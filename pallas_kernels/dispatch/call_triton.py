@@ -44,13 +44,9 @@ def call(
     Args:
         inputs: arrays, and integers for the parameters that are not compile-time constants.
         kernel: function under `triton.jit`; its parameters are the inputs, then the results.
-        out_shapes: shapes and dtypes of the results.
         num_programs: size of the one-dimensional grid.
-        num_warps: warps of a program.
         compute_capability: GPU architecture, such as 90; None for that of the present GPU.
         aliases: index of an input -> index of the result that reuses its memory. These results come first.
-        num_stages: stages of software pipelining.
-        constexprs: compile-time constants of the kernel.
     """
     # These are the options of jax-triton 0.3 and Triton 3.6. Triton 3.10 will round products before sums. Triton 3.9
     # writes PTX for CUDA 13.4, which XLA's assembler may not read.

@@ -107,10 +107,8 @@ def call(context: Any, operands: Sequence[Any], aliases: dict[int, int], lower: 
     """Lower a kernel call to XLA's own; return its MLIR results, or None if it must stay jax-triton's.
 
     Args:
-        context: context of the lowering rule.
         operands: MLIR values of the array operands.
         aliases: index of an operand -> index of the result that reuses its memory.
-        lower: jax-triton's lowering of the call.
     """
     if get_launcher() == "triton" or _failure_reasons or (captured := capture_launch(lower)) is None:
         return None
@@ -173,9 +171,7 @@ def redeclare_parameters(
 
     Args:
         code: PTX of one kernel, after `kernel_cache_triton.strip_debug_info`.
-        threads: threads of a program.
         kinds: kinds of the parameters, without those that Triton adds.
-        num_operands: number of array operands.
         is_in_place: for each result, whether it is an alias of an operand. An aliased result has its own parameter in
             jax-triton 0.3, but none since 0.4.
     """

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.matmul import hopper, matmul_block_mosaic
-from pallas_kernels.matmul.grouped_mosaic import ROW_MULTIPLE, check_integers, row_schedule, token_schedule
+from pallas_kernels.matmul.grouped_mosaic import ROW_MULTIPLE, row_schedule, token_schedule
 from pallas_kernels.matmul.matmul_block_mosaic import make_compute
 
 BLOCK = 128
@@ -48,15 +48,12 @@ def grouped_block_matmul(
     steps, blocks = hopper.ceil_div(k, hopper.K_STEP), hopper.ceil_div(n, BLOCK)
     hopper.check_array("a_scale", a_scale, (num_tokens, steps), (jnp.float32,))
     hopper.check_array("b_scale", b_scale, (num_groups, blocks, steps), (jnp.float32,))
-    check_integers("group_sizes", group_sizes, num_groups)
     tile = tile or best_tile(num_tokens, num_groups, out_dtype)
-    # A tile that starts inside of a block extends into one more.
-    scale_rows = hopper.ceil_div(tile.block_cols, BLOCK) + (tile.block_cols % BLOCK > 0)
     streams = [
         hopper.Stream.from_slices(a_scale, tile.block_rows, lambda position: position.row),
-        hopper.Stream.from_rows(
+        hopper.Stream.from_blocks(
             b_scale.reshape(-1, steps),
-            scale_rows,
+            tile.block_cols,
             lambda position: position.matrix * blocks + lax.div(position.col, BLOCK),
         ),
     ]
@@ -99,8 +96,6 @@ def grouped_block_matmul_dw(
     steps = hopper.ceil_div(num_tokens, hopper.K_STEP)
     hopper.check_array("a_scale", a_scale, (m, steps), (jnp.float32,))
     hopper.check_array("b_scale", b_scale, (n, steps), (jnp.float32,))
-    check_integers("starts", starts, num_groups)
-    check_integers("lengths", lengths, num_groups)
     tile = tile or matmul_block_mosaic.best_tile(m * num_groups, n)
     padded_m = hopper.round_up(m, ROW_MULTIPLE)
     streams = [

@@ -13,7 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul import hopper, matmul_int8_mosaic
 from pallas_kernels.matmul.grouped_mosaic import ROW_MULTIPLE, check_integers, token_schedule
-from pallas_kernels.matmul.matmul_int8_mosaic import BLOCK, FallbackResidual, a_block_stream, b_block_stream
+from pallas_kernels.matmul.matmul_block_mosaic import best_tile
+from pallas_kernels.matmul.matmul_int8_mosaic import BLOCK, FallbackResidual, a_block_stream
 
 
 def grouped_int8_block_matmul(
@@ -53,13 +54,14 @@ def grouped_int8_block_matmul(
     hopper.check_array("a_scale", a_scale, (blocks, steps), (jnp.float32,))
     hopper.check_array("b_scale", b_scale, (num_groups, column_blocks, steps), (jnp.float32,))
     check_integers("block_groups", block_groups, blocks)
-    tile = tile or matmul_int8_mosaic.best_tile(num_tokens, n)
+    tile = tile or best_tile(num_tokens, n, "N")
     matmul_int8_mosaic.check_tile(tile)
 
     def first_block(position: hopper.TilePosition) -> jax.Array:
         return position.matrix * column_blocks + lax.div(position.col, BLOCK)
 
-    streams = [a_block_stream(a_scale), b_block_stream(b_scale.reshape(-1, steps), tile, first_block)]
+    b_stream = hopper.Stream.from_blocks(b_scale.reshape(-1, steps), tile.block_cols, first_block)
+    streams = [a_block_stream(a_scale), b_stream]
     slice_counts, second_operand = jnp.full(blocks, steps, jnp.int32), None
     if residual is not None:
         second_operand = matmul_int8_mosaic.make_second_operand(residual, a.shape)
@@ -134,15 +136,13 @@ def grouped_int8_block_matmul_dw(
     steps = hopper.ceil_div(num_tokens, BLOCK)
     hopper.check_array("a_scale", a_scale, (hopper.ceil_div(m, BLOCK), steps), (jnp.float32,))
     hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, BLOCK), steps), (jnp.float32,))
-    check_integers("starts", starts, num_groups)
-    check_integers("lengths", lengths, num_groups)
-    tile = tile or matmul_int8_mosaic.best_tile(m * num_groups, n)
+    tile = tile or best_tile(m * num_groups, n, "N")
     matmul_int8_mosaic.check_tile(tile)
     padded_m = hopper.round_up(m, ROW_MULTIPLE)
-    streams = [a_block_stream(a_scale), b_block_stream(b_scale, tile, lambda position: lax.div(position.b_row, BLOCK))]
+    b_stream = hopper.Stream.from_blocks(b_scale, tile.block_cols, lambda position: lax.div(position.b_row, BLOCK))
     out = hopper.pipelined_matmul(
-        matmul_int8_mosaic.make_compute(tile, False, interpret is not None, may_be_empty=True), a, b, streams,
-        name="int8_grouped_block_dw", tile=tile, out_dtype=out_dtype,
+        matmul_int8_mosaic.make_compute(tile, False, interpret is not None, may_be_empty=True), a, b,
+        [a_block_stream(a_scale), b_stream], name="int8_grouped_block_dw", tile=tile, out_dtype=out_dtype,
         use_inline_wgmma=True, schedule=token_schedule(padded_m, n, BLOCK, starts, lengths, tile), interpret=interpret,
     )  # fmt: skip
     return out.reshape(num_groups, padded_m, n)[:, :m]

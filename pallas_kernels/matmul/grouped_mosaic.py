@@ -60,7 +60,6 @@ def grouped_matmul(
     if a.dtype == jnp.int8:
         check_int8_k(k)
     fast = fast or a.dtype not in hopper.FP8_DTYPES  # other sums are exact, or in fp32
-    check_integers("group_sizes", group_sizes, num_groups)
     epilogue = hopper.Epilogue(scale, row_scale, column_scale)
     _check_scales(epilogue, (num_tokens,), num_groups, n)
     tile = tile or best_tile(n, fast)
@@ -76,7 +75,8 @@ def row_schedule(
     a: jax.Array, b: jax.Array, n: int, group_sizes: jax.Array, tile: hopper.Tile, first_row: jax.Array | None = None
 ) -> hopper.Schedule:
     """Return the tiles of a (T, K) by the first N rows of b (G, rows, K), for groups of these sizes."""
-    num_tokens, (_, b_rows, k) = a.shape[0], b.shape
+    num_tokens, (num_groups, b_rows, k) = a.shape[0], b.shape
+    check_integers("group_sizes", group_sizes, num_groups)
     num_slices = hopper.ceil_div(k, hopper.K_STEP // a.dtype.itemsize)
     tiles_n = hopper.ceil_div(n, tile.block_cols)
 
@@ -169,8 +169,6 @@ def grouped_matmul_dw(
     m, n = (x.shape[0 if is_k_major else 1] for x in (a, b))
     fast = fast or a.dtype not in hopper.FP8_DTYPES
     num_groups = starts.size
-    check_integers("starts", starts, num_groups)
-    check_integers("lengths", lengths, num_groups)
     epilogue = hopper.Epilogue(scale, row_scale, column_scale)
     _check_scales(epilogue, (num_groups, m), num_groups, n)
     tile = tile or best_tile(n, fast, is_k_major, lead_slices=0)
@@ -189,7 +187,10 @@ def token_schedule(
     m: int, n: int, k_step: int, starts: jax.Array, lengths: jax.Array, tile: hopper.Tile
 ) -> hopper.Schedule:
     """Return the tiles of one (M, N) product per group, of the slices of K that hold the group's tokens."""
-    num_groups, tiles = starts.shape[0], (hopper.ceil_div(m, tile.block_rows), hopper.ceil_div(n, tile.block_cols))
+    num_groups = starts.size
+    check_integers("starts", starts, num_groups)
+    check_integers("lengths", lengths, num_groups)
+    tiles = hopper.ceil_div(m, tile.block_rows), hopper.ceil_div(n, tile.block_cols)
     tiles_per_group = tiles[0] * tiles[1]
     has_whole_tiles = m % tile.block_rows == 0
 

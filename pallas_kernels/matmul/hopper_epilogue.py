@@ -86,10 +86,8 @@ class MatrixOutput:
     Attributes:
         shape: of the array that the kernel writes; M and N padded for TMA.
         dtype: bfloat16 or float32.
-        tile: of the product.
         piece_shape: rows and columns of a store.
         num_slots: number of pieces of a warpgroup that may wait for their store.
-        operand_names: names of the epilogue's scales.
         column_stride: columns of a matrix's column scales in a grouped product.
     """
 

@@ -223,8 +223,13 @@ class Stream:
         return Stream(array, (1, size), lambda i, position: (i, start(position)))
 
     @staticmethod
-    def from_rows(scales: jax.Array, rows: int, start: Callable[["TilePosition"], jax.Array]) -> "Stream":
-        """Return a stream of `rows` rows of scales (rows, steps of K); those of slice `i` are at column `i % 4`."""
+    def from_blocks(scales: jax.Array, size: int, start: Callable[["TilePosition"], jax.Array]) -> "Stream":
+        """Return a stream of the scales of all blocks that `size` values touch, from (blocks of 128, steps of K).
+
+        Those of slice `i` are at column `i % 4`.
+        """
+        # Values that start inside of a block extend into one more.
+        rows = ceil_div(size, 128) + (size % 128 > 0)
         array = pad_axis(pad_axis(scales, 1, max(round_up(scales.shape[1], 4), 32)), 0, rows)
         return Stream(array, (rows, 32), lambda i, position: (start(position), lax.div(i, 4) * 4))
 
@@ -236,7 +241,6 @@ class TilePosition(NamedTuple):
         row, col: first row and column of the output.
         a_row, b_row: first rows of the operands, in arrays whose last dimension is K.
         num_slices: number of slices of K; an int if all tiles have the same.
-        first_slice: first slice of K.
         matrix: index of the tile's matrix in a grouped product, otherwise 0. It selects `scale` and `column_scale`.
         row_range: first row of the output that the tile writes, and the row after its last. None: all of its rows.
     """
@@ -255,7 +259,6 @@ class Schedule(NamedTuple):
     """The tiles of a product with different tiles, such as a grouped product.
 
     Attributes:
-        out_shape: rows and columns of the output.
         arrays: int32 arrays; the two functions get references to them.
         num_tiles: function of the references that returns the number of tiles.
         position: function of the references and a tile's number that returns its `TilePosition`. The position for other

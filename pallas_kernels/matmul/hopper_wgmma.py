@@ -119,7 +119,6 @@ def multiply_rows(
 
     Args:
         pipeline: the warpgroup's part of a tile.
-        slot: stage of the slice.
         first_row: first of the rows, within the part.
         reused_sums: (64, cols) earlier sums that are no longer needed: registers and dtype of the result.
         run_meanwhile: called after the start of the product.

@@ -5,7 +5,7 @@ fp8jax/ops/matmul/matmul.py.
 """
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +54,9 @@ def matmul_block(
     if has_column_scales:
         streams.append(hopper.Stream.from_slices(b_scale, tile.block_cols, lambda position: position.b_row))
     else:
-        # A tile that starts inside of a block extends into one more.
-        rows = hopper.ceil_div(tile.block_cols, 128) + (tile.block_cols % 128 > 0)
-        streams.append(hopper.Stream.from_rows(b_scale, rows, lambda position: lax.div(position.b_row, 128)))
+        streams.append(
+            hopper.Stream.from_blocks(b_scale, tile.block_cols, lambda position: lax.div(position.b_row, 128))
+        )
     return hopper.pipelined_matmul(
         make_compute(tile, has_column_scales, interpret is not None), a, b, streams, name="fp8_matmul_block",
         tile=tile, out_dtype=out_dtype, use_inline_wgmma=True, static_key=has_column_scales,
@@ -142,12 +142,14 @@ def make_compute(tile: Tile, has_column_scales: bool, is_interpreted: bool, may_
     return compute
 
 
-def best_tile(m: int, n: int) -> Tile:
+def best_tile(m: int, n: int, split: Literal["M", "N"] = "M") -> Tile:
     """Return the tile of least estimated cost: tiles per multiprocessor times the relative cost of a tile.
 
     Idle multiprocessors of the last wave count half: at its power limit, the GPU clocks the busy ones higher.
+    `split` is that of a tile of two warpgroups.
     """
-    choices = (2.0, Tile(128, 128, num_stages=3, store_slots=4, band_width=16)), (1.08, Tile(64, 128, num_stages=5))
+    large = Tile(128, 128, split, num_stages=3, store_slots=4, band_width=16)
+    choices = (2.0, large), (1.08, Tile(64, 128, num_stages=5))
 
     def cost(choice: tuple[float, Tile]) -> float:
         tiles = hopper.mean_tiles_per_sm(m, n, choice[1])

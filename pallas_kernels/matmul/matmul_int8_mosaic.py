@@ -4,8 +4,6 @@ In: int8 codes (M, K) and (N, K) with fp32 block scales. Out: (M, N) bf16 or fp3
 `_reference` in fp8jax/ops/matmul/matmul.py, for the base and for the masked residual.
 """
 
-import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.matmul import hopper
 from pallas_kernels.matmul.hopper import Tile
 from pallas_kernels.matmul.hopper_wgmma import multiply_rows
+from pallas_kernels.matmul.matmul_block_mosaic import best_tile
 
 BLOCK = 128
 
@@ -65,9 +64,10 @@ def matmul_int8_block(
     blocks = hopper.ceil_div(m, BLOCK), hopper.ceil_div(k, BLOCK)
     hopper.check_array("a_scale", a_scale, blocks, (jnp.float32,))
     hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, BLOCK), blocks[1]), (jnp.float32,))
-    tile = tile or best_tile(m, n)
+    tile = tile or best_tile(m, n, "N")
     check_tile(tile)
-    streams = [a_block_stream(a_scale), b_block_stream(b_scale, tile, lambda position: lax.div(position.col, BLOCK))]
+    b_stream = hopper.Stream.from_blocks(b_scale, tile.block_cols, lambda position: lax.div(position.col, BLOCK))
+    streams = [a_block_stream(a_scale), b_stream]
     second_operand, schedule = None, None
     if residual is not None:
         second_operand = make_second_operand(residual, a.shape)
@@ -90,16 +90,7 @@ def check_tile(tile: Tile) -> None:
 
 def a_block_stream(scales: jax.Array) -> hopper.Stream:
     """Return the stream of block scales (M / 128, K / 128) of the left operand, or of its fallback residual."""
-    return hopper.Stream.from_rows(scales, 1, lambda position: lax.div(position.a_row, BLOCK))
-
-
-def b_block_stream(
-    scales: jax.Array, tile: Tile, first_block: Callable[[hopper.TilePosition], jax.Array]
-) -> hopper.Stream:
-    """Return the stream of block scales (N / 128, K / 128) of the right operand, from `first_block(position)` on."""
-    # A tile that starts inside of a block extends into one more.
-    rows = hopper.ceil_div(tile.block_cols, BLOCK) + (tile.block_cols % BLOCK > 0)
-    return hopper.Stream.from_rows(scales, rows, first_block)
+    return hopper.Stream.from_blocks(scales, BLOCK, lambda position: lax.div(position.a_row, BLOCK))
 
 
 def make_second_operand(residual: FallbackResidual, shape: tuple[int, ...]) -> hopper.SecondOperand:
@@ -179,17 +170,3 @@ def make_compute(tile: Tile, has_residual: bool, is_interpreted: bool, may_be_em
         finish([(top, 0, x) for top, x in zip(row_starts, totals, strict=True)])
 
     return compute
-
-
-def best_tile(m: int, n: int) -> Tile:
-    """Return the tile of least estimated cost, 128x256 or 128x128; see `matmul_block_mosaic.best_tile`."""
-    choices = (
-        (2.0, Tile(128, 128, "N", num_stages=3, store_slots=4, band_width=16)),
-        (1.08, Tile(64, 128, num_stages=5)),
-    )
-
-    def cost(choice: tuple[float, Tile]) -> float:
-        tiles = hopper.mean_tiles_per_sm(m, n, choice[1])
-        return choice[0] * (tiles + math.ceil(tiles)) / 2
-
-    return min(choices, key=cost)[1]

@@ -148,7 +148,6 @@ def quantize_groups(
         x: (T, N) fp32, bf16 or fp16, or 8-bit codes, which are copied.
         blocks: int32 (3, tokens / 128): first row of each block of tokens, number of its rows, and its group; a block
             without rows may have any group.
-        num_groups: number of groups.
         index: int32 (rows,), the row of x of each row; None if x has them in this order.
         rows, columns: codings of kind "tensor" or "token", with one scale for all rows, or one each; None for no
             result. Columns have one for all groups, or one each. 8-bit codes take codings of their own dtype.

@@ -300,7 +300,6 @@ def quantize(
         rng_offset: for a part of a larger matrix, two uint32 words: the columns of that matrix, and the position of the
             part. The position is a quarter of the first row (a multiple of 4) times these columns, plus the first
             column.
-        sums: whether to return column sums.
         compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
 
     Returns:

@@ -43,7 +43,7 @@ PLAN = [
     ("saved linear input", "int10:group128", "-", 1.25 + 4 / 128),
     ("saved non-linear input", "e5m2:group8", "bf16", 1 + 2 / 8),
     ("gradient between devices", "e5m2:group16", "fp32", 1 + 4 / 16),
-    ("input that a norm or activation made", "computed again", "bf16", 0),
+    ("linear input from a norm or activation", "recomputed", "bf16", 0),
 ]
 
 
@@ -64,7 +64,7 @@ def test_a_plan_names_every_role_with_what_it_is_stored_and_computed_in():
 def test_a_faithful_plan_computes_nothing_again_and_what_is_not_quantized_has_the_working_copys_format():
     faithful = Recipe("mine", weights=Weights("bf16", "bf16"), context=Context("e4m3:mx32"), linear=Linear())
     plan = {role: rest for role, *rest in faithful.plan()}
-    assert "input that a norm or activation made" not in plan
+    assert "linear input from a norm or activation" not in plan
     assert plan["saved non-linear input"] == ["e4m3:mx32", "bf16", pytest.approx(1 + 1 / 32, rel=1e-5)]
     for role in ("forward x", "dgrad w", "wgrad dy"):
         assert plan[role] == ["bf16", "bf16", 2]

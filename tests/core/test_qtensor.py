@@ -411,6 +411,14 @@ def test_arrays_joined_at_whole_blocks_decode_as_their_parts(spec):
         np.testing.assert_array_equal(q.dequantize(), jnp.concatenate(values, axis))
 
 
+@pytest.mark.parametrize("spec", ["e4m3", "e4m3:group64+expand", "int8:token", "e2m1:nv16"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e5m2])
+def test_cast_codes_are_refused(spec, dtype):
+    q = jax.tree.map(lambda a: a.astype(dtype), fp8jax.quantize(jnp.asarray(normal(8, 64)), spec))
+    with pytest.raises(ValueError, match="the arrays of a QTensor were cast one by one"):
+        q.dequantize()
+
+
 @pytest.mark.parametrize("spec", ["e4m3:group64+expand", "e4m3:block64", "e4m3:mx32", "e4m3:token", "de8:group64"])
 def test_flips_decode_unless_a_block_is_short(spec):
     def flipped(width):

@@ -165,7 +165,7 @@ def test_the_plan_of_coat_names_what_contexts_keep_and_what_is_computed_again():
     plan = {role: (stored, size) for role, stored, _, size in fp8jax.recipes.coat().plan()}
     # Table 10 of the paper: scales of 16 bits add 12.5 % to groups of 16.
     assert plan["saved non-linear input"] == ("e4m3:group16", 1.125)
-    assert plan["input that a norm or activation made"] == ("computed again", 0)
+    assert plan["linear input from a norm or activation"] == ("recomputed", 0)
     faithful = dataclasses.replace(fp8jax.recipes.coat(), context=Context("e4m3:group16"))
-    assert "computed again" not in faithful.explain()
+    assert "recomputed" not in faithful.explain()
     assert {role: size for role, *_, size in fp8jax.recipes.bf16().plan()}["saved non-linear input"] == 2

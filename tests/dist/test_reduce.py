@@ -412,9 +412,9 @@ def test_axes_that_are_left_to_xla_are_told(mesh, recwarn):
     reduced((auto, auto), set(AXES))
     reduced((auto, explicit), {"data"})
     assert not recwarn.list
-    with pytest.warns(UserWarning, match="Auto mesh axes 'fsdp'.*Make these axes Explicit") as told:
+    with pytest.warns(UserWarning, match="Auto mesh axes 'fsdp'.*Make these axes Explicit") as caught:
         reduced((auto, auto), {"data"})
-    assert told[0].filename == __file__
+    assert caught[0].filename == __file__
 
 
 def test_one_phase_is_refused_where_nccl_cannot_sum(mesh):

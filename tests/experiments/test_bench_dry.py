@@ -75,7 +75,7 @@ def test_arms_of_a_job_are_recipes_that_there_are():
             for arm in named[: next((i for i, a in enumerate(named) if a.startswith("--")), None)]:
                 arms.settings(arm)
     for arm in {arm for model in models.MODELS.values() for arm in model.arms}:
-        assert writings.recipe_of(arm).name
+        assert writings.get_recipe(arm).name
 
 
 def losses(user, arms, **how):
@@ -105,7 +105,7 @@ def test_a_user_s_model_trains_in_both(monkeypatch):
     assert plain != eight
     assert plain == pytest.approx(eight, rel=0.02)
     heads = [
-        writings.recipe_of(arm).head
+        writings.get_recipe(arm).head
         for arm in ("prequantized:coat", "coat, 8-bit head", "prequantized:coat, 8-bit head")
     ]
     assert heads == [fp8jax.recipes.bf16().head, fp8jax.recipes.HEAD, fp8jax.recipes.HEAD]
@@ -149,8 +149,8 @@ def test_rates_run_and_a_dry_run_leaves_the_table_alone(monkeypatch, capsys, tmp
     monkeypatch.setenv("FP8JAX_DRY", "1")
     table = tmp_path / "rates.json"
     rates.main(["--table", str(table), "--device", "none"])
-    told = capsys.readouterr().out
-    entry = json.loads(told[told.index("{") :])
+    printed = capsys.readouterr().out
+    entry = json.loads(printed[printed.index("{") :])
     assert set(Rates._fields) <= set(entry)
     assert not table.exists()
 

@@ -19,9 +19,9 @@ SMALL = LlamaConfig(vocab=8, dim=48, layers=1, heads=2, kv_heads=2, mlp_dim=128)
 def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
     lean = bench_arms.LEAN
-    held = f"{lean}, {layer.HELD}"
+    held = f"{lean}, {layer.PREQUANTIZED}"
     arms = layer.arms(16, SMALL, (lean, held))
-    assert list(arms) == [layer.BF16, layer.BF16_AGAIN, layer.BF16_FUNCTIONS, lean, held]
+    assert list(arms) == [layer.BF16, layer.BF16_REMATERIALIZED, layer.BF16_FUNCTIONS, lean, held]
     results = (jax.tree.leaves(jax.jit(a.three)(*a.operands)) for a in arms.values())
     for plain, again, functions, a, b in zip(*results, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
@@ -31,9 +31,9 @@ def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch)
         assert max(errors[:2]) < errors[2] < 0.4
     assert arms[lean].saved == pytest.approx(arms[held].saved)
     assert arms[layer.BF16].saved > 3 * arms[lean].saved
-    assert 1.2 * arms[lean].saved < arms[layer.BF16_AGAIN].saved < arms[layer.BF16].saved / 2
+    assert 1.2 * arms[lean].saved < arms[layer.BF16_REMATERIALIZED].saved < arms[layer.BF16].saved / 2
     found = {(r["impl"], r["baseline"]): r for r in layer.saved_rows("case", arms)}
-    for base in (layer.BF16, layer.BF16_AGAIN):
+    for base in (layer.BF16, layer.BF16_REMATERIALIZED):
         assert found[lean, base]["ratio"] == pytest.approx(arms[base].saved / arms[lean].saved)
     assert found[lean, layer.PAPER]["ratio"] * found[lean, layer.PAPER]["value"] == pytest.approx(22.66)
 
@@ -42,10 +42,13 @@ def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch)
 def test_the_layer_as_functions_is_that_of_the_model(monkeypatch):
     monkeypatch.setattr(layer, "attend", lambda q, k, v, is_causal: dot_product_attention(q, k, v, is_causal=is_causal))
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
-    held = f"{bench_arms.LEAN}, {layer.BOUNDED}, {layer.HELD}"
+    held = f"{bench_arms.LEAN}, {layer.BOUNDED}, {layer.PREQUANTIZED}"
     arms = layer.arms(16, SMALL, (held, f"{held}, {layer.FUNCTIONS}"))
     found = {name: jax.tree.leaves(jax.jit(arm.three)(*arm.operands)) for name, arm in arms.items()}
-    assert set(found) - {layer.BF16, layer.BF16_AGAIN, layer.BF16_FUNCTIONS} == {held, f"{held}, {layer.FUNCTIONS}"}
+    assert set(found) - {layer.BF16, layer.BF16_REMATERIALIZED, layer.BF16_FUNCTIONS} == {
+        held,
+        f"{held}, {layer.FUNCTIONS}",
+    }
     for leaves in zip(*(found[name] for name in (layer.BF16, held, f"{held}, {layer.FUNCTIONS}")), strict=True):
         exact, model, functions = (np.asarray(leaf, np.float64) for leaf in leaves)
         # A sum that is rounded once less can change a scale, and with it how e5m2 rounds all of a gradient.
@@ -67,14 +70,22 @@ def test_a_layer_with_fallback_has_thresholds_that_its_inputs_settled(monkeypatc
 
 
 def test_times_are_compared_with_bf16_in_its_forms_and_held_weights_are_counted():
-    held = f"a, {layer.HELD}"
-    arms = (layer.BF16, layer.BF16_AGAIN, layer.BF16_FUNCTIONS, "a", held, f"{held}, {layer.FUNCTIONS}", layer.WEIGHTS)
+    held = f"a, {layer.PREQUANTIZED}"
+    arms = (
+        layer.BF16,
+        layer.BF16_REMATERIALIZED,
+        layer.BF16_FUNCTIONS,
+        "a",
+        held,
+        f"{held}, {layer.FUNCTIONS}",
+        layer.WEIGHTS,
+    )
     times = {name: timing.Seconds([i + 1.0, i + 2.0, i + 9.0]) for i, name in enumerate(arms)}
     found = {(r["impl"], r["metric"]): r for r in layer.time_rows("case", times)}
     assert len(found) == len(layer.time_rows("case", times))
     assert found["a", "time"]["ratio"] == 2 / 5
     assert found["a", "time"]["quartiles"] == [4500, 8500]
-    assert found["a", f"time, {layer.BF16_AGAIN}"]["ratio"] == 3 / 5
+    assert found["a", f"time, {layer.BF16_REMATERIALIZED}"]["ratio"] == 3 / 5
     assert ("a", f"time, {layer.BF16_FUNCTIONS}") not in found
     assert found[f"{held}, {layer.FUNCTIONS}", f"time, {layer.BF16_FUNCTIONS}"]["ratio"] == 4 / 7
     assert found[held, "time, 1 microbatch"]["value"] == 1e3 * (6 + 8)
@@ -85,9 +96,11 @@ def test_times_are_compared_with_bf16_in_its_forms_and_held_weights_are_counted(
 
 
 def test_weights_are_quantized_as_arms_hold_them():
-    arms = layer.arms(16, SMALL, (f"{bench_arms.LEAN}, {layer.HELD}",))
+    arms = layer.arms(16, SMALL, (f"{bench_arms.LEAN}, {layer.PREQUANTIZED}",))
     make, kernels = layer.weights(arms[layer.BF16])
     codes = sorted(x.size for x in jax.tree.leaves(jax.eval_shape(make, *kernels)) if x.ndim == 2 and x.size > 1)
-    held = sorted(x.size for x in jax.tree.leaves(arms[f"{bench_arms.LEAN}, {layer.HELD}"].operands[1]) if x.size > 1)
+    held = sorted(
+        x.size for x in jax.tree.leaves(arms[f"{bench_arms.LEAN}, {layer.PREQUANTIZED}"].operands[1]) if x.size > 1
+    )
     assert codes == held
     assert len(codes) == 2 * 7

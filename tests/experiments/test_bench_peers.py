@@ -84,9 +84,9 @@ def test_what_is_not_there_or_does_not_run_is_left_out_and_told(monkeypatch, cap
         peers, "PEERS", {"none": ("absent", "absent_package", "A", {}), "broken": ("json", "json", "nope", {})}
     )
     assert peers.available("cpu") == {}
-    told = capsys.readouterr().out
-    assert "none: left out (absent: ModuleNotFoundError" in told
-    assert "broken: left out (json: AttributeError" in told
+    printed = capsys.readouterr().out
+    assert "none: left out (absent: ModuleNotFoundError" in printed
+    assert "broken: left out (json: AttributeError" in printed
 
 
 def test_rows_name_stream_and_optimizer_and_lose_no_explosion(capsys):
@@ -130,4 +130,4 @@ def test_a_dry_run_takes_one_short_stream(monkeypatch, tmp_path):
     (path,) = tmp_path.glob("*/peers.json")
     seen = json.loads(path.read_text())
     assert {r["impl"] for r in seen["rows"]} == {peers.OURS}
-    assert any("left out: torch.optim.AdamW, fp32, torchao" in note for note in seen["notes"])
+    assert any("does not run here: torch.optim.AdamW, fp32, torchao" in note for note in seen["notes"])

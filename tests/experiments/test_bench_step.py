@@ -52,7 +52,7 @@ def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path):
     assert found["coat", "step"]["quartiles"] == [250, 250]
     assert found["coat", "tokens/s"]["value"] == 2 * TOKENS / 0.25
     assert (found["coat", "memory"]["value"], found["coat", "memory"]["ratio"]) == (3, pytest.approx(2 / 3))
-    assert {r["baseline"] for r in content["rows"] if r["ratio"]} == {step.AGAIN}
+    assert {r["baseline"] for r in content["rows"] if r["ratio"]} == {step.REMATERIALIZED}
     assert {r["case"] for r in content["rows"]} == {f"tiny, one GPU, 2 x {TOKENS} tokens"}
 
 
@@ -62,7 +62,7 @@ class PlantedArm:
     clock, live, order = 0.0, 0, []
 
     def __init__(self, name, *_):
-        self.name, self.took, self.program = name, {"coat": 2.0, step.AGAIN: 5.0, "bf16": 4.0}[name], None
+        self.name, self.took, self.program = name, {"coat": 2.0, step.REMATERIALIZED: 5.0, "bf16": 4.0}[name], None
         self.batch = self.count = self.tokens_per_step = 1
         self.flops, self.running = 1.0, False
 
@@ -96,7 +96,7 @@ def test_one_state_at_a_time_and_ratios_are_of_the_recomputed_baseline(monkeypat
     step.measure(LLAMA, options(tmp_path, arm=["bf16", "coat"], rounds=3, steps=2, name="other"))
     content = json.loads((tmp_path / "cpu" / "other.json").read_text())
     ratios = {r["impl"]: (r["value"], r["ratio"]) for r in content["rows"] if r["metric"] == "step"}
-    assert ratios == {step.AGAIN: (5000, 1), "bf16": (4000, 1.25), "coat": (2000, 2.5)}
+    assert ratios == {step.REMATERIALIZED: (5000, 1), "bf16": (4000, 1.25), "coat": (2000, 2.5)}
     assert {name: PlantedArm.order.count(name) for name in ratios} == dict.fromkeys(ratios, 1 + 3 * 2 * 2)
 
 
@@ -118,10 +118,13 @@ def test_an_arm_that_does_not_fit_is_left_out_and_the_rest_measured(monkeypatch,
     assert "coat failed: MemoryError RESOURCE_EXHAUSTED" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="the baseline of all arms, does not run"):
         step.driver.built(["coat", "bf16"], FullArm)
-    assert list(step.driver.built([step.AGAIN, "bf16"], PlantedArm, limit=1e9)) == [step.AGAIN, "bf16"]
+    assert list(step.driver.built([step.REMATERIALIZED, "bf16"], PlantedArm, limit=1e9)) == [
+        step.REMATERIALIZED,
+        "bf16",
+    ]
     clock = itertools.count(0, 10)
     monkeypatch.setattr(driver.time, "perf_counter", lambda: float(next(clock)))
-    assert list(step.driver.built([step.AGAIN, "bf16"], PlantedArm, limit=15)) == [step.AGAIN]
+    assert list(step.driver.built([step.REMATERIALIZED, "bf16"], PlantedArm, limit=15)) == [step.REMATERIALIZED]
     assert "bf16: left out, the time limit is reached" in capsys.readouterr().out
 
 
@@ -142,7 +145,7 @@ def test_devices_of_a_mesh_share_the_batch_and_the_state(where):
 
 
 def test_an_arm_is_a_recipe_with_how_its_gradients_travel_or_what_it_recomputes(monkeypatch):
-    assert arms.settings("moss")[1] == arms.settings(step.AGAIN)[1] == "products"
+    assert arms.settings("moss")[1] == arms.settings(step.REMATERIALIZED)[1] == "products"
     assert arms.settings("coat, recomputed")[1] == "products"
     assert arms.settings("coat")[1] is arms.settings("bf16")[1] is False
     assert arms.settings("coat, 8-bit gradients")[0].comm.gradients == "e4m3"
@@ -158,7 +161,7 @@ def test_an_arm_is_a_recipe_with_how_its_gradients_travel_or_what_it_recomputes(
             arms.settings(name)
     monkeypatch.setattr(arms, "fastest", lambda recipe: False)
     assert arms.settings("moss")[1] is False
-    assert arms.settings("moss, recomputed")[1] == arms.settings(step.AGAIN)[1] == "products"
+    assert arms.settings("moss, recomputed")[1] == arms.settings(step.REMATERIALIZED)[1] == "products"
     with pytest.raises(ValueError, match="coats"):
         arms.settings("coats")
 
@@ -174,7 +177,7 @@ def test_an_arm_without_kernels_is_traced_without_them(monkeypatch):
 @pytest.mark.slow
 def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():
     results, needs = [], []
-    for name in (arms.BF16, step.AGAIN):
+    for name in (arms.BF16, step.REMATERIALIZED):
         arm = step.StepArm(name, LLAMA, 2, TOKENS, "one")
         metrics = arm()
         results.append((float(metrics["loss"]), float(metrics["grad_norm"])))
@@ -291,17 +294,17 @@ def test_torch_arm_is_the_same_model():
 def test_without_torch_its_rows_are_left_out_and_that_is_said(monkeypatch, capsys):
     monkeypatch.setattr(step_torch.importlib.util, "find_spec", lambda name: None)
     assert list(step_torch.available()) == []
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == "  torch bf16: torch not importable: rows left out"
-    assert told[1] == "  torchao tensorwise: torch and torchao not importable: rows left out"
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "  torch bf16: torch not importable: rows left out"
+    assert printed[1] == "  torchao tensorwise: torch and torchao not importable: rows left out"
 
 
 @pytest.mark.slow
 def test_arms_that_fit_in_so_many_gigabytes_are_compared_by_tokens():
     """`coat` takes more sequences than bf16; each is the largest batch whose plan stays within the limit."""
     limit = 0.603  # the runtime's share is 0.6
-    batches = {name: step.largest_batch(name, LLAMA, TOKENS, "one", limit) for name in (step.AGAIN, "coat")}
-    assert 1 < batches[step.AGAIN] < batches["coat"]
+    batches = {name: step.largest_batch(name, LLAMA, TOKENS, "one", limit) for name in (step.REMATERIALIZED, "coat")}
+    assert 1 < batches[step.REMATERIALIZED] < batches["coat"]
     for name, batch in batches.items():
         recipe, remat, *_ = arms.settings(name)
         fits = [step.plan.of(LLAMA, recipe, {}, n * TOKENS, recompute=bool(remat)).total for n in (batch, batch + 1)]
@@ -313,7 +316,7 @@ def test_arms_that_fit_in_so_many_gigabytes_are_compared_by_tokens():
     for arm, metric, ratio in ((coat, "tokens/s", 3), (again, "step", 2)):
         told = {r["metric"]: r for r in step.common("fits", "coat", median, base, arm, again, (1, 2), (2, 2))}
         assert [m for m in ("step", "tokens/s") if told[m]["ratio"]] == [metric]
-        assert (told[metric]["ratio"], told[metric]["baseline"]) == (ratio, step.AGAIN)
+        assert (told[metric]["ratio"], told[metric]["baseline"]) == (ratio, step.REMATERIALIZED)
 
 
 @pytest.mark.parametrize(

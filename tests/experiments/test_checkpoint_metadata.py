@@ -35,12 +35,12 @@ def folder(saved, tmp_path):
 
 
 def resume(folder):
-    told = []
+    records = []
     with Checkpoints(folder, 3) as checkpoints:
-        state, meta = checkpoints.resume(jax.eval_shape(lambda: STATE), {}, told.append)
+        state, meta = checkpoints.resume(jax.eval_shape(lambda: STATE), {}, records.append)
         assert checkpoints.latest() == meta["step"]
     np.testing.assert_array_equal(state["w"], STATE["w"] + meta["step"])
-    return meta["step"], told
+    return meta["step"], records
 
 
 def flipped(path, old):

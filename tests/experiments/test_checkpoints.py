@@ -232,9 +232,9 @@ def test_resuming_steps_back_to_the_newest_that_is_whole(tmp_path):
     (folder / "4" / "_CHECKPOINT_METADATA").write_text("{")
     (tmp_path / "damaged-4").mkdir()
     (tmp_path / "damaged-4.2").mkdir()
-    told = []
+    records = []
     with Checkpoints(folder, 4) as checkpoints:
-        state, meta = checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, told.append)
+        state, meta = checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, records.append)
         assert_same(state, make(2))
         assert meta["step"] == checkpoints.latest() == 2
         # The steps that were damaged are free again.
@@ -246,13 +246,13 @@ def test_resuming_steps_back_to_the_newest_that_is_whole(tmp_path):
         "damaged-4.2",
         "damaged-4.3",
     ]
-    assert [re.search(r"checkpoints/(\d) is damaged: .*; moved to .*/(.*)", line).groups() for line in told] == [
+    assert [re.search(r"checkpoints/(\d) is damaged: .*; moved to .*/(.*)", line).groups() for line in records] == [
         ("4", "damaged-4.3"),
         ("3", "damaged-3"),
     ]
     with Checkpoints(folder, 4) as checkpoints:
-        assert_same(checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, told.append)[0], make(3))
-    assert len(told) == 2
+        assert_same(checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, records.append)[0], make(3))
+    assert len(records) == 2
 
 
 def test_resuming_steps_back_from_damage_alone(tmp_path):

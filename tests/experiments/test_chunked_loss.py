@@ -35,7 +35,7 @@ def documents():
     return [packing.Document(rng.integers(1, 60, n), (np.arange(n) % 3 > 0).astype(np.int8)) for n in lengths]
 
 
-ROWS = packing.pack(documents(), 0.2, 16, whole=True).train[:8]  # what they do not fill is zeros
+ROWS = packing.pack(documents(), 0.2, 16, keep_whole=True).train[:8]  # what they do not fill is zeros
 
 
 @pytest.fixture(autouse=True)

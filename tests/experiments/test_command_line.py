@@ -43,7 +43,7 @@ SECTIONS = (config.Data, config.Model, config.Optim, config.Lora, config.Run)
         (["--clip", "-1"], "--clip must be positive"),
         (["--weight-decay", "-0.1"], "--weight-decay must be finite and not negative"),
         (["--final-lr", "2"], "--final-lr must be a share"),
-        (["--warmup", "8"], "--warmup 8 must be below --steps 8"),
+        (["--warmup", "8"], "--warmup 8 must be below --steps 8: pass a smaller --warmup or more --steps"),
         (["--valid-fraction", "1"], "--valid-fraction must be between 0 and 1"),
         (["--tokenizer", "bpe", "--vocab", "256"], "--vocab must be at least 257"),
         (["--run", "a/b"], "--run must be a name .* not a path, got 'a/b'"),

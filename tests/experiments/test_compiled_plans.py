@@ -42,8 +42,8 @@ def report(steps):
     command = [sys.executable, "-m", "tests.experiments.compiled_steps", *steps]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=h200.HERE.parents[1])
     assert not done.returncode, done.stderr[-3000:]
-    (told,) = (line.removeprefix(h200.MARK) for line in done.stdout.splitlines() if line.startswith(h200.MARK))
-    return json.loads(told)
+    (printed,) = (line.removeprefix(h200.MARK) for line in done.stdout.splitlines() if line.startswith(h200.MARK))
+    return json.loads(printed)
 
 
 @pytest.mark.parametrize("steps", [STEPS[i : i + 6] for i in range(0, len(STEPS), 6)], ids=str)

@@ -178,8 +178,8 @@ def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, ca
     argv = [*FLAGS, "--init", str(checkpoint), "--data", str(talks), "--out", str(out), "--run", name,
             "--recipe", "te_current", *lora]  # fmt: skip
     assert cli.main(argv) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "1 file of" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 file of" in printed
     assert "40 of 1 files" in (out / name / "log.txt").read_text()
     folder = out / name / "te_current"
     whole = json.loads((folder / "result.json").read_text())["result"]
@@ -236,7 +236,7 @@ def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, 
     params = start.params(settings, None)
     decoded = start.params(cli.parse(["--init", str(folder), "--lora-rank", "4", "--base", "bf16"]), None)
     assert not any(isinstance(x, fp8jax.FrozenWeight) for x in decoded["layers"]["mlp"]["up"].values())
-    recipe = adapters.of_base(fp8jax.recipes.te_current(), settings.lora)
+    recipe = adapters.base_recipe(fp8jax.recipes.te_current(), settings.lora)
     task = Task(plain.config, make_optimizer(settings, recipe), recipe, remat=False, seed=0,
                       lora=settings.lora)  # fmt: skip
     base = jax.jit(task.base)(params)

@@ -16,7 +16,7 @@ from experiments.files import read_bytes
 from experiments.hub import __main__ as command
 from experiments.hub import files, tokenizer
 from experiments.hub.load import abstract_params, load, settings
-from experiments.hub.save import BESIDE, eight_bits, save
+from experiments.hub.save import SIDECAR_FILES, eight_bits, save
 from experiments.models.llama import LlamaConfig
 from experiments.text import chat
 from experiments.text.tokenizer import Bytes
@@ -38,8 +38,8 @@ def written(tmp_path_factory):
     """A checkpoint in two files with codes of 8 bits and a tokenizer; copy it before changing it."""
     folder = tmp_path_factory.mktemp("written") / "out"
     fields = {"eos_token_id": 0}
-    save(folder, SMALL, params(), eight=eight_bits("block"), shard_bytes=20_000, beside=tokenizer_files(Bytes(), 64),
-         fields=fields)  # fmt: skip
+    save(folder, SMALL, params(), eight=eight_bits("block"), shard_bytes=20_000, fields=fields,
+         extra_files=tokenizer_files(Bytes(), 64))  # fmt: skip
     assert len(list(folder.glob("model-*.safetensors"))) == 2
     return folder
 
@@ -159,7 +159,7 @@ def test_readers_elsewhere_see_what_they_saw(written):
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "merges.txt", "chat_template.jinja", "generation_config.json"])
 def test_what_lies_outside_of_a_folder_is_not_copied(folder, tmp_path, capsys, name):
-    assert name in BESIDE
+    assert name in SIDECAR_FILES
     (tmp_path / "secret").write_text("PRIVATE")
     (tmp_path / "other").mkdir()
     for i, target in enumerate((tmp_path / "secret", "../secret", "chain", "down/secret", tmp_path)):

@@ -17,7 +17,7 @@ from experiments import mesh
 from experiments.errors import DiskError, UserError
 from experiments.hub import families, files, quantized
 from experiments.hub.load import abstract_params, load
-from experiments.hub.save import Written, _common, _shards, eight_bits, of_recipe, save
+from experiments.hub.save import Written, _common, _shards, eight_bits, from_recipe, save
 from experiments.models.llama import LlamaConfig
 from experiments.models.rope import RopeScaling
 from fp8jax.ops.products.weights import FrozenWeight
@@ -87,7 +87,7 @@ def test_beside_the_weights_what_the_old_folder_has_is_kept(tmp_path):
         first.config,
         first.params,
         like=folder,
-        beside={"more.txt": "more"},
+        extra_files={"more.txt": "more"},
         fields={"eos_token_id": 7},
     )
     found = {p.name: p.read_text() for p in (tmp_path / "out").iterdir() if p.suffix != ".safetensors"}
@@ -265,12 +265,12 @@ def test_codes_lie_on_a_mesh(tmp_path, monkeypatch):
 def test_codes_are_those_of_the_forward_product_of_a_recipe(name, tmp_path):
     """A layer's product with an identity gives what its codes stand for."""
     recipe = fp8jax.recipes.get(name)
-    eight = of_recipe(recipe)
+    eight = from_recipe(recipe)
     w = 0.1 * np.random.default_rng(1).normal(size=(256, 128)).astype(np.float32)
     layer = nnx.Linear(256, 128, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     layer.kernel[...] = jnp.asarray(w)
     given = fp8jax.nnx.quantize(nnx.Sequential(layer), recipe)(jnp.eye(256, dtype=jnp.bfloat16))
-    q = quantized.encode(jnp.asarray(w), eight.how)
+    q = quantized.encode(jnp.asarray(w), eight.encoding)
     values = q.dequantize().T
     np.testing.assert_array_equal(np.asarray(given), np.asarray(values.astype(jnp.bfloat16)))
     assert len(np.unique(np.asarray(values))) > 100
@@ -278,8 +278,8 @@ def test_codes_are_those_of_the_forward_product_of_a_recipe(name, tmp_path):
 
 def test_the_deepseek_recipe_is_written_in_both_formats(tmp_path):
     recipe, weights = fp8jax.recipes.deepseek(), params(WIDE)
-    save(tmp_path / "a", WIDE, weights, eight=of_recipe(recipe))
-    save(tmp_path / "b", WIDE, weights, eight=of_recipe(recipe, deepseek=True))
+    save(tmp_path / "a", WIDE, weights, eight=from_recipe(recipe))
+    save(tmp_path / "b", WIDE, weights, eight=from_recipe(recipe, deepseek=True))
     a, b = stored(tmp_path / "a"), stored(tmp_path / "b")
     for name in ("q", "k", "v", "o"):
         name = f"model.layers.0.self_attn.{name}_proj."
@@ -340,14 +340,14 @@ def test_a_tied_head_is_not_counted_as_quantized(name, field, tmp_path):
 )
 def test_recipes_without_such_codes_are_refused(recipe, message):
     with pytest.raises(UserError, match=message):
-        of_recipe(fp8jax.recipes.get(recipe))
+        from_recipe(fp8jax.recipes.get(recipe))
     with pytest.raises(UserError, match="unknown 8-bit format 'int4'; use one of tensor, channel, block,"):
         eight_bits("int4")
     recipe = fp8jax.recipes.te_current()
     for spec, name in (("e4m3:tensor", "tensor"), ("e4m3:token", "channel")):
         linear = dataclasses.replace(recipe.linear, w=spec, dy=None, w_dgrad=None, x_wgrad=None)
         with pytest.raises(UserError, match=f"has one scale per {name}, but the deepseek format needs one per block"):
-            of_recipe(dataclasses.replace(recipe, linear=linear), deepseek=True)
+            from_recipe(dataclasses.replace(recipe, linear=linear), deepseek=True)
 
 
 def test_gpt2_has_no_layers_that_the_formats_know(tmp_path):

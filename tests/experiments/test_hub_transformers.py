@@ -163,7 +163,7 @@ def test_tokenizers_of_runs_give_the_ids_of_training(tmp_path):
     pairs = BytePair.train(["the cat and the hat <|document|> " * 20], 300)
     for i, tokenizer in enumerate((pairs, Bytes())):
         folder = tmp_path / str(i)
-        save(folder, WIDE, params(WIDE), beside=tokenizer_files(tokenizer, 128))
+        save(folder, WIDE, params(WIDE), extra_files=tokenizer_files(tokenizer, 128))
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         ids = [theirs(text)["input_ids"] for text in texts]
         np.testing.assert_array_equal(np.concatenate(ids), tokenizer.encode(texts))
@@ -172,10 +172,10 @@ def test_tokenizers_of_runs_give_the_ids_of_training(tmp_path):
 
 
 def test_the_command_line_writes_what_transformers_writes(tmp_path, capsys):
-    save(tmp_path / "out", WIDE, params(WIDE), beside=tokenizer_files(Bytes(), 128))
+    save(tmp_path / "out", WIDE, params(WIDE), extra_files=tokenizer_files(Bytes(), 128))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     vocab = LlamaConfig(vocab=256, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=96)
-    save(tmp_path / "bytes", vocab, params(vocab), beside=tokenizer_files(Bytes(), 128))
+    save(tmp_path / "bytes", vocab, params(vocab), extra_files=tokenizer_files(Bytes(), 128))
     model = read(tmp_path / "bytes")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "bytes")
     inputs = tokenizer("some words", return_tensors="pt", return_token_type_ids=False)

@@ -72,7 +72,7 @@ def test_a_step_layer_by_layer_is_that_of_parameters_gathered_at_once(name, micr
     step, _, begin = compiled(name, **how)
     operands = begin()
     after, metrics = step(*operands)
-    monkeypatch.setattr(parallel, "Whole", lambda *_: None)
+    monkeypatch.setattr(parallel, "GatheredModel", lambda *_: None)
     step, *_ = compiled.__wrapped__(name, **how)
     want, expected = step(*operands)
     assert metrics["healthy"]

@@ -263,7 +263,7 @@ def test_where_an_array_lies_follows_from_its_name_and_shape(path, shape, place,
     for partition, wanted in (("slices", sliced), ("tensors", by_layers)):
         state = mesh.state(devices, TrainState(None, tree, None, tree, None, None), partition)
         assert only(state.params) == [place]
-        assert only(state.opt_state) == only(mesh.held(devices, tree, partition)) == [wanted]
+        assert only(state.opt_state) == only(mesh.optimizer_shardings(devices, tree, partition)) == [wanted]
 
 
 def test_scales_of_blocks_are_cut_no_further_than_their_codes():
@@ -272,7 +272,7 @@ def test_scales_of_blocks_are_cut_no_further_than_their_codes():
     q = jax.eval_shape(lambda: fp8jax.quantize(jnp.zeros((4, 450, 512)), spec))
     assert q.scale.shape == (4, 4, 4)
     tree = {"layers": {"mlp": {"up": {"kernel": q}}}}
-    found = mesh.held(jax.sharding.AbstractMesh((2, 2, 2, 1), mesh.AXES), tree, "slices")
+    found = mesh.optimizer_shardings(jax.sharding.AbstractMesh((2, 2, 2, 1), mesh.AXES), tree, "slices")
     assert {x.spec for x in jax.tree.leaves(found)} == {UP}
 
 

@@ -43,7 +43,7 @@ def found(rows):
 
 def test_each_document_is_whole_in_one_row_of_one_split():
     given = documents()
-    packed = packing.pack(given, 0.2, 20, whole=True)
+    packed = packing.pack(given, 0.2, 20, keep_whole=True)
     train, valid = found(packed.train), found(packed.valid)
     assert not set(train) & set(valid)
     wanted = {tuple(d.ids): d.answers for d in given if d.answers[1:].any()}
@@ -64,7 +64,7 @@ def test_rows_are_filled_to_their_ends_and_splits_are_as_large_as_asked():
     rng = np.random.default_rng(0)
     given = [Document(rng.integers(0, 40, 5), np.ones(5, np.int8)) for _ in range(8)]  # 0 is a token, too
     for share, train in ((0.5, 4), (0.75, 2), (0.99, 1)):
-        packed = packing.pack(given, share, 9, whole=True)
+        packed = packing.pack(given, share, 9, keep_whole=True)
         assert (len(packed.train), len(packed.valid)) == (-(-train // 2), -(-(8 - train) // 2))
         assert packed.filled == (1.0 if train % 2 == 0 else 0.5)
 
@@ -72,10 +72,10 @@ def test_rows_are_filled_to_their_ends_and_splits_are_as_large_as_asked():
 def test_long_documents_are_cut_or_go_on():
     ones = lambda n: Document(np.arange(n) % 39 + 1, np.ones(n, np.int8))  # noqa: E731
     long = [ones(25), ones(10), *documents(6)]
-    cut, going = (packing.pack(long, 0.01, 9, whole=whole) for whole in (True, False))
+    cut, going = (packing.pack(long, 0.01, 9, keep_whole=keep_whole) for keep_whole in (True, False))
     assert cut.cut == going.cut == sum(len(d.ids) > 10 for d in long)
     # A last token alone has nothing before it.
-    alone = packing.pack([ones(21)], 0.01, 9, whole=False)
+    alone = packing.pack([ones(21)], 0.01, 9, keep_whole=False)
     assert (alone.documents, alone.left_out) == (2, 0)
     sizes = [sorted(len(p) for p in found(np.concatenate([x.train, x.valid]))) for x in (cut, going)]
     assert max(sizes[0]) == max(sizes[1]) == 10
@@ -84,10 +84,10 @@ def test_long_documents_are_cut_or_go_on():
 
 def test_the_order_of_documents_and_their_copies_do_not_matter():
     given = documents()
-    one, other = (packing.pack(d, 0.2, 20, whole=True) for d in (given, [*given[::-1], given[3]]))
+    one, other = (packing.pack(d, 0.2, 20, keep_whole=True) for d in (given, [*given[::-1], given[3]]))
     assert one.fingerprint == other.fingerprint
     changed = [Document(given[0].ids, 1 - given[0].answers), *given[1:]]
-    assert packing.pack(changed, 0.2, 20, whole=True).fingerprint != one.fingerprint
+    assert packing.pack(changed, 0.2, 20, keep_whole=True).fingerprint != one.fingerprint
     for part in ("train", "valid"):
         assert dataclasses.replace(one, **{part: getattr(one, part)[::-1]}).fingerprint != one.fingerprint
 
@@ -107,7 +107,7 @@ def test_where_too_many_rows_are_open_the_oldest_one_is_closed():
 def test_a_copy_of_a_document_is_packed_once():
     given = documents(12)
     copies = [Document(document.ids.copy(), document.answers.copy()) for document in given[:5]]
-    once, twice = (packing.pack(d, 0.2, 20, whole=True) for d in (given, [*given, *copies]))
+    once, twice = (packing.pack(d, 0.2, 20, keep_whole=True) for d in (given, [*given, *copies]))
     assert once.fingerprint == twice.fingerprint
     for rows in (twice.train, twice.valid):
         ids = [tuple(row[0, row[2] == n]) for row in rows for n in range(1, row[2].max() + 1)]
@@ -123,7 +123,7 @@ def by_itself(run, row, here):
 
 @pytest.mark.parametrize("window", [slow(None), 4])
 def test_no_token_sees_another_document(window):
-    packed = packing.pack(documents(), 0.2, 20, whole=True)
+    packed = packing.pack(documents(), 0.2, 20, keep_whole=True)
     rows = packed.train[:2]
     config = dataclasses.replace(SHAPE, window=window)
     model = Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -144,7 +144,7 @@ def task(**settings):
 
 
 def test_the_loss_is_the_mean_over_answers_and_gradients_are_its():
-    rows = packing.pack(documents(), 0.2, 20, whole=True).train[:2]
+    rows = packing.pack(documents(), 0.2, 20, keep_whole=True).train[:2]
     each = task()
     state, loss = jax.jit(each.init)(), jax.jit(each.loss)
     params, total, count = state.params, 0.0, 0
@@ -176,7 +176,7 @@ def test_the_loss_is_the_mean_over_answers_and_gradients_are_its():
 
 
 def test_microbatches_take_rows_whole():
-    rows = packing.pack(documents(), 0.2, 20, whole=True).train[:4]
+    rows = packing.pack(documents(), 0.2, 20, keep_whole=True).train[:4]
     parts = task(microbatches=2)
     params, alone = jax.jit(parts.init)().params, jax.jit(parts.loss)
     loss = jax.jit(parts.gradients)(params, {}, jnp.asarray(rows))[0]["loss"]
@@ -185,7 +185,7 @@ def test_microbatches_take_rows_whole():
 
 
 def test_batches_of_rows_resume_exactly():
-    packed = packing.pack(documents(), 0.2, 20, whole=True)
+    packed = packing.pack(documents(), 0.2, 20, keep_whole=True)
     batches = data.train_batches(packed.train, 20, 2, seed=3)
     first = [next(batches) for _ in range(3)]
     state = batches.get_state()
@@ -201,10 +201,10 @@ def test_batches_of_rows_resume_exactly():
 def test_bad_input_is_refused():
     one = documents(1)
     with pytest.raises(UserError, match="1 different documents; pass at least one for training and one for validation"):
-        packing.pack(one * 3, 0.2, 20, whole=True)
+        packing.pack(one * 3, 0.2, 20, keep_whole=True)
     silent = [Document(d.ids, 0 * d.answers) for d in documents()]
     with pytest.raises(UserError, match="--seq-len 20: no document of a split has an answer"):
-        packing.pack(silent, 0.2, 20, whole=True)
+        packing.pack(silent, 0.2, 20, keep_whole=True)
     learned = Llama(dataclasses.replace(SHAPE, learned_positions=32), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="segments need rotary \(relative\) positions"):
         learned(jnp.zeros((1, 8), jnp.int32), jnp.ones((1, 8), jnp.int32))

@@ -208,7 +208,7 @@ def test_where_gradients_are_summed_and_in_what():
 
 @pytest.mark.parametrize(("compute", "held"), [("bf16", False), ("fp32", True)])
 def test_sums_in_fp32_are_held_where_a_model_computes_in_it(compute, held):
-    whole = parallel.Whole(Comm("bf16"), frozenset(), compute)
+    whole = parallel.GatheredModel(Comm("bf16"), frozenset(), compute)
     wide, narrow = (jax.ShapeDtypeStruct((8, 4), dtype) for dtype in ("float32", "bfloat16"))
     assert [whole.policy(p, wide, wide) for p in (jax.lax.add_p, jax.lax.sub_p, jax.lax.neg_p)] == [held] * 3
     assert whole.policy(jax.lax.add_p, narrow, narrow)

@@ -104,7 +104,7 @@ def test_the_page_has_what_was_stated_and_a_mix_is_refused(tmp_path, capsys):
     assert {row["commit"] for row in content["rows"]} == {"c1"}
     told = " ".join(content["notes"])
     assert "coat, coat_fast, fast, int8_fallback, fp8_lm, 5 seeds each (10 of bf16 and coat_fast)." in told
-    assert "Intervals are of 99.50% each" in told
+    assert "Confidence intervals of 99.50% each" in told
     assert "fp8_lm ran on 2 devices" in told
     assert (tmp_path / "d" / "recipe_parity.png").exists()
     for how in ({"text": "u"}, {"device": "e"}):
@@ -178,12 +178,12 @@ def test_processes_fill_one_folder_and_gradients_travel_between_two_devices(corp
 
 def test_studies_name_arms_that_there_are_and_take_no_others(capsys):
     for name, study in STUDIES.items():
-        assert {*study.recipes, *study.others, *(arm for pair in study.pairs for arm in pair[1:])} < {*parity.ARMS}
+        assert {*study.recipes, *study.other_arms, *(arm for pair in study.pairs for arm in pair[1:])} < {*parity.ARMS}
         with pytest.raises(SystemExit):
             parity.main(["--study", name, "--arms", "coat", "no_such"])
         assert "'no_such' in this study; there are 'bf16'" in capsys.readouterr().err
     # COAT's Table 13 has the optimizer alone, and the activations alone.
-    assert {"coat_optimizer", "coat_activations", CONTROL} < set(STUDY.others)
+    assert {"coat_optimizer", "coat_activations", CONTROL} < set(STUDY.other_arms)
     intervals = [parity.ARMS[name].recipe.linear.weight_amax_interval for name in STUDIES["intervals"].recipes]
     assert intervals == [1, 100, 500, 2000]
     assert len({study.folder for study in STUDIES.values()}) == len({s.page for s in STUDIES.values()}) == len(STUDIES)

@@ -74,7 +74,7 @@ def test_a_step_is_the_same_and_each_device_holds_its_part(name, partitions):
 def test_layers_lie_as_the_papers_algorithm_loads_devices():
     """FP8-LM, Algorithm 1, of the tensors of layers: as many bytes on each device, where devices divide the layers."""
     params = jax.eval_shape(lambda: {"layers": {"up": np.zeros((8, 64, 128)), "norm": np.zeros((8, 64))}})
-    places = mesh.held(mesh.make(DEVICES, 1), params, "tensors")
+    places = mesh.optimizer_shardings(mesh.make(DEVICES, 1), params, "tensors")
     tensors = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(params) for _ in range(x.shape[0])]
     own = [
         np.prod(place.shard_shape(x.shape)) * x.dtype.itemsize

@@ -71,10 +71,10 @@ def test_planned_memory_is_that_of_arrays_that_live_at_once(name):
 def test_the_command_plans_a_model_that_fits_no_machine_here(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert plan.main(["--model", "175b", "--recipe", "fp8_lm_two_phase", "--mesh", "fsdp=32"]) == 0
-    told = capsys.readouterr().out
-    assert "each of 32 devices" in told
-    assert max(map(len, told.splitlines())) <= 80
-    assert "all-gather         u8" in told
+    printed = capsys.readouterr().out
+    assert "each of 32 devices" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "all-gather         u8" in printed
     assert plan.main(["--model", "1e9"]) == 2
     assert "unknown model size '1e9'" in capsys.readouterr().err
     for flag in ("--batch", "--length", "--microbatches"):

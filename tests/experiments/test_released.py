@@ -103,7 +103,7 @@ def test_a_mesh_of_shards_changes_nothing_but_rounding():
     task = task_of("coat_optimizer", optim, rows=rows)
     placed = mesh.state(devices, jax.eval_shape(task.init))
     state = jax.jit(task.init, out_shardings=placed)()
-    step = jax.jit(task.step, donate_argnums=0, out_shardings=(placed, mesh.whole(devices)))
+    step = jax.jit(task.step, donate_argnums=0, out_shardings=(placed, mesh.replicated(devices)))
     for i in range(3):
         state, metrics = step(state, jax.device_put(tokens(i), rows))
         np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], one[i], rtol=3e-3)

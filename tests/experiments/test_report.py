@@ -62,7 +62,7 @@ def test_a_run_ends_with_what_was_gained(monkeypatch, tmp_path):
     assert memory == "Moments need 2.0 MiB instead of 8.0 (4.0 times less) at +0.50 % loss (coat_optimizer)."
     measured = json.loads((ROOT / "results/h100/step.json").read_text())["rows"]
     of_h100 = {row["impl"]: row["value"] for row in measured if row["metric"] == "step"}
-    assert products.startswith("Products in FP8 (te_current) bring no speed on a CPU. On an H100 ")
+    assert products.startswith("FP8 matmuls (te_current) are not faster on a CPU. On an H100, ")
     assert f"{of_h100['bf16'] / of_h100['te_current']:.1f} times as fast with te_current as in bf16" in products
     # Without the file nothing is said of an H100.
     monkeypatch.setattr(comparison, "_RESULTS_PATH", tmp_path)
@@ -71,18 +71,18 @@ def test_a_run_ends_with_what_was_gained(monkeypatch, tmp_path):
     (alone,) = comparison.sentences(RESULTS[1:2], {}, steady, "cpu")
     assert "--recipe bf16 coat_optimizer" in alone
     (alone,) = comparison.sentences(RESULTS[:1], {}, steady, "cpu")
-    assert alone.endswith("--recipe bf16 coat.")
+    assert alone.endswith("--recipe bf16 coat")
 
 
 def test_speeds_are_compared_on_a_gpu_that_does_nothing_else():
     steady = dict.fromkeys(("bf16", "coat_optimizer", "te_current"), 0.02)
     _, *lines = comparison.sentences(RESULTS, {"te_current": "FP8"}, steady, "gpu")
     assert lines == [
-        "coat_optimizer trains on 0.9 times as many tokens a second as bf16.",
-        "te_current trains on 1.3 times as many tokens a second as bf16.",
+        "coat_optimizer trains on 0.9 times as many tokens per second as bf16.",
+        "te_current trains on 1.3 times as many tokens per second as bf16.",
     ]
     _, refused = comparison.sentences(RESULTS, {"te_current": "FP8"}, steady | {"bf16": 0.4}, "gpu")
-    assert refused.startswith("Speeds are not compared: those of the steps differ (bf16 by 40 %)")
+    assert refused.startswith("Speeds are not compared: the steps differ too much (bf16 by 40 %)")
     assert comparison.has_comparable_speeds(steady, "gpu")
     assert not comparison.has_comparable_speeds(steady | {"bf16": 0.4}, "gpu")
     assert not comparison.has_comparable_speeds(steady, "cpu")

@@ -60,9 +60,9 @@ def planted(monkeypatch, tmp_path):
 def test_files_of_this_commit_are_left_as_they_are(job, planted, capsys, tmp_path):
     assert planted([job("a"), job("b")]) == 0
     assert planted([job("a"), job("b"), job("c")]) == 0
-    told = capsys.readouterr().out
-    assert told.count("of this commit and card already") == 2
-    assert "c: done" in told
+    printed = capsys.readouterr().out
+    assert printed.count("of this commit and card already") == 2
+    assert "c: done" in printed
     results = tmp_path / "results"
     assert sorted(path.name for path in (results / "h9").iterdir()) == ["a.json", "b.json", "c.json"]
     assert (results / "logs" / "c.log").read_text() == "made c\n"
@@ -77,13 +77,13 @@ def test_what_failed_or_has_no_room_is_left_and_told(job, planted, capsys):
         job("good"),
     ]
     assert planted(jobs, "--budget", "500") == 1
-    told = capsys.readouterr().out
-    assert "left: fails (ended with code 1: no such kernel)" in told
-    assert "left: partial (ran, and left a file that is not complete)" in told
-    assert "left: other (ran, and left a file that is 1234567890: " in told
-    assert "left: long (needs 1000 s, " in told
-    assert "good: done" in told
-    assert "left: good" not in told
+    printed = capsys.readouterr().out
+    assert "left: fails (ended with code 1: no such kernel)" in printed
+    assert "left: partial (ran, and left a file that is not complete)" in printed
+    assert "left: other (ran, and left a file that is 1234567890: " in printed
+    assert "left: long (needs 1000 s, " in printed
+    assert "good: done" in printed
+    assert "left: good" not in printed
 
 
 # Writes when it started and ended, and what it was given; waits until its fellows are there.
@@ -188,9 +188,9 @@ def test_a_job_takes_slots_of_different_gpus():
 def test_a_study_that_fails_is_left(job, planted, monkeypatch, capsys):
     monkeypatch.setattr(runner, "TRAINED", [job("a", code="raise SystemExit(1)"), job("b", gpus=2, code="")])
     assert planted([], "--data", "x") == 1
-    told = capsys.readouterr().out
-    assert told.startswith("1 x NVIDIA H9")
-    assert "left: a (ended with code 1" in told
+    printed = capsys.readouterr().out
+    assert printed.startswith("1 x NVIDIA H9")
+    assert "left: a (ended with code 1" in printed
     for options, why in (
         (("--only", "b", "--data", "x"), "--only b: not with these options and 1 of NVIDIA H9"),
         (("--only", "a"), "--only a: not with these options"),
@@ -210,7 +210,7 @@ def test_studies_are_those_that_pages_are_made_of():
     for study in ("recipes", "intervals"):
         arms = {of["--arms"] for of in options.values() if of.get("--study") == study}
         of = parity.STUDIES[study]
-        assert {"bf16", *of.recipes} <= arms <= {"bf16", *of.recipes, *of.others}, study
+        assert {"bf16", *of.recipes} <= arms <= {"bf16", *of.recipes, *of.other_arms}, study
     assert {job.gpus for job in named.values() if "fp8_lm" in job.command} == {2}
 
 
@@ -283,11 +283,17 @@ def test_the_list_says_what_changed_since(monkeypatch, tmp_path, capsys):
     (tmp_path / "parity").mkdir()
     (tmp_path / "parity" / "step.json").write_text(json.dumps({"runs": {}}))
     assert runner.main(["--results", str(tmp_path), "--list"]) == 0
-    told = capsys.readouterr().out
-    one, two, cpu = (told.index(kind) for kind in ("one GPU:", "two GPUs:", "CPU:"))
-    assert one < told.index("step: h9: done") < two < told.index("reduce: h9x2: 111: commits since: 2 of fp8jax") < cpu
-    assert "plans: cpu: 222: no change since" in told
-    assert "gemm: missing" in told
+    printed = capsys.readouterr().out
+    one, two, cpu = (printed.index(kind) for kind in ("one GPU:", "two GPUs:", "CPU:"))
+    assert (
+        one
+        < printed.index("step: h9: done")
+        < two
+        < printed.index("reduce: h9x2: 111: commits since: 2 of fp8jax")
+        < cpu
+    )
+    assert "plans: cpu: 222: no change since" in printed
+    assert "gemm: missing" in printed
 
 
 def history(root, *files):

@@ -82,7 +82,7 @@ def test_records_of_plain_text_are_packed_whole_and_conversations_need_a_templat
         packing, "pack", lambda found, *how, **more: given.append((how, more)) or own(found, *how, **more)
     )
     found = start.encode(config, corpus, Bytes())
-    assert given == [((0.5, 8), {"whole": False})]
+    assert given == [((0.5, 8), {"keep_whole": False})]
     assert found.documents == len(texts)
     rows = np.concatenate([found.train, found.valid])
     first = rows[0][0][rows[0][2] == 1]
@@ -105,7 +105,7 @@ def test_texts_and_conversations_are_packed_together(monkeypatch):
     """Whole conversations alone are kept whole."""
     config = parse("--run r --seq-len 8 --valid-fraction 0.5".split())  # noqa: SIM905
     given = []
-    monkeypatch.setattr(packing, "pack", lambda found, *_, whole: given.append((found, whole)))
+    monkeypatch.setattr(packing, "pack", lambda found, *_, keep_whole: given.append((found, keep_whole)))
     monkeypatch.setattr(chat, "Template", lambda folder: folder)
     monkeypatch.setattr(start, "conversation", lambda record, template, model: (record.where, template))
     text, talk = TextRecord("f:1", "ab"), TextRecord("f:2", None, ({"role": "user", "content": "a"},))

@@ -35,9 +35,9 @@ def test_operators_of_the_memory_table_add_up_and_coats_are_the_papers_less_rope
     assert scales[bench_arms.LEAN] == pytest.approx((2 + 16 / 3) / 16 + statistics, abs=1e-6)
     assert totals["bf16"] > 3.5 * totals[bench_arms.LEAN]
     # What products and attention give: the input, q, k, v, attention and its projection, gate and up.
-    assert kept[bench_arms.AGAIN, "Total"] == pytest.approx(1 + 3 + 2 + 16 / 3, abs=1e-6)
+    assert kept[bench_arms.REMATERIALIZED, "Total"] == pytest.approx(1 + 3 + 2 + 16 / 3, abs=1e-6)
     (ratio,) = (r.ratio for r in rows if (r.case, r.metric) == (bench_arms.LEAN, "total, recomputed"))
-    assert ratio == pytest.approx(totals[bench_arms.AGAIN] / totals[bench_arms.LEAN])
+    assert ratio == pytest.approx(totals[bench_arms.REMATERIALIZED] / totals[bench_arms.LEAN])
 
 
 ROW = {"case": "a | b", "impl": "xla", "metric": "time", "value": 1.5, "unit": "ms", "baseline": None, "ratio": None,
@@ -64,7 +64,7 @@ def test_a_results_file_becomes_a_page(tmp_path, monkeypatch):
     assert sorted(p.name for p in (results / "pages").iterdir()) == ["mine.md", "x.md"]
     mine, x = ((results / "pages" / name).read_text() for name in ("mine.md", "x.md"))
     assert mine.startswith("# Mine\n\n[all results](../../RESULTS.md)\n\n`python -m experiments.papers.mine` · 20")
-    assert "error, over that of small (1); in brackets the paper's ratio:" in mine
+    assert "error, relative to small (1); in brackets: the paper:" in mine
     assert "| big | 2 (3) |" in mine
     assert "- A note." in mine
     assert "| a \\| b | xla | time | 1.5 | 1.25 to 1.75 | ms |" in x
@@ -100,9 +100,9 @@ def test_a_papers_table_is_filled_by_other_files_for_each_kind_of_gpu():
     content = {"title": "Title", "text": text, "notes": ["A note."]}
     cards = {"h100": RESULT, "h200x2": RESULT | {"rows": [ROW | {"value": 3.0, "commit": "def"}]}}
     page = report.view(content, {"x": cards, "y": {"cpu": RESULT}, "other": {"h9": RESULT}})
-    first, second = page.split("## On ")[1:]
-    assert first == "h100\n\n| 1.5 ms | 0.75 | 2.5 |\n\nBy `c`, H100, abc; `c`, CPU, abc.\n\n"
-    assert second == "h200\n\n| 3.0 ms | 0.75 | 2.5 |\n\nBy `c`, H200, def; `c`, CPU, abc.\n\n- A note.\n"
+    first, second = page.split("\n## ")[1:]
+    assert first == "H100\n\n| 1.5 ms | 0.75 | 2.5 |\n\nBy `c`, H100, abc; `c`, CPU, abc.\n"
+    assert second == "H200\n\n| 3.0 ms | 0.75 | 2.5 |\n\nBy `c`, H200, def; `c`, CPU, abc.\n\n- A note.\n"
     assert "| 1.5 ms | - | 2.5 |" in report.view(content, {"x": cards})
 
 
@@ -134,7 +134,7 @@ def test_rows_of_several_commits_and_cards_show_it(tmp_path):
     pivoted[0] |= {"ratio": 7.5, "baseline": "second"}
     assert "| a \\| b | 1.5 | abc | d |" in report.page({"h9": result | {"rows": pivoted}}, {})
     two = report.page({"h9": RESULT, "h10": RESULT | {"rows": [ROW | {"device": "f"}]}}, {})
-    assert two.index("## On h9") < two.index("· d ·") < two.index("## On h10") < two.index("· f ·")
+    assert two.index("## H9") < two.index("· d ·") < two.index("## H10") < two.index("· f ·")
     assert "| abc |" not in two  # nothing differs within a file
 
 

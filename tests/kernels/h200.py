@@ -77,9 +77,9 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
         done = subprocess.run([sys.executable, __file__, program], env=env, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{program} does not compile for an H200:\n{done.stderr[-3000:]}")
-        (told,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
+        (printed,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
         kernels = {path.stem: resources(path.read_text()) for path in folder.glob("*.ptxas")}
-        return {**json.loads(told), "kernels": kernels}
+        return {**json.loads(printed), "kernels": kernels}
 
 
 def ptx(program: Callable[..., Any], *shapes: Any) -> Any:
@@ -114,8 +114,8 @@ def assembled(program: Callable[..., Any], *shapes: Any, arch: str = "sm_90a") -
         # Triton names the version of PTX that a driver here would take, not that of its own assembler.
         (pathlib.Path(folder) / "k.ptx").write_text(re.sub(r"\.version [\d.]+", ".version 8.7", compiled.binary))
         command = [assembler, f"-arch={arch}", "-v", "k.ptx", "-o", "k.cubin"]
-        told = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stderr
-    found = resources(told)
+        printed = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stderr
+    found = resources(printed)
     return [found["registers"], found["stores"], compiled.shared_mem_bytes]
 
 

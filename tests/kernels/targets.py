@@ -55,8 +55,8 @@ def report(functions: str, kinds: list[str], flags: str = "") -> dict[str, Any]:
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE.parents[1])
     if done.returncode:
         raise RuntimeError(f"{functions} does not compile for {kinds}:\n{done.stderr[-3000:]}")
-    (told,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
-    found: dict[str, Any] = json.loads(told)
+    (printed,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
+    found: dict[str, Any] = json.loads(printed)
     return found
 
 
@@ -422,13 +422,13 @@ def main() -> None:
                     jax.tree.map(functools.partial(_placed, jax.sharding.NamedSharding(mesh, spec)), s)
                     for s, spec in zip(shapes, where, strict=True)
                 ]
-                with choice.record_choices() as told:
+                with choice.record_choices() as choices:
                     executable: Any = jax.jit(program).lower(*placed).compile()
                 text = executable.as_text()
                 products = compiled.parse_products(text)
                 found[kind][name] = {
                     "products": [dataclasses.astuple(p) for p in products],
-                    "warnings": compiled.describe_widened(products, told),
+                    "warnings": compiled.describe_widened(products, choices),
                     "dtypes": sorted({dtype for dtype, _ in _ARRAY.findall(text)}),
                     "loops": len(re.findall(r" while\(", text)),
                     "gathers": _gathers(text),

@@ -88,11 +88,11 @@ def chosen(grads, mu, nu, params=None, *, impl="auto", platform="cuda"):
     """What a step of each parameter is computed by, by its path, as it is told where it is traced."""
     with (
         choices.target(capability=90) if platform == "cuda" else contextlib.nullcontext(),
-        choices.record_choices() as told,
+        choices.record_choices() as recorded,
     ):
         jax.eval_shape(lambda *trees: adamw_cases.step(*trees, ADAM, impl=impl), grads, mu, nu, params)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
-    return {path: choice for path, (name, choice) in zip(paths, told, strict=True) if name == "adamw"}
+    return {path: choice for path, (name, choice) in zip(paths, recorded, strict=True) if name == "adamw"}
 
 
 @triton
@@ -345,7 +345,7 @@ def count_instructions(name):
     work = pathlib.Path(os.environ["WORK"])
     # Triton names the version of PTX that a driver here would take, not that of its own assembler.
     (work / "k.ptx").write_text(re.sub(r"\.version [\d.]+", ".version 8.7", compiled[-1].binary))
-    told = subprocess.run(
+    printed = subprocess.run(
         [tools / "ptxas", "-v", "-arch=sm_90a", "k.ptx", "-o", "k.cubin"],
         cwd=work,
         check=True,
@@ -359,7 +359,7 @@ def count_instructions(name):
     spills = len(re.findall(r"\bLDL\b", sass))
     elements = 32 if settings.get("size") == 1024 or settings["weight"] == "bfloat16" else 16
     special_functions = sum(x.startswith("MUFU") for x in names)
-    registers = int(re.search(r"Used (\d+) registers", told)[1])
+    registers = int(re.search(r"Used (\d+) registers", printed)[1])
     return [len(names) / elements, special_functions / elements, spills, registers]
 
 

@@ -54,14 +54,14 @@ def test_a_step_lowered_for_cuda_has_kernels(name, reason, check, mesh, monkeypa
     shapes = {"norm": (256,), "gate": (256, 512), "up": (256, 512), "down": (512, 256)}
     params = {key: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for key, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
-    with choice.record_choices() as told:
+    with choice.record_choices() as choices:
         traced = jax.jit(mapped).trace(params, jax.eval_shape(tx.init, params), x)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     expected = {("quantize", "triton"), ("matmul", "mosaic" if name == "deepseek" else "xla"), ("adamw", "triton")}
     expected |= {("adamw", "xla")}  # the norm's scale, whose moments are not compressed
     expected |= {("norm", "triton"), ("activation", "triton")} if name == "coat" else set()
-    assert {(operation, how.impl) for operation, how in told} == expected
-    assert {how.reason for operation, how in told if operation == "matmul"} == {reason}
+    assert {(operation, how.impl) for operation, how in choices} == expected
+    assert {how.reason for operation, how in choices if operation == "matmul"} == {reason}
     assert triton_calls(text)
     assert ("mosaic_gpu" in text) == (name == "deepseek")
 

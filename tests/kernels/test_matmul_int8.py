@@ -59,27 +59,26 @@ def test_int8_blocks_with_residuals_equal_float64_on_a_gpu(shape: Any, rate: flo
 def drawn(m: int, n: int, k: int, terms: tuple[str, ...]) -> tuple[dict[str, jax.Array], np.ndarray]:
     """Codes whose sums fp32 does not hold, what else a product has, and its result from exact integers.
 
-    Terms are of few bits, with which the epilogue multiplies and adds in fp32 as float64 does, but for one rounding.
+    Terms are of few bits, with which the epilogue multiplies in fp32 as float64 does, but for one rounding.
     """
     rng = np.random.default_rng(m + n + k)
     a, b = (rng.integers(112, 128, (rows, k)) * rng.choice([1, 1, 1, -1], (rows, 1)) for rows in (m, n))
     a[0], b[0] = -128, -128  # the largest sum, in one place
-    sizes = {"scale": (), "row_scale": (m,), "column_scale": (n,), "bias": (n,), "residual": (m, n)}
+    sizes = {"scale": (), "row_scale": (m,), "column_scale": (n,)}
     values = {name: np.exp2(rng.integers(-2, 3, sizes[name])).astype(np.float32) for name in terms}
     sums = a.astype(np.float64) @ b.astype(np.float64).T  # integers that float64 holds
     out = sums.astype(np.float32).astype(np.float64)  # are rounded once
     of = {name: value.astype(np.float64) for name, value in values.items()}
     out = out * of.get("scale", 1) * of.get("row_scale", np.ones(m))[:, None] * of.get("column_scale", np.ones(n))
-    for name in ("bias", "residual"):
-        out = (out + of.get(name, 0)).astype(np.float32).astype(np.float64)
+    out = out.astype(np.float32).astype(np.float64)
     codes = {"a": jnp.asarray(a, jnp.int8), "b": jnp.asarray(b, jnp.int8)}
     return codes | {name: jnp.asarray(value) for name, value in values.items()}, out
 
 
 SCALED = [
     ((140, 75, 2100), ("row_scale",), Tile(64, 64, "M", num_stages=2)),
-    ((33, 140, 2001), ("row_scale", "column_scale", "bias", "residual"), Tile(64, 64, None, 2, cluster="N")),
-    ((70, 170, 2048), ("scale", "residual"), Tile(64, 160, None, 3, store_slots=3)),
+    ((33, 140, 2001), ("row_scale", "column_scale"), Tile(64, 64, None, 2, cluster="N")),
+    ((70, 170, 2048), ("scale",), Tile(64, 160, None, 3, store_slots=3)),
     ((130, 48, 1900), (), Tile(64, 64, "N", 3)),
 ]
 
@@ -102,7 +101,7 @@ def test_scaled_int8_products_are_exact(shape: Any, terms: Any, tile: Tile, fast
     ("shape", "terms"),
     covering(
         [(4096, 4096, 4096), (1000, 3203, 1160), (257, 513, 2049), (7, 24, MAX_INT8_K)],
-        [(), ("scale",), ("row_scale",), ("row_scale", "column_scale", "bias", "residual")],
+        [(), ("scale",), ("row_scale",), ("row_scale", "column_scale")],
     ),
 )
 def test_scaled_int8_products_are_exact_on_a_gpu(shape: Any, terms: Any) -> None:
@@ -181,10 +180,10 @@ def test_other_gpus_get_the_kernel_in_triton_or_16_bits(capability: int, impl: s
         right, left = blocks(w, impl="xla")[0], blocks(x, impl="xla")[0]
         return matmul.matmul(pair, right), matmul.matmul(left, right)
 
-    with choice.target(capability=capability), choice.record_choices() as told:
+    with choice.target(capability=capability), choice.record_choices() as choices:
         text = jax.jit(program).trace(codes, codes).lower(lowering_platforms=("cuda",)).as_text()
-    assert [c.impl for name, c in told if name == "fallback matmul"] == [impl]
-    assert [c.impl for name, c in told if name == "matmul"][-1] == impl
+    assert [c.impl for name, c in choices if name == "fallback matmul"] == [impl]
+    assert [c.impl for name, c in choices if name == "matmul"][-1] == impl
     assert triton_calls(text) == calls
     assert "mosaic" not in text
 

@@ -31,11 +31,11 @@ def distance(a, b):
 
 def gradients(name, kernels):
     """Loss, gradients, and whether a kernel of ours computed any of it."""
-    with choice.target(kernels=kernels), choice.record_choices() as told:
+    with choice.target(kernels=kernels), choice.record_choices() as choices:
         task = Task(SHAPE, optax.sgd(0.1), fp8jax.recipes.get(name), remat=False, seed=0)
         state = jax.jit(task.init)()
         loss, found, _ = jax.jit(task.gradients)(state.params, state.model_state, TOKENS)
-    return float(loss["loss"]), jax.device_get(found), any(how.impl != "xla" for _, how in told)
+    return float(loss["loss"]), jax.device_get(found), any(how.impl != "xla" for _, how in choices)
 
 
 @pytest.mark.gpu

@@ -529,7 +529,8 @@ def test_a_trainer_that_never_advances_states_is_told_how():
 
 
 def test_a_plan_names_lines_of_the_model():
-    (entry, *_) = linen.plan_call(fp8jax.linen.quantize(Layers(), TE), Layers().init(KEY, X), (X,), {}).entries
+    plan = linen.plan_call(fp8jax.linen.quantize(Layers(), TE), Layers().init(KEY, X), (X,), {})
+    (entry, *_) = plan.program.entries.values()
     assert entry.line.split(":")[0] == __file__
     assert entry.path == "q"
 

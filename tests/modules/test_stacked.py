@@ -70,12 +70,13 @@ def test_stacked_layers_are_quantized_and_each_is_listed(kind):
     assert all(0 < relative(a, b) < 0.2 for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True))
 
 
-def test_states_of_stacked_layers_are_refused_by_name():
-    model = fp8jax.nnx.quantize(Stacked(nnx.Rngs(0)), "te_delayed")
-    with pytest.raises(ValueError, match=r"blocks/0/up, blocks/1/up are concatenated .* keeps a state"):
-        model(X)
-    with pytest.raises(ValueError, match=r"up_0, up_1 are concatenated .* keeps a state"):
-        fp8jax.linen.quantize(StackedLinen(), "te_delayed").init(KEY, X)
+@pytest.mark.parametrize("make", [lambda: Stacked(nnx.Rngs(0)), StackedLinen], ids=["nnx", "linen"])
+def test_stacked_layers_have_no_states_and_are_left_with_the_reason(make):
+    skipped = fp8jax.explain(make(), "te_delayed", X).skipped_layers
+    assert {len(skipped), *(layer.reason.partition(",")[0] for layer in skipped)} == {
+        2 * LAYERS,
+        "concatenates or stacks parameters",
+    }
 
 
 def test_automatic_scaling_measures_stacked_layers():

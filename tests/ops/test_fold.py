@@ -42,12 +42,12 @@ def test_folded_codes_are_the_two_level_ones_until_they_go_subnormal(level1):
 )
 def test_what_the_kernel_cannot_fold_is_refused_or_left_to_xla(columns, reason):
     x = jnp.ones((2, columns), jnp.bfloat16)
-    with choice.target(capability=80 if columns == 64 else 90), choice.record_choices() as told:
+    with choice.target(capability=80 if columns == 64 else 90), choice.record_choices() as choices:
         with pytest.raises(ValueError, match=reason):
             fold(x, "e4m3:mx32", impl="triton")
         np.testing.assert_array_equal(np.asarray(fold(x, "e4m3:mx32").dequantize()), 1)
-    assert [(name, c.impl) for name, c in told] == [("fold", "xla")]
-    assert reason in told[0][1].reason
+    assert [(name, c.impl) for name, c in choices] == [("fold", "xla")]
+    assert reason in choices[0][1].reason
 
 
 @pytest.mark.parametrize("spec", ["e4m3:mx32", "e4m3:mx32+token"])
@@ -109,9 +109,9 @@ def test_nothing_is_folded_to_nothing(shape):
 
 def test_folding_afterwards_says_what_does_it_and_works_in_shard_map():
     q = fp8jax.quantize(jnp.ones((4, 64)), "e4m3:mx32+token")
-    with choice.record_choices() as told:
+    with choice.record_choices() as choices:
         want = fold_microscales(q)
-    assert [(name, c.impl) for name, c in told] == [("fold_microscales", "xla")]
+    assert [(name, c.impl) for name, c in choices] == [("fold_microscales", "xla")]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     spec = jax.sharding.PartitionSpec("x")
     mapped = jax.jit(jax.shard_map(fold_microscales, mesh=mesh, in_specs=spec, out_specs=spec))

@@ -105,11 +105,11 @@ def test_the_gradients_of_moss_mx_are_near():
 
 
 def test_the_products_of_moss_mx_take_the_kernel_that_folds_nothing():
-    with choice.target(capability=90), choice.record_choices() as told:
+    with choice.target(capability=90), choice.record_choices() as choices:
         jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(fp8jax.linear(*a, recipe="moss_mx")), (0, 1)))(X, W)
-    found = [(name, c.impl) for name, c in told if name in ("matmul", "fold_microscales", "fold")]
+    found = [(name, c.impl) for name, c in choices if name in ("matmul", "fold_microscales", "fold")]
     assert found == [("matmul", "mosaic")] * 3
-    assert all("microscaled groups of 32" in c.reason for name, c in told if name == "matmul")
+    assert all("microscaled groups of 32" in c.reason for name, c in choices if name == "matmul")
 
 
 def test_exact_is_of_microscaled_codes_with_a_level_1():

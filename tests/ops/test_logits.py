@@ -61,8 +61,8 @@ def test_kernels_read_logits_as_a_product_made_them():
     """And not those to which a bias was added, or that are capped."""
     bias = jnp.zeros(VOCABULARY)
     for options, kernel in (({}, True), ({"bias": bias}, False), ({"softcap": 5.0}, False)):
-        with choice.target(capability=90), choice.record_choices() as told:
+        with choice.target(capability=90), choice.record_choices() as choices:
             jax.eval_shape(lambda x, w, options=options: gradients(x, w, **options), X, W)
-        found = {name: how.impl for name, how in told if "of logits" in name}
+        found = {name: how.impl for name, how in choices if "of logits" in name}
         assert found.pop("cotangents of logits") == ("triton" if kernel else "xla")
         assert found == ({"softmax of logits": "triton"} if kernel else {})

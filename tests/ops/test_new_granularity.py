@@ -83,10 +83,10 @@ def test_explain_knows_whether_tokens_share_its_scales(kind, spans, make):
 @pytest.mark.parametrize("kind", ["tile128", "half"])
 def test_no_kernel_takes_what_it_does_not_know(kind):
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
-    with choice.target(capability=90), choice.record_choices() as told:
+    with choice.target(capability=90), choice.record_choices() as choices:
         q, _ = jax.eval_shape(lambda x: ops.quantize(x, f"e4m3:{kind}"), x)
         jax.eval_shape(matmul.matmul, q, q)
-    (_, how), (_, product) = told
+    (_, how), (_, product) = choices
     assert (how.impl, "not e4m3" in how.reason) == ("xla", True), how
     # The product's takes rows in parts of 128 of the contraction, whatever scales these are of.
     assert product.impl == ("mosaic" if jax.__version_info__ >= (0, 11) else "xla"), product

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 import fp8jax
 from experiments.models.plain import PlainLlama
 from fp8jax.core import formats
+from fp8jax.modules.compiled import parse_products
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.quantization import quantize
 from tests.kernels import h200
@@ -99,6 +101,32 @@ def test_under_transformations():
     np.testing.assert_array_equal(jax.jvp(call, (jnp.ones(3),), (jnp.ones(3),))[1], 6)
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("recipe", ["coat", "deepseek"])
+def test_products_of_a_kind_share_functions_that_are_compiled_once_on_one_device(recipe, devices):
+    """The third product adds calls and no function. Gradients are the same bits as those of inlined calls."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, *weights = (jax.random.normal(key, (32, 32), jnp.bfloat16) for key in keys)
+
+    def loss(x, *weights):
+        for w in weights:
+            x = fp8jax.linear(x, w, recipe=recipe)
+        return x.astype(jnp.float32).sum()
+
+    programs = [jax.jit(jax.grad(loss, argnums=tuple(range(count + 1)))) for count in (2, 3)]
+    with jax.set_mesh(jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])):
+        lowered = [program.lower(x, *weights[:count]) for count, program in enumerate(programs, 2)]
+        found = programs[1](x, *weights)
+    functions, calls = ([each.as_text().count(name) for each in lowered] for name in ("func.func private", "call @"))
+    assert functions[0] == functions[1] > 0
+    assert calls[1] > calls[0]
+    text = lowered[1].compile().as_text()
+    assert (text.count(" call(") > 0) == (devices == 1)
+    assert all(product.requested_formats for product in parse_products(text))
+    for a, b in zip(found, programs[1](x, *weights), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def kernels_in(program, seen):
     """How many calls of kernels are lowered of a program: of functions that it calls JAX lowers each once."""
     count = 0
@@ -127,7 +155,7 @@ def test_blocks_of_a_model_share_the_traces_of_kernels(monkeypatch):
     optimizers = [fp8jax.optimizer(recipe, 1e-3, clip=1.0) for recipe in ("coat", "fp8_lm")]
     found = []
     for layers in (2, 2, 4):
-        for cached in (choice._call_jitted, adamw_triton._scalars_to_vector, formats.decode_fp8):
+        for cached in (choice._call_inlined, adamw_triton._scalars_to_vector, formats.decode_fp8):
             cached.clear_cache()
         SEEN.clear()
         model = nnx.eval_shape(lambda layers=layers: PlainLlama(64, 64, layers, 4, 2, 128, nnx.Rngs(0)))

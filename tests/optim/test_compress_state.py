@@ -263,7 +263,7 @@ def test_what_is_no_transformation_and_wrong_shapes_are_refused():
     with pytest.raises(TypeError, match=r"\['w'\]\[0\] is 1, of type int, not an array"):
         tx.init({"w": [1, 2]})
     state = tx.init({"w": jnp.ones((4, 128))})
-    with pytest.raises(ValueError, match=r"\.mu\['w'\] has shape \(4, 128\), but its gradient has \(128, 4\)"):
+    with pytest.raises(ValueError, match=r"\.mu\['w'\] has shape \(4, 128\), but its gradient has shape \(128, 4\)"):
         tx.update({"w": jnp.ones((128, 4))}, state)
 
 

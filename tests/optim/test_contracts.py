@@ -184,6 +184,26 @@ def test_what_is_no_number_is_refused(make):
             call("1")
 
 
+@pytest.mark.parametrize("min_size", [0, 4096])
+@pytest.mark.parametrize("kind", ["compressed_adamw", "fp8lm_adamw", "compress_state"])
+def test_parameters_of_8_bits_and_complex_gradients_are_refused(kind, min_size):
+    tx = {
+        "compressed_adamw": lambda: fp8jax.compressed_adamw(1e-3, min_size=min_size),
+        "fp8lm_adamw": lambda: fp8jax.fp8lm_adamw(1e-3),
+        "compress_state": lambda: fp8jax.compress_state(optax.adamw(1e-3), min_size=min_size),
+    }[kind]()
+    w = jnp.ones((4, 128))
+    with pytest.raises(TypeError, match=r"\['w'\] has dtype float8_e4m3fn, which loses most updates"):
+        tx.init({"w": w.astype(jnp.float8_e4m3fn)})
+    with pytest.raises(TypeError, match=r"\['w'\] is a QTensor"):
+        tx.init({"w": fp8jax.quantize(w, "e4m3:group128")})
+    error, message = TypeError, r"the gradient of \['w'\] is complex \(complex64\)"
+    if kind == "compress_state" and min_size == 0:
+        error, message = ValueError, r"mu\['w'\] .* but its gradient is None or not of a floating dtype"
+    with pytest.raises(error, match=message):
+        tx.update({"w": w * 1j}, tx.init({"w": w}), {"w": w})
+
+
 @both
 @forms
 def test_a_missing_gradient_is_named(make, form):

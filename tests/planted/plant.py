@@ -1,6 +1,6 @@
 """Plants bugs one at a time in a copy of the project and runs the test that must catch each.
 
-A bug is a table in one of the `.toml` files here, one file per room. It has a `file`, the `old` text, which occurs
+A bug is a table in one of the `.toml` files here, one file per package. It has a `file`, the `old` text, which occurs
 there once, the `new` text, a `kind`, and a `test` in pytest's notation. A bug is caught if that test fails, slow rows
 left out.
 """
@@ -29,14 +29,14 @@ class Bug:
     """A change that breaks the project.
 
     Attributes:
-        room: stem of the file that lists the bug.
+        package: stem of the file that lists the bug.
         file: path of the changed file, relative to the project.
         old, new: text that occurs once in the file, and its replacement.
         kind: what goes wrong, in a few words.
         test: argument of pytest for the test that must fail.
     """
 
-    room: str
+    package: str
     file: str
     old: str
     new: str
@@ -47,19 +47,19 @@ class Bug:
         return f"{self.file}: {self.kind} ({self.test})"
 
 
-def read(rooms: list[str]) -> list[Bug]:
-    """The bugs of the rooms, or of all rooms if none is named.
+def read(names: list[str]) -> list[Bug]:
+    """The bugs of the named packages, or of all packages.
 
     Raises:
-        SystemExit: there is no such room.
+        SystemExit: there is no such package.
     """
     files = {path.stem: path for path in sorted(HERE.glob("*.toml"))}
-    if unknown := set(rooms) - set(files):
-        raise SystemExit(f"unknown rooms {', '.join(sorted(unknown))}; there are {', '.join(files)}")
+    if unknown := set(names) - set(files):
+        raise SystemExit(f"unknown packages {', '.join(sorted(unknown))}; there are {', '.join(files)}")
     return [
-        Bug(room, **{name: text.strip("\n") for name, text in bug.items()})
-        for room in rooms or files
-        for bug in tomllib.loads(files[room].read_text())["bug"]
+        Bug(stem, **{name: text.strip("\n") for name, text in bug.items()})
+        for stem in names or files
+        for bug in tomllib.loads(files[stem].read_text())["bug"]
     ]
 
 
@@ -70,12 +70,12 @@ def find_errors(bugs: list[Bug], root: pathlib.Path) -> list[str]:
         path, test = root / bug.file, bug.test.split("::")
         if not path.exists() or (count := path.read_text().count(bug.old)) != 1:
             found = f"occurs {count} times" if path.exists() else "is not there: no such file"
-            errors.append(f"{bug.room}.toml: {bug.file}: the old text of {bug.kind!r} {found}:\n{bug.old}")
+            errors.append(f"{bug.package}.toml: {bug.file}: the old text of {bug.kind!r} {found}:\n{bug.old}")
         elif bug.old == bug.new:
-            errors.append(f"{bug.room}.toml: {bug.file}: {bug.kind!r} changes nothing")
+            errors.append(f"{bug.package}.toml: {bug.file}: {bug.kind!r} changes nothing")
         name = test[1].partition("[")[0] if len(test) > 1 else ""
         if not (root / test[0]).exists() or f"def {name}" not in (root / test[0]).read_text():
-            errors.append(f"{bug.room}.toml: there is no test {bug.test}")
+            errors.append(f"{bug.package}.toml: there is no test {bug.test}")
     return errors
 
 
@@ -132,8 +132,8 @@ def judge(bug: Bug, root: pathlib.Path, seconds: float) -> tuple[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[], metavar="ROOM", help="rooms whose bugs are planted")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="plant every N-th bug of the rooms")
+    parser.add_argument("--only", nargs="*", default=[], metavar="PACKAGE", help="packages whose bugs are planted")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="plant every N-th bug of the packages")
     parser.add_argument("--first", type=int, default=0, metavar="I", help="begin with bug I, counted from 0")
     parser.add_argument("--seconds", type=float, default=600, help="longest run of one test")
     parser.add_argument("--list", action="store_true", help="list the bugs and check that they fit, but run nothing")
@@ -159,11 +159,11 @@ def main() -> None:
         copy_project(root)
         for bug in bugs:
             verdict, output = judge(bug, root, args.seconds)
-            verdicts[bug.room][verdict] += 1
+            verdicts[bug.package][verdict] += 1
             print(f"{verdict}: {bug}", flush=True)
             if verdict == UNDECIDED:
                 print(output, flush=True)
     total = sum(verdicts.values(), collections.Counter())
-    for room, counts in {**verdicts, "all": total}.items():
-        print(f"{room:12}", *(f"{counts[verdict]:4} {verdict}" for verdict in (CAUGHT, PASSED, UNDECIDED)))
+    for package, counts in {**verdicts, "all": total}.items():
+        print(f"{package:12}", *(f"{counts[verdict]:4} {verdict}" for verdict in (CAUGHT, PASSED, UNDECIDED)))
     sys.exit(total[CAUGHT] != len(bugs))

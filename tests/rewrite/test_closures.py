@@ -219,9 +219,13 @@ def test_rules_for_stacked_parameters():
 
 
 @pytest.mark.parametrize("recipe", ["te_delayed", "int8_fallback"])
-def test_scalings_with_a_state_refuse_stacked_parameters_by_name(recipe):
-    with pytest.raises(ValueError, match=r"block_0/up, block_1/up, block_2/up are concatenated .* keeps a state"):
-        fp8jax.transform(FORMS["stacked"], recipe).init(BLOCKS, X)
+def test_stacked_parameters_have_no_state_and_stop_no_other_product(recipe):
+    params = {"blocks": BLOCKS, "alone": normal(9, WIDTH, WIDTH)}
+    fast = fp8jax.transform(lambda p, x: loop(tree(jnp.stack)(p["blocks"]), jnp.tanh(x @ p["alone"])), recipe)
+    left = [e for e in fast.explain(params, X).skipped if e.is_product]
+    assert {e.path for e in left} == {"blocks/block_0/up", "blocks/block_0/down"}
+    assert all(e.reason.startswith("concatenates or stacks parameters") for e in left)
+    assert list(fast.init(params, X)) == ["alone"]
 
 
 def test_frozen_weights_that_are_stacked_are_told():

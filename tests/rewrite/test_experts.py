@@ -14,7 +14,7 @@ from fp8jax.ops.products import weights
 from tests.distance import relative
 from tests.programs import residuals
 from tests.rewrite import experts
-from tests.rewrite.experts import CHOSEN, EXPERTS, JOINED, TOKENS, TRANSPOSED, WIDTH, P, X, normal
+from tests.rewrite.experts import CHOSEN, EXPERTS, INNER, JOINED, TOKENS, TRANSPOSED, WIDTH, P, X, normal
 from tests.rows import covering, few
 
 WRITINGS = {
@@ -196,6 +196,19 @@ def test_a_named_function_is_checked_and_differentiated():
     assert {d.entry.path for d in check.deviations} >= {"gate", "up", "down"}
 
 
+def test_a_grouped_product_is_checked_with_states_and_without():
+    """A history of one expert far below what it reads saturates its codes."""
+    sizes, p = jnp.array([3, 0, 20, 9]), {"up": P["up"]}
+    fast = fp8jax.transform(lambda p, x: lax.ragged_dot(x, p["up"], sizes), "te_delayed")
+    states = fast.init(p, X)
+    low = states["up"].state._replace(x=states["up"].state.x.at[2].set(1e-3))
+    failures = [
+        fast.check(p, X, states=given).first_failure is not None
+        for given in (None, states, {"up": dataclasses.replace(states["up"], state=low)})
+    ]
+    assert failures == [False, False, True]
+
+
 def test_square_matrices_of_a_named_function_are_as_the_rule_says():
     """Shapes do not show whether square matrices are (inputs, outputs)."""
     w, sizes = normal(7, EXPERTS, WIDTH, WIDTH), jnp.array([3, 0, 20, 9])
@@ -326,6 +339,27 @@ def test_each_expert_of_a_batched_product_has_a_threshold_of_its_own():
     want, vjp = jax.vjp(lambda p: experts.batched(p, x), BATCHED)
     assert 0 < relative(y, want) < 0.05
     assert 0 < relative(grads, vjp(WEIGHTS)[0]) < 0.1
+
+
+def test_experts_of_a_list_that_is_stacked_have_the_states_of_an_array():
+    sizes = jnp.array([TOKENS, 0, 2 * TOKENS, TOKENS])
+
+    def fn(p, x):
+        h = jnp.tanh(jnp.einsum("ecd,edf->ecf", x, p["up"]))
+        return lax.ragged_dot(h.reshape(-1, INNER), p["down"], sizes).reshape(x.shape)
+
+    array = {name: P[name] * jnp.array([1, 1e-5, 1, 3])[:, None, None] for name in ("up", "down")}
+    join = lambda p, x: fn({"up": jnp.stack(p["up"]), "down": jnp.array(p["down"])}, x)  # noqa: E731
+    found = []
+    for written, p in ((fn, array), (join, {name: list(w) for name, w in array.items()})):
+        fast = fp8jax.transform(written, "te_delayed")
+        step, states = make_step(fast), fast.init(p, INPUTS)
+        for x in (INPUTS, 2 * INPUTS):
+            y, grads, states = step(p, states, x, WEIGHTS)
+        grads = {name: jnp.stack(list(w)) for name, w in grads.items()}
+        found.append((y, grads, [states[path].state for path in sorted(states)]))
+    assert sorted(states) == ["down/0", "up/0"]
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 @pytest.mark.slow

@@ -63,28 +63,28 @@ def taken(explanation):
 def test_what_is_small_is_left_in_16_bits_and_told(one_known_device):
     """Small square products whose input no norm makes lose, and all at few tokens. k and v of grouped queries lose by
     themselves, and q gains more."""
-    told = explained(SHAPES, 2048, 5632, 16384)
-    assert taken(told) == {*"qkvo", "gate", "up", "down"}
+    text = explained(SHAPES, 2048, 5632, 16384)
+    assert taken(text) == {*"qkvo", "gate", "up", "down"}
     assert "; gains about " in next(
-        entry.reason for entry in told.quantized if entry.path == "down" and entry.is_product
+        entry.reason for entry in text.quantized if entry.path == "down" and entry.is_product
     )
-    assert " us with q, v" in next(entry.reason for entry in told.quantized if entry.path == "k")
+    assert " us with q, v" in next(entry.reason for entry in text.quantized if entry.path == "k")
     small = explained(SHAPES, 1024, 4096, 16384, kv=1024)
     assert taken(small) == {*"qkv", "gate", "up", "down"}
     assert "gains nothing at 16,384 tokens: 53 us slower in 8 bits" in str(small)
     none = explained(SHAPES, 1024, 4096, 1024, kv=1024)
     assert taken(none) == set()
-    assert "in 0 products, by rates of an H100" in str(none)
+    assert "in 0 matmuls, by rates of an H100" in str(none)
 
 
 def test_of_other_recipes_it_is_told_what_would_be_better_left(one_known_device):
-    told = explained("te_current", 1024, 4096, 16384, kv=1024)
-    assert len(taken(told)) == 7
-    assert "; o gains nothing at 16,384 tokens: fp8jax.recipes.for_shapes(recipe)" in str(told)
-    total = sum(entry.gain * entry.runs_per_step for entry in told.entries if entry.gain is not None)
-    assert f"8 bits gain about {1e3 * total:.2g} ms a step in 7 products, by rates of an H100 " in str(told)
+    text = explained("te_current", 1024, 4096, 16384, kv=1024)
+    assert len(taken(text)) == 7
+    assert "; o gains nothing at 16,384 tokens: fp8jax.recipes.for_shapes(recipe)" in str(text)
+    total = sum(entry.gain * entry.runs_per_step for entry in text.entries if entry.gain is not None)
+    assert f"8 bits save about {1e3 * total:.2g} ms per step in 7 matmuls, by rates of an H100 " in str(text)
     assert "gains nothing" not in str(explained("te_current", 2048, 5632, 16384))
-    assert "8 bits lose about " in str(explained("te_current", 1024, 4096, 128))
+    assert "8 bits cost about " in str(explained("te_current", 1024, 4096, 128))
 
 
 def test_what_each_product_gains_is_told_less_its_part_of_the_codes(one_known_device):
@@ -139,9 +139,9 @@ def test_those_that_read_an_array_are_decided_together_and_loops_and_stacks_are_
 
 def test_a_device_without_rates_is_taken_for_an_h100(one_known_device):
     p = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in ("q", "k", "v", "o", "gate", "up", "down")}
-    told = fp8jax.transform(layer, SHAPES).explain(p, jax.ShapeDtypeStruct((1, 16384, 1024), jnp.bfloat16))
-    assert taken(told) == {*"qkv", "gate", "up", "down"}
-    assert "by rates of an H100, assumed here" in str(told)
+    text = fp8jax.transform(layer, SHAPES).explain(p, jax.ShapeDtypeStruct((1, 16384, 1024), jnp.bfloat16))
+    assert taken(text) == {*"qkv", "gate", "up", "down"}
+    assert "by rates of an H100, as an estimate" in str(text)
     assert cost_model.current_rates() == (RATES, True)
     with choice.target(capability=90):
         assert cost_model.current_rates() == (RATES, False)
@@ -300,8 +300,8 @@ def test_auto_runs_where_nothing_has_8_bit_products(monkeypatch):
     np.testing.assert_array_equal(fp8jax.nnx.quantize(model, "auto")(x), model(x))
     assert "has no 8-bit products for this device" in str(fp8jax.explain(model, "auto", x))
     p = {name: jnp.ones((8, 8)) for name in ("q", "k", "v", "o", "gate", "up", "down")}
-    told = fp8jax.transform(layer, "auto").explain(p, jnp.ones((1, 8, 8)))
-    assert "has no 8-bit products for this device" in str(told)
+    text = fp8jax.transform(layer, "auto").explain(p, jnp.ones((1, 8, 8)))
+    assert "has no 8-bit products for this device" in str(text)
     assert fp8jax.recipes.get("auto") == fp8jax.recipes.for_shapes(fp8jax.recipes.for_device(0))
     monkeypatch.setattr(fp8jax.recipes, "for_device", lambda capability=None: fp8jax.recipes.fast())
     assert fp8jax.recipes.get("auto").linear == dataclasses.replace(

@@ -245,8 +245,8 @@ def test_what_is_held_has_no_gradient(how):
 def test_a_head_that_rules_leave_alone_is_multiplied_by_its_codes_in_16_bits():
     params = {"up": {"kernel": W}, "head": {"kernel": fp8jax.freeze(PARAMS["head"]["kernel"])}}
     fast = fp8jax.transform(lambda p, x: (x @ p["up"]["kernel"])[..., :WIDTH] @ p["head"]["kernel"], "te_current")
-    told = str(fast.explain(params, X))
-    assert "an embedding or head; frozen as e4m3:tensor" in told
+    text = str(fast.explain(params, X))
+    assert "an embedding or head; frozen as e4m3:tensor" in text
     plain = params | {"head": {"kernel": params["head"]["kernel"].dequantize()}}
     np.testing.assert_allclose(fast(params, X), fast(plain, X), rtol=1e-5, atol=1e-5)
 

@@ -70,7 +70,7 @@ def test_bytes_are_those_of_what_is_kept(recipe):
     assert total == kept_codes(fast, P) > 0
     # Of one input that two products read it is the first one's.
     assert [e.residual_bytes for e in explained.quantized if e.path == "up"] == [0]
-    assert f"the inputs that are saved for the backward pass take {total / 1024:.4g} KiB;" in str(explained)
+    assert f"the backward pass needs {total / 1024:.4g} KiB of saved inputs;" in str(explained)
 
 
 @jax.custom_vjp
@@ -110,12 +110,13 @@ def test_bytes_of_a_model_are_in_its_report():
     sample = jax.ShapeDtypeStruct((32, WIDTH), jnp.bfloat16)
     count = 32 * WIDTH + 32 * INNER
     plain = 4 * count  # the layers compute in fp32
-    note = f"take {(count + 8) / 1024:.4g} KiB; without the recipe at least {plain / 1024:.4g} KiB"
+    note = f"needs {(count + 8) / 1024:.4g} KiB of saved inputs; without the recipe at least {plain / 1024:.4g} KiB"
     assert note in str(fp8jax.explain(model, "te_current", sample))
     adapted = fp8jax.nnx.lora(fp8jax.nnx.quantize(model, "te_current"), rank=4, alpha=8.0, rngs=nnx.Rngs(1))
     # Adapters need their inputs unquantized.
     sample = jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)
-    assert f"take {plain / 1024:.4g} KiB, as much" in " ".join(str(fp8jax.explain(adapted, sample)).split())
+    explained = " ".join(str(fp8jax.explain(adapted, sample)).split())
+    assert f"needs {plain / 1024:.4g} KiB of saved inputs, as much" in explained
 
 
 @pytest.mark.parametrize("recipe", ["coat", "te_current"])
@@ -141,24 +142,28 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
         made("norm", choice=None, residual_bytes=1, is_product=False, rates_device=""),
         made("head", choice=None, is_rematerialized=True),
     ]
-    assert explanation.residual_bytes_note(parts).startswith("memory: outside of jax.checkpoint, the inputs that")
-    assert explanation.residual_bytes_note(parts[1:3]).startswith("memory: the inputs that")
-    assert explanation.residual_bytes_note(parts).endswith("take 2.5 KiB")
+    assert explanation.residual_bytes_note(parts).startswith(
+        "memory: outside of jax.checkpoint, the backward pass needs"
+    )
+    assert explanation.residual_bytes_note(parts[1:3]).startswith("memory: the backward pass needs")
+    assert explanation.residual_bytes_note(parts).endswith("needs 2.5 KiB of saved inputs")
     parts[0] = parts[0]._replace(unquantized_residual_bytes=6 * 1024)
     told = explanation.residual_bytes_note(parts)
-    assert told.endswith("take 2.5 KiB; without the recipe at least 6 KiB (2.4 times as much)")
+    assert told.endswith("needs 2.5 KiB of saved inputs; without the recipe at least 6 KiB (2.4 times as much)")
     equal = parts[0]._replace(unquantized_residual_bytes=1536)
-    assert explanation.residual_bytes_note([equal]).endswith("take 1.5 KiB, as much as without the recipe")
+    assert explanation.residual_bytes_note([equal]).endswith(
+        "needs 1.5 KiB of saved inputs, as much as without the recipe"
+    )
     assert (
         explanation.residual_bytes_note([parts[0]._replace(residual_bytes=3 << 30)] * 2)
         .split("; ")[0]
-        .endswith("6 GiB")
+        .endswith("6 GiB of saved inputs")
     )
-    gained = "speed: 8 bits gain about 2.8 ms a step in 2 products, by rates of an H100"
+    gained = "speed: 8 bits save about 2.8 ms per step in 2 matmuls, by rates of an H100"
     told = explanation.gains_note(parts)
     assert told.startswith(gained)
-    assert told.endswith("; b gains nothing at 512 tokens: fp8jax.recipes.for_shapes(recipe) leaves them in 16 bits")
-    assert explanation.gains_note(parts[:1]).startswith(gained.replace("2.8", "3").replace("2 products", "1 product"))
+    assert told.endswith("; b gains nothing at 512 tokens: fp8jax.recipes.for_shapes(recipe) keeps them in 16 bits")
+    assert explanation.gains_note(parts[:1]).startswith(gained.replace("2.8", "3").replace("2 matmuls", "1 matmul"))
     assert explanation.gains_note(parts[2:3]) == explanation.residual_bytes_note(parts[3:]) == ""
     many = [parts[1]._replace(path=f"p{name}{i}", tokens=1024) for name in "abcde" for i in range(4)] + parts[:2]
     named = "; pa{0..3}, pb{0..3}, pc{0..3}, pd{0..3} and 2 more gain nothing at 512 or 1,024 tokens"
@@ -168,4 +173,4 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
     assert "1 of 2 products are recomputed in the backward pass" in str(explained)
     names = [line.split()[0] for line in explained.details.splitlines()]
     assert names == ["path", "a", "b", "norm", "head"]
-    assert "computed again" not in str(explanation.Explanation(tuple(parts[1:])))
+    assert "recomputed in the backward pass" not in str(explanation.Explanation(tuple(parts[1:])))

@@ -213,12 +213,12 @@ def test_an_activation_of_someone_elses(monkeypatch):
 def test_a_scale_by_einsum_is_part_of_its_norm_and_no_product():
     """So does MaxText write it: a product that contracts nothing, which would be one of codes."""
     fast = fp8jax.transform(NORMS["scale by einsum"], "coat")
-    told = fast.explain(P, X)
-    assert [(e.path, e.kind) for e in told.entries if e.is_product] == [("square", "dot_general")]
-    assert told.skipped == ()
+    text = fast.explain(P, X)
+    assert [(e.path, e.kind) for e in text.entries if e.is_product] == [("square", "dot_general")]
+    assert text.skipped == ()
     shifted = fp8jax.transform(before(lambda x, p: jnp.einsum("...k,k->...k", tanh(x), 1 + p["n"])), "coat")
     assert [e.path for e in shifted.explain(P, X).entries] == ["square"]
     outer = fp8jax.transform(lambda p, x: jnp.einsum("btk,kn->btkn", x, p["square"]).sum(2) @ p["square"], "coat")
-    told = outer.explain(P, X)
-    assert [e.reason for e in told.skipped] == ["contracts nothing"]
-    assert len(told.quantized) == 1
+    text = outer.explain(P, X)
+    assert [e.reason for e in text.skipped] == ["contracts nothing"]
+    assert len(text.quantized) == 1

@@ -749,9 +749,9 @@ def test_bad_input():
         fp8jax.transform(mlp, "coat", params=3)(P, X)
     with pytest.raises(ValueError, match=r"up \(its parameter is complex64\) at"):
         fp8jax.transform(lambda p, x: x @ p["up"], "coat")({"up": P["up"].astype(jnp.complex64)}, X)
-    with pytest.raises(ValueError, match="has no product of data with a parameter") as told:
+    with pytest.raises(ValueError, match="has no product of data with a parameter") as error:
         fp8jax.transform(lambda x: mlp(P, x), "coat")(X)
-    assert "closes over 2 matrices" in "".join(told.value.__notes__)
+    assert "closes over 2 matrices" in "".join(error.value.__notes__)
 
 
 def test_a_copy_computes_the_same_and_knows_no_programs():
@@ -794,12 +794,12 @@ def test_all_products_that_ask_for_a_precision_are_in_one_error_and_explain_mark
     p, x = P | {"loop": normal(9, 3, WIDTH, WIDTH)}, X.astype(jnp.float32)
     fast = fp8jax.transform(asks, "te_current")
     for call in (fast, fast.init, jax.jit(fast), jax.grad(fast)):
-        with pytest.raises(ValueError, match="2 products ask for a precision") as told:
+        with pytest.raises(ValueError, match="2 products ask for a precision") as error:
             call(p, x)
         form = r"(\w+) asks for precision [^;]*?\.(\w+)\)?, at \S*test_transform.py:\d+"
-        lines = re.findall(form, str(told.value))
+        lines = re.findall(form, str(error.value))
         assert lines == [("loop", "HIGHEST"), ("up", "HIGH")]
-        assert "fp8jax.Rule('loop|up', None)" in str(told.value)
+        assert "fp8jax.Rule('loop|up', None)" in str(error.value)
     explained = fast.explain(p, x)
     assert [e.path for e in explained.quantized] == ["down"]
     assert [(e.path, e.is_unsupported) for e in explained.skipped] == [("loop", True), ("up", True)]

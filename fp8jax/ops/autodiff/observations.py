@@ -72,7 +72,6 @@ class Observation(NamedTuple):
     """The statistics of one tensor, or merged ones of several.
 
     Attributes:
-        names: of the statistics.
         values: fp32 (*stacked layers, statistics).
     """
 

@@ -25,7 +25,7 @@ from fp8jax.core import derivatives, encoding
 from fp8jax.core.qtensor import QTensor, from_bytes, quantize, to_bytes
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.dispatch.choice import match_varying_axes
+from fp8jax.ops.dispatch.choice import call_traced_once, match_varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding
 
 # The facts of gradients by identity, each with a weak reference to its array and the trace that it belongs to.
@@ -57,11 +57,19 @@ T = TypeVar("T")
 
 def quantize_residual(x: Array, spec: QuantSpec) -> QTensor:
     """The values of an array as codes in bytes, with scales along the last axis."""
-    return to_bytes(quantize(encoding.limit_group_range(lax.stop_gradient(x), spec, 1.0), spec))
+    return call_traced_once(functools.partial(_quantize_residual, spec), lax.stop_gradient(x))  # type: ignore[no-any-return]
+
+
+def _quantize_residual(spec: QuantSpec, x: Array) -> QTensor:
+    return to_bytes(quantize(encoding.limit_group_range(x, spec, 1.0), spec))
 
 
 def dequantize_residual(residual: QTensor | Array) -> Array:
     """The fp32 values of a result of `quantize_residual`, or of an array that is saved as it is."""
+    return call_traced_once(_dequantize_residual, residual)  # type: ignore[no-any-return]
+
+
+def _dequantize_residual(residual: QTensor | Array) -> Array:
     return residual.astype(jnp.float32) if isinstance(residual, Array) else from_bytes(residual).dequantize()
 
 
@@ -114,7 +122,6 @@ class Recomputed(NamedTuple):
     """A recomputed result.
 
     Attributes:
-        array: the result.
         fused_output: what kernels compute it from; `fp8jax.ops.quantization.fused_outputs.FusedOutput`.
         predicted: facts about the cotangents that follow from its gradient, or None.
     """
@@ -211,7 +218,6 @@ class InputFacts(NamedTuple):
     """Facts about an input, and values that its readers share.
 
     Attributes:
-        facts: of the input.
         get_or_compute: `get_or_compute(use, make, *dependencies)` returns what another reader made for the same `use`
             and the same other arrays; else `make()`.
     """

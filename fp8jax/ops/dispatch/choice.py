@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 from jax import Array, lax
+from jax.sharding import AxisType
 
 from fp8jax.core import frames
 
@@ -49,9 +50,9 @@ class _FunctionByContent:
 def call_traced_once(function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`, with the trace of an earlier call of an equal function on arrays of equal types.
 
-    Functions are equal if their code, closures, bound arguments and defaults are. The trace is also lowered once; XLA
-    inlines the calls. Functions that close over arrays or unhashable objects are traced each time. Outside of a trace
-    the function is called directly.
+    Functions are equal if their code, closures, bound arguments and defaults are. The trace is also lowered once, and
+    compiled once on one CPU device. Functions that close over arrays or unhashable objects are traced each time.
+    Outside of a trace the function is called directly.
 
     Args:
         function: function of arrays. JAX's cache accounts for its context, such as a mesh and
@@ -64,17 +65,39 @@ def call_traced_once(function: Callable[..., Any], *args: Any) -> Any:
         hash(content)
     except TypeError:
         return function(*args)
-    return _call_jitted(_FunctionByContent(function, content), *args)
+    call = _call_compiled_once if compiles_calls_once() else _call_inlined
+    return call(_FunctionByContent(function, content), *args)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _call_jitted(key: _FunctionByContent, *args: Any) -> Any:
+def _call(key: _FunctionByContent, *args: Any) -> Any:
     return key.function(*args)
+
+
+# For functions that are called many times in a program. JAX before 0.11 has no such option.
+XLA_LATE: Any = jax.Inline.XLA_LATE if hasattr(jax, "Inline") else False
+_call_inlined = jax.jit(_call, static_argnums=0)
+_call_compiled_once = jax.jit(_call, static_argnums=0, inline=XLA_LATE)
+
+
+def compiles_calls_once() -> bool:
+    """Return whether a jitted function with `inline=XLA_LATE` suits the traced program: on one CPU device.
+
+    XLA on a CPU never inlines such calls, and compiles the function once. On a GPU, the calls would separate operations
+    that XLA fuses. XLA does not shard functions that it has not inlined.
+    """
+    if on_cuda() or jax.default_backend() != "cpu":
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return all(size == 1 or kind == AxisType.Manual for size, kind in kinds)
 
 
 def clear_trace_cache() -> None:
     """Clear all traces, for tests that replace what a function calls."""
-    _call_jitted.clear_cache()  # type: ignore[attr-defined]
+    for jitted in (_call_inlined, _call_compiled_once):
+        jitted.clear_cache()  # type: ignore[attr-defined]
 
 
 _HASHABLE_TYPES = {bool, int, float, str, type(None), type}
@@ -103,7 +126,6 @@ class Choice:
 
     Attributes:
         impl: "xla", or the kernel's language, "mosaic" or "triton".
-        reason: why it was chosen.
     """
 
     impl: Literal["xla", "mosaic", "triton"]
@@ -286,7 +308,6 @@ def choose_impl(impl: str, unsupported_reason: Callable[[], str | None], kernel:
     Args:
         unsupported_reason: returns why the kernel cannot run, or None. Not called without a CUDA GPU, unless `impl` is
             "triton".
-        kernel: name of the kernel in the reason.
 
     Raises:
         ValueError: `impl` is unknown, or it is "triton" and the kernel cannot run.
@@ -323,7 +344,7 @@ def _by_platform(cuda: Callable[..., Any], default: Callable[..., Any], hide_exp
 def run(choice: Choice, impl: str, *args: Any, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Any:
     """Run the chosen implementation. A kernel is selected by platform, or always if `impl` requests it."""
     if choice.impl == "xla":
-        return reference(*args)
+        return call_traced_once(reference, *args)
     return by_platform(*args, cuda=kernel, default=reference) if impl == "auto" else mark_varying(kernel)(*args)
 
 

@@ -330,9 +330,6 @@ def run_partitioned(
         is_kernel: whether `function` is a kernel, which `jax.vmap` runs sequentially. Other functions are mapped.
         takes_stacks: whether a kernel also supports operands that all have one more leading dimension, and returns
             results with it. The first `jax.vmap` then is one call of it.
-
-    Returns:
-        The results for global arrays.
     """
     if on_one_device() and not is_kernel:
         return function(UNSHARDED, *operands)

@@ -314,8 +314,6 @@ def quantize_head(x: Array, w: Array, axis: int, linear_recipe: Linear, max_cota
     """Return the codes of a head's weight and the scales for all chunks.
 
     Args:
-        x: input of the head, all tokens.
-        w: weight with the vocabulary along `axis`.
         max_cotangent: fp32 upper bound of the logits' cotangents, or None without gradients.
     """
     x, w = lax.stop_gradient((x, w))

@@ -251,7 +251,7 @@ def _with_local_length(x: Any) -> Any:
 
 
 def _sum_dtype(a: Any, b: Any, dtype: Any) -> Any:
-    """Return the dtype in which partial sums travel between devices: 16 bits for those of codes."""
+    """Return the dtype in which partial sums are sent between devices: 16 bits for those of codes."""
     return jnp.dtype(jnp.bfloat16) if all(find_spec(x) is not None for x in (a, b)) else dtype
 
 

@@ -44,7 +44,7 @@ def sharded_matmul(
     """Return `function(dtype, a, b)`, a product a @ b.T, on shards.
 
     XLA would gather decoded operands. Here devices exchange codes and decode their shard. Sums of a sharded contraction
-    travel in 16 bits, like bf16 gradients.
+    are sent in 16 bits, like bf16 gradients.
 
     Args:
         function: (dtype, a, b) -> product. It must not close over arrays.

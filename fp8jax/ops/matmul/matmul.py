@@ -19,6 +19,7 @@ from fp8jax.ops.dispatch import sharding
 from fp8jax.ops.dispatch.choice import (
     Choice,
     by_platform,
+    call_traced_once,
     capability,
     check_impl,
     mark_varying,
@@ -86,9 +87,6 @@ def matmul(
         transposed: whether `b` is the transposed copy of another product's operand. If codes are decoded, both products
             then share one decoded matrix.
 
-    Returns:
-        (M, N) array.
-
     Raises:
         ValueError: shapes do not match, a scale is per index of the contraction, `impl` is unknown, or `impl` is
             "mosaic" and no kernel can run.
@@ -115,7 +113,7 @@ def matmul(
     elif on_cuda() and is_shardable(a, b):
         kernel = functools.partial(sharded_matmul, dense_reference, fast)
 
-    def reference(a: Any, b: Operand) -> Array:
+    def dense_product(a: Any, b: Operand) -> Array:
         if isinstance(a, FallbackTensor):
             product = functools.partial(
                 sharding.matmul_sharded, functools.partial(dense_reference, jnp.float32), b=b, spec=out_spec
@@ -128,9 +126,13 @@ def matmul(
         product = kernel(dtype, a, b, out_spec)
         return product if out_spec is None else sharding.reshard(product, out_spec, *jax.tree.leaves((a, b)))
 
+    def reference(a: Any, b: Operand) -> Array:
+        with product_name_scope(strip_residual(a), b):  # a function that XLA does not inline has its own names
+            return dense_product(a, b)
+
     with product_name_scope(strip_residual(a), b):
         if kernel is None:
-            return reference(a, b)
+            return call_traced_once(reference, a, b)
         if impl == "mosaic":
             return mark_varying(run_kernel)(a, b)
         return by_platform(a, b, cuda=run_kernel, default=reference)
@@ -252,7 +254,7 @@ def _to_fp16(x: Any) -> tuple[Array, Array]:
 
 
 def _dot_fp32_sums(a: Array, b: Array, dtype: DTypeLike) -> Array:
-    """Return a product with fp32 sums. Partial sums travel between devices in 16 bits if the result has 16 bits."""
+    """Return a product with fp32 sums. If the result has 16 bits, devices send partial sums in 16 bits."""
     narrow = a.dtype == b.dtype == jnp.dtype(dtype) == jnp.bfloat16
     return dot_general(a, b, _K_MAJOR, preferred_element_type=dtype if narrow else jnp.float32).astype(dtype)
 

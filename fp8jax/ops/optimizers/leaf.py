@@ -33,13 +33,10 @@ class Adam:
     """The scalars of a step; each may be a traced scalar.
 
     Attributes:
-        b1: decay of the first moment.
-        b2: decay of the second moment.
         eps: added to the root of the second moment.
         eps_root: added to the second moment under the root.
         count: number of this step, from 1, int32.
         rate: the change of a weight is -rate * (direction + weight_decay * weight).
-        weight_decay: strength of the decoupled weight decay.
         grad_scale: factor of the gradients, or None.
         apply_if: whether the step is taken; if not, parameters and moments stay. None takes it.
         max_direction: finite directions are clipped to this magnitude; None does not clip.
@@ -135,8 +132,6 @@ class Leaf:
     Attributes:
         grad: gradient, an array or a `QTensor`.
         weight: the parameter; a `MasterWeight` if it has a remainder.
-        mu: first moment as stored.
-        nu: second moment as stored.
         master: master weight as stored, of which `weight` is a working copy; None if `weight` is the master.
         amax: amax of each scale of `master`, `mu` and `nu`, stacked along a new first axis; None if the optimizer
             has no use for it.

@@ -4,7 +4,6 @@ Parameters of one kind share one program, so that many are traced and compiled i
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -13,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import AxisType
 
-from fp8jax.core import formats, noise
+from fp8jax.core import noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.autodiff.observations import Place, compare, compare_update, current_place, observe
@@ -42,90 +40,27 @@ from fp8jax.ops.optimizers.leaf import (
 )
 from fp8jax.ops.optimizers.next_moment import next_moment
 
-# Fewer rows are not worth a loop.
-MIN_LOOP_ROWS = 4
-
 
 def map_leaves(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequence[Any]) -> list[Any]:
     """The results of `body(static, scalars, row)`, in the order of the rows.
 
+    Rows of one kind share a trace, and on one CPU device the compiled function.
+
     Args:
         body: a function of a module, not a closure: it is traced once for each kind of row.
-        static: hashable argument of `body`.
         scalars: tree of arrays that all rows share.
         rows: trees of arrays; a kind has one structure, and the same types of leaves.
     """
-    # JAX traces and lowers a jitted function once for each kind. XLA inlines its calls and compiles each copy, which
-    # takes nearly all of the time on a CPU. There, the rows of a kind are stacked, and one loop runs over them.
-    # Elsewhere stacking would cost memory, and communication between devices if arrays are sharded.
-    kinds: dict[Any, list[int]] = {}
-    for i, row in enumerate(rows):
-        leaves, structure = jax.tree.flatten(row)
-        kinds.setdefault((structure, *map(jax.typeof, leaves)), []).append(i)
-    results: list[Any] = [None] * len(rows)
-    is_single_device = _is_single_device()
-    for indices in kinds.values():
-        if is_single_device and len(indices) >= MIN_LOOP_ROWS:
-            outputs = _map_rows(body, static, scalars, [rows[i] for i in indices])
-        else:
-            outputs = [_call_body(body, static, scalars, rows[i]) for i in indices]
-        for i, result in zip(indices, outputs, strict=True):
-            results[i] = result
-    return results
+    call = _call_body_compiled_once if choice.compiles_calls_once() else _call_body_inlined
+    return [call(body, static, scalars, row) for row in rows]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _call_body(body: Callable[..., Any], static: Hashable, scalars: Any, row: Any) -> Any:
     return body(static, scalars, row)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _map_rows(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequence[Any]) -> list[Any]:
-    """The results of `body` on rows of one structure, by one loop over the stacked rows on a CPU."""
-
-    def loop(scalars: Any, rows: Sequence[Any]) -> list[Any]:
-        # If XLA fused the stack with its reader, it would select an operand for each element.
-        stacked = lax.optimization_barrier(jax.tree.map(lambda *leaves: _bits(jnp.stack(leaves)), *rows))
-        one = functools.partial(_call_body, body, static, scalars)
-        like = jax.eval_shape(one, rows[0])
-
-        def step(bits: Any) -> Any:
-            row = jax.tree.map(_from_bits, bits, rows[0])
-            return jax.tree.map(_bits, one(row))
-
-        # With indices that XLA does not know, the same code copies each result. With constants, each copy is compiled.
-        found, indices = lax.optimization_barrier((lax.map(step, stacked), [np.int32(i) for i in range(len(rows))]))
-        return [jax.tree.map(functools.partial(_unstack_row, i), found, like) for i in indices]
-
-    def separate(scalars: Any, rows: Sequence[Any]) -> list[Any]:
-        return [_call_body(body, static, scalars, row) for row in rows]
-
-    return lax.platform_dependent(scalars, rows, cpu=loop, default=separate)
-
-
-def _unstack_row(index: Any, stacked: Any, like: Any) -> Any:
-    """Row `index` of stacked bits, in the dtypes of `like`."""
-    return _from_bits(lax.dynamic_index_in_dim(stacked, index, keepdims=False, allow_negative_indices=False), like)
-
-
-def _is_single_device() -> bool:
-    """Whether the arrays of the traced program lie on one device, or are local ones inside `jax.shard_map`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return jax.device_count() == 1
-    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    return all(size == 1 or kind == AxisType.Manual for size, kind in kinds)
-
-
-def _bits(x: Any) -> Any:
-    """Floats of less than 32 bits as integers: XLA on a CPU would convert whole stacks of them."""
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return formats.bitcast(x, f"uint{8 * x.dtype.itemsize}") if narrow else x
-
-
-def _from_bits(bits: Any, like: Any) -> Any:
-    return bits if bits.dtype == like.dtype else formats.bitcast(bits, like.dtype)
-
+_call_body_inlined = jax.jit(_call_body, static_argnums=(0, 1))
+_call_body_compiled_once = jax.jit(_call_body, static_argnums=(0, 1), inline=choice.XLA_LATE)
 
 LeavesStep = Callable[[Adam, Sequence[Leaf]], list[StepResult]]
 
@@ -134,7 +69,6 @@ class FusedOptimizer(NamedTuple):
     """The step of an optimizer, which `step_tree` runs.
 
     Attributes:
-        name: in the records of choices.
         reference: the step in plain JAX, of one leaf with quantized arrays, or of all leaves that have none.
         kernel: the step by a kernel, of leaves with quantized arrays.
         kernel_module: name of the kernel's module in pallas_kernels.
@@ -318,16 +252,38 @@ def _step_by_reference(reference: LeavesStep, adam: Adam, leaves: Sequence[Leaf]
     """The step in plain JAX: one by one for leaves with quantized arrays, all at once for the others."""
     static, scalars = adam.split_static()
     # Leaves of a kind share a trace: their salts are arguments of it.
+    quantized_leaves = [leaf for leaf in leaves if leaf.quantized_arrays]
     rows = [
-        (dataclasses.replace(leaf, salt=None), None if leaf.salt is None else np.uint32(leaf.salt))
-        for leaf in leaves
-        if leaf.quantized_arrays
+        (_split_groups(dataclasses.replace(leaf, salt=None)), None if leaf.salt is None else np.uint32(leaf.salt))
+        for leaf in quantized_leaves
     ]
-    quantized = iter(map_leaves(_step_leaf, (reference, static), scalars, rows))
+    quantized = map(_reshape_like, map_leaves(_step_leaf, (reference, static), scalars, rows), quantized_leaves)
     plain_leaves = [leaf for leaf in leaves if not leaf.quantized_arrays]
     results = reference(adam, [leaf.in_place_if_exact() for leaf in plain_leaves]) if plain_leaves else []
     plain = iter([_apply_if(adam, leaf, _as_update(leaf, r)) for leaf, r in zip(plain_leaves, results, strict=True)])
     return [next(quantized if leaf.quantized_arrays else plain) for leaf in leaves]
+
+
+def _split_groups(leaf: Leaf) -> Leaf:
+    """The leaf with a row for each group of its moments, so that leaves of other shapes are of its kind.
+
+    Noise depends on positions in the flat array, which do not change. The leaf is returned as it is on several devices,
+    where a reshape could move elements, and if a row has a short group.
+    """
+    shape, specs = leaf.grad.shape, {q.spec for q in leaf.quantized_arrays}
+    if not choice.compiles_calls_once() or leaf.amax is not None or len(shape) < 2:
+        return leaf
+    if any(spec.granularity != "group" or spec.axis != -1 or spec.is_packed for spec in specs):
+        return leaf
+    if len({spec.group_size for spec in specs}) > 1 or shape[-1] % leaf.group_size:
+        return leaf
+    row_lengths = {shape: leaf.group_size, (*shape[:-1], shape[-1] // leaf.group_size): 1}
+    return jax.tree.map(lambda x: x.reshape(-1, row_lengths[x.shape]) if x.shape in row_lengths else x, leaf)
+
+
+def _reshape_like(result: StepResult, leaf: Leaf) -> StepResult:
+    """The result with arrays of the shapes that the leaf has."""
+    return jax.tree.map(lambda new, old: new.reshape(old.shape), result, leaf.unchanged)
 
 
 def _step_leaf(static: Any, scalars: Any, row: tuple[Leaf, Any]) -> StepResult:

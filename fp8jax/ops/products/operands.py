@@ -65,7 +65,6 @@ class Side(NamedTuple):
 
     Attributes:
         forward: spec in the forward product; None reads the matrix itself.
-        backward: spec in the backward product.
         residual: spec of the codes that are saved, or None.
         transposed: whether the forward product reads the transposed matrix, and the backward product the matrix. If
             not, it is the other way round.
@@ -349,10 +348,7 @@ def encode(
 
     Args:
         x: the matrix; or a stack of matrices, which returns an operand of `fp8jax.ops.matmul.grouped.grouped_matmul`.
-        strategy: of per-tensor scales.
-        scale: given scale; None computes it from `x`.
         is_scale_clamped: whether codes were made under `scale` before.
-        fused_output: what kernels compute `x` from.
         x_is_transposed: whether `x` is the transpose of an array. That array is then quantized.
         rotation: length of the transformation of the rows of a quantized matrix before its transposed copy, or None.
     """
@@ -434,7 +430,6 @@ class Input(NamedTuple):
         matrix: (tokens, inputs). If it is not a view of `source`, it may have several axes of tokens.
         source: the user's array from which it is made; None for itself. Products that read one source share its codes.
         differentiates_source: whether `source` is (..., inputs), so that gradients flow to it.
-        input_facts: facts about `source`.
     """
 
     matrix: Array

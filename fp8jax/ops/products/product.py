@@ -79,7 +79,6 @@ def encode_cotangent(
         shares_token_scales: whether its scales go with those of the input's tokens
             (`fp8jax.ops.quantization.microscaling`).
         x_codes_scale: scale of the input's codes, one or one per token; None if it is unknown.
-        with_sums: whether to compute the gradient of a bias.
     """
     fused_output = facts.fused_output
     row_spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_strategy("dy")
@@ -137,8 +136,6 @@ class Scales(NamedTuple):
     """Scales passed by the caller, fp32 scalars. A scale that is None is computed from the tensor.
 
     Attributes:
-        x: scale of the input.
-        w: scale of the weight.
         dy_amax: expected amax of the output's gradient; 0 means the amax of the gradient itself.
         amax_slot: any scalar, given with `dy_amax`. Its cotangent is the measured amax of the output's gradient.
     """
@@ -153,11 +150,8 @@ class ProductConfig(NamedTuple):
     """The static part of a product.
 
     Attributes:
-        recipe: formats and scalings of the three matmuls.
         out_spec: sharding of the result on a mesh with Explicit axes, else None.
-        name: of the product, for error messages.
         split_sizes: widths of the arrays into which the result is split along its last axis; None for one array.
-        place: where its operands are observed, or None.
     """
 
     recipe: Linear
@@ -173,10 +167,8 @@ class Operands(NamedTuple):
     Attributes:
         x: input (..., inputs).
         w: weight (inputs, outputs); None if it is frozen.
-        bias: (outputs,), or None.
         x_source, w_source: sources of their codes. No gradient.
         key: PRNG key for gradients that are rounded stochastically, or None.
-        scales: given scales, or None.
         guard: of `fp8jax.core.derivatives.second_order_guard`: a second derivative raises an error, not a silent zero.
     """
 

@@ -23,11 +23,7 @@ class RaggedConfig(NamedTuple):
     """The static part of a ragged product.
 
     Attributes:
-        recipe: formats and scalings of the three products.
-        dtype: of the result.
         transposed: whether the weight is (groups, outputs, inputs).
-        name: of the product, for error messages.
-        place: where its operands are observed, or None.
     """
 
     recipe: Linear

@@ -240,7 +240,6 @@ class StepWeight:
         transposed: whether the last step of `to_weight` transposes a matrix. The product then quantizes that matrix,
             and makes no transposed copy of the values.
         is_scale_clamped: whether codes were made under `scale` before.
-        layout_policy: when the product makes the codes in both layouts.
     """
 
     forward_codes: QTensor | None = None

@@ -34,7 +34,6 @@ class FusedOutputs:
 
     Attributes:
         operation: `pallas_kernels.nonlinear.operations_triton.Operation`.
-        kinds: the kind of each array.
         operands: `pallas_kernels.nonlinear.quantize_recomputed_triton.Operands`.
         amaxes: largest finite magnitude of each array; empty if unknown.
         predicted: prediction of an activation's cotangents, if its result's gradient is known.
@@ -113,7 +112,6 @@ class CotangentPrediction(NamedTuple):
         spec, scales: spec and scales of their quantization, if scales are known.
         codes: QTensors of each cotangent and of its transposed copy.
         needs_sums: whether to compute column sums (the bias gradients) with the codes.
-        sums: the column sums.
     """
 
     amaxes: tuple[Array, ...] = ()

@@ -43,7 +43,6 @@ class ColumnEncoder:
     """Quantizes the transpose of rows in whole aligned blocks, under scales per group or block of tokens.
 
     Attributes:
-        spec: of the result.
         dtype: of the values of rows that are codes.
     """
 

@@ -39,7 +39,6 @@ def quantize_groups(
         rows, columns: format of each result, "e4m3", "e5m2" or "int8"; None for no result.
         row_scale: positive fp32 () or (rows,). column_scale: positive fp32 () or (groups,). None for 8-bit codes.
         row_factor: fp32 (rows,), multiplied into the columns of FP8 codes; None for 1.
-        impl: "auto", "xla" or "triton".
 
     Returns:
         Codes (rows, N), and codes (N, tokens.length); None for what is not requested. Tokens of no row are 0. Codes of

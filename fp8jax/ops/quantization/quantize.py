@@ -224,9 +224,6 @@ def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") ->
         factor: fp32 (M, 1), which multiplies FP8 codes of each row, rounded to nearest. None leaves codes unchanged.
         impl: "auto", "xla" or "triton". XLA transposes bytes at a fraction of a GPU's bandwidth.
 
-    Returns:
-        QTensor (N, M).
-
     Raises:
         ValueError: the granularity is unsupported, or as in `quantize`.
     """

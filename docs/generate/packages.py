@@ -1,13 +1,13 @@
-"""A picture of the rooms of the house, drawn from the imports of its files: python -m docs.generate.rooms."""
+"""A picture of the packages, drawn from their imports: python -m docs.generate.packages."""
 
 import ast
 import collections
 import pathlib
 
 ROOT = pathlib.Path(__file__).parents[2]
-# From what knows nothing of the others to what knows all: a row each.
+# A row imports only from the rows above.
 ROWS = (("pallas_kernels", "core"), ("recipes", "ops"), ("optim", "dist", "rewrite"), ("modules",), ("experiments",))
-SAYS = {
+DESCRIPTIONS = {
     "pallas_kernels": "GPU kernels: arrays in, arrays out",
     "core": "formats, scales, QTensor, Recipe",
     "recipes": "presets",
@@ -21,32 +21,32 @@ SAYS = {
 WIDTH, HEIGHT, GAP_X, GAP_Y = 236, 56, 28, 54
 
 
-def room(parts: tuple[str, ...]) -> str | None:
-    """The room of a module, or None for what is in none, such as fp8jax/__init__.py."""
+def get_package(parts: tuple[str, ...]) -> str | None:
+    """The package of a module, or None if it is in none, such as fp8jax/__init__.py."""
     name = parts[1] if parts[0] == "fp8jax" and len(parts) > 1 else parts[0]
-    return name if name in SAYS else None
+    return name if name in DESCRIPTIONS else None
 
 
 def arrows() -> collections.Counter[tuple[str, str]]:
-    """How many imports each room has from each other one, (from, into)."""
-    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    """The number of imports between two packages, (from, into)."""
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
     for top in ("fp8jax", "pallas_kernels", "experiments"):
         for path in sorted((ROOT / top).rglob("*.py")):
-            into = room(path.relative_to(ROOT).with_suffix("").parts)
+            into = get_package(path.relative_to(ROOT).with_suffix("").parts)
             if into is None:
                 continue
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
                 names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 for name in names:
-                    origin = room(tuple(name.split(".")))
+                    origin = get_package(tuple(name.split(".")))
                     if origin is not None and origin != into:
-                        found[origin, into] += 1
-    return found
+                        counts[origin, into] += 1
+    return counts
 
 
 def picture() -> str:
-    """The picture as SVG: a box a room, an arrow for imports, as wide as there are many."""
+    """The picture as SVG: a box for each package, and arrows for imports, wider for more."""
     places: dict[str, tuple[float, float]] = {}
     widest = max(len(row) for row in ROWS)
     full = widest * WIDTH + (widest - 1) * GAP_X
@@ -71,7 +71,7 @@ def picture() -> str:
         boxes.append(
             f'<rect x="{left:.0f}" y="{top:.0f}" width="{WIDTH}" height="{HEIGHT}" rx="8"/>'
             f'<text x="{left + WIDTH / 2:.0f}" y="{top + 24:.0f}" class="name">{label}</text>'
-            f'<text x="{left + WIDTH / 2:.0f}" y="{top + 43:.0f}" class="says">{SAYS[name]}</text>'
+            f'<text x="{left + WIDTH / 2:.0f}" y="{top + 43:.0f}" class="says">{DESCRIPTIONS[name]}</text>'
         )
     style = (
         "path{fill:none;stroke:#5b7fa6;stroke-opacity:.55} rect{fill:#f4f7fb;stroke:#5b7fa6}"
@@ -84,7 +84,7 @@ def picture() -> str:
     )
     view = f'viewBox="-4 -4 {full + 8:.0f} {tall + 8}"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {view} role="img" aria-label="The rooms of fp8jax and their imports">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" {view} role="img" aria-label="Packages and their imports">'
         f"<style>{style}</style><defs>{tip}</defs>\n" + "\n".join(lines + boxes) + "\n</svg>\n"
     )
 
