@@ -283,7 +283,11 @@ def compare(x: Array, *arrays: Array | None, compute_capability: int | None = No
         smallest; with exponents their sum, their number, the largest one, and minus the smallest.
     """
     parts = compare_parts(x, *arrays, compute_capability=compute_capability, **settings)
-    num_statistics = 4 * (1 + sum(array is not None for array in arrays[:3]))
+    return merge(parts, 4 * (1 + sum(array is not None for array in arrays[:3])), compute_capability=compute_capability)
+
+
+def merge(parts: Array, num_statistics: int, *, compute_capability: int | None = None) -> Array:
+    """Return the first statistics of parts (parts, 16), merged."""
     (merged,) = call_triton.call(
         parts, len(parts),
         kernel=_merge,
@@ -292,7 +296,7 @@ def compare(x: Array, *arrays: Array | None, compute_capability: int | None = No
         num_warps=4,
         compute_capability=compute_capability,
         STATISTICS=num_statistics,
-        BLOCK=64,
+        BLOCK=128,
     )  # fmt: skip
     return merged
 

@@ -12,6 +12,7 @@ from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.ops.optimizers.leaf import Adam
 from fp8jax.ops.optimizers.next_moment import next_moment
 from fp8jax.ops.quantization import statistics
+from pallas_kernels.quantization import statistics_triton
 from tests.kernels.quantize_cases import special
 
 
@@ -62,6 +63,20 @@ def wrong(case: Case) -> dict[str, Any]:
     names, got = statistics.compare(x, decoded, codes, impl="triton", **settings)
     pairs = zip(names, np.asarray(want), np.asarray(got), strict=True)
     return {name: [float(a), float(b)] for name, a, b in pairs if not np.allclose(a, b, rtol=1e-4, atol=1e-4)}
+
+
+def wrong_merge() -> list[str]:
+    """The statistics of more parts than a block that are merged wrongly. Some logarithms are those of zero."""
+    parts = np.random.default_rng(0).standard_normal((300, 16)).astype(np.float32)
+    logs = [name in statistics.LOG_SUMS for name in statistics.NAMES]
+    parts[:, logs] = 150 * parts[:, logs] + 300 * (np.arange(300) > 200)[:, None]
+    parts[::3, logs] = -np.inf
+    largest = np.max(parts, 0).astype(np.float64)
+    log_sums = largest + np.log(np.sum(np.exp(parts - largest), 0))
+    want = np.where(logs, log_sums, np.sum(parts, 0, np.float64))
+    want = np.where([name in statistics.MAXIMA for name in statistics.NAMES], largest, want)
+    got = statistics_triton.merge(jnp.asarray(parts), 16)
+    return [name for name, a, b in zip(statistics.NAMES, want, np.asarray(got), strict=True) if not np.isclose(a, b)]
 
 
 class MomentCase(NamedTuple):

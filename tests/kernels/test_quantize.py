@@ -55,6 +55,7 @@ REGISTERS = {
     "exponentials": 64, "cotangents": 128, "groups of rows": 96,
     "nvfp4 weights": 128, "maxima, transformed": 168, "nvfp4, transformed and drawn": 168,
     "nvfp4, transformed and drawn, for a B200": 168,
+    "statistics": 128, "statistics of weights": 168, "statistics of moments": 128, "next moment": 64,
 }  # fmt: skip
 
 
@@ -64,6 +65,7 @@ def registers(every: int) -> None:
     They are compiled for an H200, unless the name says what else.
     """
     from pallas_kernels.losses import logits_triton
+    from pallas_kernels.optimizers import next_moment_triton
     from pallas_kernels.quantization import (
         amax_triton,
         fallback_triton,
@@ -72,6 +74,7 @@ def registers(every: int) -> None:
         quantize_groups_triton,
         quantize_rows_triton,
         quantize_triton,
+        statistics_triton,
         transpose_triton,
     )
 
@@ -90,6 +93,12 @@ def registers(every: int) -> None:
             x, coding, coding, row_scale=one, column_scale=one, compute_capability=capability, **settings
         )
 
+    def statistics(x, codes, *arrays, **settings):
+        return statistics_triton.compare_parts(x, codes.astype(jnp.float8_e4m3fn), *arrays, **settings, **options)
+
+    per_tensor = statistics_triton.CodeFormat(448.0, 0.02, 8, group_rows=16384, group_size=11008)
+    grouped = per_tensor._replace(group_rows=1, group_size=128)
+    scales, exponents = jnp.ones((16384, 86)), jnp.ones((16384, 86), jnp.bfloat16)
     group, mx, wide = coding("group", size=128), coding("mx", size=32), jnp.ones((11008, 1))
     programs = {
         "rows of 4096": lambda x: rows(x[:, :4096]),
@@ -143,6 +152,22 @@ def registers(every: int) -> None:
         "maxima, transformed": lambda x: nvfp4_triton.compute_amax(x, 5, **options),
         "nvfp4, transformed and drawn": lambda x: nvfp4(x, "nv", signs=5, seed=words),
         "nvfp4, transformed and drawn, for a B200": lambda x: nvfp4(x, "nv", 100, signs=5, seed=words),
+        "statistics": lambda x: statistics(x, x, one.reshape(1, 1), code_format=per_tensor),
+        "statistics of weights": lambda x: statistics(
+            x.astype(jnp.float32), x.T, one.reshape(1, 1), is_transposed=True, code_format=per_tensor
+        ),
+        "statistics of moments": lambda x: statistics(x.astype(jnp.float32), x, scales, exponents, code_format=grouped),
+        "next moment": lambda x: next_moment_triton.next_moment(
+            x,
+            x.astype(jnp.float8_e4m3fn),
+            scales,
+            exponents,
+            jnp.ones(3),
+            group_size=128,
+            largest_code=448.0,
+            is_squared=True,
+            **options,
+        ),
     }
     x = jax.ShapeDtypeStruct((16384, 11008), jnp.bfloat16)
     found = {}

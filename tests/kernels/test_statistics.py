@@ -1,7 +1,5 @@
 """The kernel of telemetry's statistics; `triton_interpreter` runs its cases on a CPU."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +8,10 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax.ops.quantization import statistics
-from tests.kernels import statistics_cases as cases
 
-triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+pytest.importorskip("jax_triton")
+
+from tests.kernels import statistics_cases as cases
 
 
 @pytest.mark.gpu
@@ -22,14 +21,18 @@ def test_statistics_are_the_references_on_a_gpu(case):
 
 
 @pytest.mark.gpu
+def test_statistics_of_parts_are_merged_on_a_gpu():
+    assert cases.wrong_merge() == []
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", cases.MOMENTS, ids=str)
 def test_moments_are_those_in_float64_on_a_gpu(case):
     assert cases.wrong_moment(case) == 0
 
 
-@triton
-@pytest.mark.parametrize("spec", ["e4m3", "e4m3:group16+expand"])
-def test_shards_have_the_statistics_of_the_whole(spec, monkeypatch):
+@pytest.mark.parametrize(("spec", "axis_type"), [("e4m3", "Explicit"), ("e4m3:group16+expand", "Auto")])
+def test_shards_have_the_statistics_of_the_whole(spec, axis_type, monkeypatch):
     """The kernel, here the reference, sees shards; magnitudes differ by shard."""
     from pallas_kernels.quantization import statistics_triton
 
@@ -44,7 +47,7 @@ def test_shards_have_the_statistics_of_the_whole(spec, monkeypatch):
 
     monkeypatch.setattr(statistics_triton, "compare", compare)
     names, want = statistics.compare(x, None, codes, bits=8, impl="xla")
-    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType[axis_type],) * 2)
     with jax.set_mesh(mesh):
         sharded = jax.device_put(x, jax.NamedSharding(mesh, P("data", "fsdp")))
         run = jax.jit(lambda x, codes: statistics.compare(x, None, codes, bits=8, impl="triton")[1])
@@ -52,14 +55,3 @@ def test_shards_have_the_statistics_of_the_whole(spec, monkeypatch):
     assert (8, 32) in shapes
     for name, a, b in zip(names, np.asarray(want), np.asarray(got), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5, err_msg=name)
-
-
-@triton
-def test_the_kernel_merges_statistics_by_kind():
-    from pallas_kernels.quantization import statistics_triton
-
-    for kind, bits in (
-        (statistics.MAXIMA, statistics_triton._MAXIMA),
-        (statistics.LOG_SUMS, statistics_triton._LOG_SUMS),
-    ):
-        assert [bool(bits.value >> i & 1) for i in range(16)] == [name in kind for name in statistics.NAMES]

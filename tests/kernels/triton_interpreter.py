@@ -268,6 +268,8 @@ def main() -> None:
     for statistics_case in statistics_cases.CASES:
         if differ := statistics_cases.wrong(statistics_case):
             wrong[str(statistics_case)] = differ
+    if statistics_cases.wrong_merge():
+        wrong["merged statistics"] = statistics_cases.wrong_merge()
     for moment_case in statistics_cases.MOMENTS:
         if differ := statistics_cases.wrong_moment(moment_case):
             wrong[str(moment_case)] = [differ]
