@@ -60,7 +60,7 @@ ONE_GPU = (
     *(bench("models", seconds, "--models", name, "--rounds", "3", file=f"models_{name}")
       for name, seconds in (("vitl", 170), ("vitl_cudnn", 150), ("gpt350m", 110), ("gpt124m", 90),
                             ("llama1b_dots", 200), ("llama1b_linen", 130), ("llama1b_equinox", 175))),
-    bench("models", 130, "--models", "gpt8x256", "gpt8x512", "gpt8x1024", "--rounds", "3", file="models_small"),
+    bench("models", 100, "--models", "gpt8x256", "gpt8x512", "gpt8x1024", "--rounds", "3", file="models_small"),
     bench("models", 360, "--models", "llama1b", "--rounds", "3", "--arm", "bf16", "coat", "observed:coat",
           file="telemetry"),
     bench("release", 110, "--rounds", "2"),
