@@ -6,7 +6,7 @@
 #
 # It needs a GPU with FP8 (L4, RTX PRO 6000, H100, H200) to show a gain in speed. On Colab, choose one under
 # Runtime > Change runtime type. It also runs on a CPU, with a tiny model. There only the optimizer state becomes smaller:
-# XLA widens 8-bit values on a CPU, which costs time and memory. The saved outputs are those of a CPU.
+# XLA widens 8-bit values on a CPU, which costs time and memory. The saved outputs are those of an H200.
 
 # %%
 # On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
