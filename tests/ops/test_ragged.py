@@ -102,7 +102,7 @@ def test_bad_input():
         fp8jax.ragged_dot(X, W, SIZES[:2], recipe="coat")
     with pytest.raises(TypeError, match="integer array as group_sizes, got float32"):
         fp8jax.ragged_dot(X, W, SIZES.astype(jnp.float32), recipe="coat")
-    with pytest.raises(TypeError, match="integer array as group_sizes, got list; use jnp.asarray"):
+    with pytest.raises(TypeError, match=r"integer array as group_sizes, got list; use jnp\.asarray"):
         fp8jax.ragged_dot(X, W, SIZES.tolist(), recipe="coat")
     with pytest.raises(ValueError, match="stochastically"):
         fp8jax.ragged_dot(X, W, SIZES, recipe="jetfire")
