@@ -17,15 +17,20 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.dispatch.choice import capability, choose_impl, missing_triton, record_choice, run
 from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
 
-# In the order of the kernel. The first four are those of a tensor, then follow four of its codes, four of codes with
-# scales, and four of range expansion.
+# In the order of the kernel. To be maxima, some are negated.
 NAMES = (
+    # Of a tensor: numbers of elements and of NaN and Inf, the amax, and the logarithm of the sum of squares.
     *("size", "nonfinite", "amax", "log_signal"),
+    # Of its codes: the logarithm of the sum of squared errors, the numbers of nonzero values and of those among them
+    # that decode to zero, and minus the bits of a code.
     *("log_noise", "nonzero", "lost", "minus_bits"),
+    # Of their scales: the number of saturated values, the largest ratio of a magnitude to the largest value of its
+    # group, log2 of the largest such value, and minus log2 of the smallest.
     *("saturated", "range_ratio", "largest_scale", "smallest_scale"),
+    # Of range expansion: the sum and number of exponents, the largest exponent, and minus the smallest.
     *("exponents", "groups", "largest_exponent", "smallest_exponent"),
 )
-# How the statistics of two tensors are merged. All others are sums.
+# How the statistics of two tensors are merged. All others are sums. Both have names that only observations add.
 MAXIMA = (
     "amax",
     "range_ratio",
@@ -176,47 +181,36 @@ def _unsupported_reason(settings: _Settings, x: Array, codes: QTensor | None) ->
     from pallas_kernels.quantization import statistics_triton
 
     shape = x.shape[::-1] if settings.is_transposed else x.shape
-    group_shape = (1, 1) if codes is None else _group_shape(codes, shape)
-    if group_shape is None:
-        return f"a group of rows of {codes} would lie in two matrices of shape {shape[-2:]}"
-    return statistics_triton.unsupported_reason(_matrix_shape(shape), x.dtype, group_shape[1])
-
-
-def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The shape of the matrix of all rows of an array."""
-    return math.prod(shape[:-1]), math.prod(shape[-1:])
+    rows, columns = (1, 1) if codes is None else _group_shape(codes, shape)
+    if len(shape) > 2 and shape[-2] % rows:
+        return f"a group of {rows} rows of {codes} would lie in two matrices of shape {shape[-2:]}"
+    return statistics_triton.unsupported_reason(shape, x.dtype, columns)
 
 
 def _block_shape(codes: QTensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """The lengths of the blocks of an array of this shape that share a scale."""
+    """The lengths of the blocks of an array of this shape that share a scale, of the inner scale if there are two."""
     lengths = (codes.spec.block_shape if codes.microscale is None else codes.spec.micro_shape)(shape)
     return tuple(map(min, lengths, shape))
 
 
-def _group_shape(codes: QTensor, shape: Sequence[int]) -> tuple[int, int] | None:
-    """Rows and columns of `_matrix_shape` that share a scale; None if their number varies."""
-    block = _block_shape(codes, shape)
-    if block[:-1] == tuple(shape[:-1]):
-        return _matrix_shape(block)
-    rows = block[-2]
-    return (rows, block[-1]) if shape[-2] % rows == 0 or math.prod(shape[:-2]) == 1 else None
+def _group_shape(codes: QTensor, shape: Sequence[int]) -> tuple[int, int]:
+    """The rows and columns of a matrix that share a scale."""
+    rows, columns = (1, *_block_shape(codes, shape))[-2:]
+    return rows, columns
 
 
 def _group_scales(codes: QTensor, shape: Sequence[int]) -> tuple[Array, Array | None]:
-    """Matrices of the scales and of the exponents of the groups of `_group_shape`."""
+    """The scales and exponents of the groups of `_group_shape`, of each matrix of a stack."""
     block = _block_shape(codes, shape)
-    counts = blocks.counts(shape, block)
-    if math.prod(counts[:-1]) > 1:  # the groups of each matrix of a stack
-        counts = (*shape[:-2], *counts[-2:])
+    counts = (*shape[:-2], *blocks.counts(shape, block)[-2:])
 
-    def to_matrix(x: Array) -> Array:
-        x = blocks.broadcast_blocks(x, counts, (*block[:-2], *[1] * len(block[-2:])))
-        return jnp.broadcast_to(x, counts).reshape(_matrix_shape(counts))
+    def of_matrices(x: Array) -> Array:
+        return jnp.broadcast_to(blocks.broadcast_blocks(x, counts, (*block[:-2], *[1] * len(block[-2:]))), counts)
 
     scale = codes.scale.astype(jnp.float32)
     if codes.microscale is not None:
         scale = scale * encoding.decode_microscales(codes.microscale, codes.spec)
-    return to_matrix(scale), None if codes.expansion is None else to_matrix(codes.expansion)
+    return of_matrices(scale), None if codes.expansion is None else of_matrices(codes.expansion)
 
 
 def dimension_names(ndim: int) -> str:
@@ -248,31 +242,34 @@ def _compare_shard(
     from pallas_kernels.quantization import statistics_triton
 
     shape = x.shape[::-1] if settings.is_transposed else x.shape
-    code_format = statistics_triton.CodeFormat(bits=settings.bits, is_decoded=decoded is not None)
-    scale = exponents = None
+    values, scale, exponents = decoded, None, None
+    largest_code, tolerance, group_shape = 1.0, 0.0, (1, 1)
     if codes is not None:
-        fmt, group_shape = formats.get(codes.spec.format), _group_shape(codes, shape)
-        assert group_shape is not None
+        fmt = formats.get(codes.spec.format)
+        largest_code, tolerance, group_shape = fmt.max, _half_ulp_of_largest(fmt), _group_shape(codes, shape)
+        values = codes.codes if decoded is None else decoded
         scale, exponents = _group_scales(codes, shape)
-        code_format = code_format._replace(
-            max=fmt.max, tolerance=_half_ulp_of_largest(fmt), group_rows=group_shape[0], group_size=group_shape[1]
-        )
-        decoded = codes.codes if decoded is None else decoded
-    values = statistics_triton.compare(
-        x.reshape(_matrix_shape(x.shape)),
-        None if decoded is None else decoded.reshape(_matrix_shape(shape)),
+    parts = statistics_triton.compare_parts(
+        x,
+        values,
         scale,
         exponents,
         row_mask,
-        code_format=code_format,
+        largest_code=largest_code,
+        tolerance=tolerance,
+        bits=settings.bits,
+        group_shape=group_shape,
+        is_decoded=decoded is not None,
         is_transposed=settings.is_transposed,
         min_unit=settings.min_unit,
         compute_capability=capability(),
     )
+    num_statistics = 4 * (1 + sum(array is not None for array in (values, scale, exponents)))
+    merged = statistics_triton.merge(parts, num_statistics, compute_capability=capability())
     if not sharding.axes:
-        return values
-    dims = dimension_names(6)
-    largest = sharding.pmax(values, dims)
+        return merged
+    dims = " ".join(sharding.axes)
+    largest = sharding.pmax(merged, dims)
     unit = jnp.where(jnp.isfinite(largest), largest, 0)
-    log_sums = unit + jnp.log(sharding.psum(jnp.exp(values - unit), dims))
-    return merge_by_kind(NAMES[: values.size], sharding.psum(values, dims), log_sums, largest)
+    log_sums = unit + jnp.log(sharding.psum(jnp.exp(merged - unit), dims))
+    return merge_by_kind(NAMES[: merged.size], sharding.psum(merged, dims), log_sums, largest)
