@@ -22,7 +22,7 @@ from pallas_kernels.quantization.quantize_triton import PLAIN_DTYPES
 
 # Four programs on each multiprocessor of an H200.
 _MAX_PARTS = 4 * 132
-ALIGNMENT = 16
+_ALIGNMENT = 16
 # Stands for the group size if a row is one group, so that matrices of all lengths share a kernel.
 _WHOLE_ROW = 2**30
 _STATISTICS = tl.constexpr(16)
@@ -89,8 +89,9 @@ def _compare(
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     nonfinite, signal, noise, nonzero, lost, saturated = zeros, zeros, zeros, zeros, zeros, zeros
     group_zeros = tl.zeros((BLOCK_M, GROUPS), tl.float32)
-    range_ratio, largest_scale, smallest_scale = group_zeros, group_zeros, group_zeros + _INF
-    exponents, groups, largest_exponent, smallest_exponent = group_zeros, group_zeros, group_zeros, group_zeros + _INF
+    range_ratio, largest_scale, minus_smallest_scale = group_zeros, group_zeros, group_zeros - _INF
+    exponents, groups = group_zeros, group_zeros
+    largest_exponent, minus_smallest_exponent = group_zeros, group_zeros - _INF
     rows = tl.zeros((BLOCK_M,), tl.float32)
     amax = tl.full([], 0.0, tl.float32)
     unit = tl.full([], MIN_UNIT, tl.float32)
@@ -135,12 +136,13 @@ def _compare(
                 limit = scale * STORAGE.max
                 if STORAGE.is_expanded:
                     exponent = tl.load(exponents_ptr + group_offsets, mask=group_mask, other=1.0).to(tl.float32)
+                    # A group of several tiles or rows counts where it starts.
                     starts = (m % group_rows == 0)[:, None] & (left % GROUP_SIZE == 0 if GROUPS == 1 else True)
                     starts = group_mask & starts
                     groups += tl.where(starts, 1.0, 0.0)
                     exponents += tl.where(starts, exponent, 0.0)
                     largest_exponent = tl.maximum(largest_exponent, tl.where(starts, exponent, 0.0))
-                    smallest_exponent = tl.minimum(smallest_exponent, tl.where(starts, exponent, _INF))
+                    minus_smallest_exponent = tl.maximum(minus_smallest_exponent, tl.where(starts, -exponent, -_INF))
                     decoded = codec.decode(
                         tl.reshape(codes, (BLOCK_M * GROUPS, 1, GROUP_TILE)),
                         tl.reshape(scale, (BLOCK_M * GROUPS,)),
@@ -155,7 +157,7 @@ def _compare(
                 is_used = (group_amax > 0) & (limit > 0)
                 range_ratio = tl.maximum(range_ratio, tl.where(is_used, group_amax / limit, 0.0))
                 largest_scale = tl.maximum(largest_scale, tl.where(is_used, limit, 0.0))
-                smallest_scale = tl.minimum(smallest_scale, tl.where(is_used, limit, _INF))
+                minus_smallest_scale = tl.maximum(minus_smallest_scale, tl.where(is_used, -limit, -_INF))
             difference = x - decoded
             difference = tl.where(tl.abs(difference) < _INF, difference, 0.0) * inverse_unit
             noise = noise * factor + difference * difference
@@ -180,12 +182,12 @@ def _compare(
         tl.store(statistics_ptr + 8, _total(saturated))
         tl.store(statistics_ptr + 9, _max(range_ratio))
         tl.store(statistics_ptr + 10, tl.log2(_max(largest_scale)))
-        tl.store(statistics_ptr + 11, -tl.log2(-_max(-smallest_scale)))
+        tl.store(statistics_ptr + 11, -tl.log2(-_max(minus_smallest_scale)))
     if STORAGE.is_expanded:
         tl.store(statistics_ptr + 12, _total(exponents))
         tl.store(statistics_ptr + 13, _total(groups))
         tl.store(statistics_ptr + 14, _max(largest_exponent))
-        tl.store(statistics_ptr + 15, _max(-smallest_exponent))
+        tl.store(statistics_ptr + 15, _max(minus_smallest_exponent))
 
 
 @triton.jit
@@ -290,7 +292,7 @@ def compare_parts(
     """
     n = x.shape[0] if is_transposed else math.prod(x.shape[-1:])
     m = x.size // n
-    unit_m, unit_n = (math.gcd(length, ALIGNMENT) for length in (m, n))
+    unit_m, unit_n = (math.gcd(length, _ALIGNMENT) for length in (m, n))
     block_m, block_n = (32, 32) if is_transposed else (8, 128)
     group_rows, group_size = group_shape
     arrays = codes, scale, exponents, None if row_mask is None else row_mask.astype(jnp.uint8)

@@ -17,7 +17,9 @@ def next_moment(adam: Adam, gradient: Array, moment: QTensor, *, is_squared: boo
     """The fp32 values of a moment after a step, or those before if the step is not taken.
 
     Args:
-        gradient: not yet scaled.
+        adam: the scalars of the step.
+        gradient: fp32, bf16 or fp16, of the moment's shape, before `adam.grad_scale`.
+        moment: in codes, before the step.
         is_squared: whether it is the second moment.
         impl: "auto", "xla" or "triton", as in `fp8jax.ops.quantization.quantize.quantize`.
     """

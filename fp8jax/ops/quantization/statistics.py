@@ -74,7 +74,7 @@ def compare(
     """The names and values of the statistics of a tensor.
 
     Args:
-        x: any shape.
+        x: floating, any shape.
         decoded: the values of the codes, if they are not those of `codes`. With neither, there are no errors.
         codes: not packed; their scales are those of `decoded`, too.
         bits: width of a code.
@@ -98,18 +98,20 @@ def _reference(
     settings: _Settings, x: Array, decoded: Array | None, codes: QTensor | None, row_mask: Array | None
 ) -> Array:
     x = x.T if settings.is_transposed else x
-    is_counted = jnp.isfinite(x) if row_mask is None else jnp.isfinite(x) & row_mask
-    magnitude = jnp.where(is_counted, jnp.abs(x), 0).astype(jnp.float32)
+
+    def counted_magnitude(x: Array) -> Array:
+        is_finite = jnp.isfinite(x)
+        return jnp.where(is_finite if row_mask is None else is_finite & row_mask, jnp.abs(x), 0).astype(jnp.float32)
+
     # Squares of values relative to the amax do not overflow.
-    unit = lax.reduce(magnitude, np.float32(settings.min_unit), lax.max, tuple(range(x.ndim)))
+    unit = lax.reduce(counted_magnitude(x), np.float32(settings.min_unit), lax.max, tuple(range(x.ndim)))
     # Without a barrier, XLA would save decoded arrays of the forward pass for the backward pass, and masks for the
     # second reduction.
     x, decoded, codes, unit = lax.optimization_barrier((x, decoded, codes, unit))
     x = x.astype(jnp.float32)
-    is_finite = jnp.isfinite(x)
-    magnitude = jnp.where(is_finite if row_mask is None else is_finite & row_mask, jnp.abs(x), 0)
+    magnitude = counted_magnitude(x)
     size = jnp.float32(x.size) if row_mask is None else x.shape[-1] * jnp.sum(row_mask, dtype=jnp.float32)
-    summed = {"nonfinite": ~is_finite, "log_signal": jnp.square(magnitude / unit)}
+    summed = {"nonfinite": ~jnp.isfinite(x), "log_signal": jnp.square(magnitude / unit)}
     scalars, maximized = {"size": size}, {"amax": magnitude}
     if codes is not None and decoded is None:
         decoded = codes.dequantize()
@@ -154,8 +156,8 @@ def _reduce_in_one_pass(
     ]
 
     def merge(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
-        pairs = list(zip(xs, ys, strict=True))
-        return [x + y for x, y in pairs[: len(summed)]] + [jnp.maximum(x, y) for x, y in pairs[len(summed) :]]
+        count = len(summed)
+        return [*map(jnp.add, xs[:count], ys[:count]), *map(jnp.maximum, xs[count:], ys[count:])]
 
     results = lax.reduce(operands, initial, merge, tuple(range(operands[0].ndim)))
     return dict(zip((*summed, *maximized), results, strict=True))
@@ -204,13 +206,13 @@ def _group_scales(codes: QTensor, shape: Sequence[int]) -> tuple[Array, Array | 
     block = _block_shape(codes, shape)
     counts = (*shape[:-2], *blocks.counts(shape, block)[-2:])
 
-    def of_matrices(x: Array) -> Array:
+    def broadcast_to_groups(x: Array) -> Array:
         return jnp.broadcast_to(blocks.broadcast_blocks(x, counts, (*block[:-2], *[1] * len(block[-2:]))), counts)
 
     scale = codes.scale.astype(jnp.float32)
     if codes.microscale is not None:
         scale = scale * encoding.decode_microscales(codes.microscale, codes.spec)
-    return of_matrices(scale), None if codes.expansion is None else of_matrices(codes.expansion)
+    return broadcast_to_groups(scale), None if codes.expansion is None else broadcast_to_groups(codes.expansion)
 
 
 def dimension_names(ndim: int) -> str:
