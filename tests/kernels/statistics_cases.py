@@ -29,13 +29,14 @@ class Case(NamedTuple):
 
 CASES = [
     Case("e4m3", (2, 8, 256), given_scale=1e-3),
+    Case("e4m3:tensor+expand", (2, 3, 40), "float32"),
     Case("e5m2", (50, 72), "float32", is_transposed=True, factor=1e-25),
     Case("e4m3:group128+expand", (9, 300), "float32"),
-    Case("e5m2:group16", (3, 10, 64), "float16", is_decoded=True),
+    Case("e5m2:group16", (300,), "float16", is_decoded=True),
     Case("int8:block32", (40, 100), "float32", factor=1e25),
     Case("e4m3:mx32+token", (9, 96)),
     Case("e4m3:token", (20, 130), masked_rows=7),
-    Case(None, (300,)),
+    Case(None, (3, 5, 50)),
     Case(None, (10, 130), is_decoded=True),
 ]
 

@@ -184,9 +184,10 @@ def _unsupported_reason(settings: _Settings, x: Array, codes: QTensor | None) ->
 
     shape = x.shape[::-1] if settings.is_transposed else x.shape
     rows, columns = (1, 1) if codes is None else _group_shape(codes, shape)
-    if len(shape) > 2 and shape[-2] % rows:
-        return f"a group of {rows} rows of {codes} would lie in two matrices of shape {shape[-2:]}"
-    return statistics_triton.unsupported_reason(shape, x.dtype, columns)
+    reason = statistics_triton.unsupported_reason(shape, x.dtype, columns)
+    if reason is None and codes is not None and math.prod(shape[:-2]) > 1 and shape[-2] % min(rows, shape[-2]):
+        return f"a group of {rows} rows of {codes.spec} would lie in two matrices of shape {shape[-2:]}"
+    return reason
 
 
 def _block_shape(codes: QTensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -196,15 +197,17 @@ def _block_shape(codes: QTensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _group_shape(codes: QTensor, shape: Sequence[int]) -> tuple[int, int]:
-    """The rows and columns of a matrix that share a scale."""
-    rows, columns = (1, *_block_shape(codes, shape))[-2:]
-    return rows, columns
+    """The rows and columns that share a scale, of the matrix of all rows of an array of this shape."""
+    block = _block_shape(codes, shape)
+    return math.prod(shape[:-1]) if block[:-1] == tuple(shape[:-1]) else block[-2], math.prod(block[-1:])
 
 
 def _group_scales(codes: QTensor, shape: Sequence[int]) -> tuple[Array, Array | None]:
-    """The scales and exponents of the groups of `_group_shape`, of each matrix of a stack."""
+    """The scales and exponents of the groups of `_group_shape`."""
     block = _block_shape(codes, shape)
-    counts = (*shape[:-2], *blocks.counts(shape, block)[-2:])
+    counts = blocks.counts(shape, block)
+    if math.prod(counts[:-1]) > 1:  # the groups of each matrix of a stack
+        counts = (*shape[:-2], *counts[-2:])
 
     def broadcast_to_groups(x: Array) -> Array:
         return jnp.broadcast_to(blocks.broadcast_blocks(x, counts, (*block[:-2], *[1] * len(block[-2:]))), counts)
