@@ -32,15 +32,8 @@ NAMES = (
 )
 # How the statistics of two tensors are merged. All others are sums. Both have names that only observations add.
 MAXIMA = (
-    "amax",
-    "range_ratio",
-    "largest_scale",
-    "smallest_scale",
-    "minus_bits",
-    "largest_exponent",
-    "smallest_exponent",
-    "fallback_threshold",
-    "factor",
+    *("amax", "range_ratio", "minus_bits", "fallback_threshold", "factor"),
+    *("largest_scale", "smallest_scale", "largest_exponent", "smallest_exponent"),
 )
 LOG_SUMS = ("log_signal", "log_noise", "log_weight", "log_update")
 
