@@ -114,7 +114,7 @@ def built(names: Sequence[str], make: Callable[[str], Any], limit: float = math.
             waiting = None if name is None or arm is None else (name, arm, pool.submit(arm.prepare))
             if arm is not None:
                 print(
-                    f"  {name}: traced (while the previous arm compiled and ran) in {time.perf_counter() - start:.0f} s",
+                    f"  {name}: traced, while the arm before compiled, in {time.perf_counter() - start:.0f} s",
                     flush=True,
                 )
     if names[0] not in arms:

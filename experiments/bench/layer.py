@@ -57,7 +57,7 @@ class LayerArm:
         return y_NxD, vjp(dy_NxD)
 
     def in_order(self, params: Any, codes: Any, x_NxD: jax.Array, dy_NxD: jax.Array) -> Any:
-        """`three`, with a backward pass that starts after the output, as in training. XLA may otherwise reorder them."""
+        """`three`, with a backward pass that starts after the output, as in training. XLA could reorder them."""
         y_NxD, vjp = self._vjp(params, codes, x_NxD)
         y_NxD, dy_NxD = jax.lax.optimization_barrier((y_NxD, dy_NxD))
         return y_NxD, vjp(dy_NxD)
