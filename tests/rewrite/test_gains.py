@@ -254,10 +254,10 @@ def test_a_bias_counts(one_known_device, monkeypatch):
 @pytest.mark.parametrize("recipe", [slow("te_current"), "coat", "te_delayed"])
 def test_flax_models_decide_by_layer(one_known_device, recipe):
     """At the tokens that a call has: where layers keep a state, those that stay in 16 bits do without."""
-    wanted = fp8jax.recipes.for_shapes(recipe)
+    expected = fp8jax.recipes.for_shapes(recipe)
     x = jax.ShapeDtypeStruct((16384, 1024), jnp.bfloat16)
     model = nnx.eval_shape(lambda: Block(1024, nnx.Rngs(0)))
-    for report in (fp8jax.explain(model, wanted, x), fp8jax.explain(LinenBlock(1024), wanted, x)):
+    for report in (fp8jax.explain(model, expected, x), fp8jax.explain(LinenBlock(1024), expected, x)):
         # An activation makes no codes whose scales are of earlier steps.
         assert {layer.path for layer in report.quantized_layers} == (
             {"up"} if recipe == "te_delayed" else {"up", "down"}
@@ -267,9 +267,9 @@ def test_flax_models_decide_by_layer(one_known_device, recipe):
         )
     small = Block(32, nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (8, 32), jnp.bfloat16)
-    np.testing.assert_array_equal(fp8jax.nnx.quantize(small, wanted)(x), small(x))
+    np.testing.assert_array_equal(fp8jax.nnx.quantize(small, expected)(x), small(x))
     linen = LinenBlock(32)
-    quantized = fp8jax.linen.quantize(linen, wanted)
+    quantized = fp8jax.linen.quantize(linen, expected)
     variables = quantized.init(jax.random.key(0), x)
     np.testing.assert_array_equal(quantized.apply(variables, x), linen.apply({"params": variables["params"]}, x))
 
