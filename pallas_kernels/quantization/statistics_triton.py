@@ -1,12 +1,12 @@
 """Statistics of a tensor and of the errors of its codes, in one pass.
 
-In: a matrix, codes of it or of its transpose, scales, exponents. Out: fp32 (programs, 16), statistics of parts of the
-matrix. Hardware: Ada or newer. Reference: `_reference` in
+In: a matrix or its transpose, its codes, their scales and exponents. Out: fp32 (parts, 16), statistics of parts of the
+matrix; then fp32 (statistics,), those of all parts. Hardware: Ada or newer. Reference: `_reference` in
 fp8jax/ops/quantization/statistics.py.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,33 +22,14 @@ from pallas_kernels.quantization.quantize_triton import PLAIN_DTYPES
 
 # Four programs on each multiprocessor of an H200.
 _MAX_PARTS = 4 * 132
-ALIGNMENT = 16
+_ALIGNMENT = 16
 # Stands for the group size if a row is one group, so that matrices of all lengths share a kernel.
-WHOLE_ROW = 2**30
+_WHOLE_ROW = 2**30
 _STATISTICS = tl.constexpr(16)
 # Bits of the columns with maxima and with logarithms of sums; the others are sums.
 _MAXIMA = tl.constexpr(0b1100_1110_1000_0100)
 _LOG_SUMS = tl.constexpr(0b1_1000)
 _INF = tl.constexpr(float("inf"))
-
-
-class CodeFormat(NamedTuple):
-    """The codes of a matrix; static.
-
-    Attributes:
-        max: largest value of the format.
-        tolerance: half the distance of the largest value to the next one, relative to it.
-        bits: width of a code.
-        group_rows, group_size: rows and columns of the elements that share a scale.
-        is_decoded: whether codes are already multiplied by their scales.
-    """
-
-    max: float = 1.0
-    tolerance: float = 0.0
-    bits: int = 0
-    group_rows: int = 1
-    group_size: int = 1
-    is_decoded: bool = False
 
 
 @triton.jit
@@ -62,34 +43,9 @@ def _max(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def repeat_groups(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+def _repeat_groups(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
     """Repeat columns; a single one is left to broadcasting."""
     return scaling.repeat_columns(x, SIZE) if x.shape[1] > 1 else x
-
-
-@triton.jit
-def load_codes(
-    codes_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr, CODE_DTYPE: tl.constexpr
-) -> tl.tensor:
-    """Load codes as fp32 numbers; FP8 codes are stored as bytes."""
-    codes = scaling.load_raw(codes_ptr, offsets, mask, MASKED)
-    if CODE_DTYPE == "float8_e4m3fn":
-        codes = codes.to(tl.float8e4nv, bitcast=True)
-    elif CODE_DTYPE == "float8_e5m2":
-        codes = codes.to(tl.float8e5, bitcast=True)
-    return codes.to(tl.float32)
-
-
-@triton.jit
-def expand_range(
-    codes: tl.tensor, limit: tl.tensor, exponent: tl.tensor, LOG2_MAX: tl.constexpr, SIZE: tl.constexpr
-) -> tl.tensor:
-    """Return the values of codes in groups of SIZE columns, from the largest values and the exponents of groups."""
-    inverse = codec.reciprocal_approx(exponent)
-    offset = tl.fma(inverse, -LOG2_MAX, codec.log2_abs_approx(limit))
-    power = codec.log2_abs_approx(codes) * repeat_groups(inverse, SIZE) + repeat_groups(offset, SIZE)
-    magnitude = codec.exp2_approx(power)
-    return tl.where(codes < 0, -magnitude, magnitude)
 
 
 @triton.jit
@@ -114,16 +70,13 @@ def _compare(
     HAS_SCALE: tl.constexpr,
     HAS_ONE_SCALE: tl.constexpr,
     IS_DECODED: tl.constexpr,
-    IS_EXPANDED: tl.constexpr,
-    CODE_DTYPE: tl.constexpr,
+    STORAGE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
-    MAX: tl.constexpr,
-    LOG2_MAX: tl.constexpr,
     BITS: tl.constexpr,
     TOLERANCE: tl.constexpr,
     MIN_UNIT: tl.constexpr,
 ) -> None:
-    """Write the statistics of every so many tiles of the matrix.
+    """Write the statistics of one part: tiles at a distance of the number of programs.
 
     Squares are summed in units of the largest magnitude so far, so that none overflows.
     """
@@ -136,8 +89,9 @@ def _compare(
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     nonfinite, signal, noise, nonzero, lost, saturated = zeros, zeros, zeros, zeros, zeros, zeros
     group_zeros = tl.zeros((BLOCK_M, GROUPS), tl.float32)
-    range_ratio, largest_scale, smallest_scale = group_zeros, group_zeros, group_zeros + _INF
-    exponents, groups, largest_exponent, smallest_exponent = group_zeros, group_zeros, group_zeros, group_zeros + _INF
+    range_ratio, largest_scale, minus_smallest_scale = group_zeros, group_zeros, group_zeros - _INF
+    exponents, groups = group_zeros, group_zeros
+    largest_exponent, minus_smallest_exponent = group_zeros, group_zeros - _INF
     rows = tl.zeros((BLOCK_M,), tl.float32)
     amax = tl.full([], 0.0, tl.float32)
     unit = tl.full([], MIN_UNIT, tl.float32)
@@ -152,10 +106,9 @@ def _compare(
         row, column = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
         first, offsets = top.to(tl.int64) * N + left, row * N + column
         if TRANSPOSED:
-            x = scaling.load_raw(x_ptr + left.to(tl.int64) * M + top, row + column * M, mask, MASKED)
+            x = scaling.load(x_ptr + left.to(tl.int64) * M + top, row + column * M, mask, MASKED)
         else:
-            x = scaling.load_raw(x_ptr + first, offsets, mask, MASKED)
-        x = x.to(tl.float32)
+            x = scaling.load(x_ptr + first, offsets, mask, MASKED)
         is_finite = tl.abs(x) < _INF
         nonfinite += tl.where(is_finite, 0.0, 1.0)
         magnitude = tl.where(is_finite, tl.abs(x), 0.0)
@@ -170,7 +123,7 @@ def _compare(
         magnitude_in_units = magnitude * inverse_unit
         signal = signal * factor + magnitude_in_units * magnitude_in_units
         if HAS_CODES:
-            codes = load_codes(codes_ptr + first, offsets, mask, MASKED, CODE_DTYPE)
+            codes = codec.load(codes_ptr + first, offsets, mask, MASKED).to(tl.float32)
             decoded = codes
             if HAS_SCALE:
                 group = left // GROUP_SIZE + tl.arange(0, GROUPS)
@@ -180,30 +133,38 @@ def _compare(
                     scale = group_zeros + tl.load(scale_ptr)
                 else:
                     scale = scaling.load(scale_ptr, group_offsets, group_mask, True)
-                limit = scale * MAX
-                if IS_EXPANDED:
+                limit = scale * STORAGE.max
+                if STORAGE.is_expanded:
                     exponent = tl.load(exponents_ptr + group_offsets, mask=group_mask, other=1.0).to(tl.float32)
+                    # A group of several tiles or rows counts where it starts.
                     starts = (m % group_rows == 0)[:, None] & (left % GROUP_SIZE == 0 if GROUPS == 1 else True)
                     starts = group_mask & starts
                     groups += tl.where(starts, 1.0, 0.0)
                     exponents += tl.where(starts, exponent, 0.0)
                     largest_exponent = tl.maximum(largest_exponent, tl.where(starts, exponent, 0.0))
-                    smallest_exponent = tl.minimum(smallest_exponent, tl.where(starts, exponent, _INF))
-                    decoded = expand_range(codes, limit, exponent, LOG2_MAX, GROUP_TILE)
+                    minus_smallest_exponent = tl.maximum(minus_smallest_exponent, tl.where(starts, -exponent, -_INF))
+                    decoded = codec.decode(
+                        tl.reshape(codes, (BLOCK_M * GROUPS, 1, GROUP_TILE)),
+                        tl.reshape(scale, (BLOCK_M * GROUPS,)),
+                        tl.reshape(exponent, (BLOCK_M * GROUPS,)),
+                        1.0,
+                        STORAGE,
+                    )
+                    decoded = tl.reshape(decoded, (BLOCK_M, BLOCK_N))
                 elif not IS_DECODED:
-                    decoded = codes * repeat_groups(scale, GROUP_TILE)
-                saturated += tl.where(magnitude > repeat_groups(limit * (1 + TOLERANCE), GROUP_TILE), 1.0, 0.0)
+                    decoded = codes * _repeat_groups(scale, GROUP_TILE)
+                saturated += tl.where(magnitude > _repeat_groups(limit * (1 + TOLERANCE), GROUP_TILE), 1.0, 0.0)
                 is_used = (group_amax > 0) & (limit > 0)
                 range_ratio = tl.maximum(range_ratio, tl.where(is_used, group_amax / limit, 0.0))
                 largest_scale = tl.maximum(largest_scale, tl.where(is_used, limit, 0.0))
-                smallest_scale = tl.minimum(smallest_scale, tl.where(is_used, limit, _INF))
+                minus_smallest_scale = tl.maximum(minus_smallest_scale, tl.where(is_used, -limit, -_INF))
             difference = x - decoded
             difference = tl.where(tl.abs(difference) < _INF, difference, 0.0) * inverse_unit
             noise = noise * factor + difference * difference
             is_nonzero = magnitude >= scaling.TINY
             nonzero += tl.where(is_nonzero, 1.0, 0.0)
             # The power of a code that is not zero may underflow.
-            lost += tl.where(is_nonzero & ((codes if IS_EXPANDED else decoded) == 0), 1.0, 0.0)
+            lost += tl.where(is_nonzero & ((codes if STORAGE.is_expanded else decoded) == 0), 1.0, 0.0)
         tile += tl.num_programs(0)
     # In the order of `NAMES` in fp8jax/ops/quantization/statistics.py.
     statistics_ptr += tl.program_id(0) * _STATISTICS
@@ -221,12 +182,12 @@ def _compare(
         tl.store(statistics_ptr + 8, _total(saturated))
         tl.store(statistics_ptr + 9, _max(range_ratio))
         tl.store(statistics_ptr + 10, tl.log2(_max(largest_scale)))
-        tl.store(statistics_ptr + 11, -tl.log2(-_max(-smallest_scale)))
-    if IS_EXPANDED:
+        tl.store(statistics_ptr + 11, -tl.log2(-_max(minus_smallest_scale)))
+    if STORAGE.is_expanded:
         tl.store(statistics_ptr + 12, _total(exponents))
         tl.store(statistics_ptr + 13, _total(groups))
         tl.store(statistics_ptr + 14, _max(largest_exponent))
-        tl.store(statistics_ptr + 15, _max(-smallest_exponent))
+        tl.store(statistics_ptr + 15, _max(minus_smallest_exponent))
 
 
 @triton.jit
@@ -257,37 +218,29 @@ def _merge(
 
 
 def unsupported_reason(shape: tuple[int, ...], dtype: Any, group_size: int) -> str | None:
-    """Return why the kernel does not support this shape and dtype of a matrix and group size of codes, or None."""
-    if len(shape) != 2 or 0 in shape:
-        return f"it needs a non-empty matrix, not shape {shape}"
-    if max(shape) >= 2**26:
-        return f"a side of {max(shape)} is too long for its offsets within a tile"
+    """Return why the kernel does not support this shape and dtype of an array and columns of a group, or None."""
+    rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
+    if rows * columns == 0:
+        return f"shape {shape} has no elements"
+    if max(rows, columns) >= 2**26:
+        return f"a side of {max(rows, columns)} is too long for its offsets within a tile"
     if dtype not in PLAIN_DTYPES:
         return f"the matrix has dtype {jnp.dtype(dtype)}, not {call_triton.join_dtypes(PLAIN_DTYPES)}"
-    if group_size < shape[1] and group_size & (group_size - 1):
+    if group_size < columns and group_size & (group_size - 1):
         return f"a group of {group_size} is no power of two"
     return None
 
 
-def compare(x: Array, *arrays: Array | None, compute_capability: int | None = None, **settings: Any) -> Array:
-    """Return the statistics of a matrix and of the errors of its codes, merged from those of `compare_parts`.
+def merge(parts: Array, num_statistics: int, *, compute_capability: int | None = None) -> Array:
+    """Return the statistics of all parts.
 
     Args:
-        x, arrays, settings: the arguments of `compare_parts`.
+        parts: fp32 (parts, 16), from `compare_parts`.
+        num_statistics: how many of the statistics to return, from the first on.
 
     Returns:
-        fp32 (statistics,): the number of elements, of NaN and Inf, the amax, and the logarithm of the sum of squares;
-        with codes the logarithm of the sum of squares of errors, the numbers of nonzero values and of those lost, and
-        minus the bits of a code; with scales the number of saturated values, the largest ratio of a magnitude to the
-        largest value of its group, and the binary logarithms of the largest such value and of the inverse of the
-        smallest; with exponents their sum, their number, the largest one, and minus the smallest.
+        fp32 (num_statistics,).
     """
-    parts = compare_parts(x, *arrays, compute_capability=compute_capability, **settings)
-    return merge(parts, 4 * (1 + sum(array is not None for array in arrays[:3])), compute_capability=compute_capability)
-
-
-def merge(parts: Array, num_statistics: int, *, compute_capability: int | None = None) -> Array:
-    """Return the first statistics of parts (parts, 16), merged."""
     (merged,) = call_triton.call(
         parts, len(parts),
         kernel=_merge,
@@ -308,33 +261,44 @@ def compare_parts(
     exponents: Array | None = None,
     row_mask: Array | None = None,
     *,
-    code_format: CodeFormat = CodeFormat(),  # noqa: B008  # never changed
+    largest_code: float = 1.0,
+    tolerance: float = 0.0,
+    bits: int = 0,
+    group_shape: tuple[int, int] = (1, 1),
+    is_decoded: bool = False,
     is_transposed: bool = False,
     min_unit: float = scaling.TINY.value,
     compute_capability: int | None = None,
 ) -> Array:
-    """Return statistics of parts of a matrix, fp32 (parts, 16).
+    """Return the statistics of parts of a matrix, and of the errors of its codes.
 
     Args:
-        x: (M, N) fp32, bf16 or fp16; (N, M) if `is_transposed`.
-        codes: (M, N) FP8, int8, or floating values; None for statistics of `x` alone.
-        scale: fp32, one for each group of elements, (ceil(M / group_rows), ceil(N / group_size)). None if there is
-            none; codes are then decoded values.
+        x: fp32, bf16 or fp16, the matrix (M, N), or an array (..., N) of M rows; (N, M) if `is_transposed`.
+        codes: FP8, int8 or floating, of the matrix's shape; None for statistics of `x` alone.
+        scale: fp32, one for each group of elements, (ceil(M / group rows), ceil(N / group columns)). None if `codes`
+            are decoded values that have none.
         exponents: range expansion of the groups, in the shape of `scale`, or None.
         row_mask: bool (M, 1), the rows that are counted; None counts all.
-        code_format: of the codes.
+        largest_code: largest value of the format.
+        tolerance: half the distance of the largest value to the next one, relative to it.
+        bits: width of a code.
+        group_shape: rows and columns of the elements that share a scale.
+        is_decoded: whether `codes` are already multiplied by their scales.
         min_unit: squares are summed in units of the largest magnitude so far, at least of this number.
+
+    Returns:
+        fp32 (parts, 16), in the order of `NAMES` in fp8jax/ops/quantization/statistics.py. Those of missing arrays are
+        undefined.
     """
-    m, n = x.shape[::-1] if is_transposed else x.shape
-    unit_m, unit_n = (math.gcd(length, ALIGNMENT) for length in (m, n))
+    n = x.shape[0] if is_transposed else math.prod(x.shape[-1:])
+    m = x.size // n
+    unit_m, unit_n = (math.gcd(length, _ALIGNMENT) for length in (m, n))
     block_m, block_n = (32, 32) if is_transposed else (8, 128)
-    dtype = "" if codes is None else codes.dtype.name
-    if codes is not None and dtype.startswith("float8"):
-        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    group_rows, group_size = group_shape
     arrays = codes, scale, exponents, None if row_mask is None else row_mask.astype(jnp.uint8)
     parts = min(-(-m // block_m) * -(-n // block_n), _MAX_PARTS)
     (statistics,) = call_triton.call(
-        x, *(x if array is None else array for array in arrays), m // unit_m, n // unit_n, code_format.group_rows,
+        x, *(x if array is None else array for array in arrays), m // unit_m, n // unit_n, group_rows,
         kernel=_compare,
         out_shapes=[jax.ShapeDtypeStruct((parts, _STATISTICS.value), jnp.float32)],
         num_programs=parts,
@@ -350,14 +314,13 @@ def compare_parts(
         HAS_CODES=codes is not None,
         HAS_SCALE=scale is not None,
         HAS_ONE_SCALE=scale is not None and scale.size == 1,
-        IS_DECODED=code_format.is_decoded,
-        IS_EXPANDED=exponents is not None,
-        CODE_DTYPE=dtype,
-        GROUP_SIZE=code_format.group_size if code_format.group_size < n else WHOLE_ROW,
-        MAX=code_format.max,
-        LOG2_MAX=math.log2(code_format.max),
-        BITS=code_format.bits,
-        TOLERANCE=code_format.tolerance,
+        IS_DECODED=is_decoded,
+        STORAGE=codec.UNSCALED._replace(
+            is_expanded=exponents is not None, max=largest_code, log2_max=math.log2(largest_code)
+        ),
+        GROUP_SIZE=group_size if group_size < n else _WHOLE_ROW,
+        BITS=bits,
+        TOLERANCE=tolerance,
         MIN_UNIT=min_unit,
     )  # fmt: skip
     return statistics

@@ -97,7 +97,6 @@ def prepare() -> None:
     from tests.kernels import triton_interpreter as tools
 
     tools.patch_once()
-    tools.NAMES |= {np.dtype(ml_dtypes.float8_e4m3fn): tl.float8e4nv, np.dtype(ml_dtypes.float8_e5m2): tl.float8e5}
     tools.NAMES |= {np.dtype(ml_dtypes.bfloat16): tl.bfloat16, np.dtype(np.int16): tl.int16}
 
     def call(

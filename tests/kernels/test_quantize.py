@@ -96,8 +96,8 @@ def registers(every: int) -> None:
     def statistics(x, codes, *arrays, **settings):
         return statistics_triton.compare_parts(x, codes.astype(jnp.float8_e4m3fn), *arrays, **settings, **options)
 
-    per_tensor = statistics_triton.CodeFormat(448.0, 0.02, 8, group_rows=16384, group_size=11008)
-    grouped = per_tensor._replace(group_rows=1, group_size=128)
+    per_tensor = {"largest_code": 448.0, "tolerance": 0.02, "bits": 8, "group_shape": (16384, 11008)}
+    grouped = per_tensor | {"group_shape": (1, 128)}
     scales, exponents = jnp.ones((16384, 86)), jnp.ones((16384, 86), jnp.bfloat16)
     group, mx, wide = coding("group", size=128), coding("mx", size=32), jnp.ones((11008, 1))
     programs = {
@@ -152,11 +152,11 @@ def registers(every: int) -> None:
         "maxima, transformed": lambda x: nvfp4_triton.compute_amax(x, 5, **options),
         "nvfp4, transformed and drawn": lambda x: nvfp4(x, "nv", signs=5, seed=words),
         "nvfp4, transformed and drawn, for a B200": lambda x: nvfp4(x, "nv", 100, signs=5, seed=words),
-        "statistics": lambda x: statistics(x, x, one.reshape(1, 1), code_format=per_tensor),
+        "statistics": lambda x: statistics(x, x, one.reshape(1, 1), **per_tensor),
         "statistics of weights": lambda x: statistics(
-            x.astype(jnp.float32), x.T, one.reshape(1, 1), is_transposed=True, code_format=per_tensor
+            x.astype(jnp.float32), x.T, one.reshape(1, 1), is_transposed=True, **per_tensor
         ),
-        "statistics of moments": lambda x: statistics(x.astype(jnp.float32), x, scales, exponents, code_format=grouped),
+        "statistics of moments": lambda x: statistics(x.astype(jnp.float32), x, scales, exponents, **grouped),
         "next moment": lambda x: next_moment_triton.next_moment(
             x,
             x.astype(jnp.float8_e4m3fn),

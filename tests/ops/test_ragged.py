@@ -100,8 +100,10 @@ def test_bad_input():
         fp8jax.ragged_dot(X, W.transpose(0, 2, 1), SIZES, recipe="coat")
     with pytest.raises(ValueError, match=r"got \(10, 8\), \(3, 8, 6\) and \(2,\)"):
         fp8jax.ragged_dot(X, W, SIZES[:2], recipe="coat")
-    with pytest.raises(TypeError, match="integer group_sizes, got float32"):
+    with pytest.raises(TypeError, match="integer array as group_sizes, got float32"):
         fp8jax.ragged_dot(X, W, SIZES.astype(jnp.float32), recipe="coat")
+    with pytest.raises(TypeError, match=r"integer array as group_sizes, got list; use jnp\.asarray"):
+        fp8jax.ragged_dot(X, W, SIZES.tolist(), recipe="coat")
     with pytest.raises(ValueError, match="stochastically"):
         fp8jax.ragged_dot(X, W, SIZES, recipe="jetfire")
     with pytest.raises(ValueError, match="delayed scaling keeps a state"):

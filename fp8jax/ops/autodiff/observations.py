@@ -125,6 +125,7 @@ def compare(x: Array, codes: Any, *, is_transposed: bool = False, row_mask: Arra
     """The statistics of a tensor and of the errors of its codes.
 
     Args:
+        x: floating, any shape.
         codes: of its shape: a `QTensor`, also as bytes, or a `FallbackTensor`. An array or None has no errors.
         is_transposed: whether the codes are those of the transposed matrix.
         row_mask: bool (rows, 1), which rows of a matrix are counted; None counts all. Scales are then per row.
@@ -153,7 +154,8 @@ def compare_update(before: Array, after: Array, *, is_change: bool) -> Observati
     """The logarithms of the squared norms of a parameter before a step and of its change.
 
     Args:
-        after: the parameter after the step, or its change if `is_change`.
+        before: floating, any shape.
+        after: the parameter after the step, or its change if `is_change`; of the same shape.
     """
     signal, noise = map(statistics.NAMES.index, ("log_signal", "log_noise"))
     if is_change:
@@ -218,19 +220,19 @@ def observe_codes(
     x: Any,
     codes: Any,
     *,
-    transposed: bool = False,
+    is_transposed: bool = False,
     row_mask: Array | None = None,
 ) -> Array:
     """`observe` of a tensor and its codes.
 
     Args:
-        x: the tensor, or the matrices that it consists of, side by side.
-        codes: as of `compare`; of the transposed matrix if `transposed`.
+        x: the tensor, or a tuple of the matrices that it consists of, side by side.
+        codes, is_transposed, row_mask: as of `compare`.
     """
     if place is None:
         return y
     x = jnp.concatenate(jax.tree.leaves(x), -1) if isinstance(x, tuple) else x
-    return observe(y, place, role, compare(x, codes, is_transposed=transposed, row_mask=row_mask))
+    return observe(y, place, role, compare(x, codes, is_transposed=is_transposed, row_mask=row_mask))
 
 
 def _batch(operands: Any, dims: Any, **params: Any) -> tuple[Array, Any]:

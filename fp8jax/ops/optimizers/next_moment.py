@@ -1,7 +1,6 @@
 """The values of a moment after a step, before they are stored: those that telemetry compares with the stored codes."""
 
 import functools
-import math
 
 import jax.numpy as jnp
 from jax import Array
@@ -18,7 +17,9 @@ def next_moment(adam: Adam, gradient: Array, moment: QTensor, *, is_squared: boo
     """The fp32 values of a moment after a step, or those before if the step is not taken.
 
     Args:
-        gradient: not yet scaled.
+        adam: the scalars of the step.
+        gradient: fp32, bf16 or fp16, of the moment's shape, before `adam.grad_scale`.
+        moment: in codes, before the step.
         is_squared: whether it is the second moment.
         impl: "auto", "xla" or "triton", as in `fp8jax.ops.quantization.quantize.quantize`.
     """
@@ -45,11 +46,13 @@ def _unsupported_reason(gradient: Array, moment: QTensor) -> str | None:
         return f"it reads groups along the last axis, not {moment.spec}"
     if (reason := missing_triton("optimizers.next_moment_triton")) is not None:
         return reason
-    from pallas_kernels.optimizers import next_moment_triton
+    from pallas_kernels.optimizers import adamw_triton
 
     assert moment.spec.group_size is not None
-    codes = moment.codes.reshape(-1, moment.codes.shape[-1])
-    return next_moment_triton.unsupported_reason(gradient, codes, moment.spec.group_size)
+    dtypes = tuple(x.dtype for x in (moment.codes, moment.scale, moment.expansion) if x is not None)
+    return adamw_triton.unsupported_reason(
+        gradient.shape, gradient.dtype, gradient.dtype, dtypes, dtypes, moment.spec.group_size
+    )
 
 
 def _kernel(is_squared: bool, gradient: Array, moment: QTensor, factors: Array) -> Array:
@@ -65,15 +68,14 @@ def _next_shard(is_squared: bool, _: DimSharding, gradient: Array, moment: QTens
     from pallas_kernels.optimizers import next_moment_triton
 
     assert moment.spec.group_size is not None
-    rows = math.prod(gradient.shape[:-1])
     return next_moment_triton.next_moment(
-        gradient.reshape(rows, gradient.shape[-1]),
-        moment.codes.reshape(rows, gradient.shape[-1]),
-        moment.scale.reshape(rows, moment.scale.shape[-1]),
-        None if moment.expansion is None else moment.expansion.reshape(rows, moment.scale.shape[-1]),
+        gradient,
+        moment.codes,
+        moment.scale,
+        moment.expansion,
         factors,
         group_size=moment.spec.group_size,
         largest_code=formats.get(moment.spec.format).max,
         is_squared=is_squared,
         compute_capability=capability(),
-    ).reshape(gradient.shape)
+    )

@@ -323,7 +323,7 @@ def _forward(config: ProductConfig, operands: Operands) -> tuple[Any, Residuals]
     ys = _matmuls(config, operands.x, operands.bias, x_operand, w_operand)
     ys[0] = observe_codes(ys[0], config.place, "x", x, x_operand)
     if w is not None:
-        ys[0] = observe_codes(ys[0], config.place, "w", w, w_operand, transposed=True)
+        ys[0] = observe_codes(ys[0], config.place, "w", w, w_operand, is_transposed=True)
     if guard is not None:
         ys = derivatives.differentiable_once(config.name, ys, guard)
     return ys[0] if config.split_sizes is None else tuple(ys), residuals
@@ -427,7 +427,7 @@ def _gradients(
         )
         is_row_operand = isinstance(dy_rows, QTensor)
         dw = observe_codes(
-            dw, config.place, "dy", dy, dy_rows if is_row_operand else dy_columns, transposed=not is_row_operand
+            dw, config.place, "dy", dy, dy_rows if is_row_operand else dy_columns, is_transposed=not is_row_operand
         )
         has_both_layouts = isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS
         if has_both_layouts or config.place is not None:

@@ -76,7 +76,7 @@ def ragged_dot(
     Raises:
         ValueError: shapes do not match, a key is missing, `dimension_numbers` are of another form, or the recipe's
             scaling observes operands. Or the recipe rotates operands with one scale, or has "nvblock" codes of tokens.
-        TypeError: `group_sizes` are not integers.
+        TypeError: `group_sizes` are not an integer array.
     """
     static = require_stateless(recipe), dimension_numbers, preferred_element_type
     arrays = x, w, group_sizes, group_offset, key, None, None
@@ -116,7 +116,7 @@ def scaled_ragged_dot(
 
     Raises:
         ValueError: as `ragged_dot`; or the recipe's scaling has no state, or a slot is missing.
-        TypeError: `group_sizes` are not integers.
+        TypeError: `group_sizes` are not an integer array.
     """
     linear_recipe = linear_part(recipe)
     if "dy" in stateful_strategies(recipe) and amax_slot is None:
@@ -146,9 +146,11 @@ def _multiply(
     if isinstance(w, FrozenWeight) and form.transposed:
         w, form = w.T, form._replace(transposed=False)
     x, w = form.arrange(x, w)
+    sizes_dtype = getattr(group_sizes, "dtype", None)
+    if sizes_dtype is None or not jnp.issubdtype(sizes_dtype, jnp.integer):
+        found = type(group_sizes).__name__ if sizes_dtype is None else sizes_dtype
+        raise TypeError(f"ragged_dot expects an integer array as group_sizes, got {found}; use jnp.asarray")
     form.check(x, w, group_sizes, group_offset)
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"ragged_dot expects integer group_sizes, got {group_sizes.dtype}")
     facts, mesh, sharing_keys = input_facts, explicit_mesh(x, w), (group_sizes, group_offset)
 
     def multiply(x: Array, w: Any, group_sizes: Array, step_weight: StepWeight, *arrays: Any) -> Any:

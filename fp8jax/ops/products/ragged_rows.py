@@ -314,7 +314,7 @@ def _forward(
         y = observe_codes(y, config.place, "x", x, x_operand, row_mask=tokens.is_in_group[:, None])
         if w is not None:
             w_codes = w_operand.quantize() if isinstance(w_operand, DeferredMatrices) else w_operand
-            observe_matrix = functools.partial(observe_codes, y, config.place, "w", transposed=True)
+            observe_matrix = functools.partial(observe_codes, y, config.place, "w", is_transposed=True)
             y = jax.vmap(observe_matrix, out_axes=None)(w, w_codes)
     y = derivatives.differentiable_once(config.name, y, token)
     w_residual, x_residual = w_source.residual(w, w_operand, w_side), None if w_kind is None else source.residual

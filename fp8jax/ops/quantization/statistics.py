@@ -17,25 +17,23 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.dispatch.choice import capability, choose_impl, missing_triton, record_choice, run
 from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
 
-# In the order of the kernel. The first four are those of a tensor, then follow four of its codes, four of codes with
-# scales, and four of range expansion.
+# In the order of the kernel. To be maxima, some are negated.
 NAMES = (
+    # Of a tensor: numbers of elements and of NaN and Inf, the amax, and the logarithm of the sum of squares.
     *("size", "nonfinite", "amax", "log_signal"),
+    # Of its codes: the logarithm of the sum of squared errors, the numbers of nonzero values and of those among them
+    # that decode to zero, and minus the bits of a code.
     *("log_noise", "nonzero", "lost", "minus_bits"),
+    # Of their scales: the number of saturated values, the largest ratio of a magnitude to the largest value of its
+    # group, log2 of the largest such value, and minus log2 of the smallest.
     *("saturated", "range_ratio", "largest_scale", "smallest_scale"),
+    # Of range expansion: the sum and number of exponents, the largest exponent, and minus the smallest.
     *("exponents", "groups", "largest_exponent", "smallest_exponent"),
 )
-# How the statistics of two tensors are merged. All others are sums.
+# How the statistics of two tensors are merged. All others are sums. Both have names that only observations add.
 MAXIMA = (
-    "amax",
-    "range_ratio",
-    "largest_scale",
-    "smallest_scale",
-    "minus_bits",
-    "largest_exponent",
-    "smallest_exponent",
-    "fallback_threshold",
-    "factor",
+    *("amax", "range_ratio", "minus_bits", "fallback_threshold", "factor"),
+    *("largest_scale", "smallest_scale", "largest_exponent", "smallest_exponent"),
 )
 LOG_SUMS = ("log_signal", "log_noise", "log_weight", "log_update")
 
@@ -69,7 +67,7 @@ def compare(
     """The names and values of the statistics of a tensor.
 
     Args:
-        x: any shape.
+        x: floating, any shape.
         decoded: the values of the codes, if they are not those of `codes`. With neither, there are no errors.
         codes: not packed; their scales are those of `decoded`, too.
         bits: width of a code.
@@ -93,18 +91,20 @@ def _reference(
     settings: _Settings, x: Array, decoded: Array | None, codes: QTensor | None, row_mask: Array | None
 ) -> Array:
     x = x.T if settings.is_transposed else x
-    is_counted = jnp.isfinite(x) if row_mask is None else jnp.isfinite(x) & row_mask
-    magnitude = jnp.where(is_counted, jnp.abs(x), 0).astype(jnp.float32)
+
+    def counted_magnitude(x: Array) -> Array:
+        is_finite = jnp.isfinite(x)
+        return jnp.where(is_finite if row_mask is None else is_finite & row_mask, jnp.abs(x), 0).astype(jnp.float32)
+
     # Squares of values relative to the amax do not overflow.
-    unit = lax.reduce(magnitude, np.float32(settings.min_unit), lax.max, tuple(range(x.ndim)))
+    unit = lax.reduce(counted_magnitude(x), np.float32(settings.min_unit), lax.max, tuple(range(x.ndim)))
     # Without a barrier, XLA would save decoded arrays of the forward pass for the backward pass, and masks for the
     # second reduction.
     x, decoded, codes, unit = lax.optimization_barrier((x, decoded, codes, unit))
     x = x.astype(jnp.float32)
-    is_finite = jnp.isfinite(x)
-    magnitude = jnp.where(is_finite if row_mask is None else is_finite & row_mask, jnp.abs(x), 0)
+    magnitude = counted_magnitude(x)
     size = jnp.float32(x.size) if row_mask is None else x.shape[-1] * jnp.sum(row_mask, dtype=jnp.float32)
-    summed = {"nonfinite": ~is_finite, "log_signal": jnp.square(magnitude / unit)}
+    summed = {"nonfinite": ~jnp.isfinite(x), "log_signal": jnp.square(magnitude / unit)}
     scalars, maximized = {"size": size}, {"amax": magnitude}
     if codes is not None and decoded is None:
         decoded = codes.dequantize()
@@ -149,8 +149,8 @@ def _reduce_in_one_pass(
     ]
 
     def merge(xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
-        pairs = list(zip(xs, ys, strict=True))
-        return [x + y for x, y in pairs[: len(summed)]] + [jnp.maximum(x, y) for x, y in pairs[len(summed) :]]
+        count = len(summed)
+        return [*map(jnp.add, xs[:count], ys[:count]), *map(jnp.maximum, xs[count:], ys[count:])]
 
     results = lax.reduce(operands, initial, merge, tuple(range(operands[0].ndim)))
     return dict(zip((*summed, *maximized), results, strict=True))
@@ -176,47 +176,39 @@ def _unsupported_reason(settings: _Settings, x: Array, codes: QTensor | None) ->
     from pallas_kernels.quantization import statistics_triton
 
     shape = x.shape[::-1] if settings.is_transposed else x.shape
-    group_shape = (1, 1) if codes is None else _group_shape(codes, shape)
-    if group_shape is None:
-        return f"a group of rows of {codes} would lie in two matrices of shape {shape[-2:]}"
-    return statistics_triton.unsupported_reason(_matrix_shape(shape), x.dtype, group_shape[1])
-
-
-def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The shape of the matrix of all rows of an array."""
-    return math.prod(shape[:-1]), math.prod(shape[-1:])
+    rows, columns = (1, 1) if codes is None else _group_shape(codes, shape)
+    reason = statistics_triton.unsupported_reason(shape, x.dtype, columns)
+    if reason is None and codes is not None and math.prod(shape[:-2]) > 1 and shape[-2] % min(rows, shape[-2]):
+        return f"a group of {rows} rows of {codes.spec} would lie in two matrices of shape {shape[-2:]}"
+    return reason
 
 
 def _block_shape(codes: QTensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """The lengths of the blocks of an array of this shape that share a scale."""
+    """The lengths of the blocks of an array of this shape that share a scale, of the inner scale if there are two."""
     lengths = (codes.spec.block_shape if codes.microscale is None else codes.spec.micro_shape)(shape)
     return tuple(map(min, lengths, shape))
 
 
-def _group_shape(codes: QTensor, shape: Sequence[int]) -> tuple[int, int] | None:
-    """Rows and columns of `_matrix_shape` that share a scale; None if their number varies."""
+def _group_shape(codes: QTensor, shape: Sequence[int]) -> tuple[int, int]:
+    """The rows and columns that share a scale, of the matrix of all rows of an array of this shape."""
     block = _block_shape(codes, shape)
-    if block[:-1] == tuple(shape[:-1]):
-        return _matrix_shape(block)
-    rows = block[-2]
-    return (rows, block[-1]) if shape[-2] % rows == 0 or math.prod(shape[:-2]) == 1 else None
+    return math.prod(shape[:-1]) if block[:-1] == tuple(shape[:-1]) else block[-2], math.prod(block[-1:])
 
 
 def _group_scales(codes: QTensor, shape: Sequence[int]) -> tuple[Array, Array | None]:
-    """Matrices of the scales and of the exponents of the groups of `_group_shape`."""
+    """The scales and exponents of the groups of `_group_shape`."""
     block = _block_shape(codes, shape)
     counts = blocks.counts(shape, block)
     if math.prod(counts[:-1]) > 1:  # the groups of each matrix of a stack
         counts = (*shape[:-2], *counts[-2:])
 
-    def to_matrix(x: Array) -> Array:
-        x = blocks.broadcast_blocks(x, counts, (*block[:-2], *[1] * len(block[-2:])))
-        return jnp.broadcast_to(x, counts).reshape(_matrix_shape(counts))
+    def broadcast_to_groups(x: Array) -> Array:
+        return jnp.broadcast_to(blocks.broadcast_blocks(x, counts, (*block[:-2], *[1] * len(block[-2:]))), counts)
 
     scale = codes.scale.astype(jnp.float32)
     if codes.microscale is not None:
         scale = scale * encoding.decode_microscales(codes.microscale, codes.spec)
-    return to_matrix(scale), None if codes.expansion is None else to_matrix(codes.expansion)
+    return broadcast_to_groups(scale), None if codes.expansion is None else broadcast_to_groups(codes.expansion)
 
 
 def dimension_names(ndim: int) -> str:
@@ -248,31 +240,34 @@ def _compare_shard(
     from pallas_kernels.quantization import statistics_triton
 
     shape = x.shape[::-1] if settings.is_transposed else x.shape
-    code_format = statistics_triton.CodeFormat(bits=settings.bits, is_decoded=decoded is not None)
-    scale = exponents = None
+    values, scale, exponents = decoded, None, None
+    largest_code, tolerance, group_shape = 1.0, 0.0, (1, 1)
     if codes is not None:
-        fmt, group_shape = formats.get(codes.spec.format), _group_shape(codes, shape)
-        assert group_shape is not None
+        fmt = formats.get(codes.spec.format)
+        largest_code, tolerance, group_shape = fmt.max, _half_ulp_of_largest(fmt), _group_shape(codes, shape)
+        values = codes.codes if decoded is None else decoded
         scale, exponents = _group_scales(codes, shape)
-        code_format = code_format._replace(
-            max=fmt.max, tolerance=_half_ulp_of_largest(fmt), group_rows=group_shape[0], group_size=group_shape[1]
-        )
-        decoded = codes.codes if decoded is None else decoded
-    values = statistics_triton.compare(
-        x.reshape(_matrix_shape(x.shape)),
-        None if decoded is None else decoded.reshape(_matrix_shape(shape)),
+    parts = statistics_triton.compare_parts(
+        x,
+        values,
         scale,
         exponents,
         row_mask,
-        code_format=code_format,
+        largest_code=largest_code,
+        tolerance=tolerance,
+        bits=settings.bits,
+        group_shape=group_shape,
+        is_decoded=decoded is not None,
         is_transposed=settings.is_transposed,
         min_unit=settings.min_unit,
         compute_capability=capability(),
     )
+    num_statistics = 4 * (1 + sum(array is not None for array in (values, scale, exponents)))
+    merged = statistics_triton.merge(parts, num_statistics, compute_capability=capability())
     if not sharding.axes:
-        return values
-    dims = dimension_names(6)
-    largest = sharding.pmax(values, dims)
+        return merged
+    dims = " ".join(sharding.axes)
+    largest = sharding.pmax(merged, dims)
     unit = jnp.where(jnp.isfinite(largest), largest, 0)
-    log_sums = unit + jnp.log(sharding.psum(jnp.exp(values - unit), dims))
-    return merge_by_kind(NAMES[: values.size], sharding.psum(values, dims), log_sums, largest)
+    log_sums = unit + jnp.log(sharding.psum(jnp.exp(merged - unit), dims))
+    return merge_by_kind(NAMES[: merged.size], sharding.psum(merged, dims), log_sums, largest)
