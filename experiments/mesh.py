@@ -99,11 +99,11 @@ def make(
     devices = jax.devices() if devices is None else devices
     sizes = (data, fsdp, tensor, expert)
     if min(sizes) < 1 or math.prod(sizes) > len(devices):
-        asked = ",".join(
+        requested = ",".join(
             f"{name}={size}" for name, size in zip(AXES, sizes, strict=True) if size != 1 or name in AXES[:2]
         )
         raise ValueError(
-            f"{asked} needs {math.prod(sizes)} devices, but there are {len(devices)}; use sizes with product "
+            f"{requested} needs {math.prod(sizes)} devices, but there are {len(devices)}; use sizes with product "
             f"{len(devices)}"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(kind,) * len(AXES), devices=devices[: math.prod(sizes)])

@@ -316,18 +316,18 @@ class Checkpoints:
         """
         meta = self.read_meta(step)
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        wanted = {
+        expected = {
             k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or device)
             for k, x in flatten(abstract).items()
         }
         leaves = meta["leaves"]
-        added = {name for name in wanted if name.startswith(_ADDED) and name not in leaves}
-        for name in sorted(set(wanted) - added ^ set(leaves)):
-            which = "lacks" if name in wanted else "has an unknown leaf"
+        added = {name for name in expected if name.startswith(_ADDED) and name not in leaves}
+        for name in sorted(set(expected) - added ^ set(leaves)):
+            which = "lacks" if name in expected else "has an unknown leaf"
             raise UserError(
                 f"checkpoint {self.folder / str(step)} {which} {name}: it belongs to another model or recipe"
             )
-        for name, leaf in ((k, x) for k, x in wanted.items() if k not in added):
+        for name, leaf in ((k, x) for k, x in expected.items() if k not in added):
             old = f"{leaves[name]['dtype']}{leaves[name]['shape']}"
             new = f"{leaf.dtype}{list(leaf.shape)}"
             if old != new:
@@ -336,20 +336,20 @@ class Checkpoints:
                 )
         try:
             with hosts.agreement():
-                stored = self._load(step, {k: x for k, x in wanted.items() if x.size and k not in added})
+                stored = self._load(step, {k: x for k, x in expected.items() if x.size and k not in added})
         except hosts.Agreed as error:
             raise DamagedError(str(error)) from error
         arrays = {
             k: stored[k] if k in stored else jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
-            for k, x in wanted.items()
+            for k, x in expected.items()
         }
         for name in _changed({k: x for k, x in arrays.items() if k not in added}, leaves):
             raise self._damaged(step, f"the bytes of {name} do not match their digest")
         return jax.tree.unflatten(jax.tree.structure(abstract), list(arrays.values())), meta
 
-    def _load(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, step: int, expected: dict[str, Any]) -> dict[str, Any]:
         try:
-            arrays: dict[str, Any] = self._orbax.load_checkpointables(step, {"state": wanted})["state"]
+            arrays: dict[str, Any] = self._orbax.load_checkpointables(step, {"state": expected})["state"]
         except Exception as error:  # TensorStore raises ValueError, RuntimeError and more
             if hosts.gone(error):
                 raise
@@ -357,7 +357,7 @@ class Checkpoints:
         return arrays
 
     def resume(
-        self, abstract: _State, config: dict[str, Any], tell: Callable[[str], None]
+        self, abstract: _State, config: dict[str, Any], report: Callable[[str], None]
     ) -> tuple[_State, dict[str, Any]] | None:
         """Returns state and metadata of the newest intact checkpoint, or None without a checkpoint.
 
@@ -367,7 +367,7 @@ class Checkpoints:
         Args:
             abstract: see `restore`.
             config: the expected `config` of `save`.
-            tell: called with one line for each damaged checkpoint.
+            report: called with one line for each damaged checkpoint.
 
         Raises:
             UserError: the checkpoint belongs to another configuration, or none is intact.
@@ -384,7 +384,7 @@ class Checkpoints:
                 continue
             damaged |= self._unreadable
             for other, why in damaged.items():
-                tell(f"{why}; moved to {self._set_aside(other)}")
+                report(f"{why}; moved to {self._set_aside(other)}")
             if damaged:
                 self._orbax.close()
                 self._orbax = self._open()

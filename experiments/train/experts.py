@@ -171,8 +171,8 @@ class RecipeProducts(ExpertProducts):
         spec = self.recipe.context.spec
         return x if spec is None else quantize_residual(x, spec)
 
-    def decode(self, kept: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
-        return dequantize_residual(kept).astype(dtype)
+    def decode(self, saved: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
+        return dequantize_residual(saved).astype(dtype)
 
 
 def _apply_norm(products: ExpertProducts, x_NxD: jax.Array, norm: Norm) -> jax.Array:

@@ -152,18 +152,18 @@ def _relay(place: _Place, silence: int, who: str) -> dict[str, Any]:
     process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1, start_new_session=True)
     assert process.stdout is not None
     lines = process.stdout
-    said, what = (lines.readline().strip() or "error its relay has ended").split(" ", 1)
-    if said == "error":
-        raise UserError(f"{who} cannot listen on port {port} ({what}); use another port")
+    kind, detail = (lines.readline().strip() or "error its relay has ended").split(" ", 1)
+    if kind == "error":
+        raise UserError(f"{who} cannot listen on port {port} ({detail}); use another port")
     _relayed = process
 
-    def hear() -> None:
+    def watch() -> None:
         line = lines.readline()
         ended = f"process {line.split()[1]} is gone" if line else "its relay has ended"
         end(GONE, False, gone_message(f"process {place.number} of {place.processes}", ended))
 
-    threading.Thread(target=hear, daemon=True).start()
-    address = {"coordinator_address": f"127.0.0.1:{what}"}
+    threading.Thread(target=watch, daemon=True).start()
+    address = {"coordinator_address": f"127.0.0.1:{detail}"}
     return address if place.number else address | {"coordinator_bind_address": f"127.0.0.1:{service}"}
 
 
