@@ -31,11 +31,11 @@ class Evaluation:
     run: Path
     """Folder of a run of experiments.train, such as runs/NAME."""
     recipe: str
-    """Which of its recipes; the newest checkpoint is taken."""
+    """Recipe of the run; its newest checkpoint is evaluated."""
     data: tuple[str, ...] = ()
     """Files, folders and globs of UTF-8 text, scored file by file."""
     limit: int = 65_536
-    """Most tokens that are scored of one text; 0 for all."""
+    """Maximum number of scored tokens per text; 0 for all."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(settings: Evaluation, console: Console) -> dict[str, scoring.Score]:
-    """Does what the command line asks for and prints it.
+    """Evaluates the texts of a command line and prints their scores.
 
     Returns:
-        What was printed, by the name of a text.
+        Scores by name of a text.
 
     Raises:
         UserError: an error that the user can fix.
@@ -73,10 +73,12 @@ def evaluate(settings: Evaluation, console: Console) -> dict[str, scoring.Score]
 
 
 def read_texts(settings: Evaluation, trained: Trained) -> dict[str, tuple[str, ...]]:
-    """The texts to score by name, as documents: every file of --data, or the run's validation split.
+    """Returns the texts to score by name, as documents: every file of --data, or the run's validation split.
+
+    Files in folders and globs that are not text are skipped.
 
     Raises:
-        UserError: as `data.read_corpus`; files in folders and globs that are no text are passed over.
+        UserError: see `data.read_corpus`.
     """
     if not settings.data:
         if trained.config.model.init or records.among(trained.config.data.data):

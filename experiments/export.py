@@ -1,4 +1,4 @@
-"""Writes a run of `experiments.train` as a checkpoint of Hugging Face: weights, codes, configuration, tokenizer."""
+"""Writes a run of `experiments.train` as a Hugging Face checkpoint: weights, codes, configuration, tokenizer."""
 
 import dataclasses
 import json
@@ -33,20 +33,19 @@ def from_run(
     """Writes the newest checkpoint of a recipe of a run.
 
     Args:
-        run: its folder.
+        run: folder of the run.
         recipe: one of its recipes.
         out: folder to write.
-        dtype: of what is written; None keeps that of the master weights in training.
-        eight: 8-bit codes for linear layers: "recipe" for those that its layers multiply by after the last step, with
-            the scales that their states have; "recipe-deepseek" for the same in DeepSeek's format; or as
-            `save.eight_bits` takes it. None for none.
-        activations, shard_bytes: as `save.eight_bits` and `save.save`.
+        dtype: dtype of written weights; None for that of the master weights.
+        eight: 8-bit codes for linear layers. "recipe": those of the recipe's matmuls, with the scales in their states.
+            "recipe-deepseek": the same in DeepSeek's format. Otherwise a name for `save.eight_bits`. None for 16 bits.
+        activations, shard_bytes: arguments of `save.eight_bits` and `save.save`.
 
     Returns:
-        As `save.save`.
+        The result of `save.save`.
 
     Raises:
-        UserError: as `evaluate.load` and `save.save`.
+        UserError: see `evaluate.load` and `save.save`.
     """
     trained = evaluate.load(run, recipe)
     config, encoding = trained.config, None
@@ -62,7 +61,7 @@ def from_run(
         encoding = save.eight_bits(eight, activations=activations)
     settings: dict[str, Any] = {"dtype": dtype, "eight": encoding, "shard_bytes": shard_bytes}
     if config.model.init:
-        # Its tokenizer and settings are those of the checkpoint that it started from.
+        # The run has the tokenizer and settings of its initial checkpoint.
         return save.save(out, trained.task.llama, trained.masters, like=start.resolve(config), **settings)
     length = config.data.seq_len
     fields = {"max_position_embeddings": length, "bos_token_id": SEPARATOR, "eos_token_id": SEPARATOR}
@@ -71,7 +70,7 @@ def from_run(
 
 
 def prequantized_codes(trained: evaluate.Trained) -> Mapping[str, fp8jax.QTensor]:
-    """The codes, as bytes (..., outputs, inputs), by which layers multiply, by the paths of weights."""
+    """Returns the codes of the layers' matmuls, as bytes (..., outputs, inputs), by path of the weight."""
 
     def hold(params: Any, model_state: Any) -> dict[str, fp8jax.QTensor]:
         model = trained.task.model(params, model_state)
@@ -87,10 +86,10 @@ def prequantized_codes(trained: evaluate.Trained) -> Mapping[str, fp8jax.QTensor
 
 
 def tokenizer_files(tokenizer: Tokenizer, length: int) -> dict[str, str]:
-    """A run's tokenizer as files that `tokenizers` and transformers read, which give the ids of training.
+    """Returns files for `tokenizers` and transformers that encode text to the ids of training.
 
     Raises:
-        UserError: it is of another kind.
+        UserError: the tokenizer is of an unsupported kind.
     """
     if isinstance(tokenizer, BytePair):
         content = tokenizer.to_str()
@@ -105,7 +104,7 @@ def tokenizer_files(tokenizer: Tokenizer, length: int) -> dict[str, str]:
         "eos_token": separator,
         "model_max_length": length,
         "clean_up_tokenization_spaces": False,
-        # The separator's spelling in a text is ordinary text.
+        # The spelling of the separator inside a text is ordinary text.
         "split_special_tokens": True,
     }
     ids = {"bos_token_id": SEPARATOR, "eos_token_id": SEPARATOR}
@@ -117,7 +116,7 @@ def tokenizer_files(tokenizer: Tokenizer, length: int) -> dict[str, str]:
 
 
 def _bytes() -> tokenizers.Tokenizer:
-    """`Bytes` in the words of `tokenizers`: byte-pair encoding without pairs, the byte 0 before a text."""
+    """Returns `Bytes` as a tokenizer of `tokenizers`: byte-pair encoding without pairs, with byte 0 before a text."""
     letters = _letters()
     model = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -129,7 +128,7 @@ def _bytes() -> tokenizers.Tokenizer:
 
 
 def _letters() -> list[str]:
-    """The letter that the library writes for each byte: itself where it is printable, else one from 256 on."""
+    """Returns the library's letter of each byte: the character itself if printable, else one from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     byte_offsets = np.cumsum([byte not in printable for byte in range(256)])
     return [chr(byte if byte in printable else 255 + int(byte_offsets[byte])) for byte in range(256)]

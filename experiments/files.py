@@ -1,4 +1,4 @@
-"""Reading and writing files: regular ones alone, JSON that Python can represent, and writes in one step."""
+"""Reads and writes files: only regular files, only JSON that Python can represent, and atomic writes."""
 
 import contextlib
 import errno
@@ -15,19 +15,19 @@ _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISDIR, "a folder"), (stat.S_ISSOCK,
 
 
 def read_bytes(path: Path | str) -> bytes:
-    """The content of a regular file.
+    """Returns the content of a regular file.
 
     Raises:
-        OSError: it cannot be read; or it is a pipe, a folder or a device, which is not waited for.
+        OSError: it cannot be read; or it is a pipe, a folder or a device.
     """
-    # To open a pipe is to wait for its writer.
+    # Opening a pipe would wait for its writer.
     if reason := irregular(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, reason, str(path))
     return Path(path).read_bytes()
 
 
 def irregular(mode: int) -> str:
-    """Why a file of this mode is not read, such as "it is a pipe, not a regular file"; "" for a regular file."""
+    """Returns why a mode is not that of a regular file, such as "it is a pipe, not a regular file", or ""."""
     if stat.S_ISREG(mode):
         return ""
     kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
@@ -35,20 +35,20 @@ def irregular(mode: int) -> str:
 
 
 def read_text(path: Path | str) -> str:
-    """As `read_bytes`, as UTF-8 with any line endings.
+    """Returns the content of a UTF-8 file with any line endings.
 
     Raises:
-        OSError: as `read_bytes`.
+        OSError: see `read_bytes`.
         UnicodeDecodeError: it is not UTF-8; a ValueError.
     """
     return read_bytes(path).decode().replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse_json(text: str) -> Any:
-    """As `json.loads`, of what Python can represent and print.
+    """`json.loads` for values that Python can represent and print.
 
     Raises:
-        ValueError: no JSON; nested too deep; an integer of more than 4,300 digits; or half of a surrogate pair.
+        ValueError: not JSON; nested too deep; an integer of more than 4,300 digits; or half of a surrogate pair.
     """
     try:
         value = json.loads(text)
@@ -67,7 +67,7 @@ def parse_json(text: str) -> Any:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns what goes wrong with a file, such as a full disk, into a DiskError that names it."""
+    """Converts errors of a file, such as a full disk, to a DiskError with its path."""
     try:
         yield
     except OSError as error:
@@ -78,9 +78,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file in one step, so that a kill leaves the old one or the new one; DiskError where it cannot be.
+    """Writes a file atomically: a kill leaves the old or the new content. Raises DiskError if it cannot be written.
 
-    A link in its place is replaced. The target of a link is never written to, because another user of the folder may
+    An existing link is replaced. The target of a link is never written to, because another user of the folder may
     have created the link.
     """
     with writing(path):
@@ -94,16 +94,16 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """As `write_bytes`, in UTF-8."""
+    """`write_bytes` in UTF-8."""
     write_bytes(path, text.encode())
 
 
 def open_to_append(path: Path) -> TextIO:
-    """A text file, written line by line to its end; OSError if it is a link, as of `write_bytes`."""
+    """Opens a text file to append lines. Raises OSError if it is a link; see `write_bytes`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     return open(descriptor, "a", buffering=1, encoding="utf-8")
 
 
 def write_json(path: Path, content: Any) -> None:
-    """As `write_text`."""
+    """Writes JSON. See `write_text`."""
     write_text(path, json.dumps(content, indent=1, default=str) + "\n")

@@ -1,8 +1,8 @@
-"""Text from a checkpoint of Hugging Face: `python -m experiments.generate --help`.
+"""Generates text with a Hugging Face checkpoint: `python -m experiments.generate --help`.
 
     python -m experiments.generate --model DIR --prompt 'Once upon a time' --temperature 0.8 --top-p 0.95
 
-Text goes to standard output; what it took, to standard error. Exit codes: 0 done; 2 wrong input.
+Text goes to standard output, the time to standard error. Exit codes: 0 done; 2 wrong input.
 """
 
 import dataclasses
@@ -22,28 +22,28 @@ from experiments.models import sampling
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Continue a text with a model of Hugging Face."""
+    """Continue a text with a Hugging Face model."""
 
     model: str
     """Folder of the checkpoint, or its name in the local cache."""
     prompt: str
-    """Text to continue, in the checkpoint's tokenizer, with what its tokenizer puts before a text."""
+    """Text to continue. The checkpoint's tokenizer adds its start token, if any."""
     tokens: int = 128
-    """Most tokens to write."""
+    """Maximum number of tokens to generate."""
     temperature: float = 0.0
-    """Logits are divided by it; 0 takes the most probable token each time."""
+    """Divisor of logits; 0 always selects the most probable token."""
     top_k: int = 0
-    """Choose among so many most probable tokens; 0 for all."""
+    """Sample from this number of most probable tokens; 0 for all."""
     top_p: float = 1.0
-    """Choose among the fewest most probable tokens that together have this probability."""
+    """Sample from the most probable tokens with this total probability."""
     seed: int = 0
-    """The same seed gives the same text."""
+    """Random seed; equal seeds give equal texts."""
     samples: int = 1
-    """Texts to write, all at once."""
+    """Number of texts, generated as one batch."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
-    """What parameters are held and computed in."""
+    """Dtype of parameters and computation."""
     ignore_end: bool = False
-    """Go on after a token that ends a text."""
+    """Continue after an end-of-text token."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,8 +97,7 @@ def generate(settings: Generation) -> list[str]:
         raise UserError(str(error)) from None
     count = sum(len(text) - len(ids) for text in texts)
     print(f"{count} tokens in {time.perf_counter() - start:.1f} s, compilation included", file=sys.stderr)
-    # What the tokenizer puts before a text, and what ends it, are no text. The rest is decoded together: what stands
-    # between tokens depends on those before.
+    # Omits start and end tokens. The rest is decoded together, because spaces depend on previous tokens.
     plain = spelled.encode(settings.prompt, add_special_tokens=False).ids
     first = len(ids) - len(plain) if ids[len(ids) - len(plain) :] == plain else 0
     return [spelled.decode(text[first : -1 if text[-1] in stop else None]) for text in texts]

@@ -1,4 +1,4 @@
-"""How a training state and its batches lie on devices, of one process or of several."""
+"""Meshes, and shardings of training states and batches, for one or several processes."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,22 +13,22 @@ import fp8jax
 
 Meshes = jax.sharding.Mesh | jax.sharding.AbstractMesh
 AXES = ("data", "fsdp", "tensor", "expert")
-# Those that split a batch; the devices along "tensor" share sequences.
+# Axes that split a batch; devices along "tensor" share sequences.
 ROWS = ("data", "fsdp", "expert")
-# How "tensor" cuts the layers of a Llama: products before what is computed head by head or channel by channel along
-# their outputs, those after it along their inputs.
+# Sharding of a Llama's layers over "tensor": input projections of attention and MLPs along outputs, output projections
+# along inputs.
 OUTPUTS, INPUTS = ("q", "k", "v", "gate", "up"), ("out", "down")
-# Of an adapter the factor that is cut as the weight is; the other has no such axis.
+# The factor of an adapter that is sharded like the weight; the other factor lacks that axis.
 ADAPTERS = {"outputs": "lora_b", "inputs": "lora_a"}
-# Arrays with fewer elements are kept whole: gathering them takes longer than their memory is worth.
+# Smaller arrays are not sharded: gathering them costs more time than their memory is worth.
 SMALLEST = 1 << 16
 
 
 def parse(text: str) -> dict[str, int]:
-    """The sizes in "data=2,fsdp=4", by axis; an axis that is not named has size 1.
+    """Returns the sizes in text such as "data=2,fsdp=4", by axis. Other axes have size 1.
 
     Raises:
-        ValueError: the text is something else; the message names what, and the fix.
+        ValueError: the text is invalid; the message has the fix.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -44,13 +44,13 @@ def parse(text: str) -> dict[str, int]:
 
 
 def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """The mesh that a command line asks for; of an empty one, data parallel over as many devices as the batch allows.
+    """Returns the mesh of a command line; if empty, data parallel over as many devices as the batch allows.
 
     Args:
-        text: as `parse` takes it, or "".
-        batch: sequences of a step.
-        microbatches: parts that a batch is computed in; each is spread over the devices.
-        devices: those there are; None takes those of all processes.
+        text: an argument of `parse`, or "".
+        batch: sequences per step.
+        microbatches: microbatches per batch; each is sharded over the devices.
+        devices: available devices; None for those of all processes.
 
     Raises:
         ValueError: there are not so many devices, they do not divide a microbatch, or several processes would not use
@@ -69,7 +69,7 @@ def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Devic
         )
     mesh = make(sizes["data"], sizes["fsdp"], devices, tensor=sizes["tensor"], expert=sizes["expert"])
     shares = replicas(mesh)
-    if rows % shares:  # never of an empty text
+    if rows % shares:  # impossible if text is empty
         part = f"{rows} sequences of a microbatch (--batch {batch}, --microbatches {microbatches})"
         raise ValueError(
             f"{text}: {shares} devices do not divide the {part if microbatches > 1 else f'{batch} of --batch'}; use "
@@ -87,11 +87,11 @@ def make(
     expert: int = 1,
     kind: AxisType = AxisType.Auto,
 ) -> jax.sharding.Mesh:
-    """A mesh of `data` x `fsdp` x `tensor` x `expert` devices.
+    """Returns a mesh of `data` x `fsdp` x `tensor` x `expert` devices.
 
-    All but `tensor` split batches. `fsdp` also shards parameters and their state; `expert` shards those of experts.
-    `tensor` splits the work on a sequence and the parameters (`experiments.train.tensor`). With Explicit axes the step
-    is traced and run within `jax.set_mesh` of it.
+    All axes except `tensor` split batches. `fsdp` also shards parameters and their state, `expert` those of experts.
+    `tensor` shards the work on a sequence and the parameters (`experiments.train.tensor`). If axes are Explicit, the
+    step must be traced and run within `jax.set_mesh`.
 
     Raises:
         ValueError: there are too few devices.
@@ -99,28 +99,28 @@ def make(
     devices = jax.devices() if devices is None else devices
     sizes = (data, fsdp, tensor, expert)
     if min(sizes) < 1 or math.prod(sizes) > len(devices):
-        asked = ",".join(
+        requested = ",".join(
             f"{name}={size}" for name, size in zip(AXES, sizes, strict=True) if size != 1 or name in AXES[:2]
         )
         raise ValueError(
-            f"{asked} needs {math.prod(sizes)} devices, but there are {len(devices)}; use sizes with product "
+            f"{requested} needs {math.prod(sizes)} devices, but there are {len(devices)}; use sizes with product "
             f"{len(devices)}"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(kind,) * len(AXES), devices=devices[: math.prod(sizes)])
 
 
 def replicas(mesh: Meshes) -> int:
-    """How many parts a batch has."""
+    """Returns the number of parts of a batch."""
     return math.prod(mesh.shape.get(name, 1) for name in ROWS)
 
 
 def batches(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Each device has some of the rows of a batch."""
+    """Returns the sharding of the rows of a batch."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 def place(array: np.ndarray, rows: NamedSharding | None) -> Any:
-    """A batch on the devices that share it: its rows split where they divide, else whole on each."""
+    """Puts a batch on its devices. Rows are sharded if divisible, otherwise replicated."""
     if rows is None:
         return array
     sharding = replicated(rows.mesh) if len(array) % replicas(rows.mesh) else rows
@@ -129,35 +129,35 @@ def place(array: np.ndarray, rows: NamedSharding | None) -> Any:
 
 
 def replicated(mesh: Meshes) -> NamedSharding:
-    """Each device has all of an array."""
+    """Returns the sharding of a replicated array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def state(mesh: Meshes, tree: Any, partition: str = "") -> Any:
-    """The shardings of a state, by the shapes and names of its arrays.
+    """Returns the shardings of a state, by the shapes and names of its arrays.
 
-    Matrices are cut along the last axis but one over "fsdp", and over "tensor" as `OUTPUTS` and `INPUTS` say; those
-    outside of layers as over "fsdp". Those of experts are cut over "expert" along the axis that stacks them. Scales are
+    Matrices are sharded over "fsdp" along the second-last axis, and over "tensor" by `OUTPUTS` and `INPUTS`; outside of
+    layers along the axis of "fsdp". Experts are sharded over "expert" along the axis that stacks them. Scales are
     sharded like their codes if their number is divisible. An axis that stacks layers is not sharded, except by a
     partition.
 
     Args:
         mesh: the devices.
         tree: the state, or a part of it.
-        partition: how what an optimizer holds, under "opt_state", is shared by the devices along "data", which have the
-            same parameters: "tensors", whole ones, each layer's on one device; or in "slices", as over "fsdp"; those
-            outside of layers are always in slices. "" leaves it where its parameters are.
+        partition: sharding of the optimizer state ("opt_state") over devices along "data": "tensors" for whole tensors,
+            with each layer on one device; "slices" as over "fsdp"; "" for the sharding of the parameters. Tensors
+            outside of layers are always in slices.
     """
     return _places(mesh, tree, partition, lambda path: getattr(path[0], "name", "") == "opt_state")
 
 
 def optimizer_shardings(mesh: Meshes, params: Any, partition: str) -> Any:
-    """The shardings of the optimizer state of parameters; see `state`."""
+    """Returns the shardings of the optimizer state of parameters; see `state`."""
     return _places(mesh, params, partition, lambda path: True)
 
 
 def check_partition(partition: str, sizes: Mapping[str, int], layers: int) -> None:
-    """Raises ValueError that says why a partition is none of a mesh of these sizes, and the fix."""
+    """Raises ValueError, with the fix, if a mesh of these sizes does not support a partition."""
     data = sizes["data"]
     if partition and data == 1:
         raise ValueError(f"{partition}: the optimizer state is sharded over the data axis; use --mesh data=2 or more")
@@ -202,7 +202,7 @@ def _places(mesh: Meshes, tree: Any, partition: str, shared: Callable[[Any], boo
 
 
 def _divide(mesh: Meshes, length: int, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The first of the mesh axes of several devices that divide a length together."""
+    """Returns the leading mesh axes of several devices whose product divides a length."""
     dividing: tuple[str, ...] = ()
     for name in names:
         size = mesh.shape.get(name, 1)
@@ -213,8 +213,10 @@ def _divide(mesh: Meshes, length: int, names: tuple[str, ...]) -> tuple[str, ...
 
 
 def _kind(path: Any, dtype: Any) -> str:
-    """What "tensor" cuts of a parameter, or of what belongs to it: "outputs", "inputs", of one "outside" of layers what
-    "fsdp" cuts, or "" for nothing."""
+    """Returns the sharding of a parameter, or of its state, over "tensor".
+
+    "outputs" or "inputs"; "outside" for parameters outside of layers, sharded as over "fsdp"; or "" for none.
+    """
     names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
     if not stacked(path):
         return "outside"
@@ -224,13 +226,13 @@ def _kind(path: Any, dtype: Any) -> str:
         return cut
     if not cut or names[-2] != "held":
         return ""
-    # Of a weight that is not trained: codes, the first part, and their scales are of the transposed matrix.
+    # Codes (the first part) and scales of a frozen weight are those of the transposed matrix.
     is_transposed = names[-1] != "0" or jnp.dtype(dtype).itemsize == 1
     return ("inputs" if cut == "outputs" else "outputs") if is_transposed else cut
 
 
 def over(spec: PartitionSpec, name: str) -> int | None:
-    """The dimension that a spec cuts over a mesh axis, alone or with others."""
+    """Returns the dimension that a spec shards over a mesh axis, alone or with others."""
     for dim, entry in enumerate(spec):
         if name == entry or (isinstance(entry, tuple) and name in entry):
             return dim
@@ -238,22 +240,22 @@ def over(spec: PartitionSpec, name: str) -> int | None:
 
 
 def on(tree: Any, placed: Any) -> Any:
-    """Shapes of arrays with the shardings that they have."""
+    """Returns the shapes of arrays with their shardings."""
     return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, placed)
 
 
 def stacked(path: Any) -> int:
-    """How many leading axes of an array of a state stack layers, and in these experts, from its path."""
+    """Returns the number of leading axes of an array that stack layers or experts, by its path in a state."""
     return int("layers" in jax.tree_util.keystr(path)) + int(has_experts(path))
 
 
 def has_experts(path: Any) -> bool:
-    """Whether an array of a state is of experts, from its path."""
+    """Returns whether an array belongs to experts, by its path in a state."""
     return "experts" in jax.tree_util.keystr(path)
 
 
 def describe(mesh: jax.sharding.Mesh, recipes: Iterable[fp8jax.Recipe] = ()) -> str:
-    """What a mesh means, in words; of recipes whose sums of gradients have factors, what each device gathers, too."""
+    """Returns a description of a mesh, and of the gathers for recipes with auto-scaled gradient sums."""
     data, fsdp, tensor, expert = (mesh.shape.get(name, 1) for name in AXES)
     named = f"data={data},fsdp={fsdp}" + (f",tensor={tensor}" if tensor > 1 else "")
     named += f",expert={expert}" if expert > 1 else ""
@@ -272,6 +274,6 @@ def describe(mesh: jax.sharding.Mesh, recipes: Iterable[fp8jax.Recipe] = ()) -> 
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Leaves by path, such as `params.layers.mlp.up.kernel`."""
+    """Returns leaves by path, such as `params.layers.mlp.up.kernel`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

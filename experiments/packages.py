@@ -1,4 +1,4 @@
-"""What is said of a package that a program needs and that is not installed. Standard library alone."""
+"""Messages on missing packages. Imports only the standard library."""
 
 import functools
 import re
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 _OURS = ("experiments", "fp8jax", "pallas_kernels", "tests")
-# Groups of pyproject.toml in the order in which they are looked through; these programs need the second one.
+# Groups of pyproject.toml in search order; these programs need the second one.
 _GROUPS, _HUB = ("train", "hub", "test", "hub-test"), ("generate", "hub")
 
 
 def explain(error: ModuleNotFoundError, program: str) -> str | None:
-    """A line for the user; None for a module of ours, which is an error in the code.
+    """Returns a message for the user, or None for a module of this project, which is a bug.
 
     Args:
-        error: of an import.
+        error: error of an import.
         program: name of the module that runs, such as "experiments.generate".
     """
     name = (error.name or "").partition(".")[0]
@@ -27,7 +27,7 @@ def explain(error: ModuleNotFoundError, program: str) -> str | None:
 
 
 def install(name: str, program: str = "") -> str:
-    """The command that installs a package, with all else of its group in pyproject.toml."""
+    """Returns the command that installs a package and its group in pyproject.toml."""
     groups = _requirements()
     if _has(groups.get("", ()), name):
         return "pip install -e ."
@@ -39,14 +39,14 @@ def install(name: str, program: str = "") -> str:
 
 
 def _has(requirements: Any, name: str) -> bool:
-    # A module is named like its package, or like its beginning, as orbax of orbax-checkpoint.
+    # A module has the name of its package or of its first part, such as orbax of orbax-checkpoint.
     own = name.lower().replace("_", "-")
     return any(other == own or (own, other) == ("orbax", "orbax-checkpoint") for other in requirements)
 
 
 @functools.cache
 def _requirements() -> dict[str, tuple[str, ...]]:
-    """Names of packages by group, "" of the library itself; empty outside of a clone."""
+    """Returns names of packages by group, "" for the library itself; empty outside of a clone."""
     try:
         content = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     except OSError:

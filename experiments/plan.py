@@ -1,6 +1,6 @@
-"""Prints memory and communication of a training step before any run: `python -m experiments.plan --model 13b`.
+"""Predicts memory and communication of a training step: `python -m experiments.plan --model 13b`.
 
-No GPU is needed, and no array is made. Residuals are counted from the program that JAX differentiates for a Hopper GPU
+It needs no GPU and creates no arrays. Residuals are counted in the program that JAX differentiates for a Hopper GPU
 with flash attention.
 """
 
@@ -38,7 +38,7 @@ CONTEXT_GAPS, BF16_GAPS = 0.10, 0.30
 
 @jax.custom_vjp
 def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Stands for an attention where only bytes are counted; it never runs."""
+    """A placeholder of attention for counting bytes. It never runs."""
     return jnp.zeros_like(q)
 
 
@@ -54,7 +54,7 @@ _attention.defvjp(_attention_residuals, lambda residuals, dy: (jnp.zeros_like(re
 def _policy(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Whether the model's own policy saves a result on a GPU.
 
-    There, products of codes are kernels, which are identified only by name.
+    There, matmuls of codes are kernels, which are identified only by name.
     """
     if primitive.name == "name" and params["name"] == flash.NAME:
         return True
@@ -62,7 +62,7 @@ def _policy(primitive: Any, *operands: Any, **params: Any) -> bool:
 
 
 def _residuals(run: Any, axis: str, devices: int, *args: Any) -> list[Any]:
-    """The residuals of a function, on each of the devices along a mesh axis."""
+    """Returns the residuals of a function, on each device along a mesh axis."""
     residuals = lambda *args: jax.tree.leaves(jax.vjp(run, *args)[1])  # noqa: E731
     if devices == 1:
         return jax.eval_shape(residuals, *args)  # type: ignore[no-any-return]
@@ -83,15 +83,15 @@ def saved_per_token(
     expert: int = 1,
     expert_capacity: float = 0.0,
 ) -> float:
-    """Bytes that one layer keeps of a token for its backward pass, with the kernels for Hopper GPUs.
+    """Returns residual bytes per token of one layer, with the kernels for Hopper GPUs.
 
     Args:
         llama: the shape.
-        recipe: what the layer computes with and keeps.
-        recompute: whether only results of products and attention are kept, and the rest is computed again.
-        shared: devices that share sequences; counted is what one of them keeps of a token of a sequence.
+        recipe: the recipe.
+        recompute: whether only outputs of matmuls and attention are saved.
+        shared: devices that share sequences; the result is per device.
         expert: devices that share experts.
-        expert_capacity: as of experiments.train.
+        expert_capacity: the option of experiments.train.
     """
     device_llama, boundary = llama, None
     if shared > 1:
@@ -129,15 +129,15 @@ def saved_per_token(
         x = jax.ShapeDtypeStruct((sequences * length // shared, llama.dim), jnp.bfloat16)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in _residuals(run, axis, devices, block, x))
 
-    # What does not grow with the sequences, such as weights and rotary tables, is in both.
+    # Weights, rotary tables and other constants are in both counts.
     with choice.target(capability=90), mock.patch.object(jax.nn, "dot_product_attention", attend):
         return (count(2) - count(1)) / length
 
 
 def _is_read_twice(part: fp8jax.recipes.Linear) -> bool:
-    """Whether a backward pass that computes all but products again reads their inputs, of which it has no codes.
+    """Returns whether a backward pass that recomputes all except matmuls reads their unquantized inputs.
 
-    Keys of stochastic rounding are made of inputs.
+    Inputs are the seed of stochastic rounding.
     """
     return not part.is_quantized or part.spec("x_residual") is None or part.is_stochastic
 
@@ -153,19 +153,17 @@ def of(
     partition: str = "",
     expert_capacity: float = 0.0,
 ) -> Plan:
-    """The plan of a model's step.
+    """Returns the plan of a model's step, with logits as by `--logits auto`.
 
     Args:
         llama: the shape.
-        recipe: what everything is stored and computed in.
+        recipe: the recipe.
         where: sizes of the mesh axes.
-        tokens: of one microbatch on one device; those along "tensor" share theirs.
-        microbatches: parts that a batch is computed in.
-        recompute: as of `saved_per_token`.
-        partition: as of `fp8jax.dist.plan`.
-        expert_capacity: as of experiments.train.
-
-    Logits are there as `--logits auto` has them.
+        tokens: tokens of a microbatch per device; devices along "tensor" share theirs.
+        microbatches: microbatches per batch.
+        recompute: see `saved_per_token`.
+        partition: see `fp8jax.dist.plan`.
+        expert_capacity: the option of experiments.train.
     """
     params = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
     shared, expert = where.get(tensor.AXIS, 1), where.get(experts.AXIS, 1)

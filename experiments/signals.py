@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as flags, from the first moment of a program on. Standard library alone: it is imported first."""
+"""SIGINT and SIGTERM as flags, from the start of a program. It imports only the standard library, to load first."""
 
 import os
 import signal
@@ -23,9 +23,9 @@ class StopSignals:
     """Context manager that turns the first SIGINT or SIGTERM into a flag; a second one ends the program at once.
 
     Attributes:
-        signum: of the first signal, or None.
-        command: the program's command line, while the first signal, too, ends it at once, with a message; else "".
-        notice: what is printed at the first signal.
+        signum: number of the first signal, or None.
+        command: the program's command line while the first signal also ends it at once, with a message; else "".
+        notice: text to print at the first signal.
     """
 
     def __init__(self, command: str = "") -> None:
@@ -45,12 +45,12 @@ class StopSignals:
         self._before = {}
 
     def renew(self) -> None:
-        """Takes the signals again, which other code has taken for itself in the meantime."""
+        """Installs the handlers again, after other code has replaced them."""
         for signum in self._before:
             signal.signal(signum, self._note if self.signum is None else signal.SIG_DFL)
 
     def check(self) -> None:
-        """Raises Stopped where a signal has come."""
+        """Raises Stopped if a signal was received."""
         if self.signum is not None:
             raise Stopped(self.signum)
 
@@ -65,9 +65,9 @@ class StopSignals:
 
 
 def _say(line: str) -> None:
-    # Not by `print`: a handler may run within a call of it.
+    # Not `print`: a handler may run inside a call of it.
     os.write(2, f"{line}\n".encode(errors="replace"))
 
 
-# Those of a program that `experiments.startup` began; None in a process that only imports its module.
+# Signals of a program started by `experiments.startup`; None in a process that only imports its module.
 started: StopSignals | None = None

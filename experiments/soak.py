@@ -44,15 +44,15 @@ MODEL = (
     "8", "--eval-batches", "2", "--eval-every", "20", "--sample-tokens", "0", "--recipe", RECIPE, "--steps", str(STEPS),
     "--checkpoint-every", str(CHECKPOINT_EVERY),
 )  # fmt: skip
-# Kills of one run; after them it comes to its end.
+# Kills per run; the run then finishes.
 KILLS_PER_RUN = 3
-# Where a kill comes. Before processes have joined is "start". Each fifth one is a stop, and the process goes on.
+# Moments of kills. "start" is before processes have joined. Each fifth one stops the process, which later continues.
 MOMENTS = ("start", "compilation", "steps", "checkpoint")
-# Seconds in which something must happen, and between two looks whether it has.
+# Time limit of a wait, and interval of polling, in seconds.
 PATIENCE, PAUSE = 3600, 0.002
-# Most bytes that a step may leave in memory, where the log keeps a row of each, and most files that stay open.
+# Maximum bytes of memory growth per step (the log has a row per step), and maximum number of open files.
 GROWTH, FILES = 4096, 10
-# glibc then returns freed memory at once: the heap does not grow by fragmentation.
+# Makes glibc return freed memory at once, so that the heap does not grow by fragmentation.
 RETURN_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 # The training program with a clock that is a day behind.
 LATE_CLOCK = """
@@ -73,10 +73,10 @@ class Case(NamedTuple):
     """A row of the table.
 
     Attributes:
-        name: what was done.
-        times: how often.
-        failure: what went wrong, or "".
-        detail: where kills came, or what was measured.
+        name: description of the case.
+        times: number of repetitions.
+        failure: description of the failure, or "".
+        detail: moments of kills, or measurements.
     """
 
     name: str
@@ -86,11 +86,11 @@ class Case(NamedTuple):
 
 
 class SoakError(Exception):
-    """A process did what it must not do. The message says what."""
+    """A process misbehaved. The message has the details."""
 
 
 class Layout(NamedTuple):
-    """The numbers of a run's processes, and of the devices of each."""
+    """Number of processes of a run, and of devices per process."""
 
     processes: int = 1
     devices: int = 1
@@ -103,8 +103,8 @@ class Soak:
     """Runs of the training program in one folder.
 
     Args:
-        folder: of the text and the runs.
-        seed: of the moments of kills.
+        folder: folder of the text and the runs.
+        seed: seed of the moments of kills.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -123,14 +123,14 @@ class Soak:
         """Starts the processes of a run.
 
         Args:
-            run: its name.
-            options: of the training program, besides those of all runs.
-            layout: of its processes.
-            program: what Python runs.
-            variables: of the environment.
+            run: name of the run.
+            options: options of the training program, in addition to those of all runs.
+            layout: processes and devices.
+            program: arguments of Python.
+            variables: environment variables.
         """
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
-        # Most of the time goes into starts: programs are compiled without optimization.
+        # Starts take most of the time, so programs are compiled without optimization.
         flags += f" --xla_backend_optimization_level=0 --xla_force_host_platform_device_count={layout.devices}"
         env = os.environ | {"XLA_FLAGS": flags}
         env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(record.ROOT), "JAX_LOG_COMPILES": "1"}
@@ -144,7 +144,7 @@ class Soak:
         process_args = [
             [*shared, "--process-id", str(i)] if layout.processes > 1 else [] for i in range(layout.processes)
         ]
-        # Not pipes: a process would wait for whoever reads its pipe.
+        # Not a pipe: a process would block until its pipe is read.
         started = []
         for i, words in enumerate(process_args):
             log = self.folder / f"{run}.{i}.txt"
@@ -182,7 +182,7 @@ class Soak:
         return f"{run}: {len(differ)} of {len(expected)} arrays differ, such as {differ[0]}" if differ else ""
 
     def last_state(self, run: str) -> dict[str, str]:
-        """The digest of each array of the last checkpoint. The digests in the checkpoint are also checked."""
+        """Returns the digest of each array of the last checkpoint, after checking the digests in the checkpoint."""
         with Checkpoints(self.folder / run / RECIPE / "checkpoints", 2, clean=False) as checkpoints:
             leaves = checkpoints.read_meta(STEPS)["leaves"]
             abstract = {k: jax.ShapeDtypeStruct(x["shape"], x["dtype"]) for k, x in leaves.items()}
@@ -190,13 +190,13 @@ class Soak:
         return {name: digest(np.asarray(x)) for name, x in arrays.items()}
 
     def progress(self, run: str) -> int:
-        """Lines that the run has logged."""
+        """Returns the number of logged lines of a run."""
         with contextlib.suppress(OSError):
             return (self.folder / run / RECIPE / "metrics.jsonl").read_bytes().count(b"\n")
         return 0
 
     def is_compiling(self, processes: Sequence[subprocess.Popen[str]]) -> bool:
-        """Whether a process has begun to compile the training step."""
+        """Returns whether a process has begun to compile the training step."""
         return any("Compiling jit(step)" in self._logs[process.pid].read_text() for process in processes)
 
     def is_saving(self, run: str) -> bool:

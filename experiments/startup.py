@@ -1,6 +1,7 @@
-"""The first moments of `python -m experiments.NAME`, before imports that take seconds. Standard library alone.
+"""The start of `python -m experiments.NAME`, before slow imports. It imports only the standard library.
 
-A package that is missing, and Ctrl-C, are one line in place of a traceback. Signals of the training program are taken.
+A missing package and Ctrl-C print one line instead of a traceback. It also installs the signal handlers of the training
+program.
 """
 
 import ast
@@ -13,13 +14,13 @@ from types import TracebackType
 from experiments import packages, signals
 
 HELP = {"-h", "--help", "--help-all"}
-# XLA's own Triton products off: its autotuner tries them for every shape, and with them on it calls cuBLASLt with
-# widened operands, so that fp8jax takes its own kernels (fp8jax.ops.matmul.hopper).
+# Disables XLA's Triton matmuls. Its autotuner would try them for every shape. With them, XLA also calls cuBLASLt with
+# wider operands, so fp8jax would use its own kernels (fp8jax.ops.matmul.hopper).
 RECOMMENDED_FLAGS = "--xla_gpu_enable_triton_gemm=false"
 
 
 def begin() -> None:
-    """Prepares this process for the program that Python is about to run, where it is one of `experiments`."""
+    """Prepares this process if Python is about to run a program of `experiments`."""
     program, arguments = _program(sys.orig_argv)
     if program.partition(".")[0] != "experiments":
         return
@@ -32,7 +33,7 @@ def begin() -> None:
         if line is None:
             default_hook(kind, error, trace)
             return
-        # The parser of this program comes after imports that failed. What the program is for can be said.
+        # The imports before the parser failed, but the program's purpose can be printed.
         help_flags = HELP & set(arguments)
         if help_flags:
             print(purpose(program), flush=True)
@@ -41,13 +42,13 @@ def begin() -> None:
     sys.excepthook = hook
     if program == "experiments.train":
         command = shlex.join(["python", "-m", program, *arguments])
-        # Other processes of a run would wait for one that ends before it has joined them.
+        # Other processes of a run would wait for a process that ends before it joins.
         several = any(word.partition("=")[0] == "--coordinator" for word in arguments)
         signals.started = signals.StopSignals("" if several else command).__enter__()
 
 
 def _program(words: list[str]) -> tuple[str, list[str]]:
-    """The module that -m names on Python's command line, and the arguments after it."""
+    """Returns the module after -m on Python's command line, and the arguments after it."""
     for i, word in enumerate(words[1:], 1):
         if word.startswith("-") and not word.startswith("--") and "m" in word:
             flags, _, module = word.partition("m")
@@ -57,7 +58,7 @@ def _program(words: list[str]) -> tuple[str, list[str]]:
 
 
 def purpose(program: str) -> str:
-    """The docstring of a program, which is not imported."""
+    """Returns the docstring of a program, without importing it."""
     path = Path(__file__).parents[1].joinpath(*program.split("."))
     paths = (path / "__main__.py", path / "__init__.py") if path.is_dir() else (path.with_suffix(".py"),)
     return next(filter(None, (ast.get_docstring(ast.parse(each.read_text())) for each in paths)), program)
@@ -71,7 +72,7 @@ def _end(line: str, code: int) -> None:
 def recommend_flags() -> str:
     """Adds `RECOMMENDED_FLAGS` to XLA_FLAGS unless this names the flag already; returns XLA_FLAGS.
 
-    XLA reads it when JAX first asks for a device: call this before.
+    Call this before JAX uses a device, because XLA reads the flags then.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if RECOMMENDED_FLAGS.partition("=")[0] not in flags:

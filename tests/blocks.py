@@ -30,5 +30,5 @@ def run(code: str, name: str, namespace: dict[str, Any]) -> None:
             source = "\n" * first + "\n".join(lines[first : node.end_lineno])
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(source, name, "exec"), namespace)
-        if told := TOLD.match(lines[node.end_lineno - 1]):
-            assert printed.getvalue().strip() == told[1].strip(), f"{name}: {lines[node.end_lineno - 1]}"
+        if match := TOLD.match(lines[node.end_lineno - 1]):
+            assert printed.getvalue().strip() == match[1].strip(), f"{name}: {lines[node.end_lineno - 1]}"

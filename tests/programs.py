@@ -52,8 +52,8 @@ def outputs(fn: Callable, dtype: Any, *args: Any) -> list[tuple[int, ...]]:
 
 def residuals(fn: Callable, *args: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Dtypes and shapes of what `jax.vjp(fn, *args)` keeps for the backward pass."""
-    kept = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)
-    return [(str(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(kept)]
+    saved = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)
+    return [(str(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(saved)]
 
 
 def _walk(jaxpr: Any, primitive: str) -> Iterator[Any]:

@@ -107,9 +107,9 @@ def test_the_install_cell_upgrades_colab_and_asks_for_a_restart(path, source, wh
         exec(cell.source, {})  # without jax-triton no kernel runs
     assert calls == [], "fp8jax is there already"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for unknown, told in (("", "Write the address"), ("../nowhere", "SOURCE is '../nowhere'")):
+    for unknown, message in (("", "Write the address"), ("../nowhere", "SOURCE is '../nowhere'")):
         monkeypatch.setenv("FP8JAX_SOURCE", unknown)
-        with pytest.raises(SystemExit, match=told):
+        with pytest.raises(SystemExit, match=message):
             exec(cell.source, {})
     assert calls == []
     monkeypatch.setenv("FP8JAX_SOURCE", source)
@@ -163,7 +163,7 @@ def test_a_notebook_that_needs_the_training_program_clones_it_on_colab(source, c
     assert names["ROOT"] == (tmp_path / "fp8jax").resolve()
     # What is installed is what the group of the training program and of checkpoints asks for, but for what is there.
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
-    asked = {Requirement(x).name for x in [*groups["train"], *groups["hub"]] if isinstance(x, str)}
-    assert set(install[5:]) == asked - {"flax", "matplotlib"}
+    required = {Requirement(x).name for x in [*groups["train"], *groups["hub"]] if isinstance(x, str)}
+    assert set(install[5:]) == required - {"flax", "matplotlib"}
     exec(cloning, names)
     assert len(calls) == 2, "it is there already"

@@ -1,4 +1,4 @@
-"""The names of arms in benchmarks of whole steps, and their meaning: "RECIPE[, PART]..."."""
+"""Parses the arm names of step benchmarks: "RECIPE[, PART]..."."""
 
 import dataclasses
 from collections.abc import Collection
@@ -12,8 +12,8 @@ from experiments.train.form import fastest
 BF16 = "bf16"
 FAITHFUL, LEAN, REMATERIALIZED = "COAT, faithful", "COAT, lean", "bf16, recomputed"
 _HEAD_FIELDS = [field for field in dataclasses.fields(fp8jax.recipes.HEAD) if field.init]
-# What a part of a name changes of a part of the recipe: the format of gradients between GPUs, the strategy of the
-# scales of weights (MOSS, Table 10). "MASTER masters" changes the master weights.
+# Changes to a recipe, by part of the name: the format of gradients between GPUs, and the scaling of weights (MOSS,
+# Table 10). "MASTER masters" changes the master weights.
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "8-bit gradients": ("comm", {"gradients": "e4m3"}),
     "one phase": ("comm", {"form": "one_phase"}),
@@ -22,15 +22,15 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "8-bit head": ("head", {field.name: getattr(fp8jax.recipes.HEAD, field.name) for field in _HEAD_FIELDS}),
 }
 MASTERS = " masters"
-# Parts of the step of the training program: it computes again all but products and attention; XLA computes all.
+# "recomputed" saves only the outputs of matmuls and attention. "none of our kernels" leaves all kernels to XLA.
 RECOMPUTED, PLAIN = "recomputed", "none of our kernels"
-# The loss has logits of all tokens, or of a chunk at a time; else as `--logits auto` of training has it.
+# The loss computes the logits of all tokens at once, or in chunks. The default is that of `--logits auto`.
 LOGITS = {"whole logits": False, "logits in chunks": True}
 STEP_PARTS = (RECOMPUTED, PLAIN, *LOGITS)
 
 
 def parse(name: str, known_parts: Collection[str] = ()) -> tuple[fp8jax.Recipe, frozenset[str]]:
-    """The recipe of an arm, changed as its name says, and those of the known parts that the name has.
+    """Returns the recipe of an arm, with the changes in its name, and the known parts of the name.
 
     Raises:
         ValueError: the recipe does not exist, or a part is unknown.
@@ -51,13 +51,13 @@ def parse(name: str, known_parts: Collection[str] = ()) -> tuple[fp8jax.Recipe, 
 
 
 class Settings(NamedTuple):
-    """What the name of an arm of `bench step` says.
+    """The settings in the name of an arm of `bench step`.
 
     Attributes:
-        recipe: of its layers and optimizer.
-        remat: what it recomputes.
-        kernels: whether ours run.
-        chunked: whether the loss computes logits in chunks; None as training does.
+        recipe: the recipe of the layers and the optimizer.
+        remat: the rematerialization policy.
+        kernels: whether fp8jax's kernels run.
+        chunked: whether the loss computes logits in chunks; None for the default of training.
     """
 
     recipe: fp8jax.Recipe
@@ -67,7 +67,7 @@ class Settings(NamedTuple):
 
 
 def settings(name: str) -> Settings:
-    """The recipe of an arm of `bench step`, what it recomputes, and how it runs.
+    """Returns the settings of an arm of `bench step`.
 
     Raises:
         ValueError: as `parse`.
@@ -79,7 +79,7 @@ def settings(name: str) -> Settings:
 
 
 def coat_recipes() -> dict[str, fp8jax.Recipe | None]:
-    """The recipes of COAT's tables by name; None for the unchanged model."""
+    """Returns the recipes of COAT's tables by name; None stands for the unchanged model."""
     coat = fp8jax.recipes.coat()
     faithful = dataclasses.replace(coat, context=fp8jax.recipes.Context("e4m3:group16"))
     deepseek = dataclasses.replace(fp8jax.recipes.deepseek(), context=coat.context)
@@ -94,7 +94,7 @@ def coat_recipes() -> dict[str, fp8jax.Recipe | None]:
 
 
 def save_products(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """A policy of `jax.checkpoint`: what products of matrices and attention give is kept, the rest computed again."""
+    """A policy of `jax.checkpoint` that saves the outputs of matmuls and attention and recomputes the rest."""
     if primitive.name == "name":
         return params["name"] == flash.NAME
     return products_saveable(primitive, *operands)

@@ -1,4 +1,4 @@
-"""A whole Llama's step by a recipe, with its state in as few bytes as the arm's name says, on one GPU or more."""
+"""Training steps of a Llama with reduced state, on one or several GPUs. The arm's name selects the reductions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +18,14 @@ from experiments.models.rope import rope_tables
 from experiments.models.shape import LlamaConfig
 from experiments.train import speed
 
-# Layers are updated inside the backward pass; their weights are bf16 without any master, rounded by a key (of these
-# alone); their inputs wait for the backward pass in the host's memory.
+# "released": layers are updated inside the backward pass. "bf16 weights": no master weights, stochastic rounding.
+# "offloaded": inputs of layers are in host memory until the backward pass.
 RELEASED, NARROW, OFFLOADED = PARTS = "released", "bf16 weights", "offloaded"
 RATE = 1e-4
 
 
 def _checkpointed(layer: Callable[..., jax.Array], offloaded: bool) -> Callable[..., jax.Array]:
-    """A layer of which nothing but its input is kept, on the device or, by JAX's own policy, in the host's memory."""
+    """Returns a layer that saves only its input, on the device or (JAX's offload policy) in host memory."""
     if not offloaded:
         return jax.checkpoint(layer)
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -37,14 +37,14 @@ def _checkpointed(layer: Callable[..., jax.Array], offloaded: bool) -> Callable[
 
 
 class CardArm(driver.Arm):
-    """A step over a whole model, and the state that it updates.
+    """A training step of a whole model, with its state.
 
     Args:
-        name: as `arms.parse` takes it, with some of `PARTS`.
-        model: the shape.
-        batch: sequences on each GPU.
-        length: tokens of a sequence.
-        gpus: devices over which batches and state are sharded (FSDP).
+        name: an argument of `arms.parse`, with some of `PARTS`.
+        model: the shape of the model.
+        batch: sequences per GPU.
+        length: tokens per sequence.
+        gpus: number of devices over which batches and state are sharded (FSDP).
     """
 
     def __init__(self, name: str, model: LlamaConfig, batch: int, length: int, gpus: int = 1) -> None:
@@ -72,7 +72,7 @@ class CardArm(driver.Arm):
         self._shapes, self._shardings = shapes, shardings
 
     def _layer(self, recipe: fp8jax.Recipe) -> Callable[..., jax.Array]:
-        """A layer as a function of its parameters, with the recipe's products."""
+        """Returns a layer as a function of its parameters, with the recipe's matmuls."""
         kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": self.dtype, "rows": self.rows}
         graph, self.shapes = nnx.split(nnx.eval_shape(lambda: Block(self.config, rngs=nnx.Rngs(0), **kinds)))
 
@@ -83,7 +83,7 @@ class CardArm(driver.Arm):
         return fp8jax.transform(layer, recipe) if recipe.linear.is_quantized else layer
 
     def _begun(self) -> Any:
-        """The first state, from a generator that compiles fast."""
+        """Returns the initial state. Its random generator compiles fast."""
         config, key = self.config, jax.random.key(0, impl="rbg")
         param_dtype = jnp.float32 if NARROW in self.parts else self.dtype
 
@@ -138,7 +138,7 @@ class CardArm(driver.Arm):
 
     @property
     def operations(self) -> float:
-        """FLOPs of the products and the causal attention of a step, without recomputation."""
+        """FLOPs of the matmuls and the causal attention of a step, without recomputation."""
         shapes = self._shapes
         released = None if self.block is None else {"layers": shapes["layers"].params, **shapes["rest"]}
         return self.count * speed.operations(self.config, released or shapes["params"], {}, self.length)
@@ -150,5 +150,5 @@ class CardArm(driver.Arm):
 
     @property
     def needs(self) -> float:
-        """GB on each GPU of the program and its arguments."""
+        """GB per GPU of the program and its arguments."""
         return driver.memory(self.program)[1]

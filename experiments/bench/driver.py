@@ -1,7 +1,7 @@
-"""Shared parts of benchmarks: options, results files, and arms of whole steps, which are compiled and timed in turns.
+"""Shared parts of benchmarks: options, results files, and arms of whole steps.
 
-An arm of a step holds a state, and is timed by `timed`. One of a kernel or a layer is a function of operands, and is
-timed by `timing.seconds`.
+Arms are compiled first, then timed in turns. An arm of a step has a state; `timed` measures it. An arm of a kernel or a
+layer is a function of operands; `timing.seconds` measures it.
 """
 
 import argparse
@@ -26,8 +26,8 @@ class Arm:
     """A compiled step and the state that it updates.
 
     Attributes:
-        begin: makes the first state; jitted, so that `prepare` can compile it.
-        build: compiles the step, which takes the state and `inputs` and gives the next state and a value.
+        begin: returns the initial state; jitted, so that `prepare` can compile it.
+        build: compiles the step, which maps the state and `inputs` to the next state and a value.
         inputs: the arguments of the step other than the state.
         state: None before the first step and after `stop`.
     """
@@ -49,18 +49,18 @@ class Arm:
             self.begin = self.begin.lower().compile()
 
     def start(self) -> None:
-        """Makes the state."""
+        """Creates the state."""
         self.state = self.begin()
 
     def __call__(self) -> Any:
-        """One step; its value."""
+        """Runs one step and returns its value."""
         if self.state is None:
             self.start()
         self.state, value = self.program(self.state, *self.inputs)
         return value
 
     def synchronised(self) -> Any:
-        """One step, and the host waits for its value."""
+        """Runs one step and waits for its value."""
         return jax.block_until_ready(self())
 
     def stop(self) -> None:
@@ -70,24 +70,24 @@ class Arm:
 
 
 def memory(program: Any) -> tuple[float, float]:
-    """GB of temporaries, and of everything, while a compiled step runs, on each GPU."""
+    """Returns GB of temporaries and total GB of a compiled step, per GPU."""
     stats = program.memory_analysis()
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return stats.temp_size_in_bytes / 1e9, (stats.argument_size_in_bytes + stats.temp_size_in_bytes + results) / 1e9
 
 
 def built(names: Sequence[str], make: Callable[[str], Any], limit: float = math.inf) -> dict[str, Any]:
-    """The arms that compile and run a step. The others are printed, with those that the time limit leaves out.
+    """Returns the arms that compile and run a step. Prints the others, and those that the time limit leaves out.
 
-    One is compiled while the next one is traced; nothing runs then, for XLA measures which products are fastest.
+    An arm compiles while the next one is traced. No step runs meanwhile: it would disturb XLA's autotuning of matmuls.
 
     Args:
-        names: of arms; all are compared with the first.
-        make: from a name to an `Arm`.
+        names: names of arms; all are compared with the first.
+        make: maps a name to an `Arm`.
         limit: seconds after which no further arm is traced.
 
     Raises:
-        RuntimeError: the first arm does not run.
+        RuntimeError: the first arm does not run, so there is no baseline.
     """
     arms: dict[str, Any] = {}
     waiting: tuple[str, Any, Any] | None = None
@@ -113,39 +113,45 @@ def built(names: Sequence[str], make: Callable[[str], Any], limit: float = math.
                     timing.report_failure(before, problem)
             waiting = None if name is None or arm is None else (name, arm, pool.submit(arm.prepare))
             if arm is not None:
-                print(f"  {name}: traced, and the one before ran, in {time.perf_counter() - start:.0f} s", flush=True)
+                print(
+                    f"  {name}: traced, while the arm before compiled, in {time.perf_counter() - start:.0f} s",
+                    flush=True,
+                )
     if names[0] not in arms:
         raise RuntimeError(f"{names[0]!r}, the baseline of all arms, does not run")
     return arms
 
 
 def timed(arms: Mapping[str, Any], rounds: int, steps: int) -> dict[str, timing.Seconds]:
-    """Seconds of a step of each arm, in turns. A loss is read when the next step has started; one state at a time."""
+    """Returns seconds per step of each arm, timed in turns. A loss is read after the next step has started.
+
+    Only one arm has a state at a time.
+    """
     calls = {name: timing.late(arm) for name, arm in arms.items()}
     return timing.in_turns(calls, rounds, dict.fromkeys(arms, steps), lambda name: arms[name].stop())
 
 
 def time_row(case: str, name: str, metric: str, seconds: timing.Seconds, base: str | None = None,
              ratio: float | None = None) -> timing.Row:  # fmt: skip
-    """A row of milliseconds, with its quartiles."""
+    """Returns a row of milliseconds with quartiles."""
     return timing.row(case, name, metric, 1e3 * seconds, "ms", base, ratio, seconds.quartiles(lambda t: 1e3 * t))
 
 
 def notes_of(doc: str | None) -> list[str]:
-    """The paragraphs of a module's docstring after its first line, each on one line."""
+    """Returns the paragraphs of a module's docstring after its first line, each on one line."""
     return [" ".join(part.split()) for part in (doc or "").split("\n\n")[1:]]
 
 
 def rate_row(case: str, name: str, metric: str, seconds: timing.Seconds, work: float, unit: str,
              base: str | None = None, ratio: float | None = None) -> timing.Row:  # fmt: skip
-    """A row of `work` over seconds, with its quartiles."""
+    """Returns a row of `work` divided by seconds, with quartiles."""
     rate = work.__truediv__
     return timing.row(case, name, metric, rate(seconds), unit, base, ratio, seconds.quartiles(rate))
 
 
 @jax.jit
 def relative_error(actual: Any, expected: Any) -> jax.Array:
-    """The largest relative error, norm(actual - expected) / norm(expected), over the leaves of two trees of arrays."""
+    """Returns the largest norm(actual - expected) / norm(expected) over the leaves of two trees of arrays."""
 
     def one(a: jax.Array, b: jax.Array) -> jax.Array:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -155,18 +161,18 @@ def relative_error(actual: Any, expected: Any) -> jax.Array:
 
 
 class ResultsFile:
-    """The results file of a benchmark, OUT/CARD/NAME.json, written again after each case.
+    """The results file of a benchmark, OUT/CARD/NAME.json, rewritten after each case.
 
     Args:
-        options: of `parser`.
+        options: parsed options of `parser`.
         title: headline.
         notes: sentences below the table.
-        devices: that are used.
-        versions: of packages besides the usual.
-        last_resort: baseline of cases without a peer, as of `timing.compared`.
+        devices: number of devices used.
+        versions: versions of additional packages.
+        last_resort: baseline of cases without a peer; see `timing.compared`.
 
     Attributes:
-        rows: so far.
+        rows: rows added so far.
     """
 
     def __init__(
@@ -186,13 +192,12 @@ class ResultsFile:
         self._device = kind if devices == 1 else f"{devices} x {kind}"
 
     def add(self, rows: Sequence[timing.Row]) -> None:
-        """Adds rows, and writes a file that is not complete: it would be measured again."""
+        """Adds rows and writes an incomplete file. An incomplete file is measured again."""
         self.rows += rows
         self._write(is_complete=False)
 
     def end(self, *metrics: str) -> None:
-        """Writes the whole file, with geometric means of the ratios of some metrics, and a plot of all ratios next to
-        it."""
+        """Writes the complete file, with geometric means of the ratios of `metrics`, and a plot of all ratios."""
         self.rows += [row for metric in metrics for row in timing.means(self.rows, metric, self._last_resort)]
         path = self._write(is_complete=True)
         timing.plot(self.rows, self._title, path.with_suffix(".png"), self._last_resort)
@@ -212,7 +217,7 @@ class ResultsFile:
 
 
 def without_out(arguments: Sequence[str]) -> list[str]:
-    """A command line without --out, which does not affect the results."""
+    """Returns a command line without --out, which does not affect the results."""
     before = ["", *arguments]
     return [a for a, last in zip(arguments, before, strict=False) if last != "--out" and not a.startswith("--out")]
 
@@ -226,16 +231,16 @@ def parser(
     burst: float | None = None,
     file: str | None = None,
 ) -> argparse.ArgumentParser:
-    """The command line that all have: --name, of the results file, and --out; the others, if they have a default."""
+    """Returns a parser with --name (results file) and --out, and each further option that has a default."""
     options = argparse.ArgumentParser(
         prog=f"python -m experiments.bench {name}", description=(doc or "").partition("\n\n")[0]
     )
     if rounds is not None:
         options.add_argument("--rounds", type=int, default=rounds)
     if steps is not None:
-        options.add_argument("--steps", type=int, default=steps, help="of a round, untimed and then as many timed")
+        options.add_argument("--steps", type=int, default=steps, help="untimed steps, and timed steps, per round")
     if burst is not None:
-        options.add_argument("--burst", type=float, default=burst, help="seconds of a round of an implementation")
-    options.add_argument("--name", default=file or name, help="of the results file")
+        options.add_argument("--burst", type=float, default=burst, help="seconds per round of an implementation")
+    options.add_argument("--name", default=file or name, help="name of the results file")
     options.add_argument("--out", type=Path, default=Path("results"))
     return options

@@ -9,7 +9,7 @@ ahead. Results are compared with float64 on a sample of rows and columns. An imp
 
 Predicted before the first run (ratios): ours per tensor and per row 0.97 to 1.03 of the better of cuBLASLt and torch;
 1x128 by 128x128 1.15 to 1.25 of torch's; exact per 32 0.42 of per tensor, and 0.49 as a bf16 matmul of decoded codes.
-Predicted later, before its own first run: microscaled codes that are folded first 0.92.
+Predicted later, before its first run: microscaled codes that are folded first 0.92.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from pallas_kernels.quantization.fold_triton import fold_codes
 torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
 Gemm = tuple[int, int, int]
-# (M, N, K). Of MOSS's Table 6 and DeepGEMM's own table, then Llama-7B's with 16 k tokens, then the rest of MOSS.
+# (M, N, K): shapes in both MOSS's Table 6 and DeepGEMM's table, Llama-7B with 16 k tokens, the rest of MOSS's table.
 SHAPES: list[Gemm] = [
     (8192, 8192, 8192),
     (2048, 7168, 4096),
@@ -55,7 +55,7 @@ SHAPES: list[Gemm] = [
     (2048, 7168, 11008),
     (5120, 5120, 10240),
 ]
-# A program of one implementation takes so many seconds at least, by the rate that is expected, in FLOP/s.
+# Minimum duration of a program in seconds, and the expected rate in FLOP/s.
 PROGRAM, EXPECTED = 3e-3, 1.2e15
 BASE = "xla bf16"
 E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
@@ -66,7 +66,7 @@ Operands = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class GemmArm:
-    """One implementation: a function of some arrays of an operand set, and the kind of product it computes."""
+    """One implementation: a function of some arrays of an operand set, and the kind of matmul that it computes."""
 
     name: str
     kind: str
@@ -76,7 +76,7 @@ class GemmArm:
 
 
 def operands(m: int, n: int, k: int, seed: int) -> Operands:
-    """Normal data with fp32 scales of every granularity, never all equal; `_turned` as the quantize kernel writes."""
+    """Returns normal data with unequal fp32 scales of every granularity; `_turned` has the quantize kernel's layout."""
     keys = jax.random.split(jax.random.key(seed), 7)
     uniform = functools.partial(jax.random.uniform, minval=0.5, maxval=2.0)
     a = (jax.random.normal(keys[0], (m, k)) * 32).astype(E4M3)
@@ -93,12 +93,12 @@ def operands(m: int, n: int, k: int, seed: int) -> Operands:
 
 @jax.jit
 def widened(codes: jax.Array) -> jax.Array:
-    """The same values in bf16. In the program that makes the codes XLA would leave their rounding out."""
+    """Returns the same values in bf16. A separate program: in that of the codes, XLA would omit their rounding."""
     return codes.astype(BF16)
 
 
 def oracle(kind: str, x: Operands, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-    """The product of `kind` at these rows and columns, in float64."""
+    """Returns the matmul of `kind` at some rows and columns, in float64."""
 
     def wide(name: str, index: np.ndarray) -> np.ndarray:
         return np.asarray(x[name][index].astype(F32), np.float64)
@@ -173,7 +173,7 @@ def our_arms() -> Iterator[GemmArm]:
 
 
 def torch_operands(x: Operands) -> Operands:
-    """The same arrays for torch, with scales in the layouts that its block-wise product asks for."""
+    """Returns the same arrays for torch, with scales in the layouts of its block-wise matmul."""
 
     def move(v: jax.Array) -> Any:
         if v.dtype == E4M3:
@@ -194,10 +194,10 @@ class Measured(NamedTuple):
     """The measurements of a shape.
 
     Attributes:
-        case: of rows.
-        rows: errors, and failures.
-        work: operations of a program.
-        seconds: of a program, by implementation.
+        case: case of the rows.
+        rows: errors and failures.
+        work: operations per program.
+        seconds: seconds per program, by implementation.
     """
 
     case: str
@@ -211,10 +211,10 @@ def measure(shape: Gemm, arms: Sequence[GemmArm], operands: Any, oracle: Any, op
 
     Args:
         shape: (M, N, K).
-        arms: the implementations. Those with the same function share a program.
-        operands: from (M, N, K, seed) to a set of arrays by name.
-        oracle: from a kind, a set, rows and columns to the product there, in float64.
-        options: with rounds and burst.
+        arms: the implementations. Implementations with the same function share a program.
+        operands: maps (M, N, K, seed) to a set of arrays by name.
+        oracle: maps a kind, a set, rows and columns to the entries of the matmul there, in float64.
+        options: parsed options with `rounds` and `burst`.
     """
     m, n, k = shape
     past_cache, long_enough = 3 * timing.L2_BYTES / (m * k + n * k), PROGRAM * EXPECTED / (2 * m * n * k)
@@ -251,7 +251,7 @@ def measure(shape: Gemm, arms: Sequence[GemmArm], operands: Any, oracle: Any, op
 
 
 def _program(arm: GemmArm, arguments: Any) -> Callable[..., Any]:
-    """The function that multiplies all sets: a compiled program, or calls of torch that are waited for together."""
+    """Returns a function that multiplies all sets: a compiled program, or torch calls with one wait at the end."""
     call = lambda sets: [arm.function(*args) for args in sets]  # noqa: E731
     if arm.is_torch:
         return lambda sets: Waiting(torch, call(sets))
@@ -259,7 +259,7 @@ def _program(arm: GemmArm, arguments: Any) -> Callable[..., Any]:
 
 
 def rate_rows(case: str, work: float, arms: Sequence[GemmArm], seconds: dict[str, timing.Seconds]) -> list[timing.Row]:
-    """Rates against the fastest of others that computes the same kind of product; without one, against XLA's bf16."""
+    """Returns rates relative to the fastest peer with the same kind of matmul, or to XLA's bf16 if there is none."""
     rows = []
     for arm in arms:
         if arm.name not in seconds:
@@ -275,7 +275,7 @@ def rate_rows(case: str, work: float, arms: Sequence[GemmArm], seconds: dict[str
 def add_shapes(
     file: driver.ResultsFile, shapes: Sequence[Gemm], measure_rows: Callable[[Gemm], Any], limit: float
 ) -> None:
-    """Adds the rows of each shape to a results file, until a time limit in seconds."""
+    """Adds the rows of each shape to a results file, up to a time limit in seconds."""
     start = time.perf_counter()
     for shape in [(256, 256, 512)] if timing.dry() else shapes:
         if time.perf_counter() - start > limit:

@@ -7,7 +7,7 @@ blocks, but no quantization. "rows" is what `switchback` multiplies: one kernel,
 its int32 result.
 
 Predicted before the first run: blocks 1,000 TOP/s at 8192^3, 0.78 of XLA's int8 matmul and 1.33 of bf16; fallback 0.97
-of it at r = 0; random 0.96 of the ideal, sequential 0.87 or more. Predicted later, before its own first run: rows in
+of it at r = 0; random 0.96 of the ideal, sequential 0.87 or more. Predicted later, before its first run: rows in
 one kernel 0.97 of XLA's int8 matmul without scales, and 1.15 of it with them.
 """
 
@@ -32,9 +32,9 @@ XLA_ROWS, ROWS = "xla int8 rows", "ours int8 rows"
 
 
 def operands(m: int, n: int, k: int, seed: int) -> dict[str, Any]:
-    """Normal codes with scales that are never all equal; residual codes of blocks not used are garbage.
+    """Returns normal codes with unequal scales. Residual codes of unused blocks are garbage.
 
-    "0.1 random" and the like are masks of the blocks that fall back.
+    Keys such as "0.1 random" are masks of the fallback blocks.
     """
     keys = jax.random.split(jax.random.key(seed), 8)
 
@@ -57,9 +57,9 @@ def operands(m: int, n: int, k: int, seed: int) -> dict[str, Any]:
 
 
 def oracle(kind: str, x: dict[str, Any], rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
-    """The product at these rows and columns, in float64.
+    """Returns the matmul at some rows and columns, in float64.
 
-    The kind is "plain", "rows", "blocks", or of fallback the name of a mask.
+    The kind is "plain", "rows", "blocks", or the name of a fallback mask.
     """
 
     def wide(codes: Any, scale: Any, index: np.ndarray) -> np.ndarray:
@@ -77,7 +77,7 @@ def oracle(kind: str, x: dict[str, Any], rows: np.ndarray, cols: np.ndarray) -> 
 
 
 def arms() -> list[GemmArm]:
-    """The implementations. The kind of a product with fallback is the name of its mask."""
+    """Returns the implementations. The kind of a matmul with fallback is the name of its mask."""
 
     def ours(a: Any, b: Any, sa: Any, sb: Any, *residual: Any) -> Any:
         return matmul_int8_block(a, b, sa, sb, residual=FallbackResidual(*residual) if residual else None)
@@ -104,18 +104,18 @@ def arms() -> list[GemmArm]:
 
 
 def get_rate(name: str) -> float:
-    """The share of blocks that fall back in an implementation of this name."""
+    """Returns the share of fallback blocks in the implementation of this name."""
     words = name.removeprefix(FALLBACK).split()
     return float(words[0]) if name.startswith(FALLBACK) and words else 0.0
 
 
 def rate_rows(case: str, work: float, seconds: dict[str, timing.Seconds]) -> list[timing.Row]:
-    """Rates against XLA's bf16, and how near products come to XLA's int8 and to the ideal of fallback.
+    """Returns rates relative to XLA's bf16, to XLA's int8, and to the ideal rate with fallback.
 
     Args:
         case: shape.
-        work: operations of a program.
-        seconds: of a program of each.
+        work: operations per program.
+        seconds: seconds per program of each implementation.
     """
     table = []
     for name, t in seconds.items():
@@ -132,7 +132,7 @@ def rate_rows(case: str, work: float, seconds: dict[str, timing.Seconds]) -> lis
 
 def main(argv: list[str]) -> None:
     parser = driver.parser("gemm_int8", __doc__, rounds=3, burst=0.06)
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="so many of the table's")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="number of shapes of the table")
     parser.add_argument("--limit", type=float, default=100, help="seconds after which no further shape is started")
     options = parser.parse_args(argv)
     timing.need_gpu()

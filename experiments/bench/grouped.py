@@ -48,7 +48,7 @@ class Layer:
         return self.tokens * self.top_k
 
     def group_sizes(self) -> np.ndarray:
-        """Rows of each expert, as a router sends them that is not quite balanced."""
+        """Returns the rows of each expert for a router that is nearly balanced."""
         rng = np.random.default_rng(0)
         load = rng.lognormal(0, 0.35, self.experts)
         sizes = rng.multinomial(self.rows, load / load.sum())
@@ -57,7 +57,7 @@ class Layer:
         return sizes.astype(np.int32)
 
     def token_index(self) -> jax.Array:
-        """The token of each row: those of an expert in rising order, as a sort by expert leaves them."""
+        """Returns the token of each row, in ascending order within each expert, as after a stable sort by expert."""
         rng, sizes = np.random.default_rng(1), self.group_sizes()
         index = rng.permutation(np.repeat(np.arange(self.tokens), self.top_k))
         ends = np.cumsum(sizes)
@@ -73,7 +73,7 @@ DRY_LAYERS = {"small": Layer(256, 128, 4, 2, 64)}
 
 
 def jax_rows(a: Any, b: Any, sizes: Any) -> Any:
-    """JAX's grouped product in bf16: (T, K) by (G, N, K)."""
+    """JAX's grouped matmul in bf16: (T, K) by (G, N, K)."""
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
     block_n, steps = (192, 4) if b.shape[1] % 192 == 0 else (128, 6)
@@ -84,7 +84,7 @@ def jax_rows(a: Any, b: Any, sizes: Any) -> Any:
 
 
 def jax_dw(a: Any, b: Any, sizes: Any) -> Any:
-    """JAX's product over the rows of each group in bf16: (T, M) and (T, N) to (G, M, N)."""
+    """JAX's matmul over the rows of each group in bf16: (T, M) and (T, N) to (G, M, N)."""
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
     return transposed_ragged_dot_mgpu.transposed_ragged_dot(
@@ -93,15 +93,15 @@ def jax_dw(a: Any, b: Any, sizes: Any) -> Any:
 
 
 class Case:
-    """The three products of a projection, (rows, K) by (experts, N, K), including the preparation of activations.
+    """The three matmuls of a projection, (rows, K) by (experts, N, K), including the preparation of activations.
 
     Args:
-        layer: of experts.
+        layer: sizes of the layer.
         n, k: outputs and inputs of the projection.
-        is_permuted: whether it reads tokens, in the order of rows; else it reads rows.
+        is_permuted: whether it reads tokens and permutes them; otherwise it reads rows.
 
     Attributes:
-        arms: functions of all operands, by name, which return y, dx and dw.
+        arms: functions from all operands to (y, dx, dw), by name.
     """
 
     def __init__(self, layer: Layer, n: int, k: int, is_permuted: bool) -> None:
@@ -112,7 +112,7 @@ class Case:
             self.arms[JAX] = self._jax
 
     def operands(self) -> dict[str, Any]:
-        """Arrays by name."""
+        """Returns arrays by name."""
         layer, (n, k), groups = self.layer, (self.n, self.k), self.layer.experts
         keys = iter(jax.random.split(jax.random.key(0), 3))
         draw = lambda shape, dtype: jax.random.normal(next(keys), shape, BF16).astype(dtype)  # noqa: E731
@@ -149,7 +149,7 @@ class Case:
         return jax_rows(ordered, w16, sizes), jax_rows(dy, wt16, sizes), jax_dw(dy, ordered, sizes)
 
     def error(self, out: Any, x: dict[str, Any]) -> float:
-        """The largest error of the three results of the largest group: what quantization changes is in it."""
+        """Returns the largest error of the three results of the largest group, including quantization errors."""
         sizes = self.layer.group_sizes()
         g = int(np.argmax(sizes))
         begin, size = int((np.cumsum(sizes) - sizes)[g]), int(sizes[g])
@@ -171,7 +171,7 @@ def cases(layers: dict[str, Layer]) -> dict[str, Case]:
 
 
 def measure(name: str, case: Case, options: argparse.Namespace) -> list[timing.Row]:
-    """Rows of a case: milliseconds against JAX's kernels, rates and errors."""
+    """Returns the rows of a case: milliseconds relative to JAX's kernels, rates and errors."""
     rows, operands = list[timing.Row](), case.operands()
     functions = {arm: functools.partial(_call, function) for arm, function in case.arms.items()}
     ready = timing.compiled(functions, [(operands,)])

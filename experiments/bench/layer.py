@@ -32,8 +32,8 @@ PREQUANTIZED, BOUNDED, FUNCTIONS = "weights held", "bounded scales", "as functio
 BF16_FUNCTIONS, BF16_REMATERIALIZED = f"{BF16}, {FUNCTIONS}", REMATERIALIZED
 WEIGHTS, MICROBATCHES = "codes of the weights", (1, 4, 16)
 PAPER, PAPER_BF16 = "the paper's bf16", 22.66
-SETTLING = 30  # steps, of a factor of 1.3 each
-# What RESULTS.md and README.md quote.
+SETTLING = 30  # steps; each changes a threshold by at most a factor of 1.3
+# Recipes that RESULTS.md and README.md quote.
 QUICK = f"{LEAN}, {BOUNDED}, {PREQUANTIZED}"
 ARMS = ("te_current", FAITHFUL, LEAN, QUICK, f"{QUICK}, {FUNCTIONS}", "moss", "fast",
         "int8_fallback")  # fmt: skip
@@ -44,26 +44,26 @@ class LayerArm:
     """A layer by a recipe.
 
     Attributes:
-        layer: function of parameters, codes of weights and inputs (N, D).
-        operands: these three, and the output's gradient (N, D).
+        layer: a function of parameters, codes of weights and inputs (N, D).
+        operands: the arguments of `layer`, and the output's gradient (N, D).
     """
 
     layer: Callable[..., jax.Array]
     operands: tuple[Any, Any, jax.Array, jax.Array]
 
     def three(self, params: Any, codes: Any, x_NxD: jax.Array, dy_NxD: jax.Array) -> Any:
-        """Forward and backward: the output and the gradients of parameters and inputs."""
+        """Forward and backward: returns the output and the gradients of parameters and inputs."""
         y_NxD, vjp = self._vjp(params, codes, x_NxD)
         return y_NxD, vjp(dy_NxD)
 
     def in_order(self, params: Any, codes: Any, x_NxD: jax.Array, dy_NxD: jax.Array) -> Any:
-        """`three`, whose backward pass begins after the output, as in training; XLA may compute the output last."""
+        """`three`, with a backward pass that starts after the output, as in training. XLA could reorder them."""
         y_NxD, vjp = self._vjp(params, codes, x_NxD)
         y_NxD, dy_NxD = jax.lax.optimization_barrier((y_NxD, dy_NxD))
         return y_NxD, vjp(dy_NxD)
 
     def forward(self, params: Any, codes: Any, x_NxD: jax.Array, _: jax.Array) -> Any:
-        """The output, and the residuals other than parameters and their codes."""
+        """Returns the output, and the residuals without parameters and their codes."""
         y_NxD, vjp = self._vjp(params, codes, x_NxD)
         weights = {leaf.shape[-2:] for leaf in jax.tree.leaves(params)}
         weights |= {shape[::-1] for shape in weights} | {leaf.shape for leaf in jax.tree.leaves(params)}
@@ -71,7 +71,7 @@ class LayerArm:
 
     @property
     def saved(self) -> int:
-        """Bytes of what `forward` saves."""
+        """Bytes of the residuals of `forward`."""
         leaves = jax.eval_shape(self.forward, *self.operands)[1]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -82,7 +82,7 @@ class LayerArm:
 def functions(
     params: Any, codes: Any, x_NxD: jax.Array, *, tables: Any, recipe: fp8jax.Recipe, eps: float
 ) -> jax.Array:
-    """The layer by fp8jax's functions, which add the residual's gradient where they compute that of the norm."""
+    """Returns the layer written with fp8jax's functions. They add the residual's gradient in the norm's backward."""
     kernels, (length, half) = _kernels(params), tables[0].shape
 
     def normed(x_NxD: jax.Array, norm: str, *names: str) -> tuple[jax.Array, ...]:
@@ -106,21 +106,21 @@ def _kernels(params: Any) -> dict[str, jax.Array]:
 
 
 def recipes() -> dict[str, fp8jax.Recipe]:
-    """What is compared with bf16."""
+    """Returns the recipes that are compared with bf16."""
     presets = {name: recipe for name, recipe in coat_recipes().items() if recipe is not None}
     context = dataclasses.replace(presets[LEAN].context, amax="bound")
     presets[f"{LEAN}, {BOUNDED}"] = dataclasses.replace(fp8jax.recipes.coat_fast(), context=context)
     for name in ("moss", "fast"):
         recipe = fp8jax.recipes.get(name)
-        # A layer alone has no optimizer that would follow its weights.
+        # A single layer has no optimizer whose updates automatic scaling could follow.
         presets[name] = dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, w_scaling=None))
     return presets | {name: fp8jax.recipes.get(name) for name in ("int8_block", "int8_fallback")}
 
 
 def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None = None) -> dict[str, LayerArm]:
-    """Layers by recipe, all or those named; with `HELD`, their weights' codes are made before, as for microbatches.
+    """Returns layers by recipe, all or those in `names`. The three bf16 layers are always included.
 
-    Those in bf16 are always among them: of the model, recomputed, and as functions.
+    With `PREQUANTIZED`, weights are quantized before, as for microbatches.
     """
     plain = nnx.eval_shape(lambda: Block(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     keys = iter(jax.random.split(jax.random.key(0), 64))
@@ -136,7 +136,7 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
         return LayerArm(layer, (params, nnx.to_pure_dict(codes), x_NxD, dy_NxD))
 
     def settled(block: Block) -> Block:
-        """With thresholds as training sets them, which follow the share of blocks that fall back."""
+        """Returns the states with adapted thresholds, which follow the share of fallback blocks as in training."""
         graph, _, states = nnx.split(block, nnx.Param, ...)  # type: ignore[misc]
 
         @jax.jit
@@ -176,8 +176,7 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
 
 
 def weights(arm: LayerArm) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function that quantizes all weights of a layer once, and its operands. All recipes here quantize them
-    alike."""
+    """Returns a function that quantizes all weights of a layer once, and its operands. All recipes share it."""
     make = functools.partial(fp8jax.quantize_weight, recipe=fp8jax.recipes.coat())
     return lambda kernels: [make(w) for w in kernels], (list(_kernels(arm.operands[0]).values()),)
 
@@ -204,7 +203,7 @@ def main(argv: list[str]) -> None:
 
 
 def measure(length: int, options: argparse.Namespace) -> list[timing.Row]:
-    """Rows of one length."""
+    """Returns the rows of one length."""
     config = dataclasses.replace(CONFIG, dim=256, heads=2, kv_heads=2, mlp_dim=512) if timing.dry() else CONFIG
     layers, case = arms(length, config, options.only), f"batch {BATCH}, length {length}"
     ready: dict[str, Callable[..., Any]] = {}
@@ -217,7 +216,7 @@ def measure(length: int, options: argparse.Namespace) -> list[timing.Row]:
 
 
 def time_rows(case: str, times: dict[str, timing.Seconds]) -> list[timing.Row]:
-    """Times in ms, against bf16 in its three forms, and with their share of quantizing the weights."""
+    """Returns times in ms relative to the three bf16 layers, and with the share of quantizing the weights."""
     rows = []
     for name, time in times.items():
         if name == WEIGHTS:
@@ -235,7 +234,7 @@ def time_rows(case: str, times: dict[str, timing.Seconds]) -> list[timing.Row]:
 
 
 def saved_rows(case: str, layers: dict[str, LayerArm]) -> list[timing.Row]:
-    """What layers keep, in U, against bf16 as Flax's modules keep it, recomputed, and as the paper counts it."""
+    """Returns saved bytes in U, relative to bf16 Flax modules, rematerialized bf16, and the paper's count for bf16."""
     rows, unit = [], layers[BF16].operands[2].nbytes
     most = {
         BF16: layers[BF16].saved / unit,

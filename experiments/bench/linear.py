@@ -27,16 +27,16 @@ RECIPES = {
     "deepseek": recipes.deepseek().linear,
     "int8_block": recipes.int8_block().linear,
     "int8_fallback, 20 %": recipes.int8_fallback().linear,
-    # A layer alone has no optimizer that would follow its weights.
+    # A single layer has no optimizer whose updates automatic scaling could follow.
     "moss": dataclasses.replace(recipes.moss().linear, w_scaling=None),
     "fast": dataclasses.replace(recipes.fast().linear, w_scaling=None),
 }
-# One in five blocks of 128x128 standard normal values has a larger one.
+# One in five 128x128 blocks of standard normal values has an amax above this threshold.
 THRESHOLD = 4.35
 
 
 def layer(recipe: recipes.Linear) -> Any:
-    """A function of (x, w); rounding is by a given key, and a threshold is one that a fifth of all blocks exceeds."""
+    """Returns a function of (x, w) with a fixed key for rounding and a threshold that a fifth of all blocks exceeds."""
     key = jax.random.key(0) if recipe.is_stochastic else None
     if not recipe.stateful_strategies:
         return functools.partial(fp8jax.linear, recipe=recipe, key=key)
@@ -45,7 +45,7 @@ def layer(recipe: recipes.Linear) -> Any:
 
 
 def arms() -> dict[str, Any]:
-    """Functions of (x, w, dy) that return y, dx and dw."""
+    """Returns functions from (x, w, dy) to (y, dx, dw)."""
 
     def three(layer: Any, x: Any, w: Any, dy: Any) -> Any:
         y, vjp = jax.vjp(layer, x, w)
@@ -59,7 +59,7 @@ def arms() -> dict[str, Any]:
 
 
 def rate_rows(case: str, times: dict[str, timing.Seconds], flops: float) -> list[timing.Row]:
-    """Rates of the three products with all that they need, against XLA's in bf16."""
+    """Returns rates of the three matmuls with all quantization, relative to XLA in bf16."""
     return [
         driver.rate_row(case, name, "rate", time, 1e-12 * flops, "TFLOP/s", BF16, times[BF16] / time)
         for name, time in times.items()

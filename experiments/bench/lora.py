@@ -32,7 +32,7 @@ ARMS = (BASELINE, "te_current on e4m3", "fast on e4m3", "deepseek on e4m3:block1
 
 
 class LoraArm(driver.Arm):
-    """A step of adapters, and the arrays that it reads and updates."""
+    """A training step of adapters, with its state and the frozen base."""
 
     def __init__(self, name: str, llama: LlamaConfig, batch: int, length: int, rank: int, unroll: int) -> None:
         recipe_name, _, base = name.partition(" on ")
@@ -48,18 +48,18 @@ class LoraArm(driver.Arm):
         self.begin = jax.jit(self._begun)
 
     def _begun(self) -> Any:
-        """The first state, of random weights."""
+        """Returns an initial state with random weights."""
         state = jax.tree.map(_drawn, self.shapes[0])
         moments = jax.tree.map(jnp.zeros_like, state.opt_state)
         return state._replace(opt_state=moments, healthy=jnp.array(True))
 
     def start(self) -> None:
-        """Makes the state and the base."""
+        """Creates the state and the base."""
         super().start()
         self.inputs = self.tokens, jax.tree.map(_drawn, self.shapes[1])
 
     def __call__(self) -> jax.Array:
-        """One step; its loss."""
+        """Runs one step and returns its loss."""
         return super().__call__()["loss"]  # type: ignore[no-any-return]
 
     def stop(self) -> None:
@@ -73,11 +73,11 @@ class LoraArm(driver.Arm):
 def _random(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     key = jax.random.key(0, impl="rbg")
     if dtype == jnp.uint8:
-        # Codes below 2 in magnitude, none of them a NaN.
+        # Codes with magnitudes below 2, without NaN.
         return jax.random.bits(key, shape, jnp.uint8) & jnp.uint8(0xBF)
     if not jnp.issubdtype(dtype, jnp.floating):
         return jnp.zeros(shape, dtype)
-    # Vectors are scales of norms; few numbers those of codes.
+    # Vectors are scales of norms; small arrays are scales of codes.
     return jnp.full(shape, 0.02, dtype) if len(shape) < 3 else 0.02 * jax.random.normal(key, shape, dtype)
 
 
@@ -88,11 +88,11 @@ def _drawn(x: jax.ShapeDtypeStruct) -> jax.Array:
 
 def main(argv: list[str]) -> None:
     parser = driver.parser("lora", __doc__, rounds=3, steps=4)
-    parser.add_argument("--arm", nargs="+", default=list(ARMS), help=f'RECIPE on BASE, "{BASELINE}" among them')
+    parser.add_argument("--arm", nargs="+", default=list(ARMS), help=f'RECIPE on BASE; must include "{BASELINE}"')
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--unroll", type=int, default=1, help="layers in a turn of the loop over them")
+    parser.add_argument("--unroll", type=int, default=1, help="layers per iteration of the loop over layers")
     options = parser.parse_args(argv)
     timing.need_gpu()
     note = f"The loop over layers is unrolled {options.unroll} times. The arms run in turns. Figures are medians."
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> None:
 
 
 def measure(options: argparse.Namespace) -> list[timing.Row]:
-    """Rows of all arms."""
+    """Returns the rows of all arms."""
     names: Sequence[str] = list(dict.fromkeys([BASELINE, *options.arm]))
     llama, length = (SMALL, 32) if timing.dry() else (LLAMA, options.length)
     make = lambda name: LoraArm(name, llama, options.batch, length, options.rank, options.unroll)  # noqa: E731

@@ -9,10 +9,10 @@ Flax's optimizer class; the other arms use `fp8jax.optimizer(..., clip=)` with t
 "temporary memory" is the memory of the compiled program without its arguments. "arrays" is the number of arrays in the
 state, each of which JAX checks before a step.
 
-"auto" is the device's recipe for layers that gain. "auto:coat" is `coat` for layers that gain. "prequantized:coat"
+"auto" is the device's recipe for layers that become faster. "auto:coat" is `coat` for such layers. "prequantized:coat"
 quantizes weights once per step and computes their gradients in bf16. "observed:coat" collects `fp8jax.telemetry` in
-every step. Arms of torch are the same Llama with torch.compile, in bf16 or with torchao's float8, in a process of their
-own. Their memory is the peak of torch's allocator.
+every step. Arms of torch are the same Llama with torch.compile, in bf16 or with torchao's float8, in a separate
+process. Their memory is the peak of torch's allocator.
 
 The arms run in turns, in another order in each round, each from a new state. Figures are medians.
 """
@@ -44,14 +44,14 @@ class UserModel:
     """A model and its batch.
 
     Attributes:
-        text: what it is, in a row's case.
-        training: its steps, by an arm, the length of the input, outputs (vocabulary, classes), and whether it is tiny.
-        arms: those that are measured unless others are named.
-        kind: of the batch, see `plain.batch`.
-        batch: sequences or images.
-        length: tokens of a sequence, pixels of a side.
-        outputs: vocabulary or classes.
-        llama: the shape that `--torch` builds; None for a model that it cannot.
+        text: description, the case of its rows.
+        training: maps an arm, input length, number of outputs and whether the model is tiny to training steps.
+        arms: default arms.
+        kind: kind of batch, see `plain.batch`.
+        batch: number of sequences or images.
+        length: tokens per sequence, or pixels per side.
+        outputs: entries of the vocabulary, or classes.
+        llama: the shape that `--torch` builds; None if it cannot build the model.
     """
 
     text: str
@@ -68,19 +68,19 @@ LLAMA, SMALL = (2048, 22, 32, 4, 5632), (64, 2, 4, 2, 128)
 
 
 def _llama(policy: Any, arm: str, length: int, outputs: int, small: bool) -> Training:
-    """Of Flax NNX; with a policy blocks are checkpointed, by ours with products in 8 bits beside what it keeps."""
+    """Returns steps in Flax NNX. A policy checkpoints blocks; fp8jax's policies also save 8-bit codes of matmuls."""
     saved = policy if policy is None or arm == BASE else fp8jax.checkpoint_policies.with_products(policy)
     shape = SMALL if small else LLAMA
     return writings.nnx_training(lambda rngs: plain.PlainLlama(outputs, *shape, rngs, saved), arm)
 
 
 def _shaped(writing: Any, arm: str, length: int, outputs: int, small: bool) -> Training:
-    """The same of another writing, by its shape."""
+    """Returns steps of the same model in another library, by its shape."""
     return writing((outputs, *(SMALL if small else LLAMA)), arm)  # type: ignore[no-any-return]
 
 
 def _sized(kind: Any, shape: tuple[int, ...], arm: str, length: int, outputs: int, small: bool) -> Training:
-    """A model with a position for each place of its input."""
+    """Returns steps of a model with learned positions."""
     shape = (64, 2, 4) if small else shape
     return writings.nnx_training(lambda rngs: kind(outputs, *shape, length, rngs), arm)
 
@@ -114,7 +114,7 @@ MODELS = {
 
 
 class UserArm(driver.Arm):
-    """A model's training step by a recipe, and the state that it updates; on several GPUs each has a batch."""
+    """A model's training step by a recipe, with its state. Each GPU has its own batch."""
 
     def __init__(self, user: UserModel, arm: str, gpus: int = 1) -> None:
         size, length, outputs = user.batch, user.length, user.outputs
@@ -137,9 +137,11 @@ class UserArm(driver.Arm):
 def main(argv: list[str]) -> None:
     parser = driver.parser("models", __doc__, rounds=5, steps=5)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--arm", nargs="+", help="recipes, bf16 first (default: each model's own)")
+    parser.add_argument("--arm", nargs="+", help="recipes, bf16 first (default: the arms of the model)")
     parser.add_argument("--torch", nargs="*", choices=step_torch.ARMS, default=[], help="arms of torch.compile (Llama)")
-    parser.add_argument("--gpus", type=int, default=1, help="each has such a batch and all weights (data parallel)")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="number of GPUs; each has a full batch and all weights (data parallel)"
+    )
     parser.add_argument("--limit", type=float, default=600, help="seconds after which no further model is started")
     options = parser.parse_args(argv)
     for arm in options.arm or ():
@@ -162,7 +164,7 @@ def main(argv: list[str]) -> None:
 
 
 def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace, torch: TorchArms) -> list[timing.Row]:
-    """Rows of one model, and of torch's arms."""
+    """Returns the rows of one model, and of torch's arms."""
     arms = driver.built(recipes, lambda recipe: UserArm(user, recipe, options.gpus))
     calls: dict[str, Callable[[], Any]] = {}
     for recipe, arm in arms.items():

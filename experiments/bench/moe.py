@@ -40,7 +40,7 @@ CAPACITY = 1.25
 
 
 def shape(dim: int, mlp_dim: int, experts: int, chosen: int) -> LlamaConfig:
-    """A layer of experts; the rest of the model is of no matter."""
+    """Returns the shape of a layer of experts. Other fields of the model are unused."""
     return LlamaConfig(1, dim, 1, dim // 128, 1, mlp_dim, experts=experts, experts_per_token=chosen)
 
 
@@ -54,10 +54,10 @@ DRY = {"small": shape(256, 128, 4, 2)}
 
 @dataclasses.dataclass(frozen=True)
 class SharedLayerArm(LayerArm):
-    """A layer whose experts are cut over devices.
+    """A layer whose experts are sharded over devices.
 
     Attributes:
-        sharing: the mesh, and for each parameter whether it is cut over it.
+        sharing: the mesh, and whether each parameter is sharded over it.
     """
 
     sharing: tuple[jax.sharding.Mesh, Any]
@@ -79,7 +79,7 @@ class SharedLayerArm(LayerArm):
 
 
 def arms(gpus: int = 1) -> dict[str, ExpertProducts]:
-    """How experts multiply, by name; the first is the baseline."""
+    """Returns the matmuls of experts by name of arm; the first is the baseline."""
     coat = fp8jax.recipes.coat()
     recipes = {
         BF16: fp8jax.recipes.bf16(),
@@ -94,7 +94,7 @@ def arms(gpus: int = 1) -> dict[str, ExpertProducts]:
 
 
 def make_layer(config: LlamaConfig, products: ExpertProducts, tokens: int, gpus: int = 1) -> LayerArm:
-    """A layer of abstract parameters and inputs, (tokens, width) on each GPU."""
+    """Returns a layer with abstract parameters and inputs, (tokens, width) per GPU."""
     kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     make = lambda: MoE(config, products=products, rngs=nnx.Rngs(0), **kinds)  # noqa: E731
     graph, state = nnx.split(nnx.eval_shape(make), nnx.Param)
@@ -115,7 +115,7 @@ def make_layer(config: LlamaConfig, products: ExpertProducts, tokens: int, gpus:
 
 
 def sent_megabytes(config: LlamaConfig, products: ExpertProducts, tokens: int, gpus: int) -> float:
-    """Megabytes of tokens or rows that a GPU sends forward and backward."""
+    """Returns the megabytes of tokens or rows that a GPU sends in forward and backward."""
     assert isinstance(products, RecipeProducts)
     assert products.sharing is not None
     sent = exchanged(config, gpus, products.sharing.wire_format, tokens)
@@ -123,7 +123,7 @@ def sent_megabytes(config: LlamaConfig, products: ExpertProducts, tokens: int, g
 
 
 def draw(layer: LayerArm) -> Any:
-    """Normal operands; matrices keep the size of what they multiply, and gradients of the output are small."""
+    """Returns normal operands. Matrices preserve the scale of their input; gradients of the output are small."""
     params, _, x, dy = layer.operands
 
     @jax.jit
@@ -139,7 +139,7 @@ def draw(layer: LayerArm) -> Any:
 
 
 def fits(program: Any) -> bool:
-    """Whether a program's arrays fit on the device, where that tells its memory."""
+    """Returns whether a program's arrays fit on the device; true if the device does not report its memory."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", float("inf"))
     memory = program.memory_analysis()
     parts = ("argument", "output", "temp")
@@ -154,13 +154,13 @@ def measure(
     burst: float,
     patience: float,
 ) -> list[timing.Row]:
-    """Rows of one shape. An arm that fails, or does not fit, is told of and left out.
+    """Returns the rows of one shape. An arm that fails or does not fit is reported and left out.
 
     Args:
-        case: of rows.
-        layers: by arm.
-        programs: what compiles both passes of each.
-        rounds, burst: as of `timing.seconds`.
+        case: case of the rows.
+        layers: layers by arm.
+        programs: functions that compile both passes of each layer.
+        rounds, burst: arguments of `timing.seconds`.
         patience: seconds until a program counts as failed.
     """
     saved = {name: layer.saved for name, layer in layers.items() if not isinstance(layer, SharedLayerArm)}
@@ -201,8 +201,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--only", nargs="+", choices=names[1:], default=names[1:], help=f"beside {BF16}")
     parser.add_argument("--patience", type=float, default=120, help="seconds until a program counts as failed")
-    parser.add_argument("--workers", type=int, default=12, help="programs that compile at the same time")
-    parser.add_argument("--gpus", type=int, default=1, help="that share experts, each with so many tokens")
+    parser.add_argument("--workers", type=int, default=12, help="programs that compile simultaneously")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that share experts; each has its own tokens")
     options = parser.parse_args(argv)
     timing.need_gpu()
     title = f"A layer of experts, {options.tokens} tokens, forward and backward"

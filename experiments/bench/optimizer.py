@@ -41,11 +41,11 @@ ROUNDS, CALLS, SUSTAINED_ROUNDS, SUSTAINED_CALLS = 9, 10, 3, 60
 BURST, SUSTAINED = "speed", "speed, sustained"
 FP32, BF16 = "fp32 weights, bf16 gradients", "bf16 weights, stochastic rounding"
 FUSED, XLA = "fp8lm_adamw step", "fp8lm_adamw step, XLA"
-# Of FP8-LM read: gradient, twice, master weight, working copy, both moments. Written: these but for the gradient.
+# FP8-LM reads the gradient (twice), master weight, working weight and both moments, and writes all but the gradient.
 LM_TRAFFIC = {name: 2 * size + 2 * (2 + 2 + 1 + 2) for name, size in (("fp8 gradients", 1), ("bf16 gradients", 2))}
-# What XLA stores it reads once more, for the largest magnitudes.
+# XLA reads its results once more for their amax.
 REREAD_BYTES = 2 + 1 + 2
-# By name where PyTorch's optimizer lies, its class, options, and the bytes that it moves for each parameter.
+# PyTorch optimizers by name: module, class, options, and bytes moved per parameter.
 TORCH: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "torch fused": ("torch.optim", "AdamW", {"fused": True}, 28.0),
     "bitsandbytes AdamW8bit": ("bitsandbytes.optim", "AdamW8bit", {}, 16.0),
@@ -73,7 +73,7 @@ def _move(
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """Reads and writes what the step does, with next to no arithmetic: the speed that memory allows."""
+    """Moves the bytes of a step, with almost no arithmetic, to measure the speed limit of memory."""
     offsets = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     g, w = tl.load(grad_ptr + offsets).to(tl.float32), tl.load(weight_ptr + offsets)
@@ -111,13 +111,13 @@ def move(size: int, warps: int, state: Any, grads: Any) -> Any:
 
 
 class State:
-    """The state that steps receive, donate and return."""
+    """A state that steps donate and return."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def through(self, step: Callable, *args: Any) -> Callable[[], Any]:
-        """A call of one step."""
+        """Returns a function that runs one step."""
 
         def call() -> Any:
             self.value = step(self.value, *args)
@@ -128,7 +128,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerArm:
-    """One step of an implementation, the bytes it moves for each parameter, and bytes of temporaries and of state."""
+    """One step of an implementation, its moved bytes per parameter, and its bytes of temporaries and state."""
 
     name: str
     call: Callable[[], Any]
@@ -137,7 +137,7 @@ class OptimizerArm:
 
 
 def step_traffic(dtype: Any) -> float:
-    """Bytes for each parameter of a step of weights in a dtype, bf16 gradients and moments in 8 bits with scales."""
+    """Returns bytes per parameter of a step with weights in `dtype`, bf16 gradients and 8-bit moments with scales."""
     return 2 * jnp.dtype(dtype).itemsize + 2 + 4 + 24 / GROUP
 
 
@@ -158,7 +158,7 @@ class Bench:
     def record(
         self, case: str, impl: str, time_: float, traffic: float, against: str | None, metric: str = BURST
     ) -> None:
-        """Adds the speed of an implementation, relative to that of `against` in the same case."""
+        """Adds the speed of an implementation, relative to `against` in the same case."""
         speed = self.params / time_ / 1e9
         self.speeds[case, impl, metric] = speed
         ratio = speed / self.speeds[case, against, metric] if against else None
@@ -168,7 +168,7 @@ class Bench:
             self.rows.append(timing.row(case, impl, "bandwidth", traffic * speed / 1e3, "TB/s"))
 
     def add_ratio(self, case: str, impl: str, against: tuple[str, str]) -> None:
-        """Adds the speeds of an implementation once more, relative to those of another (case, implementation)."""
+        """Adds the speeds of an implementation again, relative to another (case, implementation)."""
         for metric in (BURST, SUSTAINED):
             speed = self.speeds[case, impl, metric]
             ratio = speed / self.speeds[*against, metric]
@@ -181,10 +181,10 @@ class Bench:
         """Times all arms of a case in turns, in bursts and in longer runs.
 
         Args:
-            case: of rows.
-            arms: what is timed.
-            moves: launches that move the bytes of a step alone, the fastest of which is the baseline. Without any the
-                first arm is.
+            case: case of the rows.
+            arms: arms to time.
+            moves: launches that only move the bytes of a step. The fastest is the baseline. If empty, the first arm is
+                the baseline.
         """
         calls = {arm.name: arm.call for arm in (*moves, *arms)}
         times = timing.in_turns(calls, self.rounds, dict.fromkeys(calls, CALLS))
@@ -207,7 +207,7 @@ class Bench:
                 self.rows.append(row)
 
     def optax(self, dtype: Any) -> OptimizerArm:
-        """`optax.adamw` with everything in one dtype, one jit, donated."""
+        """Returns `optax.adamw` with all arrays in one dtype, in one jit with donation."""
         tx = optax.adamw(RATE, B1, B2, weight_decay=DECAY)
         p, g = weights(self.shape, dtype), self.gradients(dtype)
 
@@ -221,7 +221,10 @@ class Bench:
 
     def compiled(self, name: str, run: Any, traffic: float, params: Any, state: Any, grads: Any,
                  keeps_params: bool = False) -> OptimizerArm:  # fmt: skip
-        """An arm of `run(params, state, grads)` to the next two; parameters that it keeps are not donated."""
+        """Returns an arm of `run(params, state, grads)`, which returns new params and state.
+
+        Parameters are not donated if `keeps_params`.
+        """
         program = timing.traced(run, params, state, grads, donate_argnums=(1,) if keeps_params else (0, 1))
 
         def step(carry: Any, grads: Any) -> Any:
@@ -235,8 +238,8 @@ class Bench:
     def ours(self, dtype: Any, form: str, stochastic: bool = False, nu_rounding: str = "auto") -> OptimizerArm:
         """`compressed_adamw` in one jit, with the temporaries of the compiled program.
 
-        Forms: "step", the new weights; "update", the changes alone; "update + apply", both as optax users write it.
-        The second moment is rounded stochastically unless `nu_rounding` says otherwise.
+        Forms: "step" returns new weights; "update" returns only updates; "update + apply" is optax's usual code. The
+        second moment is rounded stochastically unless `nu_rounding` is set.
         """
         tx = fp8jax.compressed_adamw(RATE, B1, B2, weight_decay=DECAY, impl="triton", nu_rounding=nu_rounding)
         p, key = weights(self.shape, dtype), {"key": jax.random.key(0)} if stochastic else {}
@@ -253,7 +256,7 @@ class Bench:
         return self.compiled(name, run, traffic, p, tx.init(p), self.gradients(jnp.bfloat16), form == "update")
 
     def fp8_lm(self, gradients: str, impl: str) -> OptimizerArm:
-        """`fp8lm_adamw` by its kernel ("triton") or by XLA, of gradients as `LM_TRAFFIC` names them."""
+        """Returns `fp8lm_adamw` by its kernel ("triton") or by XLA, for a kind of gradients in `LM_TRAFFIC`."""
         tx = fp8jax.fp8lm_adamw(RATE, B1, B2, weight_decay=DECAY, impl=impl, master_rounding="nearest")
         p, g = weights(self.shape, jnp.bfloat16), self.gradients(jnp.bfloat16)
         grads = [fp8jax.quantize(x, "e4m3") for x in g] if gradients == "fp8 gradients" else g
@@ -262,7 +265,7 @@ class Bench:
         return self.compiled(XLA if impl == "xla" else FUSED, run, traffic, p, tx.init(p), grads)
 
     def bytes_only(self, dtype: Any) -> list[OptimizerArm]:
-        """`LAUNCHES` of the kernel that only moves the step's bytes; they share their state."""
+        """Returns `LAUNCHES` of the kernel that only moves the step's bytes, with a shared state."""
         scales = (self.shape[0], WIDTH // GROUP)
         kinds = ((self.shape, jnp.float8_e4m3fn), (scales, jnp.float32), (scales, jnp.bfloat16))
         moments = [tuple(tuple(jnp.ones(*kind) for kind in kinds) for _ in range(LEAVES)) for _ in "mn"]
@@ -274,7 +277,7 @@ class Bench:
         ]
 
     def torch(self, case: str, against: str) -> None:
-        """Adds rows of PyTorch's optimizers to a case, relative to an implementation of it."""
+        """Adds rows of PyTorch's optimizers to a case, relative to one of its implementations."""
         timing.keep_triton_cache()
         for name, (module, kind, options, traffic) in TORCH.items():
             try:
@@ -292,7 +295,7 @@ class Bench:
 
 
 def _torch_seconds(torch: Any, parameters: list, adamw: Any) -> float:
-    """Median time of a step of one of PyTorch's optimizers; the first steps compile and are not counted."""
+    """Returns the median time of a step of a PyTorch optimizer, after untimed steps for compilation."""
     for x in parameters:
         x.grad = torch.randn_like(x) * 0.01
     times = []
@@ -308,12 +311,12 @@ def _torch_seconds(torch: Any, parameters: list, adamw: Any) -> float:
 
 def main(argv: list[str]) -> None:
     parser = driver.parser("optimizer", __doc__, rounds=ROUNDS)
-    parser.add_argument("--rows", type=int, default=ROWS, help="rows of each of 8 parameters with 4096 columns")
+    parser.add_argument("--rows", type=int, default=ROWS, help="rows of each of the 8 parameters with 4096 columns")
     options = parser.parse_args(argv)
     timing.need_gpu()
     bench = Bench(2 if timing.dry() else options.rows, options.rounds)
     forms = ("step", "update", "update + apply")
-    # No name holds the arms for long, so that what they keep is freed after their case.
+    # No variable refers to the arms, so that their memory is freed after their case.
     arms = [bench.optax(jnp.float32), *(bench.ours(jnp.float32, form) for form in forms)]
     arms += [bench.ours(jnp.float32, "step", nu_rounding="nearest")]
     bench.measure(FP32, arms, bench.bytes_only(jnp.float32))

@@ -1,8 +1,8 @@
 """The minimum time of the kernels of a compiled program, at the peak rates of an H100's data sheet.
 
-Products by their operations, all else by the bytes of its operands and results, each array once a kernel. Left out are
-attention, whose operations are no part of a program's text, and kernels that run only where another has found a value
-beyond its scale ("requantize") or read a sample ("compute_amaxes").
+Matmuls count by FLOPs, other kernels by bytes of operands and results, each array once per kernel. Attention is left
+out, because the program's text lacks its FLOPs. Kernels that run conditionally ("requantize") or read a sample
+("compute_amaxes") are left out, too.
 """
 
 import collections
@@ -12,7 +12,7 @@ import re
 from fp8jax.core.program_text import Line, computations_of, runs_of
 
 EIGHT, SIXTEEN, OURS, XLA = "8-bit products", "16-bit products", "our passes", "XLA's passes"
-FLOPS, BYTES = {EIGHT: 1979e12, SIXTEEN: 989.5e12}, 3.35e12  # a second, dense
+FLOPS, BYTES = {EIGHT: 1979e12, SIXTEEN: 989.5e12}, 3.35e12  # per second, dense
 _ARRAY = re.compile(r"\b(pred|bf16|f8|[fsu](?=\d))(?:e\w+)?(\d*)\[([\d,]*)\]")
 _TARGET, _PLACE = re.compile(r'custom_call_target="([^"]*)"'), re.compile(r'op_name="([^"]*)"')
 _NAMES, _CALLS = re.compile(r"%([\w.$-]+)"), re.compile(r"calls=%?([\w.$-]+)")
@@ -21,10 +21,10 @@ _PASSES = ("fusion", "copy", "convert", "reduce", "scatter", "gather", "transpos
 
 
 def least(text: str) -> dict[str, float]:
-    """Seconds a run of each kind of kernels.
+    """Returns seconds per run of each kind of kernel.
 
     Args:
-        text: of an executable, `jax.jit(f).lower(...).compile().as_text()`.
+        text: text of an executable, `jax.jit(f).lower(...).compile().as_text()`.
     """
     computations, entry = computations_of(text)
     runs, spent = runs_of(computations, entry), dict.fromkeys((EIGHT, SIXTEEN, OURS, XLA), 0.0)
@@ -37,7 +37,7 @@ def least(text: str) -> dict[str, float]:
             if line.op == "custom-call":
                 kind, seconds = _of_call(line, types)
             elif name in fused or line.op not in _PASSES or around.intersection(_CALLS.findall(line.args)):
-                continue  # what a fusion computes it keeps to itself, but for a kernel that it is made around
+                continue  # instructions inside a fusion move no memory, except for a wrapped kernel
             else:
                 kind, seconds = XLA, _moved(line, types) / BYTES
             if kind is not None:
@@ -51,7 +51,7 @@ def _of_call(line: Line, types: dict[str, str]) -> tuple[str | None, float]:
     if "matmul" in called or "gemm" in called or "mosaic" in called:
         (a, bits), (b, _) = (_arrays(types[name])[0] for name in _operands(line)[:2])
         result, _ = _arrays(line.type)[0]
-        kind, each = EIGHT if bits == 8 else SIXTEEN, math.prod(result[:-2])  # of a batch
+        kind, each = EIGHT if bits == 8 else SIXTEEN, math.prod(result[:-2])  # batch
         summed = math.sqrt(math.prod(a) * math.prod(b) / max(math.prod(result) * each, 1))
         return kind, 2 * math.prod(result) * summed / FLOPS[kind]
     if "triton" not in called and "xla.gpu.ptx" not in called:
@@ -65,13 +65,13 @@ def _operands(line: Line) -> list[str]:
 
 
 def _moved(line: Line, types: dict[str, str]) -> float:
-    """Bytes of the operands and results of an instruction."""
+    """Returns bytes of the operands and results of an instruction."""
     types_ = (line.type, *(types[name] for name in _operands(line)))
     return sum(math.prod(shape) * bits / 8 for each in types_ for shape, bits in _arrays(each))
 
 
 def _arrays(type_: str) -> list[tuple[tuple[int, ...], int]]:
-    """The shape of each array of a type, and the bits of an element."""
+    """Returns the shape of each array of a type, and its bits per element."""
     bits_by_prefix = {"pred": 8, "f8": 8, "bf16": 16}
     return [(tuple(int(n) for n in shape.split(",") if n), bits_by_prefix.get(kind) or int(bits))
             for kind, bits, shape in _ARRAY.findall(type_)]  # fmt: skip

@@ -40,17 +40,17 @@ RATE, B1, EPS, STEPS = 1e-3, 0.9, 1e-8, 400
 B2S = (0.95, 0.999)
 CHECKS = (50, 100, 110, 200, 210, 300, 400)
 SHAPES = {"w": (128, 256), "rows": (2, 4096), "bias": (512,)}
-SMALLEST = 4096  # elements of a leaf that all of them compress
+SMALLEST = 4096  # elements of the smallest leaf that all optimizers compress
 ERROR = "error of the update"
 OURS = "fp8jax.compressed_adamw"
 
 Tree = Mapping[str, np.ndarray]
-"""Of a stream each leaf has the steps as its first axis."""
+"""Gradients of a stream: the first axis of a leaf is steps."""
 
 
 @functools.cache
 def ours(b2: float) -> dict[str, optax.GradientTransformationExtraArgs]:
-    """Optimizers of JAX: the default of ours, ways to have it otherwise, and optax's."""
+    """Returns JAX optimizers: fp8jax's default, its variants, and optax's."""
     settings: dict[str, Any] = {"b2": b2, "weight_decay": 0.0}
     return {
         "optax.adamw, fp32": optax.with_extra_args_support(optax.adamw(RATE, **settings)),
@@ -61,7 +61,7 @@ def ours(b2: float) -> dict[str, optax.GradientTransformationExtraArgs]:
     }
 
 
-# By name the package, where its class lies, and options without which it refuses fp32 parameters.
+# Peers by name: package, location of the class, and options that fp32 parameters need.
 PEERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "torch.optim.AdamW, fp32": ("torch", "torch.optim", "AdamW", {}),
     "torchao AdamW8bit": ("torchao", "torchao.optim", "AdamW8bit", {}),
@@ -73,12 +73,12 @@ PEERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 def normal(rng: np.random.Generator, scales: Tree) -> dict[str, np.ndarray]:
-    """Noise of these scales, one step."""
+    """Returns one step of noise with these scales."""
     return {k: (rng.standard_normal(s.shape) * s).astype(np.float32) for k, s in scales.items()}
 
 
 def stream(name: str, steps: int = STEPS) -> dict[str, np.ndarray]:
-    """The gradients of a stream, by leaf, (steps, ...)."""
+    """Returns the gradients of a stream, by leaf, (steps, ...)."""
     rng = np.random.default_rng(sum(map(ord, name)))
     if name == "training":
         return recorded(steps)
@@ -111,7 +111,7 @@ STREAMS = ("training", "sigma 1", "sigma 3", "sigma 1, larger", "sigma 1, smalle
 
 @functools.cache
 def recorded(steps: int) -> dict[str, np.ndarray]:
-    """The gradients of a small Llama that AdamW trains in fp32 on the standard library's sources, by leaf."""
+    """Returns the gradients, by leaf, of a small Llama that AdamW trains in fp32 on the standard library's sources."""
     corpus = data.read_corpus([], 0.05)
     batches = data.train_batches(data.encode(corpus, Bytes(), 64).train, 64, 8, seed=0)
     tokens_SxBxT = np.stack([next(batches) for _ in range(steps)])
@@ -134,7 +134,7 @@ def recorded(steps: int) -> dict[str, np.ndarray]:
 
 
 def exact(gradients: Tree, b2: float) -> dict[str, np.ndarray]:
-    """AdamW's updates over the learning rate, in float64: moments from zero, bias corrected, no decay."""
+    """Returns AdamW's updates divided by the learning rate, in float64, without weight decay."""
     updates = {}
     for name, g in gradients.items():
         m, v, listed = np.zeros(g.shape[1:]), np.zeros(g.shape[1:]), []
@@ -147,14 +147,14 @@ def exact(gradients: Tree, b2: float) -> dict[str, np.ndarray]:
 
 @functools.cache
 def _program(tx: optax.GradientTransformationExtraArgs) -> Any:
-    """From parameters and gradients of all steps to updates and the last state; compiled once for streams alike."""
+    """Returns a function from parameters and gradients of all steps to updates and the last state, compiled once."""
 
     @jax.jit
     def run(params: Any, arrays: Any) -> tuple[Any, Any]:
         def step(carry: Any, g: Any) -> Any:
             params, state = carry
             updates, state = tx.update(g, state, params)
-            # The state may hold weights of its own, to which the parameters must agree.
+            # The state may have master weights, which the parameters must match.
             return (optax.apply_updates(params, updates), state), updates
 
         (_, state), updates = jax.lax.scan(step, (params, tx.init(params)), arrays)
@@ -164,7 +164,7 @@ def _program(tx: optax.GradientTransformationExtraArgs) -> Any:
 
 
 def by_jax(tx: optax.GradientTransformationExtraArgs, gradients: Tree) -> tuple[dict[str, np.ndarray], float]:
-    """Updates of each step over the learning rate, and bytes of state a parameter."""
+    """Returns updates of each step divided by the learning rate, and bytes of state per parameter."""
     arrays = {k: jnp.asarray(g) for k, g in gradients.items()}
     params = {k: jnp.zeros(g.shape[1:]) for k, g in arrays.items()}
     updates, state = _program(tx)(params, arrays)
@@ -173,9 +173,9 @@ def by_jax(tx: optax.GradientTransformationExtraArgs, gradients: Tree) -> tuple[
 
 
 def by_torch(make: Callable[..., Any], gradients: Tree, b2: float, device: str) -> tuple[dict[str, np.ndarray], float]:
-    """The same of a class of torch's kind."""
+    """Returns the same for a torch optimizer class."""
     torch = importlib.import_module("torch")
-    timing.keep_triton_cache()  # Ours ran since the class was looked up.
+    timing.keep_triton_cache()  # JAX may have run since the class was looked up.
     params = {k: torch.nn.Parameter(torch.zeros(g.shape[1:], device=device)) for k, g in gradients.items()}
     optimizer = make(list(params.values()), lr=RATE, betas=(B1, b2), eps=EPS, weight_decay=0.0)
     arrays = {k: torch.from_numpy(np.ascontiguousarray(g)).to(device) for k, g in gradients.items()}
@@ -195,9 +195,9 @@ def by_torch(make: Callable[..., Any], gradients: Tree, b2: float, device: str) 
 
 
 def _bytes(torch: Any, x: Any) -> int:
-    """Of a state: a tensor, or what is made of others, without tables of codes that all share."""
+    """Returns bytes of a state: a tensor or a container of tensors, without shared tables of codes."""
     if not isinstance(x, torch.Tensor):
-        # FlashOptim's are objects that hold tensors; numbers and None hold nothing.
+        # FlashOptim's states are objects with tensors. Numbers and None have no bytes.
         return sum(_bytes(torch, part) for part in vars(x).values()) if hasattr(x, "__dict__") else 0
     if hasattr(x, "__tensor_flatten__") and type(x) is not torch.Tensor:
         return sum(_bytes(torch, getattr(x, name)) for name in x.__tensor_flatten__()[0] if name != "qmap")
@@ -205,8 +205,10 @@ def _bytes(torch: Any, x: Any) -> int:
 
 
 def errors(updates: Tree, truth: Tree) -> tuple[float, int]:
-    """The largest error of the checked steps, infinite if an update is not finite, and the number of steps with such
-    updates."""
+    """Returns the largest error of the checked steps, and the number of steps with non-finite updates.
+
+    The error is infinite if an update is not finite.
+    """
     names = [k for k, u in truth.items() if u[0].size >= SMALLEST]
     count = len(truth[names[0]])
     broken = sum(not all(np.isfinite(updates[k][t]).all() for k in names) for t in range(count))
@@ -219,14 +221,14 @@ def errors(updates: Tree, truth: Tree) -> tuple[float, int]:
 
 
 def peer(name: str) -> Callable[..., Any]:
-    """A peer's class with its options; raises what its package raises."""
+    """Returns a peer's class with its options. Errors of its package propagate."""
     _, module, kind, settings = PEERS[name]
     timing.keep_triton_cache()
     return functools.partial(getattr(importlib.import_module(module), kind), **settings)
 
 
 def available(device: str) -> dict[str, Callable[..., Any]]:
-    """The optimizers that can run here; others are reported."""
+    """Returns the optimizers that can run here. Prints the others."""
     optimizers = dict[str, Callable[..., Any]]()
     for name, (package, *_) in PEERS.items():
         try:
@@ -236,7 +238,7 @@ def available(device: str) -> dict[str, Callable[..., Any]]:
             parameter.grad = torch.ones_like(parameter)
             optimizer([parameter], lr=RATE).step()
             optimizers[name] = optimizer
-        except Exception as error:  # Packages that miss a GPU or a library fail in ways of their own.
+        except Exception as error:  # packages without a GPU or a library raise many types of errors
             print(f"  {name}: left out ({package}: {type(error).__name__}: {str(error)[:120]})", flush=True)
     return optimizers
 
@@ -244,7 +246,7 @@ def available(device: str) -> dict[str, Callable[..., Any]]:
 def main(argv: list[str]) -> None:
     parser = driver.parser("peers", __doc__)
     parser.add_argument("--processes", type=int, default=min(8, max(1, (os.cpu_count() or 1) // 2)),
-                        help="streams at a time, each in a process of its own; nothing here is timed")  # fmt: skip
+                        help="streams at a time, each in a separate process; nothing here is timed")  # fmt: skip
     options = parser.parse_args(argv)
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     peers = available(device)
@@ -257,7 +259,7 @@ def main(argv: list[str]) -> None:
     )
     names, kinds = ["sigma 1"] if timing.dry() else list(STREAMS), tuple(peers)
     with concurrent.futures.ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
-        # One stream needs no process of its own.
+        # A single stream needs no separate process.
         run = map if min(options.processes, len(names)) == 1 else pool.map
         for rows in run(measure_stream, names, [kinds] * len(names), [device] * len(names)):
             file.add(rows)
@@ -265,7 +267,7 @@ def main(argv: list[str]) -> None:
 
 
 def measure_stream(name: str, kinds: Collection[str], device: str) -> list[timing.Row]:
-    """Rows of a stream: all of ours, and these peers."""
+    """Returns the rows of a stream: all JAX optimizers, and these peers."""
     gradients, rows = stream(name, 20 if timing.dry() else STEPS), list[timing.Row]()
     for b2 in B2S[:1] if timing.dry() else B2S:
         truth = exact(gradients, b2)
@@ -278,7 +280,7 @@ def measure_stream(name: str, kinds: Collection[str], device: str) -> list[timin
 def compare(
     name: str, b2: float, truth: Tree, runs: Mapping[str, Callable[[], tuple[Tree, float]]]
 ) -> list[timing.Row]:
-    """Rows of a stream: errors as a table of optimizers by streams, and bytes of state."""
+    """Returns the rows of a stream: errors, as a table of optimizers by streams, and bytes of state."""
     rows, setting = [], f"b2 {b2:g}"
     for kind, run in runs.items():
         updates, size = run()

@@ -24,7 +24,7 @@ from experiments.bench.writings import BASE
 
 CALLS, LONGEST = 5, 12
 ATTENTION, PEAK = "attention", "at the peak"
-# The first that a kernel's name matches. cuBLASLt's names have "q" for 8-bit operands, and "t" or "s" for wider ones.
+# The first match of a kernel's name. cuBLASLt's names have "q" for 8-bit operands, and "t" or "s" for wider ones.
 KINDS = (
     (EIGHT, r"(int8|fp8|mx)\w*_matmul|^_multiply$|matmul\w*_mosaic|nvjet_\w+_[qr][qr]|gemm_(e[45]|i8|s8)"),
     (SIXTEEN, r"nvjet|cutlass|gemm"),
@@ -34,10 +34,10 @@ KINDS = (
 
 
 class KernelTime(NamedTuple):
-    """A kernel as the profiler saw it.
+    """A kernel launch in a profile.
 
     Attributes:
-        name: of the function.
+        name: name of the function.
         start, end: in ns.
     """
 
@@ -48,25 +48,25 @@ class KernelTime(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Kernels of some equal calls, one after another.
+    """Kernels of consecutive calls of one program.
 
     Attributes:
-        kernels: of all calls.
-        calls: how many.
+        kernels: kernels of all calls.
+        calls: number of calls.
     """
 
     kernels: tuple[KernelTime, ...]
     calls: int
 
     def by_kind(self) -> dict[str, float]:
-        """Seconds a call of each kind of kernels, and of gaps."""
+        """Returns seconds per call of each kind of kernel, and of gaps."""
         spent = dict.fromkeys([name for name, _ in KINDS] + [XLA], 0.0)
         for kernel in self.kernels:
             spent[kind(kernel.name)] += 1e-9 * (kernel.end - kernel.start) / self.calls
         return spent | {"gaps": self.gaps}
 
     def by_name(self) -> list[tuple[str, float, float]]:
-        """Name, seconds and launches a call of each kernel, the longest first."""
+        """Returns name, seconds and launches per call of each kernel, the longest first."""
         spent, launches = collections.Counter[str](), collections.Counter[str]()
         for kernel in self.kernels:
             spent[kernel.name] += kernel.end - kernel.start  # type: ignore[assignment]
@@ -75,7 +75,7 @@ class Profile:
 
     @property
     def gaps(self) -> float:
-        """Seconds a call, from the first kernel to the last, in which none ran."""
+        """Returns seconds per call without a running kernel, between the first and the last kernel."""
         idle, end = 0.0, float("inf")
         for kernel in sorted(self.kernels, key=lambda kernel: kernel.start):
             idle += max(0.0, kernel.start - end)
@@ -84,12 +84,12 @@ class Profile:
 
 
 def kind(name: str) -> str:
-    """The kind of a kernel, from its name."""
+    """Returns the kind of a kernel by its name."""
     return next((kind_name for kind_name, pattern in KINDS if re.search(pattern, name)), XLA)
 
 
 def kernels(planes: Iterable[Any], device: str = "GPU") -> Iterator[KernelTime]:
-    """The kernels of a profile's planes, those of streams of a GPU."""
+    """Yields the kernels in the stream lines of a profile's GPU planes."""
     for plane in planes:
         for line in plane.lines if device in plane.name else ():
             if device == "CPU" or "Stream" in line.name:
@@ -98,10 +98,10 @@ def kernels(planes: Iterable[Any], device: str = "GPU") -> Iterator[KernelTime]:
 
 
 def profile(call: Any) -> Profile:
-    """Records some calls of a compiled program, after one that is not recorded."""
+    """Records some calls of a compiled program, after an unrecorded call."""
     jax.block_until_ready(call())
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # what Python calls would come between the kernels of small programs
+    options.python_tracer_level = 0  # tracing Python calls would add gaps between kernels of small programs
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(CALLS):
@@ -113,8 +113,10 @@ def profile(call: Any) -> Profile:
 
 
 def rows(case: str, profiles: dict[str, Profile], least: dict[str, dict[str, float]]) -> list[timing.Row]:
-    """A row a kind of kernels and arm, against bf16, with the sum, and at the peak the `least` seconds; and the longest
-    kernels of each arm."""
+    """Returns rows by kind of kernel and arm, relative to bf16, with sums and the `least` seconds at the peak rate.
+
+    Further rows have the longest kernels of each arm.
+    """
     table, plain = list[timing.Row](), profiles[BASE].by_kind()
     for name, arm_profile in profiles.items():
         spent = arm_profile.by_kind()
@@ -133,7 +135,7 @@ def rows(case: str, profiles: dict[str, Profile], least: dict[str, dict[str, flo
 
 
 def measure_model(user: models.UserModel, names: list[str]) -> list[timing.Row]:
-    """Rows of a model's training step."""
+    """Returns the rows of a model's training step."""
     profiles, least = {}, {}
     for name, arm in driver.built(names, lambda name: models.UserArm(user, name)).items():
         profiles[name] = profile(arm)
@@ -145,7 +147,9 @@ def measure_model(user: models.UserModel, names: list[str]) -> list[timing.Row]:
 def main(argv: list[str]) -> None:
     parser = driver.parser("profile", __doc__, file="profile_models")
     parser.add_argument("--models", nargs="+", choices=models.MODELS, default=["llama1b"], help="(default: llama1b)")
-    parser.add_argument("--only", nargs="+", metavar="RECIPE", help="beside bf16 (default: each model's own)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="RECIPE", help="arms in addition to bf16 (default: the arms of the model)"
+    )
     options = parser.parse_args(argv)
     for arm in options.only or ():
         writings.get_recipe(arm)

@@ -1,7 +1,7 @@
 """Bandwidth of quantization with and without a transposed copy, relative to a copy: XLA and the kernel.
 
 Bandwidth counts the bytes that must move: codes and scales once, and the matrix once. The matrix counts twice if its
-scale needs a pass of its own (per tile, or for whole rows). Predicted before the first run, relative to a copy: the
+scale needs a separate pass (per tile, or for whole rows). Predicted before the first run, relative to a copy: the
 kernel 0.85 with a given scale, 0.8 in groups, 0.6 with stochastic rounding, 0.9 for amax; XLA 0.8 without a transposed
 copy, 0.2 with it.
 """
@@ -19,13 +19,13 @@ from fp8jax.ops.quantization import quantize as op
 from fp8jax.ops.quantization.microscaling import fold_rows
 
 COPY = "device copy"
-# (rows, columns) of what is quantized: activations and weights of Llama-7B.
+# (rows, columns) of quantized matrices: activations and weights of Llama-7B.
 SHAPES = [(16384, 4096), (16384, 11008), (4096, 11008)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """What is made of a matrix; `has_given_scale` scales are not measured."""
+    """A quantization of a matrix. With `has_given_scale`, the scale is an input."""
 
     rows: str | None
     columns: str | None
@@ -37,9 +37,9 @@ class Quantization:
 
     @property
     def reads(self) -> int:
-        """Passes over the matrix."""
+        """Number of passes over the matrix."""
         specs = [s for s in (self.rows, self.columns) if s and s != "same"]
-        near = self.columns is None and "token" in f"{self.rows}"  # The kernel for rows holds whole ones.
+        near = self.columns is None and "token" in f"{self.rows}"  # the kernel for rows has whole rows on chip
         return 1 if self.has_given_scale or near or all("group" in s or "block" in s for s in specs) else 2
 
 
@@ -65,7 +65,7 @@ FOLDS = {"e4m3:mx32+token": 1, "e4m3:mx32": 2}
 
 
 def arms() -> dict[str, tuple[Any, Any]]:
-    """Functions of (matrix, codes), and the bytes they move."""
+    """Returns functions of (matrix, codes), and the bytes that they move."""
 
     def run(kind: Quantization, impl: str, x: Any, _: Any) -> Any:
         scale = jnp.float32(0.01) if kind.has_given_scale else None
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> None:
 
 
 def bandwidths(case: str, times: dict[str, timing.Seconds], moved: dict[str, float]) -> list[timing.Row]:
-    """Bytes that each moves a second, in TB/s, and as a share of a copy's."""
+    """Returns bandwidths in TB/s, and relative to a copy."""
     copied = moved[COPY] / times[COPY]
     return [
         driver.rate_row(case, name, "bandwidth", time, 1e-12 * moved[name], "TB/s", COPY, moved[name] / time / copied)

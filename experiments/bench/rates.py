@@ -1,7 +1,7 @@
-"""Rates of a GPU, by which `fp8jax.recipes.for_shapes` decides where 8 bits gain; written into fp8jax's table.
+"""Measures the rates of a GPU for `fp8jax.recipes.for_shapes`, and writes them to fp8jax's table.
 
-Products of 16,384 x 4,096 x 4,096 in bf16 and of e4m3 codes per tensor, as layers multiply them; a copy of 134 MB; and
-a chain of 256 kernels of 16 numbers, each of which waits for the one before.
+Matmuls of 16,384 x 4,096 x 4,096 in bf16 and with per-tensor e4m3 codes, as in layers; a copy of 134 MB; and a chain of
+256 dependent kernels of 16 numbers.
 """
 
 import argparse
@@ -23,7 +23,7 @@ CHAIN = 256
 
 
 def arms(shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Functions of (x, w, codes of x, codes of w, a few numbers)."""
+    """Returns functions of (x, w, codes of x, codes of w, a few numbers)."""
 
     def product(fast: bool) -> Any:
         spec, one = fp8jax.QuantSpec(), jnp.ones((1, 1))
@@ -47,7 +47,9 @@ def arms(shape: tuple[int, int, int]) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.bench rates", description=__doc__)
-    parser.add_argument("--device", help='what of the GPU\'s name the table knows it by (default: "H100" and the like)')
+    parser.add_argument(
+        "--device", help='part of the GPU\'s name that is its key in the table (default: such as "H100")'
+    )
     parser.add_argument("--table", type=Path, default=cost_model.RATES_PATH)
     options = parser.parse_args(argv)
     timing.need_gpu()

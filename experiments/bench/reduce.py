@@ -41,12 +41,12 @@ DTYPES: dict[str, Any] = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def reduction(comm: Comm, decode: bool) -> Callable[..., Any]:
-    """From every GPU's gradient to the mean."""
+    """Returns a function from every GPU's gradient to the mean."""
     return functools.partial(all_reduce_gradients, axes=AXIS, comm=comm, dequantize=decode, min_size=0)
 
 
 def programs(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> dict[str, Any]:
-    """Compiled programs, of every GPU's gradients."""
+    """Returns compiled programs from every GPU's gradient to the mean."""
     choices: dict[str, Any] = {}
     for name, comm in FORMS.items():
         choices[name] = reduction(comm, True)
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
 
 
 def form_rows(case: str, times: dict[str, timing.Seconds], sent: dict[str, float]) -> list[timing.Row]:
-    """Milliseconds of each form, bf16's time over it, and MB that a GPU sends, over bf16's."""
+    """Returns milliseconds and sent MB per GPU of each form, with ratios to bf16."""
     rows = []
     for name, median in times.items():
         rows.append(driver.time_row(case, name, "time", median, BASE, times[BASE] / median))
@@ -98,7 +98,7 @@ def form_rows(case: str, times: dict[str, timing.Seconds], sent: dict[str, float
 
 
 def _values(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Numbers of all sizes, another on each GPU."""
+    """Returns numbers of various magnitudes, different on each GPU."""
     n = np.prod(shape[1:])
     wave = jnp.sin(jnp.arange(n, dtype=jnp.float32) * 0.7) * jnp.exp(3 * jnp.sin(jnp.arange(n, dtype=jnp.float32)))
     values = wave[None] * (1 + jnp.arange(shape[0], dtype=jnp.float32)[:, None])

@@ -37,19 +37,18 @@ ARMS = (
     "coat",
     "bf16",
 )
-# For the most sequences that fit: those of the second program, how many times more each next one may have, and programs
-# after the first.
+# Search of the largest batch: sequences of the second program, largest growth per program, programs after the first.
 SECOND, GROWTH, MOST_TRIES = 4, 8, 5
 DRY = LlamaConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=2, mlp_dim=128)
 
 
 def largest(make: Callable[[int], CardArm], gigabytes: float) -> CardArm:
-    """The arm with the most sequences on each GPU that fits into so many GB, by its compiled programs.
+    """Returns the arm with the most sequences per GPU whose compiled program fits into `gigabytes`.
 
-    The first two show the memory of a sequence, and each further one the remaining or missing memory.
+    The first two programs give the memory per sequence, each further one the remaining or missing memory.
 
     Raises:
-        ValueError: no sequence fits, or there is no limit.
+        ValueError: not even one sequence fits, or there is no limit.
     """
     if math.isinf(gigabytes):
         raise ValueError("the device does not report its memory; set --fit, in GB")
@@ -74,9 +73,9 @@ def largest(make: Callable[[int], CardArm], gigabytes: float) -> CardArm:
 
 def rates(case: str, name: str, arms: Mapping[str, CardArm], times: Mapping[str, timing.Seconds], base: str,
           peak: float | None) -> list[timing.Row]:  # fmt: skip
-    """Rows of an arm that ran: of its step, its tokens a second, its batch and, with a GPU's FLOP/s, its MFU.
+    """Returns the rows of an arm: step time, tokens per second, batch and (if the peak is known) MFU.
 
-    Tokens a second are compared with the base's, steps where the batch is the same.
+    Tokens per second are relative to the base; step times only if the batches are equal.
     """
     seconds, arm, first = times[name], arms[name], times.get(base)
     faster = first and (arm.count / seconds) / (arms[base].count / first)
@@ -99,8 +98,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--arm", nargs="+", default=list(ARMS))
     parser.add_argument("--batch", type=int, default=1, help="sequences on each GPU; 0: as many as fit")
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--gpus", type=int, default=1, help="state and batches are cut over them (FSDP)")
-    parser.add_argument("--fit", type=float, default=float("inf"), help="GB of a smaller card")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="number of GPUs over which state and batches are sharded (FSDP)"
+    )
+    parser.add_argument("--fit", type=float, default=float("inf"), help="memory limit in GB, as of a smaller card")
     options = parser.parse_args(argv)
     timing.need_gpu()
     model, length = sizes.get(options.model, VOCAB.get(options.model, 32_000)), options.length

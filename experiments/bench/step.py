@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# A pool that grows piece by piece can't hold the largest steps in one piece.
+# A memory pool that grows in pieces is too fragmented for the largest steps.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
 
@@ -39,7 +39,7 @@ from experiments.train.task import Task
 from fp8jax.ops.dispatch import choice
 
 VOCAB = 32_000
-# Steps, of a factor of 1.3 each, in which thresholds of blocks that fall back find their share: all do at first.
+# Steps in which fallback thresholds adapt, each by at most a factor of 1.3. At first all blocks fall back.
 SETTLING = 30
 DRY = LlamaConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=2, mlp_dim=128)
 ARMS = (REMATERIALIZED, BF16, "te_current", "coat", "coat_fast", "moss", "fast")
@@ -54,10 +54,10 @@ _ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]*)\]")
 
 
 def largest_batch(name: str, llama: LlamaConfig, length: int, mesh_name: str, gigabytes: float) -> int:
-    """Sequences for each GPU of an arm with which a plan stays within so many GB a GPU.
+    """Returns the largest batch per GPU of an arm whose planned memory is at most `gigabytes` per GPU.
 
     Raises:
-        ValueError: not even one fits.
+        ValueError: not even one sequence fits.
     """
     recipe, remat, *_ = settings(name)
     sizes_of_axes = axes(mesh_name, 1 if mesh_name == "one" else jax.device_count())
@@ -73,19 +73,19 @@ def largest_batch(name: str, llama: LlamaConfig, length: int, mesh_name: str, gi
 
 
 def axes(mesh_name: str, count: int) -> dict[str, int]:
-    """The sizes of mesh axes: those in the name, such as "fsdp=2,tensor=2", or all devices along one axis."""
+    """Returns the sizes of mesh axes: those in the name, such as "fsdp=2,tensor=2", or all devices on one axis."""
     return (
         mesh.parse(mesh_name) if "=" in mesh_name else {name: count if name == mesh_name else 1 for name in mesh.AXES}
     )
 
 
 def place(mesh_name: str) -> str:
-    """A mesh in words."""
+    """Returns a description of a mesh."""
     return MESHES[mesh_name].format(jax.device_count()) if mesh_name in MESHES else f"mesh {mesh_name}"
 
 
 class StepArm(driver.Arm):
-    """A recipe's step on a mesh, and the state that it updates."""
+    """A recipe's step on a mesh, with its state."""
 
     def __init__(self, name: str, model: LlamaConfig, batch: int, length: int, mesh_name: str) -> None:
         devices = jax.devices()[:1] if mesh_name == "one" else jax.devices()
@@ -115,7 +115,7 @@ class StepArm(driver.Arm):
             self.build = timing.lowered(self.task.step, self.shapes, self.tokens, donate_argnums=0, **places)
 
     def start(self) -> None:
-        """Makes the state; thresholds by which blocks fall back are those that steps before have settled on."""
+        """Creates the state. Fallback thresholds are those after adaptation."""
         super().start()
         if not self.decides or timing.dry():
             return
@@ -134,17 +134,17 @@ class StepArm(driver.Arm):
 
     @property
     def flops(self) -> float:
-        """FLOPs of the products and the causal attention of a step, forward and backward."""
+        """FLOPs of the matmuls and the causal attention of a step, forward and backward."""
         return self.tokens_per_step * speed.operations(self.config, self.shapes.params, {}, self.length)
 
     def exchanged(self) -> dict[str, float]:
-        """MB that a device sends or receives in collectives of a step, by kind and dtype; loops count once."""
+        """Returns MB that a device sends or receives in collectives of a step, by kind and dtype. Loops count once."""
         if self.count == 1:
             return {}
         totals: dict[str, float] = collections.defaultdict(float)
         for line in (self.program.as_text() or "").splitlines():
             if match := _COLLECTIVE.search(line):
-                # Of an asynchronous collective the result is the last part of a tuple.
+                # The result of an asynchronous collective is the last element of a tuple.
                 arrays = _ARRAY.findall(match[1])
                 arrays = arrays[len(arrays) // 2 :] if match[3] else arrays
                 for dtype, shape in arrays:
@@ -157,24 +157,29 @@ def main(argv: list[str]) -> None:
     parser = driver.parser("step", __doc__, rounds=5, steps=5)
     parser.add_argument("--model", default="1b", choices=sizes.NAMES, metavar="SIZE", help="default: 1b")
     parser.add_argument("--vocab", type=int, default=VOCAB, help="entries of the vocabulary")
-    parser.add_argument("--batch", type=int, default=8, help="sequences for each GPU")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per GPU")
     parser.add_argument(
-        "--fit", type=float, metavar="GB", help="as many sequences for each GPU as `experiments.plan` says fit, by arm"
+        "--fit",
+        type=float,
+        metavar="GB",
+        help="use the largest batch that fits according to `experiments.plan`, by arm",
     )
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
     parser.add_argument(
         "--arm",
         nargs="+",
         default=list(ARMS),
         help=f"recipes, with one of {', '.join((*CHANGES, *STEP_PARTS))} after a comma, or several; "
-        f"{REMATERIALIZED!r} is always there",
+        f"{REMATERIALIZED!r} is always included",
     )
-    parser.add_argument("--torch", nargs="*", choices=step_torch.ARMS, default=list(step_torch.ARMS), help="its arms")
+    parser.add_argument(
+        "--torch", nargs="*", choices=step_torch.ARMS, default=list(step_torch.ARMS), help="arms of torch.compile"
+    )
     parser.add_argument(
         "--mesh",
         nargs="+",
-        help=f"{', '.join(MESHES)} (default: those that this host has GPUs for), or sizes of several axes, as in "
-        "fsdp=2,tensor=2; along tensor GPUs share the sequences of all",
+        help=f"{', '.join(MESHES)} (default: those that fit the GPUs of this host), or sizes of several axes, such as "
+        "fsdp=2,tensor=2; GPUs along tensor share sequences",
     )
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further arm is compiled")
     options = parser.parse_args(argv)
@@ -189,7 +194,7 @@ def main(argv: list[str]) -> None:
     if timing.dry():
         options.batch, options.length = 1, 64
     llama = DRY if timing.dry() else sizes.get(options.model, options.vocab)
-    # Before JAX takes the GPU's memory.
+    # Before JAX allocates the GPU's memory.
     torch = step_torch.measured(options.torch, llama, options.batch, options.length, options.rounds, options.steps)
     timing.need_gpu()
     measure(llama, options, torch)
@@ -254,7 +259,7 @@ def rows(
     times: Mapping[str, timing.Seconds],
     sizes: Mapping[str, tuple[float, float]],
 ) -> list[timing.Row]:
-    """What is said of an arm, against `baseline`, bf16 recomputed."""
+    """Returns the rows of an arm, relative to `baseline` (rematerialized bf16)."""
     row = functools.partial(timing.row, case, name)
     table = common(case, name, times[name], times[REMATERIALIZED], arm, baseline, sizes[name], sizes[REMATERIALIZED])
     if arm.batch != baseline.batch:
@@ -272,10 +277,10 @@ def common(
     needs: tuple[float, float],
     base_needs: tuple[float, float],
 ) -> list[timing.Row]:
-    """Time, speed and memory of an arm that computes what `arm` does, against `baseline`, bf16 recomputed."""
+    """Returns time, speed and memory of an arm like `arm`, relative to `baseline` (rematerialized bf16)."""
     row = functools.partial(timing.row, case, name)
     rate, base_rate = arm.tokens_per_step / median, baseline.tokens_per_step / base
-    same = arm.batch == baseline.batch  # Else only tokens/s compare.
+    same = arm.batch == baseline.batch  # otherwise only tokens/s are comparable
     compared = (REMATERIALIZED, base / median) if same else (None, None)
     table = [driver.time_row(case, name, "step", median, *compared)]
     table.append(row("tokens/s", rate, "", None if same else REMATERIALIZED, None if same else rate / base_rate))

@@ -1,7 +1,8 @@
-"""The Llama of `bench step` and `bench models` in PyTorch, by torch.compile: in bf16, and with torchao's float8.
+"""The Llama of `bench step` and `bench models` in PyTorch with torch.compile: in bf16, and with torchao's float8.
 
-Weights and moments are fp32, what is computed is bf16 (autocast), attention is cuDNN's or FlashAttention's as torch
-chooses, AdamW is torch's fused one. Inductor decides what is recomputed. The head is not quantized, as in our recipes.
+Weights and moments are fp32, and the compute dtype is bf16 (autocast). torch selects cuDNN's attention or
+FlashAttention. AdamW is torch's fused one. Inductor determines rematerialization. As in our recipes, the head is not
+quantized.
 """
 
 import dataclasses
@@ -19,13 +20,13 @@ from experiments.bench import timing
 from experiments.models.llama import LlamaConfig, rope_tables
 from experiments.train.config import Config
 
-# Arm to torchao's name of the recipe.
+# torchao's recipe by arm.
 _MARK = "torch: "
 ARMS = {"torch bf16": None, "torchao tensorwise": "tensorwise", "torchao rowwise": "rowwise"}
 
 
 def missing(arm: str) -> str | None:
-    """Why an arm cannot run in this environment, or None."""
+    """Returns the reason why an arm cannot run in this environment, or None."""
     absent = [name for name in ("torch", *(["torchao"] if ARMS[arm] else [])) if importlib.util.find_spec(name) is None]
     if absent:
         return f"{' and '.join(absent)} not importable: rows left out"
@@ -39,7 +40,7 @@ def missing(arm: str) -> str | None:
 
 
 def available(arms: Iterable[str] = tuple(ARMS)) -> Iterator[str]:
-    """The arms that can run; others are reported."""
+    """Yields the arms that can run. Prints the others."""
     for arm in arms:
         reason = missing(arm)
         if reason is None:
@@ -52,9 +53,9 @@ class TorchTimes(NamedTuple):
     """The measurements of an arm.
 
     Attributes:
-        late: time of a step in a loop that reads each loss when the next step has started.
-        synchronised: time of a step in a loop that reads each loss at once.
-        memory: GB of temporaries, and of everything, at the peak.
+        late: seconds per step in a loop that reads each loss after the next step has started.
+        synchronised: seconds per step in a loop that reads each loss at once.
+        memory: peak GB of temporaries, and peak GB in total.
     """
 
     late: timing.Seconds
@@ -65,19 +66,19 @@ class TorchTimes(NamedTuple):
 def measured(
     arms: Sequence[str], llama: LlamaConfig, batch: int, length: int, rounds: int, steps: int
 ) -> dict[str, TorchTimes]:
-    """Times and memory of the arms that can run here, in a separate process, which leaves the GPU empty.
+    """Returns times and memory of the arms that can run here, from a separate process, which frees the GPU.
 
     Args:
         arms: names of `ARMS`.
         llama, batch, length: the model and its batch.
-        rounds, steps: as `timing.in_turns` takes them.
+        rounds, steps: arguments of `timing.in_turns`.
     """
     if timing.dry() or not (arms := list(available(arms))):
         return {}
     request = {"arms": arms, "llama": dataclasses.asdict(llama), "batch": batch, "length": length, "rounds": rounds,
              "steps": steps}  # fmt: skip
     command = [sys.executable, "-m", "experiments.bench.step_torch", json.dumps(request)]
-    # JAX makes the tables of positions there, and takes none of the GPU for it.
+    # That process uses JAX only for the tables of positions, on the CPU.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     results = []
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -96,7 +97,7 @@ def measured(
 
 
 def main(request: str) -> None:
-    """Runs arms as `measured` asks for them, and prints a line of JSON after each."""
+    """Runs the arms of a request of `measured`, and prints a line of JSON after each."""
     settings = json.loads(request)
     llama = LlamaConfig(**settings["llama"])
     for name in settings["arms"]:
@@ -109,7 +110,7 @@ def main(request: str) -> None:
 
 
 class Waiting:
-    """What torch computes, such as the loss of a step: `jax.block_until_ready` waits for it, and for nothing later."""
+    """A pending torch value, such as a loss. `jax.block_until_ready` waits for it, but not for later work."""
 
     def __init__(self, torch: Any, value: Any) -> None:
         self.value, self.end = value, torch.cuda.Event()
@@ -121,10 +122,10 @@ class Waiting:
 
 
 class TorchArm:
-    """A training step of torch, and the state that it updates.
+    """A training step in torch, with its state.
 
     Attributes:
-        memory: GB of temporaries, and of everything, at the peak of the first steps, as torch's allocator counts.
+        memory: peak GB of temporaries and peak GB in total during the first steps, from torch's allocator.
     """
 
     def __init__(self, name: str, llama: LlamaConfig, batch: int, length: int) -> None:
@@ -146,7 +147,7 @@ class TorchArm:
         self.optimizer = torch.optim.AdamW(groups, optim.lr, (optim.b1, optim.b2), optim.eps, fused=True)
         self.model = torch.compile(model)
         self.tokens = torch.randint(0, llama.vocab, (batch, length + 1), device="cuda")
-        # The optimizer's state is made in the first step; the peak is that of the next ones.
+        # The first step creates the optimizer's state. The peak is that of the following steps.
         self().block_until_ready()
         torch.cuda.reset_peak_memory_stats()
         weights_bytes = torch.cuda.memory_allocated()
@@ -166,7 +167,7 @@ class TorchArm:
         return Waiting(self.torch, loss.detach())
 
     def synchronised(self) -> Waiting:
-        """One step, and the host waits for its end."""
+        """Runs one step and waits for its end."""
         return self().block_until_ready()
 
     def close(self) -> None:
@@ -177,7 +178,7 @@ class TorchArm:
 
 
 def build(torch: Any, config: LlamaConfig, length: int) -> Any:
-    """The model as a torch module from tokens (B, T + 1) to the mean cross-entropy; weights in fp32."""
+    """Returns the model as a torch module with fp32 weights, from tokens (B, T + 1) to the mean cross-entropy."""
     nn, functional = torch.nn, torch.nn.functional
     cosine, sine = (
         torch.tensor(table.tolist())[None, :, None, :]

@@ -1,4 +1,4 @@
-"""How everything here is timed and recorded: arms of a case in turns, in one process; medians, quartiles, ratios."""
+"""Times the arms of a case in turns, in one process, and records medians, quartiles and ratios."""
 
 import concurrent.futures
 import contextlib
@@ -23,12 +23,12 @@ L2_BYTES = 50 << 20
 
 
 def copies(bytes_of_one: int) -> int:
-    """Sets of operands of one program: larger than the L2 cache, and enough to hide the start of a program."""
+    """Returns the number of operand sets of a program, to exceed the L2 cache and to hide the start of the program."""
     return int(max(8, -(-3 * L2_BYTES // bytes_of_one)))
 
 
 class DryProgram:
-    """In place of a compiled program in a dry run: traced for a Hopper GPU, its results are zeros."""
+    """Replaces a compiled program in a dry run. It is traced for a Hopper GPU, and its results are zeros."""
 
     def __init__(self, function: Callable[..., Any], *operands: Any) -> None:
         with choice.target(capability=90):
@@ -46,12 +46,12 @@ class DryProgram:
 
 
 def traced(function: Callable[..., Any], *operands: Any, **options: Any) -> Any:
-    """A function compiled for operands, with options of `jax.jit`; in a dry run a `DryProgram`."""
+    """Compiles a function for operands, with options of `jax.jit`. In a dry run, returns a `DryProgram`."""
     return lowered(function, *operands, **options)()
 
 
 def lowered(function: Callable[..., Any], *operands: Any, **options: Any) -> Callable[[], Any]:
-    """The same in two parts: the program is lowered now, and the returned function compiles it, in any thread."""
+    """Lowers a function now, and returns a function that compiles it, in any thread."""
     if dry():
         program = DryProgram(function, *operands)
         return lambda: program
@@ -61,10 +61,9 @@ def lowered(function: Callable[..., Any], *operands: Any, **options: Any) -> Cal
 def compiled(
     functions: Mapping[str, Callable[..., Any]], sets: Sequence[tuple[Any, ...]], workers: int = 12
 ) -> dict[str, Callable]:
-    """Each function, jitted over all sets of operands, compiled and run once; those that fail are reported and skipped.
+    """Compiles each function over all sets of operands, and runs it once. Functions that fail are reported and skipped.
 
-    The number of workers limits the number of simultaneous compilations. If XLA measures the algorithms of cuBLASLt,
-    simultaneous compilations disturb each other.
+    `workers` limits simultaneous compilations. They disturb each other if XLA measures the algorithms of cuBLASLt.
     """
 
     def build(function: Callable[..., Any]) -> Callable[[], Any]:
@@ -85,20 +84,20 @@ def compiled(
 
 
 def report_failure(name: str, problem: Exception) -> None:
-    """Prints why an implementation has no rows; a dry run raises it."""
+    """Prints why an implementation has no rows. A dry run raises the error."""
     if dry():
         raise problem
     print(f"  {name} failed: {type(problem).__name__} {str(problem)[:300]}".replace("\n", " "), flush=True)
 
 
 def keep_triton_cache() -> None:
-    """Unsets TRITON_CACHE_DIR if jax-triton has emptied it: torch and peers' own kernels need a folder."""
+    """Unsets TRITON_CACHE_DIR if jax-triton has set it to "": kernels of torch and peers need a folder."""
     if not os.environ.get("TRITON_CACHE_DIR"):
         os.environ.pop("TRITON_CACHE_DIR", None)
 
 
 class Seconds(float):
-    """A median time, with the times of all rounds that it is of."""
+    """A median time, with the times of all rounds."""
 
     rounds: Sequence[float]
 
@@ -108,13 +107,13 @@ class Seconds(float):
         return self
 
     def quartiles(self, convert: Callable[[float], float] = float) -> list[float]:
-        """The lower and the upper quartile of the rounds, each converted, such as to a rate."""
+        """Returns the lower and upper quartile of the rounds, after a conversion, such as to a rate."""
         low, high = np.percentile([convert(t) for t in self.rounds], [25, 75])
         return [float(low), float(high)]
 
 
 def seconds(ready: dict[str, Callable], rounds: int, burst: float) -> dict[str, Seconds]:
-    """Median time of a call of each, `in_turns`, with as many calls in a round as take about `burst` seconds."""
+    """Returns the median time per call of each function, `in_turns`, with rounds of about `burst` seconds."""
     burst = 0.0 if dry() else burst
     calls = {name: max(2, int(burst / max(_run(call, 2), 1e-6))) for name, call in ready.items()}
     return in_turns(ready, rounds, calls)
@@ -126,11 +125,11 @@ def in_turns(
     calls: dict[str, int],
     after: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Seconds]:
-    """Median time of a call of each, of several rounds of so many calls; a round first runs as many untimed.
+    """Returns the median time per call of each function, over rounds of untimed and timed calls.
 
-    The order is another one in each round and each call: what ran before sets a clock that outlasts the untimed run.
-    `after` is told which one's turn is over. Python's garbage collector leaves alone what there is before: it would
-    stop some rounds to look at all that tracing the programs of all has left, as docs/faq.md says of training loops.
+    The order differs in each round: the previous arm affects the GPU's clock for longer than the untimed calls. `after`
+    is called with the name of an arm after its turn. Existing objects are frozen for Python's garbage collector: a
+    collection of all objects from tracing would interrupt rounds (docs/faq.md).
     """
     rounds, calls = (1, dict.fromkeys(ready, 1)) if dry() else (rounds, calls)
     names = list(ready)
@@ -145,8 +144,10 @@ def in_turns(
 
 
 def late(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Steps of which the host reads the result of the one before when it has started the next: the GPU has one in hand
-    at the beginning of a round and at its end, and waits for the host in neither."""
+    """Returns a step function that reads the result of the previous step after starting the next.
+
+    The GPU always has a pending step, so it never waits for the host.
+    """
     last: Any = None
 
     def call() -> Any:
@@ -159,7 +160,7 @@ def late(step: Callable[[], Any]) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def left_alone() -> Iterator[None]:
-    """Python's garbage collector does not look at what there is now."""
+    """A context in which Python's garbage collector ignores existing objects."""
     gc.collect()
     gc.freeze()
     try:
@@ -180,7 +181,7 @@ def _run(call: Callable, calls: int) -> float:
 
 def row(case: str, impl: str, metric: str, value: float | None, unit: str, baseline: str | None = None,
         ratio: float | None = None, quartiles: Sequence[float] | None = None) -> Row:  # fmt: skip
-    """A row of a results file, which is also printed; `quartiles` are those of the value."""
+    """Returns a row of a results file, and prints it. `quartiles` are those of the value."""
     ratio_text = f"   {ratio:.3f} of {baseline}" if ratio is not None else ""
     shown = "-" if value is None else f"{value:.4g}"
     spread = f" ({quartiles[0]:.4g} to {quartiles[1]:.4g})" if quartiles else ""
@@ -194,9 +195,9 @@ MEAN = "geometric mean"
 
 
 def compared(rows: Sequence[Row], metric: str, last_resort: str | None = None) -> dict[str, list[Row]]:
-    """The rows of each implementation that have a ratio.
+    """Returns the rows of each implementation that have a ratio.
 
-    Without those where there was nothing but `last_resort` to compare with, which other cases have a peer in place of.
+    Rows relative to `last_resort` are left out if other cases have a peer as baseline.
     """
     groups: dict[str, list[Row]] = {}
     for r in rows:
@@ -209,8 +210,7 @@ def compared(rows: Sequence[Row], metric: str, last_resort: str | None = None) -
 
 
 def means(rows: Sequence[Row], metric: str, last_resort: str | None = None) -> list[Row]:
-    """Geometric means of the ratios of each implementation over all cases that are `compared`; their number is
-    printed."""
+    """Returns geometric means of the ratios of each implementation over its `compared` cases. Prints their number."""
     cases = {r["case"] for r in rows}
     means = []
     for impl, mine in compared(rows, metric, last_resort).items():
@@ -226,7 +226,7 @@ def _mean(rows: Sequence[Row]) -> float:
 
 
 def plot(rows: Sequence[Row], title: str, path: Path, last_resort: str | None = None) -> None:
-    """A panel for each metric: ratios of every implementation, one dot a case, and their geometric mean as a line."""
+    """Draws a panel per metric: ratios of implementations, a dot per case, and their geometric means as lines."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -261,12 +261,12 @@ def plot(rows: Sequence[Row], title: str, path: Path, last_resort: str | None = 
 
 
 def dry() -> bool:
-    """Whether everything runs but what needs a GPU: small operands, programs traced and not run, results zeros."""
+    """Returns whether this is a dry run: small operands, programs that are traced but not run, results of zeros."""
     return bool(os.environ.get("FP8JAX_DRY"))
 
 
 def need_gpu() -> None:
-    """Exits without a GPU: benchmarks never fall back. Prints the device and XLA's flags."""
+    """Exits if there is no GPU: benchmarks have no fallback. Prints the device and XLA's flags."""
     device = jax.devices()[0]
     if device.platform != "gpu" and not dry():
         sys.exit(f"this benchmark needs a GPU, found {device.device_kind}; it never falls back")

@@ -32,9 +32,9 @@ class Training(NamedTuple):
 
 
 def get_recipe(arm: str) -> fp8jax.Recipe:
-    """The recipe of an arm, as `arms.parse` takes it, or "auto:" and a preset, which is taken where layers gain.
+    """Returns the recipe of an arm: an argument of `arms.parse`, or "auto:" and a preset for layers that become faster.
 
-    "prequantized:" or "observed:" may stand before it.
+    "prequantized:" or "observed:" may precede it.
 
     Raises:
         ValueError: no preset has this name.
@@ -45,7 +45,7 @@ def get_recipe(arm: str) -> fp8jax.Recipe:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean over a batch, in fp32."""
+    """Returns the mean over a batch, in fp32."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), labels).mean()
 
 
@@ -61,7 +61,7 @@ def _key() -> jax.Array:
 
 
 def _training(arm: str, begin: Callable[[], Any], step: Callable[..., tuple[Any, Any]]) -> Training:
-    """The steps, observed if the arm says it."""
+    """Returns the training functions, with telemetry for "observed:" arms."""
 
     def observed(*args: Any) -> tuple[Any, Any]:
         (state, value), statistics = fp8jax.telemetry(step)(*args)
@@ -71,7 +71,7 @@ def _training(arm: str, begin: Callable[[], Any], step: Callable[..., tuple[Any,
 
 
 def nnx_training(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
-    """With `nnx.Optimizer` for bf16, `fp8jax.nnx.Optimizer` for the others."""
+    """Returns training in Flax NNX: `nnx.Optimizer` for bf16, `fp8jax.nnx.Optimizer` for other arms."""
 
     def begun() -> Any:
         model = make(nnx.Rngs(_key()))
@@ -93,7 +93,7 @@ def nnx_training(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
 
 
 def linen_training(shape: tuple[int, ...], arm: str) -> Training:
-    """With Flax's `TrainState` for bf16, `fp8jax.linen.TrainState` for the others."""
+    """Returns training in Flax Linen: Flax's `TrainState` for bf16, `fp8jax.linen.TrainState` for other arms."""
     model: linen.Module = LinenLlama(*shape)
     kind: Any = TrainState
     if arm != BASE:
@@ -115,7 +115,7 @@ def linen_training(shape: tuple[int, ...], arm: str) -> Training:
 
 
 def equinox_training(shape: tuple[int, ...], arm: str) -> Training:
-    """With `eqx.filter_value_and_grad`, of `fp8jax.filter_transform`'s loss for others than bf16."""
+    """Returns training in Equinox, with `fp8jax.filter_transform` for arms other than bf16."""
     import equinox as eqx
 
     from experiments.models.plain_equinox import EquinoxLlama, in_bf16

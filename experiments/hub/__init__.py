@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face, in and out of `experiments.models`: docs/howto/hugging_face.md lists the families.
+"""Reads and writes Hugging Face checkpoints for `experiments.models`. docs/howto/hugging_face.md lists the families.
 
 Imports run one way: `files`, `fields` -> `families` -> `quantized` -> `load`, `save`.
 """

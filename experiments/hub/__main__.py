@@ -1,4 +1,4 @@
-"""Writes a checkpoint of Hugging Face: `python -m experiments.hub --help`.
+"""Writes a Hugging Face checkpoint: `python -m experiments.hub --help`.
 
     python -m experiments.hub --run runs/NAME --recipe coat --out DIR --eight recipe
     python -m experiments.hub --model DIR --out OTHER --eight block
@@ -24,25 +24,25 @@ from experiments.train.checkpoint import quiet
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """Write a trained model, or a checkpoint of Hugging Face, as a checkpoint of Hugging Face."""
+    """Write a trained model, or a Hugging Face checkpoint, as a Hugging Face checkpoint."""
 
     out: Path
-    """Folder to write; it must not be there."""
+    """Folder to write; it must not exist."""
     run: Path | None = None
     """Folder of a run of experiments.train, such as runs/NAME."""
     recipe: str | None = None
-    """Which of its recipes; the newest checkpoint is taken."""
+    """Recipe of the run; its newest checkpoint is written."""
     model: str | None = None
-    """In place of a run: folder of a checkpoint of Hugging Face, or its name in the local cache."""
+    """Instead of a run: folder of a Hugging Face checkpoint, or its name in the local cache."""
     dtype: Literal["bfloat16", "float32", "float16", "same"] = "bfloat16"
-    """Of what is written; same keeps what is there."""
+    """Dtype of written weights; same keeps the dtypes."""
     eight: Literal["none", "recipe", "recipe-deepseek", "tensor", "channel", "block", "deepseek"] = "none"
-    """8-bit codes of linear layers: those that the recipe's layers multiply by (in compressed-tensors, or in DeepSeek's
-    format), or new ones with a scale a tensor, an output (channel) or a block of 128 x 128."""
+    """8-bit codes of linear layers: those of the recipe's matmuls (in the format compressed-tensors or DeepSeek's), or
+    new ones with a scale per tensor, output (channel) or block of 128 x 128."""
     activations: bool = False
-    """Tell servers to quantize the inputs of these layers, too."""
+    """Let servers also quantize the inputs of these layers."""
     shard_gb: float = 5.0
-    """Most GB of a file."""
+    """Maximum GB of a file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write(settings: Export) -> list[str]:
-    """Does what the command line asks for; returns as `save.save`.
+    """Writes the checkpoint of a command line. Returns the result of `save.save`.
 
     Raises:
         UserError: an error that the user can fix.

@@ -1,7 +1,7 @@
 """The families of checkpoints: to add one, add a record to `ALL`, and a case to tests/experiments/hub_cases.py.
 
-A record describes how config.json becomes a `LlamaConfig` and the reverse, and the name of each tensor in both.
-Matrices lie there as (outputs, inputs), here as (inputs, outputs), and layers are stacked here.
+A record converts config.json to a `LlamaConfig` and back, and maps the names of tensors. Matrices are (outputs, inputs)
+in checkpoints, and (inputs, outputs) in `LlamaConfig`'s models, with stacked layers.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ class Tensor:
     """A tensor of a checkpoint.
 
     Attributes:
-        name: theirs; the first "{}" is the layer's number, the second the expert's.
-        paths: the leaves here that lie in it, one after the other along its outputs.
-        part: which part of the leaf's outputs it is, and of how many equal parts.
+        name: name in the checkpoint; the first "{}" is the layer's number, the second the expert's.
+        paths: the model's leaves in the tensor, concatenated along its outputs.
+        part: index of the tensor's part of the leaf's outputs, and number of equal parts.
         is_transposed: whether it is (outputs, inputs).
         linear: whether it is the weight of a linear layer other than the head, which 8-bit formats quantize.
         router: whether it belongs to a router, which readers of 8-bit formats must not quantize.
@@ -39,22 +39,22 @@ class Tensor:
 
     @property
     def depth(self) -> int:
-        """How many leading axes its leaves stack: layers, and experts."""
+        """Number of leading axes of its leaves that stack layers or experts."""
         return self.name.count("{}")
 
     def shapes(self, flat: Mapping[str, Any]) -> list[tuple[int, ...]]:
-        """The shapes of what it holds of each of its leaves, of one layer and expert."""
+        """Returns the shape of its part of each leaf, for one layer and expert."""
         suffixes = [flat[path].shape[self.depth :] for path in self.paths]
         return [(*shape[:-1], shape[-1] // self.part[1]) for shape in suffixes]
 
     def shape(self, flat: Mapping[str, Any]) -> tuple[int, ...]:
-        """The stored shape of the tensor of one layer and expert."""
+        """Returns the stored shape of the tensor, for one layer and expert."""
         shapes = self.shapes(flat)
         whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
         return whole[::-1] if self.is_transposed else whole
 
     def indices(self, config: LlamaConfig) -> Iterator[tuple[int, ...]]:
-        """The numbers that its names have, and the indices of its leaves."""
+        """Yields the numbers in its names, which are indices of its leaves."""
         return np.ndindex(*(config.layers, config.experts)[: self.depth])
 
 
@@ -64,12 +64,12 @@ class Family:
 
     Attributes:
         name: `model_type`.
-        architecture: the class of transformers.
-        read: fields of config.json to a shape.
-        write: a shape to fields of config.json; what it cannot say, `read` does not give back.
-        tensors: a shape's tensors.
-        unused: names of tensors, by their ends, that older files hold and nobody reads: buffers.
-        prefix: of names, which some files leave out.
+        architecture: class name in transformers.
+        read: converts fields of config.json to a shape.
+        write: converts a shape to fields of config.json. `read` returns another shape if they cannot represent it.
+        tensors: returns the tensors of a shape.
+        unused: suffixes of names of tensors (buffers) in older files that are ignored.
+        prefix: prefix of names, which some files omit.
     """
 
     name: str
@@ -82,12 +82,12 @@ class Family:
 
 
 def _llama(fields: Fields, bias: str = "", **settings: Any) -> LlamaConfig:
-    """The names that all families except GPT-2 share."""
+    """Reads the fields that all families except GPT-2 share."""
     theta, scaling = fields.rope()
     fields.only("hidden_act", "silu", default="silu")
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
-    # Of other kinds of rotary positions, which files of some families say that they have not.
+    # Fields of other kinds of rotary positions. Some families' files state that they are off.
     fields.only("rope_interleaved", False)
     fields.only("use_mrope", False)
     heads, dim = fields.count("num_attention_heads"), fields.count("hidden_size")
@@ -166,7 +166,7 @@ def _llama_tensors(
 
 
 def _qwen(fields: Fields, **settings: Any) -> LlamaConfig:
-    # Without use_sliding_window the window is of no effect.
+    # Without use_sliding_window, the window has no effect.
     fields.only("use_sliding_window", False)
     fields.take("sliding_window", None)
     fields.take("max_window_layers", None)
@@ -187,7 +187,7 @@ def _mixtral_fields(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _qwen3_moe(fields: Fields) -> LlamaConfig:
-    # All layers have experts: no MLP has the width intermediate_size.
+    # All layers have experts, so no MLP has the width intermediate_size.
     fields.only("decoder_sparse_step", 1)
     fields.only("mlp_only_layers", [])
     fields.take("intermediate_size", None)
@@ -329,10 +329,10 @@ ALL = (
 
 
 def read(path: Path, content: dict[str, Any]) -> tuple[Family, LlamaConfig]:
-    """The family of a config.json and the shape that it describes.
+    """Returns the family of a config.json, and its shape.
 
     Raises:
-        UserError: of an unknown architecture, with unknown fields, or impossible.
+        UserError: the architecture or a field is unknown, or the shape is invalid.
     """
     names = content.get("architectures") or [None]
     if not isinstance(names, list):
@@ -355,7 +355,7 @@ def read(path: Path, content: dict[str, Any]) -> tuple[Family, LlamaConfig]:
 
 
 def of(config: LlamaConfig) -> Family:
-    """The family for a model of this shape: the first one with a config.json that can describe it.
+    """Returns the family for a shape: the first one whose config.json can represent it.
 
     Raises:
         UserError: there is none.

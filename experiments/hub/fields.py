@@ -7,7 +7,7 @@ from typing import Any
 from experiments.errors import UserError
 from experiments.models.rope import RopeScaling
 
-# What changes no logits: training, generation, bookkeeping, tasks other than language models, how it was computed.
+# Fields that do not change logits: training, generation, bookkeeping, other tasks, implementation.
 HARMLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _model_name_or_path _name_or_path architectures
@@ -30,16 +30,16 @@ _REQUIRED = object()
 
 
 class Fields:
-    """The fields of a config.json, each to be read once; `close` refuses what nobody has read."""
+    """The fields of a config.json, each to be read once. `close` rejects unread fields."""
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self.path, self._left = path, dict(content)
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A field's value; the default where it is missing or null.
+        """Returns a field's value, or the default if it is missing or null.
 
         Raises:
-            UserError: there is no default.
+            UserError: the field is missing and has no default.
         """
         value = self._left.pop(name, None)
         if value is not None:
@@ -49,10 +49,10 @@ class Fields:
         return default
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """As `take`, of a finite number.
+        """`take` for a finite number.
 
         Raises:
-            UserError: it is none.
+            UserError: the value is not a finite number.
         """
         value = self.take(name, default)
         if value is not None and not _finite(value):
@@ -60,17 +60,17 @@ class Fields:
         return value
 
     def count(self, name: str, default: Any = _REQUIRED) -> Any:
-        """As `number`, of a whole one."""
+        """`number` for an integer."""
         value = self.number(name, default)
         if value is not None and not isinstance(value, int):
             raise UserError(f"{self.path}: {name} is {value!r}, not an integer")
         return value
 
     def only(self, name: str, *allowed: Any, default: Any = None) -> Any:
-        """As `take`, for a field with only some supported values.
+        """`take` for a field with only some supported values.
 
         Raises:
-            UserError: it has another one.
+            UserError: the value is not supported.
         """
         value = self.take(name, default)
         if value != default and value not in allowed:
@@ -85,10 +85,10 @@ class Fields:
             raise UserError(f"{self.path}: layer_types has {sorted(set(kinds))}; only {kind} is supported")
 
     def rope(self) -> tuple[float, RopeScaling | None]:
-        """Base of the rotary frequencies and their scaling, in the words of transformers 5 or in those before.
+        """Returns the base of the rotary frequencies and their scaling, from fields of transformers 5 or older.
 
         Raises:
-            UserError: scaling of another type than "llama3".
+            UserError: the scaling type is not "llama3".
         """
         theta, parts = self.number("rope_theta", 10_000.0), dict[str, Any]()
         for name in ("rope_scaling", "rope_parameters"):
@@ -114,7 +114,7 @@ class Fields:
         return theta, scaling
 
     def close(self) -> None:
-        """Refuses fields that are left, are not null, and may change the model."""
+        """Rejects unread fields that are not null and may change the model."""
         left = {k: v for k, v in self._left.items() if v is not None and k not in HARMLESS}
         if left:
             listed = ", ".join(f"{k} = {v!r}" for k, v in sorted(left.items()))
@@ -124,12 +124,12 @@ class Fields:
 def _finite(value: Any) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    # An integer may have more digits than a float can hold.
+    # An integer may exceed the range of floats.
     return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
 
 
 def rope_fields(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """What `Fields.rope` reads, in the words that every version understands."""
+    """Returns the fields for `Fields.rope`, in a form that all versions of transformers read."""
     if scaling is None:
         return {"rope_theta": theta, "rope_scaling": None}
     rope = {

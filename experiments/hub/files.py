@@ -1,7 +1,7 @@
-"""A folder of safetensors: where each tensor lies, checked; and reading one at a time.
+"""A folder of safetensors files: locations of tensors, checks, and reading of single tensors.
 
-The library `safetensors` checks a file's header (its length, JSON, offsets, and that the file is whole). Bytes are read
-here, because its NumPy side has no 8-bit floats, and because a mapped file counts as memory of the process.
+The library `safetensors` checks a file's header (length, JSON, offsets, size of the file). This module reads the bytes,
+because the library's NumPy interface has no 8-bit floats, and because mapped files count as memory of the process.
 """
 
 import dataclasses
@@ -21,8 +21,7 @@ from experiments.files import parse_json, read_bytes, read_text
 from fp8jax.ops.products import peft_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# The entry of `__metadata__` in the first file of weights that `write_entry` writes and `check` reads; and the field of
-# config.json that turns this check off.
+# The key of `entry` in `__metadata__` of the first file of weights, and the field of config.json that disables `check`.
 FOLDER, UNCHECKED = "fp8jax.folder", "fp8jax_digests"
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -48,20 +47,20 @@ class Stored:
 
     @property
     def dtype(self) -> np.dtype:
-        """As NumPy has it.
+        """NumPy dtype.
 
         Raises:
-            UserError: it is none that a weight is stored in.
+            UserError: weights cannot have this dtype.
         """
         if self.kind not in _DTYPES:
             raise UserError(f"{self.file}: {self.name} is stored as {self.kind}; weights are {', '.join(_DTYPES)}")
         return _DTYPES[self.kind]
 
     def read(self) -> np.ndarray:
-        """The tensor, read now.
+        """Reads the tensor.
 
         Raises:
-            UserError: as `dtype`; or the file changed since it was opened, or since it was written with its digests.
+            UserError: see `dtype`; or the file has changed since it was opened, or does not match its digests.
         """
         count = int(np.prod(self.shape, dtype=np.int64))
         try:
@@ -79,7 +78,7 @@ class Stored:
 
 
 def resolve(source: str | Path) -> Path:
-    """A folder, or the folder in the local cache that `hf download OWNER/NAME` created. Nothing is downloaded.
+    """Returns a folder, or the folder of `hf download OWNER/NAME` in the local cache. Does not download.
 
     Raises:
         UserError: neither exists.
@@ -90,7 +89,7 @@ def resolve(source: str | Path) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(str(source), local_files_only=True))
-    except Exception as error:  # the library's own, and ValueError for what can be no name
+    except Exception as error:  # errors of the library, and ValueError for an invalid name
         raise UserError(
             f"{source} is neither a folder nor a model in the local cache ({type(error).__name__}); download it with "
             "`hf download OWNER/NAME`"
@@ -98,10 +97,10 @@ def resolve(source: str | Path) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Returns the JSON object in a file.
 
     Raises:
-        UserError: the file is missing, or is something else.
+        UserError: the file is missing, or is not a JSON object.
     """
     try:
         content = parse_json(read_text(path))
@@ -115,7 +114,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def tensors(folder: Path) -> dict[str, Stored]:
-    """All tensors of a checkpoint by name, in one file or in those of its index; only headers are read.
+    """Returns all tensors of a checkpoint by name, from one file or the files of an index. Reads only headers.
 
     Raises:
         UserError: a file is missing, damaged, or outside of the folder; or files and index do not agree.
@@ -165,11 +164,11 @@ def _header(path: Path) -> dict[str, Stored]:
 
 
 def entry(settings: Mapping[str, Any], contents: Mapping[str, bytes]) -> dict[str, str]:
-    """The entry of `__metadata__` that `check` compares a folder with.
+    """Returns the entry of `__metadata__` for `check`.
 
     Args:
-        settings: what config.json says of the model, as JSON.
-        contents: of the files that are stored with the weights, by name.
+        settings: model settings in config.json, as JSON.
+        contents: contents of the files that are stored with the weights, by name.
     """
     files = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     return {FOLDER: json.dumps({"config": settings, "files": files})}
@@ -178,14 +177,14 @@ def entry(settings: Mapping[str, Any], contents: Mapping[str, bytes]) -> dict[st
 def check(folder: Path, settings: Mapping[str, Any] | None = None) -> None:
     """Compares the files stored with the weights with their state when the weights were written.
 
-    A folder of another program has nothing to compare with. config.json may turn the check off.
+    Folders of other programs have no entry and are not checked. config.json may disable the check.
 
     Args:
-        folder: of the checkpoint.
-        settings: what config.json says of the model; None compares the other files alone.
+        folder: folder of the checkpoint.
+        settings: model settings in config.json; None compares only the other files.
 
     Raises:
-        UserError: a file is another one, or config.json says something else. The message names what.
+        UserError: a file or a setting in config.json has changed. The message names it.
     """
     written = _written(folder)
     if not written or read_json(folder / "config.json").get(UNCHECKED) is False:
@@ -206,7 +205,7 @@ def check(folder: Path, settings: Mapping[str, Any] | None = None) -> None:
 
 
 def _written(folder: Path) -> dict[str, Any]:
-    """The entry of a folder's weights; empty where they have none, or there are no weights."""
+    """Returns the entry of a folder's weights; empty without entry or weights."""
     path = folder / SINGLE
     if (folder / INDEX).is_file():
         places = read_json(folder / INDEX).get("weight_map")
@@ -220,7 +219,7 @@ def _written(folder: Path) -> dict[str, Any]:
         tensors = {} if text is None else parse_json(text)
         if text is not None and not all(isinstance(tensors[name], dict) for name in ("config", "files")):
             raise ValueError(f"{FOLDER} in its metadata is damaged")
-    except Exception as error:  # SafetensorError, OSError, and of a damaged entry
+    except Exception as error:  # SafetensorError, OSError, and errors of a damaged entry
         raise UserError(f"{path} is damaged or not a safetensors file ({str(error).splitlines()[0]})") from None
     result: dict[str, Any] = tensors
     return result
@@ -231,7 +230,7 @@ def _is_name(name: Any) -> bool:
 
 
 def read_sidecar(folder: Path, name: str) -> bytes | None:
-    """The content of a file of a checkpoint; None where there is none.
+    """Returns the content of a file of a checkpoint, or None if it does not exist.
 
     Links are followed within the folder, and from a snapshot of the local cache to its own blobs.
 

@@ -1,4 +1,4 @@
-"""A checkpoint of Hugging Face as a model here: `load(folder)`."""
+"""Loads a Hugging Face checkpoint as a model of `experiments.models`: `load(folder)`."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,10 +26,10 @@ class Loaded:
     """A checkpoint in memory.
 
     Attributes:
-        folder: it lies in.
-        family: of it.
+        folder: folder of the checkpoint.
+        family: family of the checkpoint.
         config: the model's shape.
-        params: nested dict of arrays, as `nnx.to_pure_dict(nnx.state(Llama(config, ...), nnx.Param))` gives.
+        params: nested dict of arrays, like `nnx.to_pure_dict(nnx.state(Llama(config, ...), nnx.Param))`.
     """
 
     folder: Path
@@ -38,7 +38,7 @@ class Loaded:
     params: Any
 
     def model(self, dtype: jax.typing.DTypeLike = jnp.bfloat16, **settings: Any) -> Llama:
-        """The model with these parameters, computing in `dtype`; settings as `Llama` takes them."""
+        """Returns the model with these parameters and compute dtype `dtype`. `settings` are arguments of `Llama`."""
         structure = nnx.eval_shape(lambda: Llama(self.config, dtype=dtype, rngs=nnx.Rngs(0), **settings))
         return nnx.merge(nnx.graphdef(structure), self.params)
 
@@ -50,20 +50,19 @@ def load(
     dtype: jax.typing.DTypeLike | None = None,
     codes: bool = False,
 ) -> Loaded:
-    """Reads a checkpoint, one parameter after the other, so that only one parameter at a time is in memory twice.
+    """Reads a checkpoint parameter by parameter, so that only one parameter at a time is in memory twice.
 
     Args:
         source: a folder, or the name of a model in the local cache.
-        mesh: parameters lie on it as in training (`experiments.mesh.state`), with axes "data" and "fsdp"; None puts
-            them on the default device.
-        dtype: of parameters; None keeps that of each tensor, and makes bfloat16 of 8-bit ones.
-        codes: keep weights that are stored in 8 bits as `FrozenWeight`, their codes and scales, which `fp8jax.linear`
-            and `fp8jax.lora` take; `Loaded.model` does not.
+        mesh: mesh with axes "data" and "fsdp" for parameters, sharded as in training (`experiments.mesh.state`). None
+            for the default device.
+        dtype: dtype of parameters; None keeps those of tensors, with bfloat16 for 8-bit tensors.
+        codes: whether to keep 8-bit weights as `FrozenWeight` (codes and scales), which `fp8jax.linear` and
+            `fp8jax.lora` support, but not `Loaded.model`.
 
     Raises:
-        UserError: the checkpoint is of an unknown family, has unknown settings, lacks tensors or has others, or a file
-            is damaged, by its own form or by the digests that `save` writes. The message names the file and the
-            problem.
+        UserError: the family or a setting is unknown, tensors are missing or unexpected, or a file is damaged (invalid,
+            or not matching the digests of `save`). The message has the file and the problem.
     """
     folder = files.resolve(source)
     content = files.read_json(folder / "config.json")
@@ -76,7 +75,7 @@ def load(
     leaves = []
     for path, place in flatten(places).items():
         parts = sources[path]
-        is_matrix = len(flat[path].shape) == 3  # of each layer
+        is_matrix = len(flat[path].shape) == 3  # stacked layers
         if codes and storage is not None and is_matrix and all(part.scale is not None for part in parts):
             leaves.append(_frozen(parts, storage, flat[path].shape, place))
         else:
@@ -86,10 +85,10 @@ def load(
 
 
 def settings(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The content of a config.json: the model's shape, the format of its weights, and the end-of-text tokens.
+    """Returns the settings of a config.json: the model's shape, the format of its weights, and end-of-text tokens.
 
     Raises:
-        UserError: as `families.read` and `quantized.read`.
+        UserError: see `families.read` and `quantized.read`.
     """
     family, config = families.read(path, content)
     storage = quantized.read(path, content.get("quantization_config"))
@@ -97,7 +96,7 @@ def settings(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     ends = content.get("eos_token_id")
     shape = dataclasses.asdict(config)
     if not config.experts:
-        # Folders that were written before there were experts do not have them.
+        # Folders of versions without experts lack these fields.
         shape = {name: value for name, value in shape.items() if name not in _EXPERT_FIELDS}
     return {"family": family.name, **shape, "weights": weights, "eos_token_id": ends}
 
@@ -106,13 +105,13 @@ _EXPERT_FIELDS = ("experts", "experts_per_token", "normalize_choices")
 
 
 def abstract_params(config: LlamaConfig) -> Any:
-    """The nested dict of a model's parameters, with shapes in place of arrays."""
+    """Returns the nested dict of a model's parameters, with shapes instead of arrays."""
     model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def shardings(abstract: Any, mesh: jax.sharding.Mesh | None) -> Any:
-    """The placement of parameters."""
+    """Returns the shardings of parameters."""
     if mesh is not None:
         return meshes.state(mesh, abstract)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -121,15 +120,15 @@ def shardings(abstract: Any, mesh: jax.sharding.Mesh | None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A range of the outputs of a stored tensor, whose codes may have scales, and the place of a parameter it is for.
+    """A range of outputs of a stored tensor (values, or codes with scales), and its place in a parameter.
 
     Attributes:
         stored: the tensor.
         is_transposed: whether it is (outputs, inputs).
         start, size: the range.
-        index: of the layer, and of the expert, in the parameter.
-        at: the first output there.
-        scale: of codes, or None.
+        index: indices of layer and expert in the parameter.
+        at: first output in the parameter.
+        scale: scales of codes, or None.
     """
 
     stored: Stored
@@ -141,7 +140,7 @@ class Part:
     scale: Stored | None = None
 
     def read(self, storage: EightBits | None) -> np.ndarray:
-        """As the model here has it: (inputs, outputs), or a vector."""
+        """Returns the values in the model's layout: (inputs, outputs), or a vector."""
         values = self.stored.read()
         if storage is not None and self.scale is not None:
             values = quantized.decode(storage, values, quantized.read_scale(storage, self.stored, self.scale))
@@ -150,11 +149,11 @@ class Part:
 
 
 def find(folder: Path, family: Family, config: LlamaConfig, storage: EightBits | None = None) -> dict[str, list[Part]]:
-    """The stored tensors of each parameter, by path: one for each layer, or a single one.
+    """Returns the stored tensors of each parameter, by path: one per layer, or a single one.
 
     Raises:
-        UserError: tensors are missing, or left over, or have other shapes; tied tables differ; or weights are stored in
-            8 bits, and config.json or the scales do not say how.
+        UserError: tensors are missing, unexpected, or have wrong shapes; tied tables differ; or the storage of 8-bit
+            weights is unknown because config.json or scales lack it.
     """
     stored_tensors = _with_prefix(family, files.tensors(folder))
     flat = flatten(abstract_params(config))
@@ -184,12 +183,12 @@ def find(folder: Path, family: Family, config: LlamaConfig, storage: EightBits |
 
 
 def names(tensor: Tensor, config: LlamaConfig) -> Iterator[str]:
-    """A tensor's names, one for each layer and expert."""
+    """Yields a tensor's names, one per layer and expert."""
     return (tensor.name.format(*index) for index in tensor.indices(config))
 
 
 def _with_prefix(family: Family, stored_tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Tensors by their full names; files of the bare model leave out the prefix."""
+    """Returns tensors by full names. Files of the bare model omit the prefix."""
     if any(name.startswith(family.prefix) for name in stored_tensors):
         return stored_tensors
     return {name if name.startswith("lm_head.") else family.prefix + name: x for name, x in stored_tensors.items()}
@@ -198,7 +197,7 @@ def _with_prefix(family: Family, stored_tensors: dict[str, Stored]) -> dict[str,
 def _scale(
     folder: Path, name: str, stored_tensors: dict[str, Stored], tensor: Tensor, storage: EightBits | None
 ) -> str:
-    """The name of the scales of 8-bit codes."""
+    """Returns the name of the scales of 8-bit codes."""
     if storage is None or not tensor.linear or not tensor.is_transposed:
         why = "config.json has no quantization_config" if storage is None else "only linear layers can be"
         raise UserError(f"{stored_tensors[name].file}: {name} is stored in 8 bits, but {why}")
@@ -239,7 +238,7 @@ def _check_tied(head: Stored, table: Stored) -> None:
 def _read(
     parts: list[Part], storage: EightBits | None, shape: tuple[int, ...], dtype: jax.typing.DTypeLike | None
 ) -> np.ndarray:
-    """A whole parameter in memory, its layers and experts stacked."""
+    """Reads a whole parameter, with stacked layers and experts."""
     if dtype is None:
         kinds = {jnp.dtype(jnp.bfloat16) if part.scale is not None else part.stored.dtype for part in parts}
         dtype = jnp.result_type(*kinds)
@@ -256,7 +255,7 @@ def _read(
 
 
 def _frozen(parts: list[Part], storage: EightBits, shape: tuple[int, ...], place: Any) -> Any:
-    """As `_read`, of codes of layers: (layers, outputs, inputs) with their scales."""
+    """Reads codes (layers, outputs, inputs) and scales of a parameter."""
     _, inputs, outputs = shape
     codes = np.empty((len(parts), outputs, inputs), quantized.CODES)
     scales = []
@@ -265,7 +264,7 @@ def _frozen(parts: list[Part], storage: EightBits, shape: tuple[int, ...], place
         row[...] = part.stored.read()
         scales.append(quantized.read_scale(storage, part.stored, part.scale))
     spec = place.spec if isinstance(place, jax.sharding.NamedSharding) else ()
-    # The matrix is transposed: a cut along the last axis but one is along the last one here.
+    # Codes are transposed: the last two axes of the sharding are swapped.
     cut = [*spec, *[None] * (len(shape) - len(spec))]
     cut[-2:] = cut[:-3:-1]
 

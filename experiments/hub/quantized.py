@@ -1,9 +1,9 @@
 """Weights of linear layers as 8-bit codes in a checkpoint: the formats, and the stored arrays of a matrix.
 
-Both formats store float8_e4m3fn codes (outputs, inputs) and fp32 scales that codes are multiplied by, as fp8jax does:
+Both formats store float8_e4m3fn codes (outputs, inputs) and fp32 scales. As in fp8jax, a value is code times scale:
 
-- compressed-tensors, `weight_scale`: one a tensor (1,), one an output (outputs, 1), or one a block;
-- "fp8" of transformers, after DeepSeek-V3: one a block of 128 x 128, `weight_scale_inv`, which is no inverse.
+- compressed-tensors, `weight_scale`: one scale per tensor (1,), per output (outputs, 1), or per block;
+- "fp8" of transformers, after DeepSeek-V3, `weight_scale_inv`: one scale per block of 128 x 128, not its inverse.
 """
 
 import dataclasses
@@ -21,20 +21,20 @@ from fp8jax.core.qtensor import from_bytes, to_bytes
 from fp8jax.ops.products.weights import FrozenWeight
 
 CODES = np.dtype(ml_dtypes.float8_e4m3fn)
-# Specs of the transposed matrix (outputs, inputs).
+# Specs of the transposed matrix, (outputs, inputs).
 SPECS = {"tensor": "e4m3", "channel": "e4m3:token", "block": "e4m3:block128"}
 _METHODS = ("compressed-tensors", "fp8")
 
 
 @dataclasses.dataclass(frozen=True)
 class EightBits:
-    """How the 8-bit weights of a checkpoint are stored.
+    """The storage of 8-bit weights in a checkpoint.
 
     Attributes:
         method: `quant_method`, "compressed-tensors" or "fp8".
-        strategy: what shares a scale: "tensor", "channel" (an output) or "block".
+        strategy: granularity of scales: "tensor", "channel" (an output) or "block".
         block: rows and columns of a block.
-        activations: whether who serves it shall quantize inputs of these layers, too, when they come.
+        activations: whether servers should also quantize inputs of these layers dynamically.
     """
 
     method: str
@@ -48,20 +48,20 @@ class EightBits:
         return "weight_scale_inv" if self.method == "fp8" else "weight_scale"
 
     def fits(self, outputs: int, inputs: int) -> bool:
-        """Whether readers of the format decode this matrix correctly.
+        """Returns whether readers of the format decode this matrix correctly.
 
         transformers 5 derives the blocks of "fp8" from the number of scales, which is wrong if 128 does not divide.
         """
         return self.method != "fp8" or (outputs % self.block[0] == 0 and inputs % self.block[1] == 0)
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """Of the scales of a matrix."""
+        """Returns the shape of the scales of a matrix."""
         if self.strategy == "block":
             return math.ceil(outputs / self.block[0]), math.ceil(inputs / self.block[1])
         return (outputs, 1) if self.strategy == "channel" else (1,)
 
     def fields(self, unquantized: list[str]) -> dict[str, Any]:
-        """The `quantization_config` of a checkpoint in which the modules `unquantized` are not quantized."""
+        """Returns the `quantization_config` of a checkpoint in which the modules `unquantized` are not quantized."""
         if self.method == "fp8":
             return {
                 "quant_method": "fp8",
@@ -88,10 +88,10 @@ class EightBits:
 
 
 def read(path: Path, fields: dict[str, Any] | None) -> EightBits | None:
-    """The storage of 8-bit weights in a config.json; None without one.
+    """Returns the storage of 8-bit weights in a config.json, or None.
 
     Raises:
-        UserError: weights in another format than those in the module's docstring.
+        UserError: the format is not one of those in the module's docstring.
     """
     if not fields:
         return None
@@ -141,10 +141,10 @@ def _block(path: Path, sizes: Any) -> tuple[int, int]:
 
 
 def read_scale(storage: EightBits, codes: Stored, scale: Stored) -> np.ndarray:
-    """The scales of a matrix, fp32, with the shape (outputs or blocks, inputs or blocks) or (1, 1).
+    """Returns the scales of a matrix, fp32, (outputs or blocks, inputs or blocks) or (1, 1).
 
     Raises:
-        UserError: they have another shape, or are not positive and finite.
+        UserError: they have the wrong shape, or are not positive and finite.
     """
     outputs, inputs = codes.shape
     expected, values = storage.shape(outputs, inputs), scale.read().astype(np.float32)
@@ -156,7 +156,7 @@ def read_scale(storage: EightBits, codes: Stored, scale: Stored) -> np.ndarray:
 
 
 def decode(storage: EightBits, codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """The values of a matrix, fp32 (outputs, inputs)."""
+    """Decodes a matrix to fp32 (outputs, inputs)."""
     rows, columns = codes.shape
     if storage.strategy == "block":
         scale = np.repeat(np.repeat(scale, storage.block[0], 0)[:rows], storage.block[1], 1)[:, :columns]
@@ -164,7 +164,7 @@ def decode(storage: EightBits, codes: np.ndarray, scale: np.ndarray) -> np.ndarr
 
 
 def frozen(storage: EightBits, codes: np.ndarray, scale: np.ndarray, put: Any) -> FrozenWeight:
-    """Converts stored matrices (..., outputs, inputs) to weights for products.
+    """Converts stored matrices (..., outputs, inputs) to weights for matmuls.
 
     Raises:
         UserError: blocks are not 128 x 128.
@@ -178,7 +178,7 @@ def frozen(storage: EightBits, codes: np.ndarray, scale: np.ndarray, put: Any) -
 
 
 def encode(w: Any, encoding: Any) -> fp8jax.QTensor:
-    """Codes of a weight (inputs, outputs) as (outputs, inputs).
+    """Returns the codes of a weight (inputs, outputs) as (outputs, inputs).
 
     Args:
         w: the parameter, of any floating dtype.

@@ -1,4 +1,4 @@
-"""A model here as a checkpoint of Hugging Face: `save(folder, config, params)`."""
+"""Saves a model of `experiments.models` as a Hugging Face checkpoint: `save(folder, config, params)`."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from experiments.mesh import flatten
 from experiments.models.shape import LlamaConfig
 from fp8jax.ops.products import peft_files
 
-# What is copied of a checkpoint beside its weights and its config.json.
+# Files of a checkpoint to copy, in addition to weights and config.json.
 SIDECAR_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -37,18 +37,18 @@ SIDECAR_FILES = (
     "generation_config.json",
 )
 
-# Layers that servers make one of, and whose parts must be stored alike.
+# Layers that servers fuse, and that must have the same storage.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 @dataclasses.dataclass(frozen=True)
 class EncodedAs:
-    """Linear layers but the head as 8-bit codes.
+    """8-bit storage of linear layers except the head.
 
     Attributes:
         storage: the format.
         encoding: a spec of the transposed matrix; or the `Linear` of a recipe, for the codes of its forward matmul.
-            Both use the parameter unchanged, as layers do.
+            Both quantize the parameter itself, as layers do.
         codes: existing codes by path, (..., outputs, inputs), as in the layers of a trained model.
     """
 
@@ -83,26 +83,26 @@ def save(
 ) -> list[str]:
     """Writes a checkpoint that transformers can load. In addition to the parameters, only one shard is in memory.
 
-    A killed write leaves no folder of this name, but one with ".partial" after it. The metadata of the weights have
-    digests of tensors and of the other files, which `load` compares.
+    A killed write leaves a folder with the suffix ".partial". The metadata of weights have digests of tensors and of
+    the other files, which `load` compares.
 
     Args:
-        folder: made now; it must not be there.
+        folder: folder to create; it must not exist.
         config: the model's shape.
-        params: its parameters, as `load` gives them.
+        params: parameters in the form of `load`.
         like: a checkpoint of the same shape; its config.json, tokenizer and generation settings are kept.
-        dtype: of what is written; None keeps each parameter's.
-        eight: 8-bit codes for linear layers; the rest as `dtype`.
-        shard_bytes: most bytes of a file, unless one tensor has more.
+        dtype: dtype of weights; None keeps those of parameters.
+        eight: 8-bit storage of linear layers; other weights have `dtype`.
+        shard_bytes: maximum bytes of a file, unless a single tensor has more.
         extra_files: further files by name, such as tokenizer.json.
         fields: further fields of config.json.
 
     Returns:
-        Modules with matrices that `eight` left as they are, since readers of the format would not decode them rightly.
+        Modules that are not stored in 8 bits, because readers of the format would not decode them correctly.
 
     Raises:
-        UserError: no family has such a shape, it is not that of `like`, or the folder exists; or a file of `like` is
-            damaged, or is a link out of its folder.
+        UserError: no family has this shape, or it differs from that of `like`; the folder exists; or a file of `like`
+            is damaged or is a link out of its folder.
         DiskError: a file cannot be written.
     """
     if folder.exists():
@@ -130,7 +130,7 @@ def save(
     content |= {"torch_dtype": _common(parts), **(fields or {})}
     content.pop("dtype", None)
     if eight is not None:
-        # A tied head has no tensors, and is a linear layer to readers all the same.
+        # A tied head has no tensors, but readers treat it as a linear layer.
         content["quantization_config"] = eight.storage.fields(["lm_head", *unquantized])
     contents = {} if like is None else {name: files.read_sidecar(like, name) for name in SIDECAR_FILES}
     contents |= {name: text.encode() for name, text in (extra_files or {}).items()}
@@ -155,7 +155,7 @@ def save(
 
 
 def _common(parts: list[Written]) -> str:
-    """The dtype of most bytes that are no codes, as config.json names it."""
+    """Returns the dtype of most bytes without codes, by its name in config.json."""
     sizes: dict[str, int] = {}
     for part in parts:
         for name, (shape, dtype) in part.kinds.items():
@@ -167,7 +167,7 @@ def _common(parts: list[Written]) -> str:
 def _unquantized_modules(
     tensors: Sequence[Tensor], config: LlamaConfig, flat: dict[str, Any], storage: EightBits
 ) -> list[str]:
-    """Linear layers that stay in 16 bits: routers, those that do not fit, and those that servers fuse with them."""
+    """Returns linear layers that stay in 16 bits: routers, layers that do not fit, and layers fused with them."""
     linear = {
         name.removesuffix(".weight"): storage.fits(*tensor.shape(flat))
         for tensor in tensors if tensor.linear for name in load.names(tensor, config)
@@ -192,7 +192,7 @@ def _parts(
     eight: EncodedAs | None,
     unquantized: list[str],
 ) -> Iterator[Written]:
-    """What is written of a tensor of each layer and expert."""
+    """Yields the written parts of a tensor, for each layer and expert."""
     for at in tensor.indices(config):
         name = tensor.name.format(*at)
         shape = tensor.shape(flat)
@@ -209,7 +209,7 @@ def _parts(
 
 
 def _slice(tensor: Tensor, x: Any, at: tuple[int, ...]) -> Any:
-    """The content of a tensor from a leaf."""
+    """Returns the content of a tensor from a leaf."""
     x, (part, count) = x[at], tensor.part
     size = x.shape[-1] // count
     return x if count == 1 else x[..., part * size : (part + 1) * size]
@@ -248,7 +248,7 @@ def _shards(parts: list[Written], limit: int) -> list[list[Written]]:
 
 
 def _write(folder: Path, shards: list[list[Written]], entry: dict[str, str]) -> None:
-    """Writes the weights; the first file has the entry in its metadata, all have digests."""
+    """Writes the weights. The first file has the entry in its metadata; all files have digests."""
     places: dict[str, str] = {}
     for i, shard in enumerate(shards):
         file = files.SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -260,7 +260,7 @@ def _write(folder: Path, shards: list[list[Written]], entry: dict[str, str]) -> 
         try:
             metadata = {"format": "pt", **(entry if i == 0 else {}), **peft_files.entries(arrays)}
             save_file(arrays, folder / file, metadata=metadata)
-        except Exception as error:  # SafetensorError of the file system
+        except Exception as error:  # SafetensorError wraps errors of the file system
             raise OSError(str(error)) from error
     if len(shards) > 1:
         total = sum(part.nbytes for shard in shards for part in shard)
@@ -269,7 +269,7 @@ def _write(folder: Path, shards: list[list[Written]], entry: dict[str, str]) -> 
 
 
 def eight_bits(name: str, *, activations: bool = False) -> EncodedAs:
-    """A format by name: "tensor", "channel" and "block" of compressed-tensors, "deepseek" of blocks.
+    """Returns a format by name: "tensor", "channel" or "block" (compressed-tensors), or "deepseek".
 
     Raises:
         UserError: the format does not exist.
@@ -282,10 +282,10 @@ def eight_bits(name: str, *, activations: bool = False) -> EncodedAs:
 
 
 def from_recipe(recipe: fp8jax.Recipe, *, deepseek: bool = False, activations: bool = False) -> EncodedAs:
-    """The format that holds the codes which a recipe's forward products use.
+    """Returns the format for the codes of a recipe's forward matmuls.
 
     Raises:
-        UserError: its weights have no 8-bit codes, or none that a format holds.
+        UserError: the recipe's weights have no 8-bit codes, or codes that no format supports.
     """
     spec = recipe.linear.spec("w")
     strategies = {fp8jax.QuantSpec.parse(text): name for name, text in quantized.SPECS.items()}

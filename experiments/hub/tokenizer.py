@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, and the ids that end its texts."""
+"""The tokenizer of a checkpoint, and its end-of-text ids."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from experiments.hub.files import read_json
 
 
 def read(folder: Path, vocab: int) -> tokenizers.Tokenizer:
-    """The tokenizer in a folder's tokenizer.json.
+    """Reads a folder's tokenizer.json.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         vocab: rows of the embedding table.
 
     Raises:
-        UserError: the file is missing or damaged, or has ids that the table has no row for; or as `files.check`.
+        UserError: the file is missing or damaged, or has ids without a row in the table; see also `files.check`.
     """
     path = folder / "tokenizer.json"
     files.check(folder)
@@ -40,10 +40,10 @@ def read(folder: Path, vocab: int) -> tokenizers.Tokenizer:
 
 
 def ends(folder: Path) -> tuple[int, ...]:
-    """Ids that end a text, by generation_config.json or else config.json; empty if neither has them.
+    """Returns end-of-text ids of generation_config.json, else of config.json; empty if neither has them.
 
     Raises:
-        UserError: what is there is no id.
+        UserError: a value is not an id.
     """
     for name in ("generation_config.json", "config.json"):
         if not (folder / name).exists():

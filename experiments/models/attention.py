@@ -1,6 +1,6 @@
 """Causal self-attention with rotary positions, and its cache of keys and values.
 
-Shapes stand in the names, as in `experiments.models.llama`.
+Names have shape suffixes, as in `experiments.models.llama`.
 """
 
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ def attend(
 ) -> jax.Array:
     """Softmax attention by the fastest implementation of the default device; (B, T, H, C).
 
-    A causal position sees the last `window` ones, itself included, and those of its own segment; None sees all.
+    A causal position attends to the last `window` positions, including itself, in its segment. None: no limit.
     """
-    # cuDNN's flash attention exists for 16-bit types on NVIDIA GPUs only.
+    # cuDNN's flash attention supports only 16-bit types on NVIDIA GPUs.
     flash = jax.default_backend() == "gpu" and q_BxTxHxC.dtype in (jnp.bfloat16, jnp.float16)
     mask: dict[str, Any] = {}
     if window is not None and window < q_BxTxHxC.shape[1]:
@@ -40,11 +40,11 @@ def attend(
 
 
 class Cache(NamedTuple):
-    """Keys and values of the positions so far, of all layers.
+    """Keys and values of previous positions, for all layers.
 
     Attributes:
-        keys, values: (layers, B, S, K, C), of S positions at most.
-        length: int32, how many of them there are.
+        keys, values: (layers, B, S, K, C), with space for S positions.
+        length: int32, number of positions in use.
     """
 
     keys: jax.Array
@@ -55,14 +55,14 @@ class Cache(NamedTuple):
 def attend_cached(
     q_BxTxHxC: jax.Array, keys_BxSxKxC: jax.Array, values_BxSxKxC: jax.Array, start: jax.Array, window: int | None
 ) -> jax.Array:
-    """As a causal `attend` of positions from `start` on to all S, of which later ones hold anything."""
+    """Causal `attend` of positions from `start` on to S cached positions. Later cached positions are ignored."""
     ahead_TxS = jnp.arange(keys_BxSxKxC.shape[1])[None] - (start + jnp.arange(q_BxTxHxC.shape[1]))[:, None]
     seen_TxS = (ahead_TxS <= 0) if window is None else (ahead_TxS <= 0) & (ahead_TxS > -window)
     return jax.nn.dot_product_attention(q_BxTxHxC, keys_BxSxKxC, values_BxSxKxC, mask=seen_TxS[None, None])
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with rotary positions; `kv_heads` keys and values serve `heads` queries."""
+    """Causal grouped-query self-attention with rotary positions: `heads` queries share `kv_heads` keys and values."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Attention(nnx.Module):
     def extend(
         self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, cache: Cache
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The output for further positions, and the updated cache of keys and values (B, S, K, C) of a layer."""
+        """Returns the output for further positions, and a layer's updated cache of keys and values (B, S, K, C)."""
         q_BxTxHxC, k_BxTxKxC, v_BxTxKxC = self.heads(x_NxD, cos_TxC, sin_TxC)
         at = (0, cache.length, 0, 0)
         keys = jax.lax.dynamic_update_slice(cache.keys, k_BxTxKxC.astype(cache.keys.dtype), at)
@@ -105,7 +105,7 @@ class Attention(nnx.Module):
         return self.out(mixed_BxTxHxC.reshape(x_NxD.shape[0], -1)), keys, values
 
     def heads(self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries (B, T, H, C), keys and values (B, T, K, C) of sequences as long as the tables of angles."""
+        """Returns queries (B, T, H, C), keys and values (B, T, K, C). The tables of angles give the length T."""
         length, config = cos_TxC.shape[0], self.config
         split = (x_NxD.shape[0] // length, length)
 

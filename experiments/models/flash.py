@@ -1,6 +1,6 @@
-"""Attention that keeps for its backward pass what flash attention keeps: its inputs, its output and a root of each row.
+"""Attention with the residuals of flash attention: its inputs, its output and the log-sum-exp of each row.
 
-XLA on CPU has no such attention: it keeps the probabilities, so that bytes counted there say nothing of a GPU's.
+XLA on CPUs has no flash attention. It saves probabilities, so residual bytes on a CPU differ from those on a GPU.
 """
 
 import functools
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-# What a policy of `jax.checkpoint` knows its result and roots by.
+# Names of its output and log-sum-exp for policies of `jax.checkpoint`.
 NAME = "attention"
 
 
@@ -51,5 +51,5 @@ flash.defvjp(_forward, _backward)
 def dot_product_attention(
     query: Array, key: Array, value: Array, *, is_causal: bool, implementation: str | None = None
 ) -> Array:
-    """In the place of `jax.nn.dot_product_attention`, for equal numbers of heads."""
+    """A replacement of `jax.nn.dot_product_attention` for equal numbers of heads."""
     return flash(query, key, value, is_causal)

@@ -1,13 +1,12 @@
 """A plain Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head.
 
-Its relatives are settings of it: OLMo, whose norms are LayerNorms without parameters (Groeneveld et al., 2024, section
-2.1), OLMo 2, Mistral, Qwen2.5, Qwen3 and GPT-2, and with experts Mixtral and Qwen3-MoE. experiments/hub has the
-settings of each.
+Settings give related models: OLMo, with LayerNorms without parameters (Groeneveld et al., 2024, section 2.1), OLMo 2,
+Mistral, Qwen2.5, Qwen3 and GPT-2, and with experts Mixtral and Qwen3-MoE. experiments/hub has the settings of each.
 
-Layers are Flax's own, stacked along a leading axis by `nnx.vmap` and run by `nnx.scan`, so that one block is compiled
-whatever the depth. Shapes stand in the names: B sequences, T positions, N = B x T tokens, D width, H query heads, K key
-heads, C channels of a head, V vocabulary. The residual stream is kept as (N, D): XLA on CPU has a fast path for the
-weight gradient of a 2-D matrix product in bf16 and none for a 3-D one (12 times slower).
+Layers are Flax layers, stacked along a leading axis by `nnx.vmap` and run by `nnx.scan`, so that only one block is
+compiled. Names have shape suffixes: B sequences, T positions, N = B x T tokens, D width, H query heads, K key heads, C
+channels of a head, V vocabulary. The residual stream is (N, D): XLA on CPUs has a fast path for the weight gradient of
+a 2-D bf16 matmul, but not of a 3-D one.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from experiments.models.rope import apply_rope as apply_rope
 from experiments.models.rope import rope_tables
 from experiments.models.shape import LlamaConfig as LlamaConfig
 
-# Rows of an embedding table up to which a product with one-hot rows is the faster lookup.
+# Up to this number of rows, a matmul with one-hot rows is the faster lookup.
 ONE_HOT = 1024
 
 
@@ -37,9 +36,9 @@ def _norm(config: LlamaConfig, **kinds: Any) -> nnx.RMSNorm | nnx.LayerNorm:
 
 
 def products_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """Policy of `jax.checkpoint` that keeps what products of matrices and cuDNN's attention give.
+    """A policy of `jax.checkpoint` that saves the outputs of matmuls and of cuDNN attention.
 
-    Products are JAX's own, or what carries a name that ends with "product".
+    Matmuls are those of JAX, and values with a checkpoint name that ends with "product".
     """
     if primitive.name == "name":
         return str(params["name"]).endswith("product")
@@ -48,10 +47,10 @@ def products_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
 
 
 class Embed(nnx.Embed):
-    """Looks rows up in a table; in a small one, as bytes need, by a product with one-hot rows.
+    """An embedding lookup; in a small table, such as for bytes, by a matmul with one-hot rows.
 
-    The gradient of a lookup adds rows where they came from. Of a small table many are the same, and a GPU adds those
-    one after the other, in an order that changes from run to run: half the time of a step of 64 M parameters.
+    The gradient of a lookup is a scatter-add. With a small table, many indices are equal. A GPU adds them one after the
+    other, in an order that changes between runs, which is slow and not deterministic.
     """
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
@@ -129,14 +128,14 @@ class Block(nnx.Module):
         return x_NxD + mlp(rows_on(self.mlp_norm(x_NxD), self.rows))
 
     def _shared(self, part: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-        """A part of a layer whose heads or channels devices share, of a device's tokens."""
+        """Wraps a sublayer whose heads or channels are sharded, as a function of a device's tokens."""
         boundary = self.boundary
         return part if boundary is None else lambda x_NxD: boundary.leave(part(boundary.enter(x_NxD)))
 
     def extend(
         self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, cache: Cache
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """As `Attention.extend`."""
+        """See `Attention.extend`."""
         if self.norm_after:
             mixed_NxD, keys, values = self.attention.extend(x_NxD, cos_TxC, sin_TxC, cache)
             x_NxD = x_NxD + self.attention_norm(mixed_NxD)
@@ -152,11 +151,11 @@ class Around(Protocol):
     """Calls a layer of a model with sharded parameters."""
 
     def __call__(self, layer: Block, call: Callable[[Block], jax.Array]) -> jax.Array:
-        """What `call` gives of the whole layer, of the layer as it is."""
+        """Returns `call` of the gathered layer, given the sharded layer."""
         ...
 
     def policy(self, primitive: Any, *operands: Any, **params: Any) -> bool:
-        """Of `jax.checkpoint`, for layers that compute nothing else again."""
+        """A policy of `jax.checkpoint` for layers without further rematerialization."""
         ...
 
 
@@ -165,16 +164,16 @@ class Llama(nnx.Module):
 
     Args:
         config: the shape; checked by `config.validate()`.
-        dtype: what is computed in. Normalisation statistics, rotary angles and the logits' loss are float32.
-        param_dtype: what parameters are stored in.
-        remat: what a block computes again in the backward pass: nothing, everything but its input (True), or all but
-            its products and attention ("products"), which is the fastest in bf16.
-        rows: how tokens and sequences lie on several devices; None leaves it to XLA.
-        boundary: how devices share sequences, inside `jax.shard_map`; `config` then has a device's heads and channels.
-        expert_products: how experts multiply, and what is kept of their inputs; None as `ExpertProducts`.
-        router_losses: whether a call sets variables of routers' losses, see `experiments.models.moe.router_losses`.
-        unroll: layers in one turn of the loop over them. XLA copies the stacked weights that a loop reads and the
-            residuals that it saves. More layers per iteration need more time to compile. None: all on a GPU, else one.
+        dtype: compute dtype. Statistics of norms, rotary angles and the loss are float32.
+        param_dtype: dtype of parameters.
+        remat: what a block recomputes in the backward pass: nothing (False), everything (True), or everything except
+            matmuls and attention ("products"), which is the fastest in bf16.
+        rows: sharding of tokens and sequences over several devices; None leaves it to XLA.
+        boundary: tensor parallelism inside `jax.shard_map`; `config` then has a device's heads and channels.
+        expert_products: matmuls and residuals of experts; None for `ExpertProducts`.
+        router_losses: whether a call sets variables of router losses, see `experiments.models.moe.router_losses`.
+        unroll: layers per iteration of the loop over layers. A loop copies stacked weights and residuals. More layers
+            per iteration need more time to compile. None: all on a GPU, else one.
         rngs: source of the initial parameters.
 
     Raises:
@@ -203,9 +202,9 @@ class Llama(nnx.Module):
         if unroll < 1:
             raise ValueError(f"unroll must be at least 1, got {unroll}")
         self.config, self.remat, self.rows, self.boundary, self.unroll = config, remat, rows, boundary, unroll
-        # How a layer is called; None calls it as it is. Whoever trains a model in parts sets it.
+        # Wrapper of layer calls, or None. Sharded training sets it.
         self.around: Around | None = None
-        # What runs all layers, given embedded sequences and tables, in place of the loop over them here.
+        # Replacement of the loop over layers, as a function of embedded sequences and tables, or None.
         self.run: Callable[..., jax.Array] | None = None
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         init = nnx.initializers.normal(0.02)
@@ -233,17 +232,17 @@ class Llama(nnx.Module):
             self.head = linear(config.dim, config.vocab, 0.02, dtype, param_dtype, rngs)
 
     def __call__(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
-        """Integer tokens (B, T) to logits (B, T, V) in the compute dtype; none sees those of another segment."""
+        """Returns logits (B, T, V) of tokens (B, T), in the compute dtype. Tokens attend only within their segment."""
         x_NxD = self.hidden(tokens_BxT, segments_BxT)
         return reshaped(self.logits(x_NxD), *tokens_BxT.shape, self.config.vocab)
 
     def hidden(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
-        """Integer tokens (B, T) to what the head reads, (N, D); of a device's tokens where devices share sequences."""
+        """Returns the head's input (N, D) of integer tokens (B, T); with tensor parallelism, of a device's tokens."""
         x_NxD = self.embed(self._device_part(reshaped(tokens_BxT, tokens_BxT.size)))
         return self.decode(x_NxD, tokens_BxT.shape[1], segments_BxT)
 
     def decode(self, x_NxD: jax.Array, length: int, segments_BxT: jax.Array | None = None) -> jax.Array:
-        """Embedded sequences of a length T, one after the other in N, to what the head reads, (N, D)."""
+        """Returns the head's input (N, D) of embedded sequences (N, D) of length T, concatenated along N."""
         if segments_BxT is not None and self.config.learned_positions:
             raise ValueError("segments need rotary (relative) positions, but this model has learned positions")
         x_NxD, *angles = self.placed(x_NxD, length)
@@ -266,7 +265,7 @@ class Llama(nnx.Module):
     def placed(
         self, x_NxD: jax.Array, length: int, start: jax.typing.ArrayLike = 0
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Embedded sequences with learned positions from `start` on, if there are any, and the tables of rotary ones.
+        """Adds learned positions from `start` on, if there are any. Returns embeddings and tables of rotary positions.
 
         Raises:
             ValueError: a sequence is longer than the table of learned positions.
@@ -284,14 +283,14 @@ class Llama(nnx.Module):
         return x if self.boundary is None else self.boundary.shard(x)
 
     def cache(self, batch: int, length: int) -> Cache:
-        """An empty cache for `extend`, of `batch` sequences of at most `length` tokens."""
+        """Returns an empty cache for `extend`, for `batch` sequences of at most `length` tokens."""
         config = self.config
         shape = (config.layers, batch, length, config.kv_heads, config.head_dim)
         dtype = self.embed.dtype
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros([], jnp.int32))
 
     def extend(self, tokens_BxT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Logits (B, V) after the last of further tokens, with a cache that has them; its length must leave room."""
+        """Returns logits (B, V) after further tokens, and the updated cache. The cache must have space for them."""
         batch, length = tokens_BxT.shape
         x_NxD, cos_TxC, sin_TxC = self.placed(self.embed(tokens_BxT.reshape(-1)), length, cache.length)
 
@@ -304,10 +303,10 @@ class Llama(nnx.Module):
         return self.logits(last_BxD), Cache(keys, values, cache.length + length)
 
     def logits(self, x_NxD: jax.Array) -> jax.Array:
-        """What `decode` returned to logits (N, V)."""
+        """Returns logits (N, V) of the result of `decode`."""
         return self.embed.attend(x_NxD, rows_of(x_NxD)) if self.config.tied else self.head(x_NxD)
 
     @property
     def output(self) -> tuple[jax.Array, int]:
-        """The head's matrix and which of its axes the vocabulary is."""
+        """Returns the head's matrix and its vocabulary axis."""
         return (self.embed.embedding[...], 0) if self.config.tied else (self.head.kernel[...], 1)

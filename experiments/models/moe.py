@@ -1,10 +1,10 @@
 """A mixture of experts: a router sends each token through the MLPs of a few experts. No token is dropped.
 
-Rows are sorted by expert, so that one grouped product multiplies the rows of each expert by its matrix. The weight of
-a choice is multiplied into what `down` reads, not into its result. The result is then kept for no gradient, as in
-SonicMoE (Guo et al., 2025), which takes the router's gradient from the gradient of what `down` reads.
+Rows are sorted by expert, so that one grouped matmul multiplies the rows of each expert by its matrix. The router's
+weight scales the input of `down`, not its output. No gradient then needs the output, as in SonicMoE (Guo et al., 2025),
+which computes the router's gradient from the gradient of the input of `down`.
 
-Shapes stand in the names: N tokens, D width, E experts, K experts of a token, R = N x K rows, F width of an expert.
+Names have shape suffixes: N tokens, D width, E experts, K experts of a token, R = N x K rows, F width of an expert.
 """
 
 import dataclasses
@@ -23,22 +23,22 @@ from experiments.models.shape import LlamaConfig
 
 @dataclasses.dataclass(frozen=True)
 class ExpertProducts:
-    """How experts multiply, and what is kept of their inputs for the backward pass: JAX's own product, and arrays."""
+    """Matmuls and residuals of experts. This class uses JAX's grouped matmul and saves arrays."""
 
     def share(self, routes: "Routes", experts_NxK: jax.Array) -> Any:
-        """The routes of these choices to the experts of all devices; on one device `routes`, unchanged."""
+        """Returns the routes of these choices to the experts of all devices; on one device `routes`, unchanged."""
         return routes
 
     def multiply(self, x_RxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-        """The product of consecutive rows, `sizes_E` for each expert, with its matrix; (R, F) in the dtype of x."""
+        """Multiplies the `sizes_E` consecutive rows of each expert by its matrix; returns (R, F) in the dtype of x."""
         return jax.lax.ragged_dot(x_RxD, w_ExDxF.astype(x_RxD.dtype), sizes_E)
 
     def encode(self, x: jax.Array) -> Any:
-        """What is kept of an array (..., channels)."""
+        """Returns the residual of an array (..., channels)."""
         return x
 
     def decode(self, saved: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The array that `encode` was given, or one close to it."""
+        """Returns the argument of `encode`, exactly or approximately."""
         array: jax.Array = saved.astype(dtype)
         return array
 
@@ -51,9 +51,9 @@ class ExpertProducts:
         Args:
             x_NxD: the tokens.
             tokens: their encoding, without gradient.
-            norm: of the tokens, or None.
+            norm: norm of the tokens, or None.
             gate_up_ExDx2F, down_ExFxD: the matrices.
-            weights_R: of each row's choice, fp32.
+            weights_R: router weight of each row, fp32.
             routes: the rows of each expert and token.
         """
         gate_up_Rx2F = recomputed(gate_and_up, self, x_NxD, tokens, gate_up_ExDx2F, routes, norm)
@@ -62,12 +62,12 @@ class ExpertProducts:
 
 
 class Routes(NamedTuple):
-    """Which experts take which tokens.
+    """The assignment of tokens to experts.
 
     Attributes:
-        order_R: int32, for each row the choice that it is: K times its token, plus which of its experts.
-        rows_NxK: int32, for each choice its row.
-        sizes_E: int32, rows of each expert.
+        order_R: int32, the choice of each row: K times its token, plus the index of the choice.
+        rows_NxK: int32, the row of each choice.
+        sizes_E: int32, number of rows of each expert.
     """
 
     order_R: jax.Array
@@ -76,29 +76,29 @@ class Routes(NamedTuple):
 
     @classmethod
     def from_choices(cls, experts_NxK: jax.Array, experts: int) -> "Routes":
-        """Rows sorted by expert; those of an expert have the order of their tokens."""
+        """Sorts rows by expert, and within an expert by token."""
         choices_R = experts_NxK.reshape(-1)
         order_R = jnp.argsort(choices_R, stable=True).astype(jnp.int32)
         rows_R = jnp.zeros_like(order_R).at[order_R].set(jnp.arange(order_R.size, dtype=jnp.int32), unique_indices=True)
-        # One pass, of comparisons; a GPU would add to the counts of a few experts one choice after the other.
+        # Counts by comparisons: with a scatter-add, a GPU would serialize the additions to each expert.
         sizes_E = jnp.sum(choices_R[:, None] == jnp.arange(experts), 0, dtype=jnp.int32)
         return cls(order_R, rows_R.reshape(experts_NxK.shape), sizes_E)
 
     def permute(self, x_NxD: jax.Array) -> jax.Array:
-        """The token of each row, (R, D)."""
+        """Returns the token of each row, (R, D)."""
         return _permute(x_NxD, self.order_R, self.rows_NxK)
 
     def combine(self, y_RxD: jax.Array) -> jax.Array:
-        """The sum of each token's rows, (N, D)."""
+        """Returns the sum of each token's rows, (N, D)."""
         return _combine(y_RxD, self.order_R, self.rows_NxK)
 
     def per_row(self, weights_NxK: jax.Array) -> jax.Array:
-        """The value of each row's choice, (R,)."""
+        """Returns the value of each row's choice, (R,)."""
         return _per_row(weights_NxK, self.order_R, self.rows_NxK)
 
 
-# JAX would differentiate a gather by a scatter, which adds in an order of its own. The derivatives of these are
-# gathers. Each of the first two is the other's derivative.
+# JAX differentiates a gather to a scatter-add, whose order is not deterministic. The derivatives of these functions are
+# gathers. Each of the first two is the derivative of the other.
 @jax.custom_vjp
 def _permute(x_NxD: jax.Array, order_R: jax.Array, rows_NxK: jax.Array) -> jax.Array:
     return x_NxD[order_R // rows_NxK.shape[1]]
@@ -126,9 +126,9 @@ _combine.defvjp(functools.partial(_forward, _combine), lambda indices, ct: (_per
 def recomputed(
     function: Callable[..., jax.Array], products: ExpertProducts, x: jax.Array, saved: Any, *operands: Any
 ) -> jax.Array:
-    """function(products, x, *operands), recomputed in the backward pass with `products.decode(kept)` in place of x.
+    """Computes function(products, x, *operands). The backward pass recomputes it with `products.decode(saved)` as x.
 
-    It is `jax.checkpoint` of the function, but for x, of which an encoding without gradient is kept.
+    It is `jax.checkpoint` of the function, except that an encoding of x is saved instead of x.
     """
     result: jax.Array = _recomputed(function, products, x.dtype, x, saved, operands)
     return result
@@ -145,7 +145,7 @@ def _recomputed_fwd(function: Any, products: Any, dtype: Any, x: jax.Array, save
 
 
 def _recomputed_bwd(function: Any, products: Any, dtype: Any, residuals: Any, ct: jax.Array) -> Any:
-    # Without the barrier XLA takes results of the forward pass, and keeps them until here.
+    # Without the barrier, XLA reuses results of the forward pass, and keeps them in memory until here.
     saved, operands = jax.lax.optimization_barrier(residuals)
     vjp = jax.vjp(functools.partial(function, products), products.decode(saved, dtype), *operands)[1]
     dx, *gradients = vjp(ct)
@@ -156,7 +156,7 @@ _recomputed.defvjp(_recomputed_fwd, _recomputed_bwd)
 
 
 class Norm(NamedTuple):
-    """An RMSNorm of the tokens, which the backward pass computes again.
+    """An RMSNorm of the tokens, which the backward pass recomputes.
 
     Attributes:
         scale_D: its scale.
@@ -167,7 +167,7 @@ class Norm(NamedTuple):
     eps: float
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
-        """The norm, computed in fp32, in the dtype of x."""
+        """Returns the norm in the dtype of x, computed in fp32."""
         x = x_NxD.astype(jnp.float32)
         y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.eps) * self.scale_D.astype(jnp.float32)
         return y.astype(x_NxD.dtype)
@@ -176,7 +176,7 @@ class Norm(NamedTuple):
 def router_logits(
     products: ExpertProducts, x_NxD: jax.Array, router_DxE: jax.Array, norm: Norm | None = None
 ) -> jax.Array:
-    """The logits of experts, fp32 (N, E), of a product of numbers in x's dtype."""
+    """Returns the logits of experts, fp32 (N, E), by a matmul in x's dtype."""
     x_NxD = x_NxD if norm is None else norm(x_NxD)
     return jnp.matmul(x_NxD, router_DxE.astype(x_NxD.dtype), preferred_element_type=jnp.float32)
 
@@ -184,19 +184,19 @@ def router_logits(
 def gate_and_up(
     products: ExpertProducts, x_NxD: jax.Array, w_ExDx2F: jax.Array, routes: Routes, norm: Norm | None = None
 ) -> jax.Array:
-    """Gate and up of each row, side by side: (R, 2 F). Policies of `jax.checkpoint` find it by its name."""
+    """Returns packed gate and up of each row, (R, 2 F), with a checkpoint name for policies of `jax.checkpoint`."""
     x_NxD = x_NxD if norm is None else norm(x_NxD)
     return checkpoint_name(products.multiply(routes.permute(x_NxD), w_ExDx2F, routes.sizes_E), "experts_product")
 
 
 def weighted_swiglu(gate_up_Rx2F: jax.Array, weights_R: jax.Array) -> jax.Array:
-    """weight x silu(gate) x up of each row, (R, F), computed in fp32, in the dtype of gate and up."""
+    """Returns weight x silu(gate) x up of each row, (R, F), in the dtype of gate and up, computed in fp32."""
     gate, up = (x.astype(jnp.float32) for x in jnp.split(gate_up_Rx2F, 2, -1))
     return (jax.nn.silu(gate) * up * weights_R[:, None]).astype(gate_up_Rx2F.dtype)
 
 
 def down_and_combine(products: ExpertProducts, h_RxF: jax.Array, w_ExFxD: jax.Array, routes: Routes) -> jax.Array:
-    """The sum over each token's rows of the product of h with the matrix of the row's expert, (N, D)."""
+    """Multiplies each row of h by its expert's matrix, and sums the rows of each token: (N, D)."""
     return routes.combine(products.multiply(h_RxF, w_ExFxD, routes.sizes_E))
 
 
@@ -205,18 +205,18 @@ def reduce_experts(
     products: ExpertProducts, dtype: Any, gate_up_Rx2F: jax.Array, saved: Any, w_ExFxD: jax.Array,
     weights_R: jax.Array, routes: Routes,
 ) -> jax.Array:  # fmt: skip
-    """The sum over each token's experts of weight x down(silu(gate) x up), (N, D).
+    """Returns the sum over each token's experts of weight x down(silu(gate) x up), (N, D).
 
-    The backward pass recomputes what `down` reads from `products.decode(kept)`, twice: what is made in between is
-    smaller than gate and up in fp32.
+    The backward pass recomputes the input of `down` from `products.decode(saved)` twice, to avoid fp32 arrays of gate
+    and up.
 
     Args:
-        products: how experts multiply.
-        dtype: of gate and up.
-        gate_up_Rx2F: gate and up of each row, side by side.
+        products: matmuls of experts.
+        dtype: dtype of gate and up.
+        gate_up_Rx2F: packed gate and up of each row.
         saved: their encoding, without gradient.
         w_ExFxD: the matrices.
-        weights_R: of each row's choice, fp32.
+        weights_R: router weight of each row, fp32.
         routes: the rows of each expert and token.
     """
     return down_and_combine(products, weighted_swiglu(gate_up_Rx2F, weights_R), w_ExFxD, routes)
@@ -234,7 +234,7 @@ def _reduce_experts_bwd(products: Any, dtype: Any, residuals: Any, ct_NxD: jax.A
     h_RxF = weighted_swiglu(products.decode(saved, dtype), weights_R)
     function = lambda h, w: down_and_combine(products, h, w, routes)  # noqa: E731
     dh_RxF, dw = jax.vjp(function, h_RxF, w_ExFxD)[1](ct_NxD)
-    # Without the barrier XLA decodes once, and keeps fp32 arrays of gate and up until here.
+    # Without the barrier, XLA decodes once, and keeps fp32 arrays of gate and up in memory until here.
     saved, dh_RxF = jax.lax.optimization_barrier((saved, dh_RxF))
     gate_up, weights = jax.vjp(weighted_swiglu, products.decode(saved, dtype), weights_R)[1](dh_RxF)
     return gate_up, None, dw, weights, None
@@ -244,7 +244,7 @@ reduce_experts.defvjp(_reduce_experts_fwd, _reduce_experts_bwd)
 
 
 def route(logits_NxE: jax.Array, count: int, *, normalized: bool) -> tuple[jax.Array, jax.Array]:
-    """The weights, fp32 (N, K), and numbers, int32 (N, K), of each token's `count` likeliest experts.
+    """Returns weights, fp32 (N, K), and indices, int32 (N, K), of each token's `count` most probable experts.
 
     The weights are softmax probabilities over all experts, divided by the sum of the chosen ones if `normalized`.
     """
@@ -260,10 +260,10 @@ def route(logits_NxE: jax.Array, count: int, *, normalized: bool) -> tuple[jax.A
 
 @jax.checkpoint
 def balance_loss(logits_NxE: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """The load-balancing loss, E sum_i f_i P_i, fp32: Switch Transformer (Fedus et al., 2022), eq. 4 without alpha.
+    """Load-balancing loss, E sum_i f_i P_i, fp32: Switch Transformer (Fedus et al., 2022), eq. 4 without alpha.
 
-    f_i is the number of tokens that choose expert i over N (eq. 5), and P_i the mean probability of i (eq. 6). With K
-    choices of a token f sums to K, as in transformers' Mixtral and Qwen3-MoE, and balanced experts have a loss of K.
+    f_i is the number of tokens that choose expert i divided by N (eq. 5), and P_i the mean probability of i (eq. 6).
+    With K choices per token, f sums to K, as in transformers' Mixtral and Qwen3-MoE. Balanced experts have a loss of K.
     """
     tokens, experts = logits_NxE.shape
     mean_E = jax.nn.softmax(logits_NxE.astype(jnp.float32)).mean(0)
@@ -272,7 +272,7 @@ def balance_loss(logits_NxE: jax.Array, sizes_E: jax.Array) -> jax.Array:
 
 @jax.checkpoint
 def z_loss(logits_NxE: jax.Array) -> jax.Array:
-    """The router z-loss, the mean of (log sum_i exp logit_i)^2, fp32: ST-MoE (Zoph et al., 2022), eq. 5."""
+    """Router z-loss, the mean of (log sum_i exp logit_i)^2, fp32: ST-MoE (Zoph et al., 2022), eq. 5."""
     return jnp.mean(jax.nn.logsumexp(logits_NxE.astype(jnp.float32), -1) ** 2)
 
 
@@ -281,7 +281,7 @@ class RouterLoss(nnx.Variable):
 
 
 def router_losses(state: Any) -> dict[str, jax.Array]:
-    """The means over layers of "balance_loss" and "z_loss" in a state of a called model; empty without experts."""
+    """Returns the means over layers of "balance_loss" and "z_loss" in a called model's state; empty without experts."""
     values: dict[str, list[jax.Array]] = {}
     for path, value in nnx.to_flat_state(nnx.filter_state(state, RouterLoss)):
         values.setdefault(str(path[-1]), []).append(jnp.mean(value[...]))
@@ -303,7 +303,7 @@ class ExpertMLPs(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, param_dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) -> None:
         out_std, count = 0.02 / (2 * config.layers) ** 0.5, config.experts
-        # Gate and up lie side by side: one product reads the rows, and one adds their gradients.
+        # Gate and up are packed, so that one matmul reads the rows and one matmul computes their gradient.
         self.gate_up = Experts(count, config.dim, 2 * config.mlp_dim, 0.02, param_dtype, rngs)
         self.down = Experts(count, config.mlp_dim, config.dim, out_std, param_dtype, rngs)
 
@@ -311,14 +311,14 @@ class ExpertMLPs(nnx.Module):
 class MoE(nnx.Module):
     """sum over the experts i of a token of weight_i down_i(silu(gate_i(x)) * up_i(x)).
 
-    Kept for the backward pass are encodings of the tokens (N, D) and of gate and up (R, 2 F), the router's logits, and
-    indices. The norm, permuted tokens and what `down` reads are computed again.
+    Residuals are encodings of the tokens (N, D) and of gate and up (R, 2 F), the router's logits, and indices. The
+    norm, the permuted tokens and the input of `down` are recomputed.
 
     Args:
         config: the shape.
-        dtype, param_dtype, rngs: as of `Llama`.
-        products: how experts multiply; None as `ExpertProducts`.
-        has_losses: whether a call sets the variables `balance_loss` and `z_loss`, of its tokens.
+        dtype, param_dtype, rngs: see `Llama`.
+        products: matmuls and residuals of experts; None for `ExpertProducts`.
+        has_losses: whether a call sets the variables `balance_loss` and `z_loss`.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class MoE(nnx.Module):
             self.balance_loss, self.z_loss = RouterLoss(jnp.zeros([])), RouterLoss(jnp.zeros([]))
 
     def __call__(self, x_NxD: jax.Array, norm: nnx.RMSNorm | nnx.LayerNorm | None = None) -> jax.Array:
-        """The layer, of the norm of x if there is one; then x before the norm is what is kept."""
+        """Applies the layer to x, or to norm(x); with a norm, x before the norm is the residual."""
         config, products, x_NxD = self.config, self.products, x_NxD.astype(self.dtype)
         tokens = jax.lax.stop_gradient(products.encode(x_NxD))
         of_norm = None if norm is None or norm.scale is None else Norm(norm.scale[...], norm.epsilon)

@@ -1,4 +1,4 @@
-"""What the parts of a model are made of: linear layers, and how arrays lie on several devices."""
+"""Linear layers of models, and shardings of their activations."""
 
 import math
 from typing import Protocol
@@ -9,27 +9,27 @@ from flax import nnx
 
 
 class Boundary(Protocol):
-    """Where devices share sequences: what a layer's products read, and what they give.
+    """The collectives of tensor parallelism before and after the matmuls of a layer.
 
-    Between layers, and in norms, each device has some of the tokens; from the first products of attention and of an MLP
-    to the last it has all of them, with some of the heads and channels.
+    Between layers and in norms, a device has some of the tokens. Inside attention and MLPs, it has all tokens, with
+    some of the heads and channels.
     """
 
     @property
     def devices(self) -> int:
-        """How many share a sequence."""
+        """Number of devices that share a sequence."""
         ...
 
     def shard(self, x: jax.Array) -> jax.Array:
-        """A device's part of the first axis of an array that all have."""
+        """Returns a device's part of a replicated array, along the first axis."""
         ...
 
     def enter(self, x_NxD: jax.Array) -> jax.Array:
-        """All tokens, of those that each device has."""
+        """Gathers the tokens of all devices."""
         ...
 
     def leave(self, x_NxD: jax.Array) -> jax.Array:
-        """A device's tokens of the sum of what all devices have."""
+        """Reduce-scatters tokens: returns a device's tokens of the sum over devices."""
         ...
 
 
@@ -47,9 +47,9 @@ def linear(
 
 
 def rows_on(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
-    """An array whose first axis, of sequences or tokens, lies so; XLA alone may cut channels where parameters are.
+    """Constrains the sharding of the first axis (sequences or tokens). XLA alone may shard channels like parameters.
 
-    What the devices do not divide, such as one sequence that is sampled, is left to XLA.
+    An axis that the devices do not divide, such as a single sequence in sampling, has no constraint.
     """
     if sharding is None or x.shape[0] % math.prod(sharding.mesh.shape[name] for name in sharding.spec[0]):
         return x
@@ -57,11 +57,11 @@ def rows_on(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Ar
 
 
 def rows_of(x: jax.Array) -> jax.sharding.NamedSharding | None:
-    """How the first axis of an array lies on a mesh with Explicit axes, where JAX asks how a result lies; else None."""
+    """Returns the sharding of the first axis on a mesh with Explicit axes, where JAX requires output shardings."""
     where = jax.typeof(x).sharding
     return jax.sharding.NamedSharding(where.mesh, jax.P(*where.spec[:1])) if where.mesh.explicit_axes else None
 
 
 def reshaped(x: jax.Array, *shape: int) -> jax.Array:
-    """An array in another shape, whose first axis lies as before."""
+    """Reshapes an array, with the same sharding of the first axis."""
     return jnp.reshape(x, shape, out_sharding=rows_of(x))

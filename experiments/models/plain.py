@@ -1,6 +1,6 @@
-"""Models as users of Flax NNX write them: a class a layer, a Python loop over layers, biases where papers have them.
+"""User-written models in Flax NNX: a class per layer, a Python loop over layers, biases as in the papers.
 
-A Llama, a GPT-2 with a tied head and a vision transformer. Parameters are fp32, what is computed is bf16.
+A Llama, a GPT-2 with a tied head, and a vision transformer. Parameters are fp32, the compute dtype is bf16.
 """
 
 import functools
@@ -32,10 +32,10 @@ def rotate(x: jax.Array, base: float = 10_000.0) -> jax.Array:
 
 
 class PlainExperts(ExpertProducts):
-    """A mixture of experts without code for its backward pass.
+    """A mixture of experts that JAX differentiates.
 
     Args:
-        ragged_dot: the grouped product.
+        ragged_dot: the grouped matmul.
     """
 
     def __init__(self, ragged_dot: Callable[..., jax.Array]) -> None:
@@ -78,9 +78,9 @@ class PlainLlamaBlock(nnx.Module):
 
 
 class PlainLlama(nnx.Module):
-    """From tokens (B, T) to logits (B, T, V); with a policy of `jax.checkpoint_policies` each block is checkpointed.
+    """From tokens (B, T) to logits (B, T, V). A policy of `jax.checkpoint_policies` checkpoints each block.
 
-    With `experts`, a function that returns a mixture of experts, each block has one in place of its SwiGLU.
+    `experts` is a function that creates a mixture of experts, which replaces the SwiGLU of each block.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class PlainLlama(nnx.Module):
 
 
 class PlainGPTBlock(nnx.Module):
-    """Attention of one fused projection, then GELU; biases everywhere."""
+    """Attention with packed qkv, then a GELU MLP; biases everywhere."""
 
     def __init__(self, dim: int, heads: int, rngs: nnx.Rngs) -> None:
         linear = functools.partial(nnx.Linear, dtype=jnp.bfloat16, rngs=rngs)
@@ -120,7 +120,7 @@ class PlainGPTBlock(nnx.Module):
 
 
 class PlainGPT(nnx.Module):
-    """From tokens (B, T) to logits (B, T, V), by the embedding's own table."""
+    """From tokens (B, T) to logits (B, T, V), with a head tied to the embedding."""
 
     def __init__(self, vocab: int, dim: int, layers: int, heads: int, length: int, rngs: nnx.Rngs) -> None:
         self.tokens = nnx.Embed(vocab, dim, dtype=jnp.bfloat16, rngs=rngs)
@@ -136,12 +136,12 @@ class PlainGPT(nnx.Module):
 
 
 def fused(q: jax.Array, k: jax.Array, v: jax.Array, **_: Any) -> jax.Array:
-    """`attend` in both directions, as the `attention_fn` of a layer of Flax; (B, T, H, C)."""
+    """Bidirectional `attend` as the `attention_fn` of a Flax layer; (B, T, H, C)."""
     return attend(q, k, v, causal=False).reshape(q.shape)
 
 
 class PlainViTBlock(nnx.Module):
-    """Flax's layer of attention, then GELU."""
+    """Flax's attention layer, then a GELU MLP."""
 
     def __init__(self, dim: int, heads: int, attention_fn: Any, rngs: nnx.Rngs) -> None:
         linear = functools.partial(nnx.Linear, dtype=jnp.bfloat16, rngs=rngs)
@@ -158,9 +158,9 @@ class PlainViTBlock(nnx.Module):
 
 
 class PlainViT(nnx.Module):
-    """From images (B, side, side, 3), cut into squares of 16, to logits (B, classes) of their mean.
+    """From images (B, side, side, 3), in 16 x 16 patches, to logits (B, classes) of the mean over patches.
 
-    Attention is Flax's own unless another `attention_fn` is given.
+    `attention_fn` replaces Flax's attention function.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class PlainViT(nnx.Module):
 
 
 def batch(kind: str, size: int, length: int, outputs: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Inputs and labels: "text", noisy walks over tokens (B, T); "images" of `length` pixels a side."""
+    """Returns inputs and labels. "text": noisy walks over tokens (B, T). "images": `length` pixels per side."""
     rng = np.random.default_rng(seed)
     if kind == "images":
         images = jnp.asarray(rng.normal(size=(size, length, length, 3)), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""A Llama as users of Equinox write it: a module processes one token or one sequence, `jax.vmap` the others."""
+"""A user-written Llama in Equinox. A module processes one token or one sequence; `jax.vmap` adds the other axes."""
 
 import equinox as eqx
 import jax
@@ -63,5 +63,5 @@ class EquinoxLlama(eqx.Module):
 
 
 def in_bf16(model: EquinoxLlama) -> EquinoxLlama:
-    """A copy that computes in bf16, as `jmp` and users' own casts make it."""
+    """Returns a copy with bf16 arrays, as from `jmp` or a user's cast."""
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, model)

@@ -1,4 +1,4 @@
-"""A Llama as users of Flax Linen write it: compact modules and a Python loop over layers; that of `plain`."""
+"""A user-written Llama in Flax Linen, as in `plain`: compact modules and a Python loop over layers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rotary positions: tables of angles, Llama 3.1's change of frequencies, the rotation. Names as in llama.py."""
+"""Rotary positions: tables of angles, Llama 3.1's scaling of frequencies, the rotation. Names as in llama.py."""
 
 import dataclasses
 import math
@@ -9,16 +9,16 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Slower rotary frequencies for texts longer than those of the first training, as Llama 3.1 has them.
+    """Llama 3.1's scaling of rotary frequencies for long contexts.
 
-    A frequency that turns less than `low` times within `original_length` positions is divided by `factor`, one that
-    turns more than `high` times stays, and those between are blended by their number of turns.
+    A frequency with fewer than `low` turns in `original_length` positions is divided by `factor`. A frequency with more
+    than `high` turns is unchanged. Frequencies between are interpolated by their number of turns.
 
     Attributes:
-        factor: what the slow frequencies are divided by.
-        low: turns up to which a frequency is divided.
-        high: turns from which it stays.
-        original_length: positions of the first training.
+        factor: divisor of low frequencies.
+        low: number of turns up to which a frequency is divided.
+        high: number of turns from which a frequency is unchanged.
+        original_length: context length of pretraining.
     """
 
     factor: float
@@ -27,12 +27,12 @@ class RopeScaling:
     original_length: int
 
     def validate(self) -> None:
-        """Raises ValueError that names the first impossible value."""
+        """Raises ValueError with the first invalid value."""
         if not self.factor > 0 or not 0 < self.low < self.high or self.original_length < 1:
             raise ValueError(f"rope_scaling needs factor > 0, 0 < low < high and original_length > 0, got {self}")
 
     def __call__(self, frequency_c: jax.Array) -> jax.Array:
-        """Radians a position to those of longer texts."""
+        """Scales frequencies in radians per position."""
         turns = self.original_length * frequency_c / (2 * math.pi)
         stays = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
         return frequency_c * (stays + (1 - stays) / self.factor)
@@ -41,7 +41,7 @@ class RopeScaling:
 def rope_tables(
     length: int, head_dim: int, theta: float, scaling: RopeScaling | None = None, start: jax.typing.ArrayLike = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every rotary angle, from position `start` on: two float32 arrays (length, head_dim / 2)."""
+    """Returns cosine and sine of rotary angles from position `start` on: two float32 arrays (length, head_dim / 2)."""
     frequency_c = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is not None:
         frequency_c = scaling(frequency_c)

@@ -1,4 +1,4 @@
-"""Text from a model, one token after the other: with a cache of keys and values, or without one."""
+"""Autoregressive sampling, with or without a cache of keys and values."""
 
 import dataclasses
 import functools
@@ -15,12 +15,12 @@ from experiments.models.llama import Cache, Llama
 
 @dataclasses.dataclass(frozen=True)
 class TokenChoice:
-    """How a token is chosen by its logits.
+    """Sampling of a token from logits.
 
     Attributes:
-        temperature: logits are divided by it; 0 selects the largest logit.
-        top_k: of so many largest logits, and of those equal to the last of them; 0 of all.
-        top_p: of the fewest most probable tokens that together have this probability.
+        temperature: divisor of logits; 0 selects the largest logit.
+        top_k: number of largest logits to sample from, plus ties with the last; 0 for all.
+        top_p: total probability of the most probable tokens to sample from.
     """
 
     temperature: float = 0.0
@@ -28,7 +28,7 @@ class TokenChoice:
     top_p: float = 1.0
 
     def validate(self) -> None:
-        """Raises ValueError that names the first impossible value."""
+        """Raises ValueError with the first invalid value."""
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
         if self.top_k < 0:
@@ -37,7 +37,7 @@ class TokenChoice:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
     def __call__(self, logits_BxV: jax.Array, key: jax.Array) -> jax.Array:
-        """A token for each row, int32 (B,)."""
+        """Returns a token for each row, int32 (B,)."""
         if self.temperature == 0:
             return jnp.argmax(logits_BxV, -1).astype(jnp.int32)
         logits_BxV = logits_BxV.astype(jnp.float32) / self.temperature
@@ -48,7 +48,7 @@ class TokenChoice:
         if self.top_p < 1:
             sorted_BxV = -jnp.sort(-logits_BxV)
             share_BxV = jax.nn.softmax(sorted_BxV)
-            # A token stays where those before it have less than what is asked for.
+            # A token remains if the more probable ones have less than top_p.
             stays_BxV = jnp.cumsum(share_BxV, -1) - share_BxV < self.top_p
             least_Bx1 = jnp.min(jnp.where(stays_BxV, sorted_BxV, jnp.inf), -1, keepdims=True)
             logits_BxV = jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
@@ -64,22 +64,22 @@ def extend(
     seed: int = 0,
     stop: Sequence[int] = (),
 ) -> list[list[int]]:
-    """Continues prompts of one length, each token by one pass over what is new.
+    """Continues prompts of equal length with a cache of keys and values.
 
     Args:
         model: computes the logits.
-        prompt_BxT: token ids, int; at least one a row.
-        length: most tokens of prompt and continuation together.
-        choice: of each token; None selects the most probable one.
+        prompt_BxT: token ids, int; at least one per row.
+        length: maximum number of tokens of prompt and continuation together.
+        choice: sampling of tokens; None selects the most probable one.
         seed: the same seed gives the same text.
         stop: ids that end a text.
 
     Returns:
-        Token ids of each row, the prompt first; the first id of `stop` after it is the last.
+        Token ids of each row, with the prompt, up to and including the first id of `stop`.
 
     Raises:
-        ValueError: a prompt is empty, leaves no room or has ids that the model does not know; the model has no
-            positions for so many tokens; or the choice is impossible.
+        ValueError: a prompt is empty, too long or has invalid ids; the model has fewer positions than `length`; or
+            `choice` is invalid.
     """
     choice, config = choice or TokenChoice(), model.config
     choice.validate()
@@ -92,7 +92,7 @@ def extend(
         ids = f"{prompt_BxT.min()} to {prompt_BxT.max()}"
         raise ValueError(f"a prompt has ids from {ids}, but the model has ids from 0 to {config.vocab - 1}")
     graphdef, variables = nnx.split(model)
-    # Arrays alone: variables belong to the trace that made them, and the loop has one of its own.
+    # Only arrays: variables can only be set in the trace that created them, and the loop has another trace.
     arrays = nnx.to_pure_dict(variables)
     stops = jnp.asarray(list(stop) or [-1], jnp.int32)
 
@@ -124,7 +124,7 @@ def extend(
 
 
 def _until(ids: list[int], start: int, stop: frozenset[int]) -> list[int]:
-    """The ids up to the first one of `stop` from `start` on, that one included."""
+    """Returns the ids up to and including the first one of `stop` from `start` on."""
     ends = [i for i, token in enumerate(ids) if i >= start and token in stop]
     return ids[: ends[0] + 1] if ends else ids
 
@@ -138,25 +138,25 @@ def sample(
     temperature: float = 0.8,
     where: jax.sharding.Sharding | None = None,
 ) -> list[int]:
-    """Continues a prompt, one token after the other.
+    """Continues a prompt without a cache of keys and values.
 
-    Every token runs the model over the whole buffer: no cache of keys and values, which a sample of a few lines does
-    not need. Positions after the current one hold zeros, which causal attention does not see.
+    Each token runs the model over the whole buffer, which is fast enough for a short sample. Positions after the
+    current one are zeros; causal attention ignores them.
 
     Args:
         logits: (params, tokens (1, length)) to logits (1, length, V).
-        params: what `logits` takes.
+        params: argument of `logits`.
         prompt: token ids; at least one.
         length: tokens of prompt and continuation together.
         key: a JAX key; the same key gives the same text.
-        temperature: of the softmax.
-        where: the tokens lie, so that this process can read them; None leaves it to XLA.
+        temperature: temperature of the softmax.
+        where: sharding of the tokens that makes them readable in this process; None leaves it to XLA.
 
     Returns:
-        `length` token ids, the prompt first.
+        `length` token ids, starting with the prompt.
 
     Raises:
-        ValueError: the prompt is empty or leaves no room.
+        ValueError: the prompt is empty or too long.
     """
     if not 0 < len(prompt) < length:
         raise ValueError(f"a prompt needs 1 to {length - 1} tokens (length - 1), got {len(prompt)}")

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens under a causal model.
 
-Shapes stand in the names: N sequences, T positions, V vocabulary. Sequences go through the model one at a time, so that
-no scale of a model in 8 bits spans two of them, and no figure depends on what else is evaluated.
+Names have shape suffixes: N sequences, T positions, V vocabulary. The model processes one sequence at a time. Scales of
+an 8-bit model then do not span sequences, and scores do not depend on other sequences.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 Model = Callable[[Any, jax.Array], jax.Array]
 Scorer = Callable[[Any, jax.Array], jax.Array]
 
-# Sequences of one call of the compiled program.
+# Sequences per call of the compiled program.
 ROWS = 4
 
 
@@ -24,7 +24,7 @@ class Windows(NamedTuple):
 
     Attributes:
         tokens_NxT: int32 (N, T + 1); position t is the input of target t + 1.
-        counts_NxT: bool (N, T): the targets that no other window has scored.
+        counts_NxT: bool (N, T): targets that no earlier window has scored.
     """
 
     tokens_NxT: np.ndarray
@@ -32,7 +32,7 @@ class Windows(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Negative log-likelihood of a text, in nats, and the number of tokens that it is the sum of."""
+    """Negative log-likelihood of a text, in nats, and its number of tokens."""
 
     nll: float
     tokens: int
@@ -48,10 +48,10 @@ class Score(NamedTuple):
 
 
 def score_sequences(model: Model) -> Scorer:
-    """A compiled function from parameters and tokens (N, T + 1) to fp32 log-probabilities of the targets (N, T).
+    """Compiles a function from parameters and tokens (N, T + 1) to fp32 log-probabilities of the targets (N, T).
 
     Args:
-        model: parameters and tokens (1, T) to logits (1, T, V).
+        model: maps parameters and tokens (1, T) to logits (1, T, V).
     """
 
     def row(params: Any, tokens_T: jax.Array) -> jax.Array:
@@ -66,7 +66,7 @@ def _pick(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def run(scorer: Scorer, params: Any, tokens_NxT: np.ndarray, rows: int = ROWS) -> np.ndarray:
-    """Log-probabilities (N, T) of any number of sequences, `rows` at a call."""
+    """Returns log-probabilities (N, T) of any number of sequences, with `rows` per call."""
     parts = []
     for start in range(0, len(tokens_NxT), rows):
         part = tokens_NxT[start : start + rows]
@@ -76,13 +76,13 @@ def run(scorer: Scorer, params: Any, tokens_NxT: np.ndarray, rows: int = ROWS) -
 
 
 def cut(tokens: np.ndarray, length: int) -> Windows:
-    """Windows of a text in which each of its tokens but the first is a target that counts once.
+    """Returns windows of a text in which each token except the first counts once as a target.
 
-    The last window reaches back to be full; a text that is shorter than one is repeated to fill it.
+    The last window overlaps the previous one to be full. A text shorter than a window is repeated.
 
     Args:
         tokens: 1-D, at least two.
-        length: T.
+        length: T, targets per window.
 
     Raises:
         ValueError: fewer than two tokens.

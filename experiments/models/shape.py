@@ -1,4 +1,4 @@
-"""`LlamaConfig`: what a Llama and its relatives are made by."""
+"""`LlamaConfig`: the configuration of Llamas and related models."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from experiments.models.rope import RopeScaling
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama. `validate` says which combinations are possible.
+    """The shape of a Llama. `validate` rejects invalid combinations.
 
     Attributes:
         vocab: rows of the embedding table.
@@ -24,15 +24,15 @@ class LlamaConfig:
             inputs.
         qk_norm: RMSNorm of queries and keys before their rotation: "" for none, "head" for one of each head's
             channels, "width" for one over all heads.
-        channels: of a head; None divides `dim` by `heads`.
-        bias: products that add a bias: "", "qkv", or "all" but the head.
+        channels: channels of a head; None for `dim / heads`.
+        bias: layers with a bias: "" for none, "qkv", or "all" except the head.
         mlp: "swiglu", or "gelu" without a gate, by its tanh formula.
         experts: MLPs of a layer; a router selects some of them for each token. 0 for one MLP and no router.
-        experts_per_token: how many of them.
-        normalize_choices: whether a token's experts have weights whose sum is 1, not their probabilities.
-        window: positions that one sees, itself included; None sees all before.
-        rope_scaling: of the rotary frequencies, or None.
-        learned_positions: rows of a table that is added to embedded tokens in place of rotary positions; 0 for none.
+        experts_per_token: number of experts per token.
+        normalize_choices: whether the weights of a token's experts are normalized to a sum of 1.
+        window: size of the attention window, including the position itself; None for no limit.
+        rope_scaling: scaling of the rotary frequencies, or None.
+        learned_positions: rows of a table of learned positions, instead of rotary positions; 0 for none.
     """
 
     vocab: int
@@ -63,7 +63,7 @@ class LlamaConfig:
         return self.dim // self.heads if self.channels is None else self.channels
 
     def validate(self) -> None:
-        """Raises ValueError that names the first impossible value."""
+        """Raises ValueError with the first invalid value."""
         for name in ("vocab", "dim", "layers", "heads", "kv_heads", "mlp_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -1,13 +1,13 @@
 """The table of model sizes. To add a size, add a row.
 
-60m to 350m follow the shapes that the low-memory-optimizer literature trains; 1b and 3b are shaped like today's small
-Llamas; 7b and 13b are Llama 2's, 8b is Llama 3's, 30b is the first Llama's, and 175b has the width and depth of GPT-3.
-1m to 15m are for machines without an accelerator. Names that start with olmo- have OLMo's norms; olmo-1b and olmo-7b
-are OLMo's own (Groeneveld et al., 2024, Table 1), of which the first has a tied head.
+1m to 15m are for machines without an accelerator. 60m to 350m have the shapes of papers on low-memory optimizers. 1b
+and 3b are similar to recent small Llamas. 7b and 13b are from Llama 2, 8b from Llama 3, 30b from the first Llama. 175b
+has the width and depth of GPT-3. Sizes olmo- have OLMo's norms. olmo-1b and olmo-7b are from OLMo (Groeneveld et al.,
+2024, Table 1); the first has a tied head.
 
-Names that start with moe- have experts. moe-mixtral-8x7b and moe-mixtral-8x22b are Mixtral's (Jiang et al., 2024, and
-its config.json), moe-qwen3-30b-a3b and moe-qwen3-235b-a22b are Qwen3's (Yang et al., 2025, Table 2, and its
-config.json). moe-tiny is for tests. moe-50m computes each token with 44 M parameters of its layers.
+Sizes moe- have experts. moe-mixtral-8x7b and moe-mixtral-8x22b are from Mixtral (Jiang et al., 2024, and its
+config.json), moe-qwen3-30b-a3b and moe-qwen3-235b-a22b from Qwen3 (Yang et al., 2025, Table 2, and its config.json).
+moe-tiny is for tests. moe-50m has 44 M active parameters in its layers.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ NAMES = (*_TABLE, *_WITH_EXPERTS)
 
 
 def get(name: str, vocab: int, *, tied: bool = False) -> LlamaConfig:
-    """The shape of that name with a vocabulary of `vocab`.
+    """Returns the shape of that name with a vocabulary of `vocab`.
 
     Raises:
         ValueError: no such size; the message lists those that exist.

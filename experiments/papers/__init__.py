@@ -1,4 +1,4 @@
-"""The tables and figures of the papers, each made by one command: `python -m experiments.papers` lists them.
+"""Tables and figures of the papers. `python -m experiments.papers` lists the commands.
 
-Those of real moments and activations train a small model first (`common.FLAGS`). It stays under runs/ for the others.
+Tables of real moments and activations first train a small model (`common.FLAGS`). Its run in runs/ is reused.
 """

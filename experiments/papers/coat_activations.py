@@ -1,7 +1,7 @@
 """COAT's Table 10 and Figure 4(a) on a trained model: `python -m experiments.papers.coat_activations`.
 
-How far quantized linear layers, and quantized inputs of non-linear layers by group size, move the output of the last
-layer and the gradient before the first. Xi et al., COAT, ICLR 2025, sections 5.2 and H.
+Errors of the last layer's output and of the gradient before the first layer, with quantized linear layers and with
+quantized inputs of non-linear layers, by group size. Xi et al., COAT, ICLR 2025, sections 5.2 and H.
 """
 
 import argparse
@@ -39,7 +39,7 @@ PAPER_OVERHEAD = {4: 50.0, 8: 25.0, 16: 12.5, 32: 6.5, 64: 3.2}
 
 
 def through(x: jax.Array, spec: fp8jax.QuantSpec) -> jax.Array:
-    """The values that storage in 8 bits leaves of an activation; its gradient passes unchanged."""
+    """Quantizes and dequantizes an activation, with a straight-through gradient."""
     value = jax.lax.stop_gradient(x)
     return fp8jax.quantize(value, spec).dequantize(x.dtype) + (x - value)
 
@@ -55,7 +55,7 @@ class QuantizedInput(nnx.Module):
 
 
 class QuantizedSwiGLU(nnx.Module):
-    """A SwiGLU with the inputs of its activation and product stored in 8 bits."""
+    """A SwiGLU that stores the inputs of its activation and of its multiplication in 8 bits."""
 
     def __init__(self, glu: SwiGLU, spec: fp8jax.QuantSpec) -> None:
         self.glu, self.spec = glu, spec
@@ -66,7 +66,7 @@ class QuantizedSwiGLU(nnx.Module):
 
 
 def quantize_activations(model: Llama, spec: fp8jax.QuantSpec) -> Llama:
-    """A copy whose norms, activations and products of the SwiGLU take inputs stored by `spec`, (tokens, channels)."""
+    """Returns a copy with the inputs of norms and SwiGLUs, (tokens, channels), quantized by `spec`."""
     copy: Any = nnx.clone(model)
     block = copy.layers
     block.attention_norm = QuantizedInput(block.attention_norm, spec)
@@ -76,7 +76,7 @@ def quantize_activations(model: Llama, spec: fp8jax.QuantSpec) -> Llama:
 
 
 class Tap(nnx.Module):
-    """A norm that notes its input: a variable, since what a quantized model computes leaves it as values alone."""
+    """A norm that records its input in a variable, because a quantized model returns only values."""
 
     def __init__(self, norm: nnx.Module, like_NxD: jax.Array) -> None:
         self.norm, self.seen = norm, nnx.Intermediate(like_NxD)
@@ -87,7 +87,7 @@ class Tap(nnx.Module):
 
 
 def probe(model: Llama, tokens_BxT: jax.Array, *, backward: bool = True) -> tuple[np.ndarray, np.ndarray | None]:
-    """Output of the last layer and, if requested, the gradient of the loss before the first: fp32 (B x T, D) each."""
+    """Returns the last layer's output and (if `backward`) the loss gradient before the first layer: fp32 (B x T, D)."""
     graphdef, variables = nnx.split(model)
     state = nnx.to_pure_dict(variables)
     embedded_NxD = model.embed(tokens_BxT[:, :-1].reshape(-1))
@@ -106,17 +106,17 @@ def probe(model: Llama, tokens_BxT: jax.Array, *, backward: bool = True) -> tupl
 
 
 def spec(granularity: str, size: int) -> fp8jax.QuantSpec:
-    """e4m3 with bf16 scales, as COAT stores activations."""
+    """Returns e4m3 with bf16 scales, COAT's storage of activations."""
     return fp8jax.QuantSpec("e4m3", granularity, size, scale_format="bf16")
 
 
 def by_token(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Mean squared error of each token, (N,)."""
+    """Returns the mean squared error of each token, (N,)."""
     return np.mean((a.astype(np.float64) - b) ** 2, axis=1)
 
 
 def table_10(model: Llama, tokens_BxT: jax.Array) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Squared errors of each token, forward and backward, relative to the unchanged model."""
+    """Returns squared errors of each token, forward and backward, relative to the unchanged model."""
     linear = fp8jax.nnx.quantize(model, fp8jax.recipes.te_current())
     arms = {PER_GROUP: fp8jax.nnx.quantize(model, fp8jax.recipes.deepseek()), PER_TENSOR: linear}
     for size in GROUPS:
@@ -132,7 +132,7 @@ def table_10(model: Llama, tokens_BxT: jax.Array) -> dict[str, tuple[np.ndarray,
 
 
 def figure_4a(model: Llama, tokens_BxT: jax.Array) -> dict[tuple[str, int], float]:
-    """Forward mean squared error with non-linear layers alone quantized, in blocks BxB and in groups 1xB^2."""
+    """Returns the forward MSE with only non-linear layers quantized, in BxB blocks and in 1xB^2 groups."""
     hidden, _ = probe(model, tokens_BxT, backward=False)
     errors = {}
     for side in SIDES:
@@ -143,7 +143,7 @@ def figure_4a(model: Llama, tokens_BxT: jax.Array) -> dict[tuple[str, int], floa
 
 
 def rows(errors: dict[str, tuple[np.ndarray, np.ndarray]], blocks: dict[tuple[str, int], float]) -> list[Row]:
-    """All figures, as rows of the results file."""
+    """Returns all rows of the results file."""
     table = []
     for i, what in enumerate(("forward", "backward")):
         for name, values in errors.items():
@@ -170,10 +170,10 @@ def rows(errors: dict[str, tuple[np.ndarray, np.ndarray]], blocks: dict[tuple[st
 
 
 def table(options: argparse.Namespace) -> common.Table:
-    """The results file.
+    """Returns the results file.
 
     Raises:
-        UserError: as `common.dump`.
+        UserError: see `common.dump`.
     """
     trained = common.dump(options.out).trained
     corpus = data.read_corpus(trained.config.data.data, trained.config.data.valid_fraction)

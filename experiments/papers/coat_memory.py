@@ -1,4 +1,4 @@
-"""COAT's Tables 2 and 14: what a Llama layer keeps for its backward pass: `python -m experiments.papers.coat_memory`.
+"""COAT's Tables 2 and 14, residual memory of a Llama layer: `python -m experiments.papers.coat_memory`.
 
 Bytes are counted from the program that JAX differentiates, in U = batch x sequence x width x 2 bytes. Xi et al., COAT,
 ICLR 2025, section 5.1, appendices D and L.
@@ -38,9 +38,10 @@ PAPER_ROWS = {"bf16": "BF16", "te_current": "TE", "deepseek": "DeepSeek-V3", FAI
 
 
 def saved_bytes(fn: Callable, *args: Any) -> np.ndarray:
-    """Bytes that `jax.vjp(fn, *args)` keeps in codes and activations, and in scales and statistics of rows.
+    """Returns residual bytes of `jax.vjp(fn, *args)`: codes and activations, and scales and row statistics.
 
-    The latter have at most one value for 16 of a token's. Rotary tables are not counted: all layers share them.
+    Residuals with at most one value per 16 elements of a token are scales. Rotary tables, which layers share, are not
+    counted.
     """
     residuals = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args))
     sizes = np.zeros(2)
@@ -53,13 +54,15 @@ def saved_bytes(fn: Callable, *args: Any) -> np.ndarray:
 
 
 def in_u(count: Callable[[int], np.ndarray]) -> np.ndarray:
-    """The bytes that a token adds at a given length, in U."""
+    """Returns the bytes per additional token, in U."""
     return (count(2 * LENGTH) - count(LENGTH)) / (LENGTH * WIDTH * 2)
 
 
 def layer(recipe: fp8jax.Recipe | None, recompute: bool = False) -> np.ndarray:
-    """The residuals of one layer, in U: activations or their codes, and scales; with `recompute`, under
-    `save_products`."""
+    """Returns the residuals of one layer in U: activations or codes, and scales.
+
+    With `recompute`, the layer is under `save_products`.
+    """
 
     def count(length: int) -> np.ndarray:
         config = LlamaConfig(vocab=32, dim=WIDTH, layers=1, heads=HEADS, kv_heads=HEADS, mlp_dim=INNER)
@@ -75,14 +78,14 @@ def layer(recipe: fp8jax.Recipe | None, recompute: bool = False) -> np.ndarray:
 
 
 def activations(length: int, width: int = WIDTH) -> jax.ShapeDtypeStruct:
-    """An abstract bf16 activation of one sequence."""
+    """Returns an abstract bf16 activation of one sequence."""
     return jax.ShapeDtypeStruct((length, width), jnp.bfloat16)
 
 
 def operators(recipe: fp8jax.Recipe | None) -> dict[str, np.ndarray]:
-    """The residuals of each operator of a layer, in U; linear layers have the rest of the total.
+    """Returns the residuals of each operator of a layer in U. Linear layers have the remainder of the total.
 
-    As in the paper the output of flash attention counts for the layer that reads it.
+    As in the paper, the output of flash attention is counted for the layer that reads it.
     """
     context = fp8jax.recipes.Context() if recipe is None else recipe.context
     norm = nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
@@ -108,7 +111,7 @@ def operators(recipe: fp8jax.Recipe | None) -> dict[str, np.ndarray]:
 
 
 def rows() -> list[Row]:
-    """All figures, as rows of the results file."""
+    """Returns all rows of the results file."""
     table = "Tables 2 and 14: activations and codes, in U"
     entries = [
         Row(
@@ -148,7 +151,7 @@ def rows() -> list[Row]:
 
 
 def table(_: argparse.Namespace) -> common.Table:
-    """The results file."""
+    """Returns the results file."""
     notes = [
         f"One layer of a Llama of width {WIDTH}, with {HEADS} heads and a SwiGLU of 8/3 of the width, under "
         "`jax.vjp`. Attention saves q, k, v, its output and one number per row, as flash attention does. Bytes per "

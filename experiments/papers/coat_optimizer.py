@@ -1,8 +1,7 @@
 """COAT's Tables 1 and 9, Figures 2 and 3 on real moments: `python -m experiments.papers.coat_optimizer`.
 
-The quantization error of Adam's direction m / sqrt(v) for every storage of the first and of the second moment, the
-dynamic range of groups before and after expansion, how often codes occur, and the error by group size. Xi et al., COAT,
-ICLR 2025.
+The error of Adam's direction m / sqrt(v) by storage of both moments, the dynamic range of groups before and after
+expansion, the frequency of codes, and the error by group size. Xi et al., COAT, ICLR 2025.
 """
 
 import argparse
@@ -47,12 +46,12 @@ PAPER = {f"{r} | {c}": v for r, values in _PAPER_ROWS.items() for c, v in zip(_C
 
 
 def label(name: str, expand: bool) -> str:
-    """A storage as the paper writes it."""
+    """Returns the paper's name of a storage."""
     return NAMES[name] + (" + Expand" if expand else "")
 
 
 def spec(moment: str, name: str, expand: bool, group: int = GROUP) -> fp8jax.QuantSpec:
-    """How `compressed_adamw` stores "mu" or "nu"; the second moment's dynamic exponents have no sign."""
+    """Returns the spec by which `compressed_adamw` stores "mu" or "nu". Dynamic exponents of "nu" are unsigned."""
     stored = "ude8" if moment == "nu" and name == "de8" else name
     settings = Optimizer(**{"mu": "fp32", "nu": "fp32", moment: stored}, group_size=group, expand=expand).spec(moment)
     assert settings is not None
@@ -60,7 +59,7 @@ def spec(moment: str, name: str, expand: bool, group: int = GROUP) -> fp8jax.Qua
 
 
 def matrices(mu: Any, nu: Any) -> dict[str, Pairs]:
-    """The pairs of moments that the optimizer would quantize, fp32: of the layers, and of embedding and head."""
+    """Returns the fp32 moments that the optimizer quantizes: those of layers, and those of embedding and head."""
     first, second, shape = flatten(mu), flatten(nu), spec("mu", "e4m3", True)
     pairs: dict[str, Pairs] = {LAYERS: [], OUTER: []}
     for name, m in first.items():
@@ -70,7 +69,7 @@ def matrices(mu: Any, nu: Any) -> dict[str, Pairs]:
 
 
 def stored(values: np.ndarray, storage: fp8jax.QuantSpec) -> np.ndarray:
-    """The values after storage, float64."""
+    """Returns the stored and decoded values, float64."""
     return np.asarray(fp8jax.quantize(jnp.asarray(values), storage).dequantize(), np.float64)
 
 
@@ -79,13 +78,13 @@ def direction(m: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def mean_square(errors: Iterable[np.ndarray]) -> float:
-    """Mean over all elements of all arrays."""
+    """Returns the mean square over all elements of all arrays."""
     errors = list(errors)
     return float(sum((e**2).sum() for e in errors) / sum(e.size for e in errors))
 
 
 def error_table(pairs: Pairs) -> dict[str, float]:
-    """Mean squared error of m / sqrt(v), by "first order | second order"."""
+    """Returns the mean squared error of m / sqrt(v), by "first order | second order"."""
     exact = [direction(m.astype(np.float64), v.astype(np.float64)) for m, v in pairs]
     storages = [(name, expand) for name in FORMATS for expand in (False, True)]
     ms = {s: [stored(m, spec("mu", *s)) for m, _ in pairs] for s in storages}
@@ -100,7 +99,7 @@ def error_table(pairs: Pairs) -> dict[str, float]:
 
 
 def group_size_table(pairs: Pairs) -> dict[int, tuple[float, float]]:
-    """Error of e4m3 with expansion, and bytes a parameter of both moments, by group size."""
+    """Returns the error of e4m3 with expansion, and bytes per parameter of both moments, by group size."""
     exact = [direction(m.astype(np.float64), v.astype(np.float64)) for m, v in pairs]
     table = {}
     for size in GROUP_SIZES:
@@ -116,7 +115,10 @@ def group_size_table(pairs: Pairs) -> dict[int, tuple[float, float]]:
 
 
 def dynamic_ranges(values: Iterable[np.ndarray], moment: str) -> dict[str, np.ndarray]:
-    """Largest over smallest non-zero magnitude of each group of 128, before and after expansion, and its exponent k."""
+    """Returns the dynamic range of each group of 128, before and after expansion, and its exponent k.
+
+    The range is the largest over the smallest non-zero magnitude.
+    """
     ranges: dict[str, list[np.ndarray]] = {"before": [], "after": [], "k": []}
     storage = spec(moment, "e4m3", True)
     for x in values:
@@ -137,7 +139,7 @@ def dynamic_ranges(values: Iterable[np.ndarray], moment: str) -> dict[str, np.nd
 
 
 def code_shares(values: Iterable[np.ndarray], moment: str) -> dict[str, np.ndarray]:
-    """How often each of e4m3's 127 magnitudes occurs among non-zero values, before and after expansion."""
+    """Returns the frequency of e4m3's 127 magnitudes among non-zero values, before and after expansion."""
     shares = {}
     arrays = [jnp.asarray(x) for x in values]
     for when, expand in (("before", False), ("after", True)):
@@ -150,7 +152,7 @@ def code_shares(values: Iterable[np.ndarray], moment: str) -> dict[str, np.ndarr
 
 
 def entropy(shares: np.ndarray) -> float:
-    """Bits that a value takes if the codes that occur often were short: at most log2 of their number."""
+    """Returns the entropy of codes, in bits per value."""
     used = shares[shares > 0]
     return float(-np.sum(used * np.log2(used)))
 
@@ -161,7 +163,7 @@ def rows(
     shares: dict[str, dict[str, np.ndarray]],
     sizes: dict[int, tuple[float, float]],
 ) -> list[Row]:
-    """All figures, as rows of the results file."""
+    """Returns all rows of the results file."""
     entries = []
     for part, values in errors.items():
         for case, value in values.items():
@@ -198,7 +200,7 @@ def rows(
 
 
 def notes(pairs: dict[str, Pairs]) -> list[str]:
-    """The measurements, and their differences from the paper."""
+    """Returns notes on the measurements and their differences from the paper."""
     counts = {part: sum(m.size for m, _ in values) for part, values in pairs.items()}
     return [
         f"Moments of the {counts[LAYERS]:,} parameters in the layers of the 5M Llama after {common.STEPS} steps of "
@@ -218,10 +220,10 @@ def notes(pairs: dict[str, Pairs]) -> list[str]:
 
 
 def table(options: argparse.Namespace) -> common.Table:
-    """The results file.
+    """Returns the results file.
 
     Raises:
-        UserError: as `common.dump`.
+        UserError: see `common.dump`.
     """
     pairs = matrices(*common.dump(options.out).moments)
     errors = {part: error_table(values) for part, values in pairs.items()}

@@ -1,7 +1,7 @@
 """COAT's Table 12 and Figure 4(b) on one GPU: `python -m experiments.papers.coat_speed`.
 
-The cost that the first stage of group scaling adds to RMSNorm, and the time of each way to find a tensor's scale. Xi et
-al., COAT, ICLR 2025, section 5.2, appendix J. Table 7 is a view of `bench layer` (results/papers.toml).
+The cost of the first stage of group scaling in RMSNorm, and the time of each method for a per-tensor scale. Xi et al.,
+COAT, ICLR 2025, section 5.2, appendix J. Table 7 is a view of `bench layer` (results/papers.toml).
 """
 
 import argparse
@@ -29,7 +29,7 @@ def _norm(x: jax.Array) -> jax.Array:
 
 
 def norm_arms() -> dict[str, Any]:
-    """Functions of a matrix: the norm as it is and with what `coat` keeps, and codes of the latter with one scale."""
+    """Returns functions of a matrix: the norm, the norm with residuals of `coat`, and per-tensor codes of the norm."""
 
     def norm_with_residuals(x: jax.Array) -> tuple[jax.Array, Any]:
         y, vjp = jax.vjp(lambda x: fp8jax.rms_norm(x, recipe=fp8jax.recipes.coat()), x)
@@ -49,7 +49,7 @@ def norm_arms() -> dict[str, Any]:
 
 
 def norms(columns: int, rounds: int, burst: float) -> list[Row]:
-    """Rows of Table 12 and of Figure 4(b) for a matrix of 4096 rows."""
+    """Returns the rows of Table 12 and Figure 4(b) for a matrix of 4096 rows."""
     shape, count = ((64, 128), 1) if timing.dry() else ((4096, columns), timing.copies(2 * 4096 * columns))
     sets = [(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16),) for i in range(count)]
     functions = norm_arms()
@@ -69,13 +69,13 @@ def norms(columns: int, rounds: int, burst: float) -> list[Row]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds those of timing."""
+    """Adds the options of timing."""
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--burst", type=float, default=0.02, help="seconds of one round of one implementation")
+    parser.add_argument("--burst", type=float, default=0.02, help="seconds per round of an implementation")
 
 
 def table(options: argparse.Namespace) -> common.Table:
-    """The results file."""
+    """Returns the results file."""
     startup.recommend_flags()
     timing.need_gpu()
     rows = [row for n in PAPER_NORM for row in norms(n, options.rounds, options.burst)]

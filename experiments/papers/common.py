@@ -22,8 +22,8 @@ from experiments.train.task import TrainState
 
 RESULTS = Path("results")
 RUN = "tables_moments"
-# The smallest model of experiments.models.sizes, long enough for the moments to have forgotten their start. No flag
-# stands at its default by chance: these are what a run of some minutes on two CPU cores allows.
+# The smallest model of experiments.models.sizes, with enough steps for the moments to forget their initial values. The
+# run takes some minutes on two CPU cores.
 STEPS = 300
 FLAGS = (
     f"--recipe bf16 --run {RUN} --model 5m --batch 4 --seq-len 128 --steps {STEPS} --eval-every {STEPS} "
@@ -37,16 +37,16 @@ class Row:
 
     Attributes:
         case: what was measured.
-        metric: which figure of it.
-        value: ours.
+        metric: name of the figure.
+        value: our figure.
         unit: "1" for plain numbers.
         baseline: the case that `ratio` is relative to, or None.
         ratio: value over the baseline's.
-        paper: the paper's figure, or None where our copy of the paper does not hold one.
+        paper: the paper's figure, or None if our copy of the paper has none.
         paper_ratio: the paper's figure over the paper's baseline.
-        table: which table or figure of the paper it belongs to.
-        pivot: row and column labels where the table is two-dimensional.
-        impl: what computed it.
+        table: the table or figure of the paper.
+        pivot: row and column labels of a two-dimensional table.
+        impl: the implementation.
     """
 
     case: str
@@ -76,20 +76,20 @@ def write(
     sources: Sequence[tuple[str, str]] | None = None,
     date: str | None = None,
 ) -> Path:
-    """Writes RESULTS/CARD/BENCH.json, and BENCH.png where there is a figure.
+    """Writes RESULTS/CARD/BENCH.json, and BENCH.png if there is a figure.
 
     Args:
         bench: name of the file, and of the module in `experiments.papers`.
         title: headline in RESULTS.md.
         rows: the figures.
-        notes: what was measured, on which device, and why it differs from the paper.
-        figure: saved beside them, if there is one.
-        results: folder, made where missing.
-        arguments: of the command that regenerates it.
-        module: name of the module in `experiments.papers`, where it is not `bench`.
-        device: what was measured on; None for this process's first device.
-        sources: of each row the commit and the device, where figures come from other files; None for this process's.
-        date: of what was measured; None for today.
+        notes: the measurement, its device, and reasons for differences from the paper.
+        figure: figure to save next to the file, or None.
+        results: folder, created if missing.
+        arguments: arguments of the command that regenerates the file.
+        module: name of the module in `experiments.papers`, if it is not `bench`.
+        device: the measured device; None for this process's first device.
+        sources: commit and device of each row if figures come from other files; None for those of this process.
+        date: date of the measurement; None for today.
     """
     listed = [dataclasses.asdict(row) for row in rows]
     if sources is not None:
@@ -106,7 +106,7 @@ def write(
         date=date,
     )
     if figure is None:
-        path.with_suffix(".png").unlink(missing_ok=True)  # of an older command, which drew one
+        path.with_suffix(".png").unlink(missing_ok=True)  # an older command may have drawn a figure
     else:
         figure.savefig(path.with_suffix(".png"))
     print(f"wrote {path}")
@@ -114,7 +114,7 @@ def write(
 
 
 class Table(NamedTuple):
-    """A table as `write` takes it."""
+    """The arguments of `write` for a table."""
 
     bench: str
     title: str
@@ -131,12 +131,12 @@ def run(
     make: Callable[[argparse.Namespace], Table],
     add_options: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> int:
-    """Makes a table by a command line, and writes it; the exit code, 2 after a UserError.
+    """Makes a table from a command line and writes it. Returns the exit code, 2 after a UserError.
 
     Args:
-        doc: of the module; its first line describes the command.
-        make: the table of options, of which "out" is the folder of training runs.
-        add_options: adds those that the table has besides --out and --results.
+        doc: docstring of the module; its first line describes the command.
+        make: maps parsed options to a table; the option "out" is the folder of training runs.
+        add_options: adds further options to --out and --results.
     """
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of training runs (default: runs)")
@@ -167,14 +167,14 @@ class Dump:
 
     @property
     def moments(self) -> tuple[Any, Any]:
-        """First and second moments in fp32, trees as the parameters'."""
+        """Returns first and second moments in fp32, as trees like that of the parameters."""
         adam = next(s for s in jax.tree.leaves(self.state.opt_state, is_leaf=_is_adam) if _is_adam(s))
         return adam.mu, adam.nu
 
 
 @contextlib.contextmanager
 def hold(path: Path) -> Iterator[None]:
-    """Locks a path with a lock file next to it. Another process that wants it waits."""
+    """Locks a path with a lock file next to it. Other processes wait for the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f"{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -182,14 +182,12 @@ def hold(path: Path) -> Iterator[None]:
 
 
 def dump(out: Path, flags: str = FLAGS, step: int | None = None) -> Dump:
-    """The training run with fp32 moments; trained now, or taken from OUT where it was before.
+    """Returns the training run with fp32 moments. Trains it unless it is in OUT.
 
-    Tables that run side by side train it once: the others wait for the first.
-
-    `step` is that of a checkpoint that the run keeps; None takes the last.
+    Concurrent tables train it once: the others wait for the first. `step` selects a checkpoint; None is the last.
 
     Raises:
-        UserError: the training program's own.
+        UserError: the training program failed.
     """
     arguments = flags.split()
     run = out / arguments[arguments.index("--run") + 1]

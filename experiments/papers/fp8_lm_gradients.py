@@ -1,7 +1,7 @@
 """FP8-LM's comparison of scalings for sums of gradients (Figure 7): `python -m experiments.papers.fp8_lm_gradients`.
 
-The gradients of a small Llama on up to 1,024 sequences are those of as many replicas. Their mean in float64 is compared
-with what each form of reduction makes of them. Peng et al., FP8-LM, 2023, section 2.1.
+The gradients of a small Llama on up to 1,024 sequences stand for those of 1,024 replicas. The result of each reduction
+is compared with their float64 mean. Peng et al., FP8-LM, 2023, section 2.1.
 """
 
 import argparse
@@ -38,38 +38,38 @@ class Reduced(NamedTuple):
 
 
 def encode(x: Any) -> np.ndarray:
-    """Values in units of e4m3, rounded and saturated, as float32."""
+    """Rounds and saturates values to e4m3; returns float32."""
     codes: np.ndarray = np.clip(x, -MAX, MAX).astype(E4M3).astype(np.float32)
     return codes
 
 
 def summed(g: np.ndarray, mu: float) -> Reduced:
-    """Codes added one replica after the other, each sum rounded to e4m3 and saturated, as NCCL does.
+    """Adds codes replica by replica; rounds each sum to e4m3 and saturates, as NCCL does.
 
     Args:
-        g: (replicas, n) fp32, under one scale of their largest magnitude.
-        mu: the part of the range that a single replica's codes take.
+        g: (replicas, n) fp32; one scale from their amax.
+        mu: the fraction of the code range that a single replica's codes use.
     """
     scale = np.float32(np.abs(g).max() / (MAX * mu))
     total = np.zeros(g.shape[1], np.float32)
     for one in g:
         total = encode(total + encode(one / scale))
-    # A sum that saturated stays at the end, or comes back from it.
+    # A saturated sum may later leave the largest code again.
     return Reduced(total.astype(np.float64) * scale / len(g), float(np.mean(np.abs(total) >= MAX)))
 
 
 def before(g: np.ndarray) -> Reduced:
-    """Divided by the number of replicas before they are added (equation 1)."""
+    """Pre-scaling: divides by the number of replicas before the sum (equation 1)."""
     return summed(g, 1 / len(g))
 
 
 def after(g: np.ndarray) -> Reduced:
-    """Divided after they are added (equation 2)."""
+    """Post-scaling: divides after the sum (equation 2)."""
     return summed(g, 1.0)
 
 
 def automatic(g: np.ndarray) -> Reduced:
-    """With the factor that the rule of equation 3 comes to: the largest power of two that saturates not too many."""
+    """Auto-scaling with the converged factor of equation 3: the largest power of two with few saturated elements."""
     mu = 1.0
     while (total := summed(g, mu)).overflow > MAX_SATURATED_FRACTION and mu > 1 / len(g):
         mu = max(mu / 2, 1 / len(g))
@@ -77,7 +77,7 @@ def automatic(g: np.ndarray) -> Reduced:
 
 
 def two_phases(g: np.ndarray) -> Reduced:
-    """Codes are added exactly. Their mean is quantized again with a scale from its own amax."""
+    """Adds codes exactly. Quantizes their mean with a scale from its amax."""
     scale = np.abs(g).max() / MAX
     mean = sum(encode(one / scale).astype(np.float64) for one in g) * scale / len(g)
     second = np.abs(mean).max() / MAX
@@ -92,7 +92,7 @@ def in_groups(g: np.ndarray) -> Reduced:
 
 
 def bf16(g: np.ndarray) -> Reduced:
-    """Added one after the other in bf16."""
+    """Adds replica by replica in bf16."""
     total = np.zeros(g.shape[1], np.float32)
     for one in g:
         total = (
@@ -113,9 +113,9 @@ FORMS: dict[str, Callable[[np.ndarray], Reduced]] = {
 
 
 def errors_of(g: np.ndarray, reduced: Reduced) -> tuple[float, float, float]:
-    """Signal to noise in dB, and the parts of the elements that underflow and overflow.
+    """Returns the SNR in dB, and the shares of elements that underflow and overflow.
 
-    An element underflows if it is not zero in the mean in float64, and zero in the result.
+    An element underflows if it is zero in the result but not in the float64 mean.
     """
     exact = g.astype(np.float64).mean(0)
     noise = np.sum((reduced.mean - exact) ** 2)
@@ -124,12 +124,12 @@ def errors_of(g: np.ndarray, reduced: Reduced) -> tuple[float, float, float]:
 
 
 def compare(g: np.ndarray, form: Callable[[np.ndarray], Reduced]) -> tuple[float, float, float]:
-    """`errors_of` what a form makes of gradients."""
+    """Returns `errors_of` a form of reduction."""
     return errors_of(g, form(g))
 
 
 def real_gradients(count: int, steps: int = STEPS) -> Iterator[tuple[str, np.ndarray]]:
-    """(count, n) gradients of each matrix of each block, one a sequence, of a Llama after some steps of training."""
+    """Yields per-sequence gradients (count, n) of each matrix of a Llama after some training steps."""
     corpus = data.read_corpus((), 0.05)
     tokens = data.encode(corpus, Bytes(), SEQ).train
     task, adam = exact_task(LLAMA, 0), optax.adam(RATE)
@@ -159,7 +159,7 @@ def real_gradients(count: int, steps: int = STEPS) -> Iterator[tuple[str, np.nda
 def measure(
     gradients: Iterator[tuple[str, np.ndarray]], replicas: tuple[int, ...]
 ) -> dict[tuple[str, int], np.ndarray]:
-    """For each form and number of replicas the three figures, means over all matrices."""
+    """Returns the three figures of each form and number of replicas, means over all matrices."""
     errors: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     for _, g in gradients:
         for count in replicas:
@@ -172,7 +172,7 @@ METRICS = ("SNR", "underflow", "overflow")
 
 
 Errors = Mapping[tuple[str, int], np.ndarray]
-"""By form and replicas: `METRICS`."""
+"""`METRICS` by form and number of replicas."""
 
 
 def rows(errors: Errors) -> list[Row]:
@@ -187,7 +187,7 @@ def rows(errors: Errors) -> list[Row]:
 
 
 def table(_: argparse.Namespace) -> common.Table:
-    """The results file."""
+    """Returns the results file."""
     errors = measure(real_gradients(max(REPLICAS)), REPLICAS)
     notes = [
         f"Gradients of the matrices of a Llama ({LLAMA.layers} blocks, width {LLAMA.dim}) after {STEPS} steps on the "

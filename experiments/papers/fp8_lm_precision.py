@@ -1,9 +1,8 @@
 """FP8-LM's precision ablation (Table 6, Figure 8) at small scale: `python -m experiments.papers.fp8_lm_precision`.
 
-Which of master weight, gradient, first and second moment tolerates which storage: a small Llama is trained with fp32
-arithmetic, and one or more of the four pass through a format between steps. Peng et al., FP8-LM, 2023, section 2.2.
-On a GPU `--model 125m --data books.txt --seq-len 512 --lr 1e-3`, with 85M parameters, needs minutes; it writes
-results/fp8_lm_precision_125m.json.
+A small Llama is trained in fp32. Between steps, the master weight, the gradient, the first or the second moment is
+rounded to a storage format. Peng et al., FP8-LM, 2023, section 2.2. On a GPU, `--model 125m --data books.txt --seq-len
+512 --lr 1e-3` (85M parameters) takes minutes and writes results/fp8_lm_precision_125m.json.
 """
 
 import argparse
@@ -36,7 +35,7 @@ B1, B2, EPS, CLIP, DECAY, WARMUP = 0.9, 0.95, 1e-8, 1.0, 0.1, 20
 SEEDS = (0, 1, 2)
 TAIL = 40
 
-# One scale for each tensor (each layer's, where layers are stacked), as FP8-LM has; and COAT's storage as its remedy.
+# One scale per tensor (per layer if layers are stacked), as in FP8-LM; and COAT's storage as a remedy.
 _TENSOR = functools.partial(fp8jax.QuantSpec, granularity="tensor")
 _COAT = functools.partial(fp8jax.QuantSpec, "e4m3", "group", 128, expand=True)
 STORAGES: dict[str, fp8jax.QuantSpec | str] = {
@@ -52,7 +51,7 @@ STORAGES: dict[str, fp8jax.QuantSpec | str] = {
 
 
 class PrecisionArm(NamedTuple):
-    """Storage of the four, by name in `STORAGES`."""
+    """Storage of master weight, gradient and moments, by name in `STORAGES`."""
 
     master: str = "fp32"
     gradient: str = "fp32"
@@ -84,11 +83,11 @@ ARMS = {
 
 
 def store(storage: fp8jax.QuantSpec | str, tree: Any) -> Any:
-    """A tree after storage, in fp32."""
+    """Returns a stored and decoded tree in fp32."""
 
     def leaf(path: Any, x: jax.Array) -> jax.Array:
         if isinstance(storage, str):
-            # On a GPU XLA removes a cast to bf16 and back, but not this.
+            # On a GPU, XLA removes a cast to bf16 and back; it keeps this operation.
             kind = jnp.finfo(formats.get(storage).dtype)
             return jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
         stacked = int("layers" in jax.tree_util.keystr(path)) if storage.granularity == "tensor" else 0
@@ -98,12 +97,12 @@ def store(storage: fp8jax.QuantSpec | str, tree: Any) -> Any:
 
 
 def store_as(index: jax.Array, tree: Any) -> Any:
-    """A tree after the storage of this number in `STORAGES`; traced, so that one program serves all arms."""
+    """Returns a tree after storage number `index` of `STORAGES`. The index is traced, so all arms share a program."""
     return jax.lax.switch(index, [functools.partial(store, storage) for storage in STORAGES.values()], tree)
 
 
 def make_run(task: Task, steps: int, rate: float) -> Any:
-    """The compiled training: storages (4,), parameters, tokens (steps, B, T + 1) to the losses (steps,)."""
+    """Returns the compiled training, from storages (4,), parameters, tokens (steps, B, T + 1) to losses (steps,)."""
     adam = optax.scale_by_adam(B1, B2, EPS)
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, min(WARMUP, steps - 1), steps, rate / 10)
 
@@ -136,16 +135,16 @@ def train_arms(
     seeds: Sequence[int],
     rate: float = RATE,
 ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """Losses (steps,) of every arm from the first seed's parameters, and of fp32 from every seed's; the same batches.
+    """Returns losses (steps,) of all arms with the first seed, and of fp32 with all seeds, on the same batches.
 
-    Runs are spread over the devices.
+    Runs are distributed over the devices.
 
     Args:
         llama: the model.
-        tokens_SxBxT: one batch a step, (steps, B, T + 1).
-        arms: storages by name; that of `BASE` is fp32.
-        seeds: of the initial parameters.
-        rate: the largest learning rate of the schedule.
+        tokens_SxBxT: one batch per step, (steps, B, T + 1).
+        arms: storages by name; `BASE` is fp32.
+        seeds: seeds of the initial parameters.
+        rate: peak learning rate.
     """
     run = make_run(exact_task(llama, seeds[0]), len(tokens_SxBxT), rate)
     names, devices = list(STORAGES), jax.devices()
@@ -153,7 +152,7 @@ def train_arms(
     runs += [(name, arm, seeds[0]) for name, arm in arms.items() if name != BASE]
 
     def run_on_device(i: int) -> list[np.ndarray]:
-        # The host takes part in every step, so that each device has a thread.
+        # The host takes part in every step, so each device needs a thread.
         with jax.default_device(devices[i]):
             starts = {seed: jax.jit(exact_task(llama, seed).init)().params for _, _, seed in runs[i :: len(devices)]}
             results = []
@@ -171,12 +170,12 @@ def train_arms(
 
 
 def final(losses: np.ndarray, tail: int = TAIL) -> float:
-    """Mean loss of the last steps; infinite where a loss is not finite."""
+    """Returns the mean loss of the last steps, or infinity if a loss is not finite."""
     return float(losses[-tail:].mean()) if np.isfinite(losses).all() else float("inf")
 
 
 def rows(losses: dict[str, np.ndarray], plain: list[np.ndarray]) -> list[Row]:
-    """Final losses, relative to fp32."""
+    """Returns final losses, relative to fp32."""
     base = final(losses[BASE])
     metric, unit = f"loss, last {TAIL} steps", "nats/token"
     table = []
@@ -192,7 +191,7 @@ def rows(losses: dict[str, np.ndarray], plain: list[np.ndarray]) -> list[Row]:
 
 
 def draw(losses: dict[str, np.ndarray]) -> Figure:
-    """Smoothed loss curves by the part that is stored in fewer bits, as the difference from fp32."""
+    """Draws smoothed loss curves minus that of fp32, by the part that is stored in fewer bits."""
     panels = {
         "master weight": "master",
         "gradient": "gradient",
@@ -215,25 +214,25 @@ def draw(losses: dict[str, np.ndarray]) -> Figure:
         axes.set(title=title, xlabel="step")
         axes.legend(fontsize=7)
         axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("loss less that of fp32 (nats per token)")
+    figure.axes[0].set_ylabel("loss minus fp32's (nats per token)")
     return figure
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds those of the model and of its training."""
+    """Adds the options of the model and its training."""
     parser.add_argument("--model", choices=sizes.NAMES, help="a larger model (default: one of 131,392 parameters)")
     parser.add_argument("--data", nargs="+", default=[], help="text to train on (default: the standard library)")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--seq-len", type=int, default=SEQ)
-    parser.add_argument("--lr", type=float, default=RATE, help="the largest learning rate")
+    parser.add_argument("--lr", type=float, default=RATE, help="peak learning rate")
 
 
 def table(arguments: argparse.Namespace) -> common.Table:
-    """The results file with its figure, or that of a larger model.
+    """Returns the results file with its figure, for the default or a larger model.
 
     Raises:
-        UserError: as `data.read_corpus`.
+        UserError: see `data.read_corpus`.
     """
     corpus = data.read_corpus(arguments.data, 0.05)
     llama = sizes.get(arguments.model, LLAMA.vocab) if arguments.model else LLAMA

@@ -1,9 +1,9 @@
-"""FP8-LM's Figure 7 by `fp8jax.dist` itself: `python -m experiments.papers.fp8_lm_reductions`.
+"""FP8-LM's Figure 7 with `fp8jax.dist`: `python -m experiments.papers.fp8_lm_reductions`.
 
-The gradients of a small Llama, those of a sequence on each device, are reduced by `all_reduce_gradients` over 2, 4, ..
-all of this host's devices, GPUs or virtual devices of its CPU, and compared with their mean in float64. Beside each
-figure stands that of the model in NumPy, by which `fp8_lm_gradients` goes to 1,024 replicas. On GPUs NCCL adds codes in
-form "one_phase"; on a CPU they are added in fp32 and rounded once, which is no figure of NCCL's.
+Each device has the gradients of a small Llama on one sequence. `all_reduce_gradients` reduces them over 2, 4, ... all
+devices of this host (GPUs, or virtual devices of its CPU). The result is compared with their float64 mean, and with the
+NumPy model that `fp8_lm_gradients` uses for up to 1,024 replicas. In form "one_phase", NCCL adds codes on GPUs. A CPU
+adds them in fp32 and rounds once, so its figures do not apply to NCCL.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from fp8jax.dist.reduce import MAX_SATURATED_FRACTION, Factors, all_reduce_gradi
 
 VIRTUAL = 8
 ONE = Comm("e4m3", "one_phase")
-# By name of `fp8_lm_gradients.FORMS`: the format that is sent, and the first factor of auto-scaling, if it is used.
+# Format that is sent and initial factor of auto-scaling (or None), by name in `fp8_lm_gradients.FORMS`.
 FORMS: dict[str, tuple[Comm, float | None]] = {
     "pre-scale (equation 1)": (ONE, None),
     "post-scale (equation 2)": (ONE, 1.0),
@@ -39,9 +39,9 @@ SETTLING = 12  # halvings of a factor at most
 
 
 def reduced(gradients: Mapping[str, np.ndarray], form: str) -> dict[str, Reduced]:
-    """What the reduction makes of gradients (devices, n), as it is on the first device.
+    """Returns the reduced gradients (devices, n) of the first device.
 
-    Auto-scaling is run again and again on the same gradients until no factor falls.
+    Auto-scaling is repeated on the same gradients until no factor decreases.
     """
     comm, start = FORMS[form]
     count = len(next(iter(gradients.values())))
@@ -65,7 +65,7 @@ def reduced(gradients: Mapping[str, np.ndarray], form: str) -> dict[str, Reduced
 
 
 def measure(gradients: Mapping[str, np.ndarray], counts: Sequence[int]) -> list[Row]:
-    """The three figures of each form and number of devices, means over matrices, and those of the NumPy model."""
+    """Returns three figures of each form and number of devices, means over matrices, also of the NumPy model."""
     rows = []
     for count in counts:
         parts = {name: g[:count] for name, g in gradients.items()}
@@ -82,10 +82,10 @@ def measure(gradients: Mapping[str, np.ndarray], counts: Sequence[int]) -> list[
 
 
 def table(_: argparse.Namespace) -> common.Table:
-    """The results file, fp8_lm_reductions.json, or fp8_lm_reductions_gpus.json on GPUs.
+    """Returns the results file, fp8_lm_reductions.json, or fp8_lm_reductions_gpus.json on GPUs.
 
     Raises:
-        UserError: there is one device.
+        UserError: there is only one device.
     """
     if "host_platform_device_count" not in (flags := os.environ.get("XLA_FLAGS", "")):
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={VIRTUAL}".strip()

@@ -1,4 +1,4 @@
-"""INT8 fallback's context memory: what a Llama layer keeps: `python -m experiments.papers.int8_memory`.
+"""Residual memory of a Llama layer with INT8 fallback: `python -m experiments.papers.int8_memory`.
 
 Bytes are counted from the program that JAX differentiates, as for COAT (`experiments.papers.coat_memory`), in U =
 batch x sequence x width x 2 bytes. arXiv 2503.08040, sections 1 and 5.2.
@@ -18,22 +18,21 @@ from experiments.papers import coat_memory, common
 from experiments.papers.common import Row
 
 BASE, REMATERIALIZED, FALLBACK, LEAN = "bf16", bench_arms.REMATERIALIZED, "int8_fallback", "int8_fallback, lean"
-# Less than bf16, section 1. Table 2, which has the bytes of each model, is without its numbers in our copy.
+# Reduction relative to bf16, section 1. Our copy lacks the numbers of Table 2 (bytes of each model).
 PAPER = 38.0
-# What COAT's Table 2 counts for bf16 in PyTorch, in U.
+# COAT's count for bf16 in PyTorch (Table 2), in U.
 PYTORCH = coat_memory.PAPER["BF16"][-1]
 
 
 def recipes() -> dict[str, fp8jax.Recipe | None]:
-    """What is measured; None is the model of Flax's own modules."""
+    """Returns the measured recipes; None is the model with Flax's own modules."""
     fallback = fp8jax.recipes.int8_fallback()
     lean = dataclasses.replace(fallback, context=dataclasses.replace(fallback.context, recompute_activations=True))
     return {BASE: None, "int8_block": fp8jax.recipes.int8_block(), FALLBACK: fallback, LEAN: lean}
 
 
 def rows() -> list[Row]:
-    """The residuals of each operator of a layer, the totals with scales, and the reductions relative to three
-    baselines."""
+    """Returns residuals by operator, totals with scales, and reductions relative to three baselines."""
     table, totals = [], {}
     with mock.patch.object(jax.nn, "dot_product_attention", flash.dot_product_attention):
         for name, recipe in recipes().items():
@@ -66,7 +65,7 @@ def rows() -> list[Row]:
 
 
 def table(_: argparse.Namespace) -> common.Table:
-    """The results file."""
+    """Returns the results file."""
     notes = [
         f"One layer of a Llama of width {coat_memory.WIDTH}, with {coat_memory.HEADS} heads and a SwiGLU of 8/3 of "
         "the width, under `jax.vjp`. Attention saves q, k, v, its output and one number per row. Bytes per token "

@@ -3,13 +3,14 @@
     python -m experiments.papers.parity --data 'books/*.txt' --arms coat fast --limit 380
     python -m experiments.papers.parity --judge
 
-The first command trains the seeds of some arms that the study's folder in results/ lacks. Several such processes, each
-on a GPU of its own and with arms of its own, fill one folder. The second writes the page. Arms, losses and the number
-of seeds are stated in `STUDIES`, before any run. Runs of another text, setting or card are refused.
+The first command trains the missing seeds of some arms. Runs are in the study's folder in results/. Several processes,
+each with a separate GPU and separate arms, can fill one folder. The second command writes the page. Arms, losses and
+the number of seeds are stated in `STUDIES`, before any run. Runs with another text, setting or card are rejected.
 
-All arms of a seed have one start and one order of text. The difference of an arm is the mean over seeds of its loss
-over that of bf16 with the same seed, less 1. Its interval is Student's with seeds - 1 degrees of freedom. A study asks
-about several recipes, so its intervals are Bonferroni's. Holm's step-down test decides on differences from zero.
+All arms of a seed have the same initial parameters and the same order of text. The difference of an arm is the mean
+over seeds of (loss / loss of bf16 with the same seed) - 1. Its interval is from Student's t with seeds - 1 degrees of
+freedom. A study tests several recipes, so its intervals have Bonferroni's correction. Holm's step-down test decides on
+differences from zero.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from experiments.train import lock
 
 BASE, CONTROL = "bf16", "control_one_bit"
 FAMILY_ERROR = 0.05
-# The share of the steps, the last ones, that a training loss is the mean of.
+# A training loss is the mean over this last share of the steps.
 TAIL = 0.1
 TRAINING, VALIDATION = "training loss", "validation loss"
 LAST, MEAN = "loss of step 21", "mean loss of 21 steps"
@@ -49,7 +50,7 @@ MIXTURE = dataclasses.replace(
     BLOCK_SCALED_SETTING, dim=768, layers=6, heads=12, mlp_dim=768, length=1024, batch=16, steps=300, warmup=30,
     valid=256, experts=16, experts_per_token=4,
 )  # fmt: skip
-# A head of bytes has 256 outputs. One of tokens is a fifth of this model's products.
+# With bytes, the head has only 256 outputs. With tokens, it has a fifth of this model's FLOPs.
 TOKENS = BytePairSetting(
     dim=1024, layers=4, heads=8, mlp_dim=2816, length=1024, batch=16, steps=250, warmup=25, valid=160
 )
@@ -71,7 +72,7 @@ def linear(name: str, **settings: Any) -> ParityArm:
 
 
 def with_head(name: str, head: fp8jax.recipes.Linear) -> ParityArm:
-    """A preset with other products of its output head."""
+    """A preset with other settings of its output head."""
     return ParityArm(dataclasses.replace(fp8jax.recipes.get(name), head=head))
 
 
@@ -79,7 +80,7 @@ BF16, COAT = fp8jax.recipes.bf16(), fp8jax.recipes.coat()
 ARMS: dict[str, ParityArm] = {
     BASE: ParityArm(BF16),
     **{name: ParityArm(fp8jax.recipes.get(name)) for name in PRESETS},
-    # Recipes that are damaged on purpose, which must differ from bf16.
+    # Recipes with deliberate damage, which must differ from bf16.
     "control": ParityArm(COAT, "forward", 3),
     CONTROL: ParityArm(COAT, "forward", 2),
     "control_wgrad": ParityArm(COAT, "wgrad", 2),
@@ -121,18 +122,18 @@ class Study:
     """A comparison with bf16, stated before the runs.
 
     Attributes:
-        title: of the page.
+        title: title of the page.
         page: name of the results file.
-        folder: of the runs, in that of results.
+        folder: folder of the runs in the results folder.
         setting: the model and its schedule.
         recipes: arms that are tested for a difference from bf16.
-        other_arms: arms that may be trained, too.
+        other_arms: further arms that may be trained.
         pairs: comparisons with another arm than bf16, as (label, arm, base).
         about: a further note.
-        seeds: of each arm.
+        seeds: number of seeds of each arm.
         doubled: arms with twice as many seeds.
         losses: names of the losses that are compared.
-        family: whether the intervals of all recipes and losses hold together; else each holds alone.
+        family: whether the intervals of all recipes and losses hold jointly.
         table: heading of the table.
     """
 
@@ -151,7 +152,7 @@ class Study:
     table: str = "Seeds of each beside bf16's"
 
     def seeds_of(self, arm: str) -> range:
-        """The seeds of an arm."""
+        """Returns the seeds of an arm."""
         return range(self.seeds * (2 if arm in self.doubled else 1))
 
     @property
@@ -165,7 +166,7 @@ class Study:
         return 1 - FAMILY_ERROR / (self.tests if self.family else 1)
 
     def path_of(self, results: Path, arm: str) -> Path:
-        """File of an arm's runs."""
+        """Returns the file of an arm's runs."""
         return results / self.folder / f"{arm.replace(', ', '_').replace(' ', '_')}.json"
 
 
@@ -232,13 +233,13 @@ Runs = Mapping[str, Mapping[int, Mapping[str, float]]]
 
 
 class Gap(NamedTuple):
-    """How far an arm's loss lies above another's, over seeds that both have, as a share.
+    """The relative loss difference of two arms, paired over common seeds.
 
     Attributes:
-        each: of a seed.
-        value: their mean.
-        half: half of the interval's width; None of one seed, which tells no noise.
-        p: of no difference, two-sided, for this comparison alone; None of one seed.
+        each: difference of each seed.
+        value: mean over seeds.
+        half: half-width of the confidence interval; None for a single seed.
+        p: two-sided p-value of no difference, without correction; None for a single seed.
     """
 
     each: tuple[float, ...]
@@ -248,7 +249,7 @@ class Gap(NamedTuple):
 
 
 def gap(arm: Mapping[int, float], base: Mapping[int, float], confidence: float) -> Gap | None:
-    """The paired difference of two arms; None without a seed that both have."""
+    """Returns the paired difference of two arms, or None without common seeds."""
     each = np.array([arm[seed] / base[seed] - 1 for seed in sorted(arm.keys() & base.keys())])
     if len(each) < 2:
         return Gap(tuple(each.tolist()), float(each[0])) if len(each) else None
@@ -259,11 +260,11 @@ def gap(arm: Mapping[int, float], base: Mapping[int, float], confidence: float) 
 
 
 def holm(values: Mapping[Any, float], tests: int) -> dict[Any, float]:
-    """Adjusted p of each of several tests: the smallest level of all together at which Holm's procedure rejects it.
+    """Returns Holm's adjusted p-values: the smallest family-wise level at which each test is rejected.
 
     Args:
-        values: p of each that was made.
-        tests: how many were stated; those not made count.
+        values: p-values of the tests that were made.
+        tests: number of stated tests, including those not made.
     """
     result, largest = dict[Any, float](), 0.0
     for rank, key in enumerate(sorted(values, key=lambda key: values[key])):
@@ -273,7 +274,7 @@ def holm(values: Mapping[Any, float], tests: int) -> dict[Any, float]:
 
 
 def compare(study: Study, runs: Runs) -> dict[tuple[str, str], Gap]:
-    """Differences of every arm from bf16 and of the study's pairs, by (label, loss). p of recipes is Holm's."""
+    """Returns differences from bf16 and of the study's pairs, by (label, loss). p-values of recipes are Holm's."""
     pairs = {name: (name, BASE) for name in runs if name != BASE}
     pairs |= {label: (arm, base) for label, arm, base in study.pairs}
     gaps = dict[tuple[str, str], Gap]()
@@ -290,7 +291,7 @@ def compare(study: Study, runs: Runs) -> dict[tuple[str, str], Gap]:
 
 
 def losses_of(study: Study, run: Mapping[str, Any]) -> dict[str, float]:
-    """The losses of a run's file that a study compares."""
+    """Returns the losses in a run's file that the study compares."""
     losses = run["losses"]
     values = {TRAINING: float(np.mean(losses[-max(1, round(TAIL * len(losses))) :])),
               VALIDATION: run.get("valid_loss"), LAST: losses[-1], MEAN: float(np.mean(losses))}  # fmt: skip
@@ -298,15 +299,15 @@ def losses_of(study: Study, run: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read(study: Study, results: Path) -> tuple[Runs, dict[str, dict[str, Any]]]:
-    """Losses of the arms that there are, of the stated seeds, and the files.
+    """Returns the losses of all trained arms, for the stated seeds, and the content of their files.
 
     Raises:
-        UserError: two arms were trained on another text, card or setting.
+        UserError: two arms differ in text, card or setting.
     """
     paths = {name: study.path_of(results, name) for name in (BASE, *study.recipes, *study.other_arms)}
     files = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     for key in ("text", "device", "setting"):
-        # The first files of the fixed batch state neither text nor setting.
+        # Older files of the fixed batch have neither text nor setting.
         stated = {name: content[key] for name, content in files.items() if key in content}
         first = next(iter(stated), "")
         for name, here in stated.items():
@@ -324,7 +325,7 @@ def read(study: Study, results: Path) -> tuple[Runs, dict[str, dict[str, Any]]]:
 
 
 def rows(study: Study, runs: Runs, gaps: Mapping[tuple[str, str], Gap]) -> list[Row]:
-    """Means, differences in percent, half-widths and p, a row for each arm."""
+    """Returns means, differences in percent, half-widths and p-values, by arm."""
     entries = []
 
     def put(arm: str, column: str, value: float | None, unit: str = "1") -> None:
@@ -346,25 +347,25 @@ def rows(study: Study, runs: Runs, gaps: Mapping[tuple[str, str], Gap]) -> list[
 
 
 def draw(study: Study, gaps: Mapping[tuple[str, str], Gap]) -> Figure:
-    """A panel for each loss: each seed's difference, the mean and its interval, a line for each arm."""
+    """Draws a panel per loss and a line per arm, with the difference of each seed, their mean and its interval."""
     figure = Figure(figsize=(11, 3.8), dpi=110, layout="constrained")
     arms = list(dict.fromkeys(arm for arm, _ in gaps))
     for axes, loss in zip(figure.subplots(1, 2, sharey=True), study.losses, strict=True):
         for y, arm in enumerate(arms):
             of = gaps[arm, loss]
             axes.plot([100 * x for x in of.each], [y] * len(of.each), "o", color="0.6", ms=4)
-            # The interval of two seeds would be wider than the picture.
+            # The interval of two seeds is wider than the figure.
             half = None if of.half is None or len(of.each) < 3 else 100 * of.half
             axes.errorbar(100 * of.value, y, xerr=half, fmt="s", color="tab:red", capsize=4)
         axes.set_yticks(range(len(arms)), arms, fontsize=8)
         axes.axvline(0, color="gray", linewidth=0.8)
-        axes.set(xlabel=f"{loss}, % above the other's with the same seed")
+        axes.set(xlabel=f"{loss}, % above the baseline with the same seed")
         axes.grid(alpha=0.3)
     return figure
 
 
 def notes(study: Study, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Notes on the models that were trained and on the statistics."""
+    """Returns notes on the trained models and the statistics."""
     one, setting = files[BASE], study.setting
     if isinstance(setting, FixedBatch):
         what = f"{setting.steps} steps on one batch of {setting.batch} x {setting.length} tokens, no warm-up."
@@ -399,16 +400,16 @@ def notes(study: Study, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def source(of: Mapping[str, Any]) -> tuple[str, str]:
-    """The commits of an arm's runs, and the device."""
+    """Returns the commits of an arm's runs, and the device."""
     commits = {run.get("commit") or of.get("commit") or record.UNKNOWN: None for run in of["runs"].values()}
     return ", ".join(commits), of["device"]
 
 
 def write(name: str, results: Path) -> None:
-    """Writes the page for the content of the study's folder.
+    """Writes the page from the study's folder.
 
     Raises:
-        UserError: runs do not go together, or bf16's are missing.
+        UserError: runs are incompatible, or those of bf16 are missing.
     """
     study = STUDIES[name]
     runs, files = read(study, results)
@@ -429,13 +430,15 @@ def write(name: str, results: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains what is missing of some arms, or writes the page; 1 where runs are missing still."""
+    """Trains the missing runs of some arms, or writes the page. Returns 1 if runs are still missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", choices=STUDIES, default=next(iter(STUDIES)), help="default: %(default)s")
-    parser.add_argument("--data", nargs="*", default=[], help="text, as experiments.train takes it")
-    parser.add_argument("--arms", nargs="*", metavar="ARM", help="which to train (default: the recipes and bf16)")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no run would end")
-    parser.add_argument("--judge", action="store_true", help="train nothing, write the page")
+    parser.add_argument("--data", nargs="*", default=[], help="text, as for experiments.train")
+    parser.add_argument("--arms", nargs="*", metavar="ARM", help="arms to train (default: the recipes and bf16)")
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds; a run that would end later is not started"
+    )
+    parser.add_argument("--judge", action="store_true", help="write the page, without training")
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
     options = parser.parse_args(argv)
     begin, study = time.perf_counter(), STUDIES[options.study]

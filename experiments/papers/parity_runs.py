@@ -1,7 +1,7 @@
 """Trains the arms of `parity` in one process: many seeds of a model, each arm compiled once.
 
-Every seed has its own initial parameters and its own batches, and every arm sees those of each seed: what two arms
-differ by in a seed is the recipe, and the chaos of training, but not the text.
+A seed determines the initial parameters and the batches of all arms. Two arms with one seed differ only by the recipe
+and the chaos of training.
 """
 
 import contextlib
@@ -74,10 +74,10 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class PlainSetting(Setting):
-    """A model as users of Flax NNX write it. Its layers have names, so that a recipe can treat some otherwise.
+    """A user-written Flax NNX model. Its layers have names, so a recipe can have rules for some.
 
     Attributes:
-        experts, experts_per_token: of a mixture of experts in each layer; 0 for none. `mlp_dim` is an expert's width.
+        experts, experts_per_token: mixture of experts in each layer; 0 for none. `mlp_dim` is the width of an expert.
     """
 
     experts: int = 0
@@ -85,13 +85,13 @@ class PlainSetting(Setting):
 
     @property
     def llama(self) -> LlamaConfig:
-        """The shape, with its experts."""
+        """The shape with experts."""
         return dataclasses.replace(super().llama, experts=self.experts, experts_per_token=self.experts_per_token)
 
     def model(self, recipe: fp8jax.Recipe, rngs: nnx.Rngs) -> plain.PlainLlama:
-        """The model of a recipe, of new parameters."""
+        """Returns the model of a recipe with new parameters."""
         llama = self.llama
-        # XLA expands its grouped product in 16 bits into one dense product for each expert.
+        # XLA expands its 16-bit grouped matmul into one dense matmul per expert.
         dot = (
             jax.lax.ragged_dot if changes_layers(recipe) else functools.partial(fp8jax.ragged_dot, recipe=recipe.linear)
         )
@@ -109,25 +109,25 @@ class PlainSetting(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class BytePairSetting(Setting):
-    """A model of byte-pair encoding, which each process trains on the training text."""
+    """A model with byte-pair encoding. Each process trains the encoding on the training text."""
 
     vocab: int = 8192  # type: ignore[misc]
 
 
-# Formats of the operands of each product of `coat`, by which they are told apart.
+# Operand formats of the three matmuls of `coat`, which identify them.
 PRODUCTS = {("e4m3", "e4m3"): "forward", ("e5m2", "e4m3"): "dgrad", ("e4m3", "e5m2"): "wgrad"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ParityArm:
-    """A recipe, and how its training differs from the plain one.
+    """A recipe with changes of its training.
 
     Attributes:
-        recipe: what it computes and stores in.
-        product: "forward", "dgrad" or "wgrad": one that is damaged on purpose, of a recipe with `coat`'s formats.
-        lost_bits: mantissa bits that the codes lose that this product reads.
-        master, release: as the settings of `experiments.train` of these names.
-        rounding: operands that are rounded in a model in bf16, of the fixed batch.
+        recipe: the recipe.
+        product: "forward", "dgrad" or "wgrad": a matmul to damage, in a recipe with `coat`'s formats.
+        lost_bits: mantissa bits to remove from the operands of this matmul.
+        master, release: settings of `experiments.train` with these names.
+        rounding: operands to round in a bf16 model on the fixed batch.
     """
 
     recipe: fp8jax.Recipe
@@ -140,10 +140,10 @@ class ParityArm:
 
 @contextlib.contextmanager
 def damaged(arm: ParityArm) -> Iterator[None]:
-    """While a program is traced in it, the arm's product reads codes of fewer mantissa bits, rounded to nearest.
+    """A context in which the arm's matmul is traced with codes of fewer mantissa bits, rounded to nearest.
 
     Raises:
-        RuntimeError: no such product was traced: the damage would have done nothing.
+        RuntimeError: no such matmul was traced, so there was no damage.
     """
     if arm.product is None:
         yield
@@ -165,7 +165,7 @@ def damaged(arm: ParityArm) -> Iterator[None]:
 
 
 def coarse(q: fp8jax.QTensor, lost_bits: int) -> fp8jax.QTensor:
-    """Codes rounded to fewer mantissa bits, in the same dtype."""
+    """Returns codes rounded to fewer mantissa bits, in the same dtype."""
     fmt = formats.get(q.spec.format)
     bits = fmt.mantissa_bits - lost_bits
     if bits < 0:
@@ -176,12 +176,12 @@ def coarse(q: fp8jax.QTensor, lost_bits: int) -> fp8jax.QTensor:
 
 
 def replicas(arm: ParityArm) -> int:
-    """The number of devices that share a batch: all if a recipe has a format for gradient communication, else one."""
+    """Returns the number of devices for a batch: all if a recipe has a format for gradient communication, else one."""
     return jax.device_count() if arm.recipe.comm.gradients is not None else 1
 
 
 class PlainState(NamedTuple):
-    """A trained model of a `PlainSetting`: all its variables, and the state of its optimizer."""
+    """A trained model of a `PlainSetting`: all variables, and the optimizer state."""
 
     network: nnx.State
     opt_state: Any
@@ -190,14 +190,13 @@ class PlainState(NamedTuple):
 def plain_programs(
     recipe: fp8jax.Recipe, setting: PlainSetting, *, is_observed: bool = False, generator: str | None = None
 ) -> tuple[Any, Any, int]:
-    """`programs` of a `PlainSetting`.
+    """Returns `programs` of a `PlainSetting`.
 
     Args:
-        recipe: of the model and of its optimizer.
+        recipe: the recipe of the model and its optimizer.
         setting: the model and its schedule.
-        is_observed: whether `train` returns the statistics of each step, too, as `fp8jax.telemetry` does, with a
-            leading axis.
-        generator: of random keys for the parameters, as `jax.random.key` takes it. "rbg" compiles faster.
+        is_observed: whether `train` also returns `fp8jax.telemetry` of each step, with a leading axis of steps.
+        generator: `impl` of `jax.random.key` for the parameters. "rbg" compiles faster.
     """
     optim = config.Optim(steps=setting.steps, warmup=setting.warmup, lr=setting.lr)
     tx = make_optimizer(config.Config(optim=optim), recipe)
@@ -244,7 +243,7 @@ def plain_programs(
 
     def validate(state: PlainState, sequences: jax.Array) -> jax.Array:
         def loss(tokens: jax.Array) -> jax.Array:
-            # Variables belong to the trace that made them: these come from the one around.
+            # Variables can only be set in the trace that created them; these come from an outer trace.
             network: Any = nnx.merge(network_graph, jax.tree.map(lambda x: x, state.network))
             network.eval()
             return cross_entropy(network(tokens[:, :-1]), tokens[:, 1:])
@@ -255,12 +254,12 @@ def plain_programs(
 
 
 def programs(arm: ParityArm, setting: Setting) -> tuple[Any, Any, int]:
-    """A training run and its validation, and the number of parameters.
+    """Returns a training run, its validation, and the number of parameters.
 
     Returns:
-        `train(seed, text, starts)`: tokens (N,) and int32 starts (steps, batch) of sequences in it, to a state and
-            fp32 losses (steps,); NaN from the first step with a non-finite loss or gradient.
-        `validate(state, sequences)`: int32 (count, batch, length + 1) to fp32 losses (count,).
+        `train(seed, text, starts)`: from tokens (N,) and int32 starts (steps, batch) of sequences to a state and fp32
+            losses (steps,). Losses are NaN from the first step with a non-finite loss or gradient.
+        `validate(state, sequences)`: from int32 (count, batch, length + 1) to fp32 losses (count,).
         Number of parameters.
     """
     if isinstance(setting, PlainSetting):
@@ -301,13 +300,13 @@ class Text:
     fingerprint: str
 
     def starts(self, seed: int, setting: Setting) -> np.ndarray:
-        """First positions of the sequences of a seed, int32 (steps, batch), the same for every arm."""
+        """Returns start positions of the sequences of a seed, int32 (steps, batch), the same for all arms."""
         most = len(self.train) - setting.length - 1
         return np.random.default_rng(seed).integers(0, most, (setting.steps, setting.batch), dtype=np.int32)
 
 
 def read_text(patterns: Sequence[str], setting: Setting) -> Text:
-    """Files as tokens, split as `experiments.train` splits them; none means the standard library.
+    """Returns files as tokens, split as in `experiments.train`. Without patterns: the standard library.
 
     Raises:
         UserError: a file is missing or there is too little text.
@@ -320,7 +319,7 @@ def read_text(patterns: Sequence[str], setting: Setting) -> Text:
 
 
 def settings(recipe: fp8jax.Recipe) -> dict[str, str]:
-    """Settings of a recipe that are not defaults, by "part.field". They differ if the recipe has changed."""
+    """Returns the non-default settings of a recipe, by "part.field". They change if the recipe changes."""
     return {
         f"{part.name}.{field.name}": str(value)
         for part in dataclasses.fields(recipe)
@@ -331,16 +330,16 @@ def settings(recipe: fp8jax.Recipe) -> dict[str, str]:
 
 
 def read_settings(stored: Mapping[str, str]) -> dict[str, str]:
-    """Settings of a file, which may have older names and values, as `settings` returns them."""
+    """Converts settings of a file, possibly with older names and values, to the form of `settings`."""
     return {name: str(value) for name, value in config.with_new_names(stored).items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """Operands of linear layers that are rounded to 8 bits and decoded, with one scale each; products are in bf16.
+    """Operands of linear layers to quantize per tensor and decode; matmuls are in bf16.
 
     Attributes:
-        x, w, dy: a `QuantSpec` as text, or None for an operand that is not rounded.
+        x, w, dy: a `QuantSpec` as text, or None for an unrounded operand.
     """
 
     x: str | None = None
@@ -349,7 +348,7 @@ class Rounding:
 
 
 class FixedBatch(NamedTuple):
-    """A plain Llama, as users write it, and one batch that it learns by heart."""
+    """A user-written Llama that overfits one batch."""
 
     vocab: int = 32_000
     dim: int = 2048
@@ -363,7 +362,7 @@ class FixedBatch(NamedTuple):
 
 
 def rounded(x: jax.Array, spec: str | None) -> jax.Array:
-    """An array quantized by a spec and decoded, in its own dtype; unchanged without a spec."""
+    """Quantizes and decodes an array, in its dtype. Without a spec, returns it unchanged."""
     if spec is None:
         return x
     key = jax.random.key(jnp.sum(jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)))
@@ -371,7 +370,7 @@ def rounded(x: jax.Array, spec: str | None) -> jax.Array:
 
 
 def product_of(rounding: Rounding) -> Callable[..., jax.Array]:
-    """A `dot_general` for `nnx.Linear` that rounds the operands of its three products."""
+    """Returns a `dot_general` for `nnx.Linear` that rounds the operands of its three matmuls."""
 
     @jax.custom_vjp
     def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -394,7 +393,7 @@ def product_of(rounding: Rounding) -> Callable[..., jax.Array]:
 
 
 def fixed_batch_run(arm: ParityArm, setting: FixedBatch) -> Callable[[int], list[float]]:
-    """A function from a seed to the losses of all steps; it compiles once for all seeds."""
+    """Returns a function from a seed to the losses of all steps. It compiles once for all seeds."""
     recipe, rounding = arm.recipe, arm.rounding
 
     def begun(key: jax.Array) -> tuple[nnx.Module, nnx.Optimizer]:
@@ -435,16 +434,16 @@ def fixed_batch_run(arm: ParityArm, setting: FixedBatch) -> Callable[[int], list
 
 
 def gpu_turn(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """Holds the GPU among processes that fill one folder. If several runs share a GPU, each takes longer."""
+    """Locks the GPU against other processes that train into the folder, so that runs do not slow each other down."""
     return common.hold(folder / f".gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
 
 
 def text_run(
     arm: ParityArm, setting: Setting, text: Text, folder: Path
 ) -> tuple[Callable[[int], dict[str, Any]], dict[str, Any]]:
-    """A function from a seed to losses, each the mean of `STRIDE` steps, and the validation loss; and facts.
+    """Returns a function from a seed to losses (means of `STRIDE` steps) and validation loss, and facts on the run.
 
-    Programs are compiled before the function is returned. A call waits for other processes that train into `folder`.
+    Programs are compiled first. A call of the function waits for other processes that train into `folder`.
     """
     run, validate, parameters = programs(arm, setting)
     train_N = jax.device_put(text.train)
@@ -474,19 +473,19 @@ def train_arm(
     text: Text | None = None,
     has_time: Callable[[float], bool] = lambda _: True,
 ) -> None:
-    """Trains the seeds of an arm that a file lacks, and writes the file after each.
+    """Trains the seeds of an arm that are not in a file, and writes the file after each.
 
     Args:
-        name: of the arm.
-        arm: what is trained.
-        seeds: one run each.
+        name: name of the arm.
+        arm: the arm.
+        seeds: the seeds.
         setting: the model and its schedule.
         path: JSON file.
-        text: what is read; None with a `FixedBatch`.
-        has_time: called with the seconds of the last run (0 before the first). False ends the work.
+        text: the training text; None with a `FixedBatch`.
+        has_time: called with the seconds of the last run (0 before the first). Training ends if it returns False.
 
     Raises:
-        UserError: the file is of another recipe, setting, text or device.
+        UserError: the file has another recipe, setting, text or device.
     """
     header = {"arm": name, "recipe": settings(arm.recipe), "text": "" if text is None else text.fingerprint,
               "setting": setting._asdict() if isinstance(setting, FixedBatch) else dataclasses.asdict(setting),
@@ -524,7 +523,7 @@ def train_arm(
 
 
 def runs_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The runs of a file by seed. Older files of the fixed batch hold losses alone, all of one commit."""
+    """Returns the runs of a file by seed. Older files of the fixed batch have only losses, all of one commit."""
     if "runs" in content:
         return dict(content["runs"])
     return {seed: {"losses": losses, "commit": content["commit"]} for seed, losses in content["losses"].items()}

@@ -1,7 +1,7 @@
-"""The papers' tables of memory and communication, on paper: `python -m experiments.papers.plans`.
+"""Computed memory and communication of the papers' tables: `python -m experiments.papers.plans`.
 
-FP8-LM, Tables 5, 7 and 8; COAT, Table 11; MOSS, Table 5: what `experiments.plan` says of the models and meshes they
-name. Nothing is run.
+FP8-LM, Tables 5, 7 and 8; COAT, Table 11; MOSS, Table 5. `experiments.plan` computes the figures for their models and
+meshes. Nothing is measured.
 """
 
 import argparse
@@ -26,16 +26,16 @@ FAITHFUL = dataclasses.replace(fp8jax.recipes.coat(), context=fp8jax.recipes.Con
 # COAT, Table 11, Llama-2-7B: GB of the optimizer in bf16 and FP8, by GPUs; activations in bf16 and FP8.
 COAT_OPTIMIZER = {2: (26.2, 6.4), 4: (13.1, 3.2), 8: (6.5, 1.6)}
 COAT_ACTIVATIONS = (25.8, 16.9)
-# MOSS, Table 5, Llama-2-7B, 4 sequences of 4,096 tokens a GPU, 8 GPUs: GB of activations, and GB sent a step.
+# MOSS, Table 5, Llama-2-7B, 4 sequences of 4,096 tokens per GPU, 8 GPUs: GB of activations, GB sent per step.
 MOSS = {"bf16": (42.3, 3.84), "coat": (28.6, 3.12), "moss": (23.5, 2.74)}
-# FP8-LM, Table 5: how much the volume related to weights falls, and of GPT-175B GB before and after.
-# FP8-LM, Table 7, GPT-175B: GB of activations between devices, in bf16 and FP8; of the others our copy has no figures.
+# FP8-LM, Table 5: reduction of the communication of weights, and GB before and after for GPT-175B.
+# FP8-LM, Table 7, GPT-175B: GB of activations between devices, in bf16 and FP8. Our copy lacks the other models.
 FP8_LM_ACTIVATIONS = {"175b": (5.9, 3.9)}
 FP8_LM_VOLUME = {"7b": 0.64, "13b": 0.63, "175b": 0.65}
 
 
 def coat() -> list[Row]:
-    """Moments of a 7B model in shards, and the ratio of activations."""
+    """Returns sharded moments of a 7B model, and the ratio of activations."""
     llama, table = sizes.get("7b", VOCAB), "COAT, Table 11: Llama-2-7B"
     rows = []
     for devices, papers in COAT_OPTIMIZER.items():
@@ -56,7 +56,7 @@ def coat() -> list[Row]:
 
 
 def moss() -> list[Row]:
-    """Activations of a 7B model, 16,384 tokens on a GPU, and what a GPU of 8 sends a step for weights and gradients."""
+    """Returns activations of a 7B model (16,384 tokens per GPU), and bytes of weights and gradients sent per step."""
     llama, tokens = sizes.get("7b", VOCAB), 4 * 4096
     arms = {
         "bf16": (fp8jax.recipes.bf16(), False, "bf16"),
@@ -84,7 +84,7 @@ def moss() -> list[Row]:
 
 
 def volume() -> list[Row]:
-    """Bytes that a device sends for weights and their gradients: in bf16 and fp32, and in FP8."""
+    """Returns bytes that a device sends for weights and gradients: in bf16 and fp32, and in FP8."""
     base = fp8jax.Recipe("base", Weights("bf16", "bf16"), fp8jax.recipes.bf16().optimizer, comm=Comm("fp32"))
     rows = []
     for name, paper in FP8_LM_VOLUME.items():
@@ -99,7 +99,7 @@ def volume() -> list[Row]:
 
 
 def activations(devices: int = 8, tokens: int = 2048) -> list[Row]:
-    """Bytes of activations that a device sends where eight share a sequence: in bf16, and as codes."""
+    """Returns bytes of activations that a device sends if `devices` share a sequence: in bf16, and as codes."""
     rows = []
     for name in FP8_LM_VOLUME:
         llama, sent = sizes.get(name, VOCAB), {}
@@ -120,7 +120,7 @@ def activations(devices: int = 8, tokens: int = 2048) -> list[Row]:
 
 
 def whole_tensors(devices: int = 32) -> list[Row]:
-    """Bytes of FP8-LM's states on the fullest and emptiest device: whole tensors of each layer, and slices."""
+    """Returns the largest and smallest bytes of FP8-LM's states per device: whole tensors of layers, and slices."""
     rows = []
     for name in FP8_LM_VOLUME:
         llama = sizes.get(name, VOCAB)
@@ -135,7 +135,7 @@ def whole_tensors(devices: int = 32) -> list[Row]:
 
 
 def _tensors(llama: Any) -> list[jax.ShapeDtypeStruct]:
-    """The parameters of a model, those of each layer apart."""
+    """Returns the parameters of a model, separately for each layer."""
     params = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
     tensors = []
     for path, x in jax.tree_util.tree_leaves_with_path(params):
@@ -145,7 +145,7 @@ def _tensors(llama: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def table(_: argparse.Namespace) -> common.Table:
-    """The results file."""
+    """Returns the results file."""
     notes = [
         "Computed by `experiments.plan` for Llamas of these sizes with a vocabulary of 32,000: moments as stored, "
         "activations that JAX saves of a layer with flash attention, and bytes that a device sends in ring "

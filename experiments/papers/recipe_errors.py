@@ -1,8 +1,9 @@
 """The errors of each preset's 8-bit tensors while it trains: `python -m experiments.papers.recipe_errors --data TEXT`.
 
-Each preset trains one model with one start and one order of text, and `fp8jax.telemetry` observes its steps. The
-presets that the study's folder in results/ lacks are trained, then the page and its figure are written. Several
-processes with `--presets` of their own fill one folder: they compile side by side, and take turns on a GPU.
+All presets train the same model with the same initial parameters and the same order of text. `fp8jax.telemetry`
+observes the steps. The command trains the presets that are not yet in the study's folder in results/, then writes the
+page and its figure. Several processes with different `--presets` can fill one folder. They compile simultaneously and
+take turns on a GPU.
 """
 
 import argparse
@@ -36,7 +37,7 @@ SETTINGS = {
     "13m": PlainSetting(batch=16, steps=100, warmup=10),
     "small": PlainSetting(dim=128, layers=3, heads=2, mlp_dim=320, length=128, batch=4, steps=60, warmup=6),
 }
-# Statistics are medians of so many steps, losses means.
+# Statistics are medians, and losses means, over this number of steps.
 WINDOW = 5
 ROLES = {
     "x": "inputs", "w": "weights", "dy": "gradients of outputs", "context": "residuals of norms and activations",
@@ -81,22 +82,22 @@ def train(preset: str, setting: PlainSetting, text: Text, path: Path) -> None:
 
 
 def windows(values: Any, reduce: Callable[..., Any]) -> list[float]:
-    """A value for each `WINDOW` of the steps; later ones that fill none are left out."""
+    """Returns a value for each `WINDOW` of steps; an incomplete last window is left out."""
     values = np.asarray(values, np.float64)
     telemetry_values: list[float] = reduce(values[: len(values) // WINDOW * WINDOW].reshape(-1, WINDOW), 1).tolist()
     return telemetry_values
 
 
 def folder_of(results: Path, size: str) -> Path:
-    """The folder of the runs of a size."""
+    """Returns the folder of the runs of a size."""
     return results / f"parity_recipe_errors_{size}"
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The files of the presets that were trained, in the order of the presets.
+    """Returns the files of the trained presets, in the order of presets.
 
     Raises:
-        UserError: two were trained on another text, device or setting, or bf16 was not trained.
+        UserError: two files differ in text, device or setting, or bf16 was not trained.
     """
     paths = {name: folder / f"{name}.json" for name in fp8jax.recipes.NAMES}
     files = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
@@ -109,7 +110,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def series(file: Mapping[str, Any], role: str, statistic: str = "snr_db") -> dict[str, np.ndarray]:
-    """A statistic of a role over the observed steps, by layer, in the order of the model."""
+    """Returns a statistic of a role over the observed steps, by layer, in the order of the model."""
     suffix = f"/{role}/{statistic}"
     return {
         name.removesuffix(suffix): np.asarray(values, np.float64)
@@ -119,17 +120,17 @@ def series(file: Mapping[str, Any], role: str, statistic: str = "snr_db") -> dic
 
 
 def tail(values: Sequence[float] | np.ndarray) -> float:
-    """The median of the second half of a run."""
+    """Returns the median of the second half of a run."""
     return float(np.median(values[len(values) // 2 :]))
 
 
 def gap(file: Mapping[str, Any], base: Mapping[str, Any]) -> np.ndarray:
-    """The training loss in percent above that of bf16, a value for each window."""
+    """Returns the training loss in percent above that of bf16, for each window."""
     return 100 * (np.array(file["losses"]) / np.array(base["losses"]) - 1)
 
 
 def rows(files: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
-    """Each preset's loss and that of bf16, and its lowest SNR in each role with the layer, in the second half."""
+    """Yields each preset's loss relative to bf16, and the layer with the lowest SNR of each role (second half)."""
     table, worst = "Loss, and SNR of the coarsest layer of each role", "Which layer is the coarsest of each role"
     for preset, file in files.items():
         if preset != BASE:
@@ -144,7 +145,7 @@ def rows(files: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
 
 
 def draw(files: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """A row for each preset: its loss and that of bf16, then for each role the SNR of each layer over steps."""
+    """Draws a row per preset: its loss and that of bf16, then the SNR of each layer over steps, by role."""
     drawn = {preset: file for preset, file in files.items() if preset != BASE or len(files) == 1}
     figure = Figure(figsize=(2.2 * (1 + len(ROLES)), 1.0 + 1.1 * len(drawn)), dpi=100, layout="constrained")
     grid = figure.subplots(len(drawn), 1 + len(ROLES), squeeze=False)
@@ -174,10 +175,10 @@ def draw(files: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def write(results: Path, size: str) -> None:
-    """Writes the page and its figure of the presets that were trained.
+    """Writes the page and its figure for the trained presets.
 
     Raises:
-        UserError: as `read`.
+        UserError: see `read`.
     """
     files = read(folder_of(results, size))
     base = files[BASE]
@@ -200,12 +201,12 @@ def write(results: Path, size: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains the presets that are missing, and writes the page of those that are there."""
+    """Trains the missing presets, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", nargs="*", default=[], help="text, as experiments.train takes it")
-    parser.add_argument("--size", choices=SETTINGS, default="13m", help="of the model (default: %(default)s)")
+    parser.add_argument("--data", nargs="*", default=[], help="text, as for experiments.train")
+    parser.add_argument("--size", choices=SETTINGS, default="13m", help="size of the model (default: %(default)s)")
     parser.add_argument("--presets", nargs="*", default=fp8jax.recipes.NAMES, choices=fp8jax.recipes.NAMES,
-                        metavar="PRESET", help="which to train (default: all)")  # fmt: skip
+                        metavar="PRESET", help="presets to train (default: all)")  # fmt: skip
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
     options = parser.parse_args(argv)
     startup.recommend_flags()

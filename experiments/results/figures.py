@@ -1,15 +1,15 @@
-"""Figures of results files in text: templates that are filled from their rows.
+"""Fills templates of text with figures from rows of results files.
 
 `tables.toml` has the rows of RESULTS.md, `docs.toml` tables and sentences of README and docs/, `papers.toml` tables of
-papers' speeds. A template is text with figures in braces, `{EXPRESSION:FORMAT}`, where it is of several files
-`{BENCH EXPRESSION:FORMAT}`. The expression is arithmetic on rows in brackets:
+papers' speeds. A template is text with figures in braces, `{EXPRESSION:FORMAT}`, or `{BENCH EXPRESSION:FORMAT}` if it
+uses several files. The expression is arithmetic on rows in brackets:
 
     coat takes {[value coat > step > > 1b]:.0f} ms, {[value bf16 > step] / [value coat > step]:.2f} times as fast
 
 `[FIELD IMPL > METRIC > BASELINE > CASE]` is the field, "value" or "ratio", of all rows of an implementation (or case)
-and metric. A baseline is optional, and so is the beginning of the rows' case; without a case, means are left out. IMPL
-and CASE may name several, "A or B", and IMPL and METRIC may have a `*`. `min`, `max` and `sum` are known. Several
-values that differ are written "LEAST to LARGEST".
+and metric. BASELINE and CASE are optional. CASE is a prefix of the rows' case; without it, means are left out. IMPL and
+CASE may have alternatives, "A or B". IMPL and METRIC may have a `*`. `min`, `max` and `sum` are available. Several
+different values are written "LEAST to LARGEST".
 """
 
 import re
@@ -29,8 +29,7 @@ _FOLDER = Path(__file__).parent
 
 
 def rows(result: Result, field: str, selector: str) -> np.ndarray:
-    """The field of the rows that a selector names, as described in the module docstring. NaN stands for a value that is
-    not finite."""
+    """Returns a field of the rows that a selector matches (module docstring). NaN stands for non-finite values."""
     impl, metric, baseline, case = (part.strip() for part in (*re.split(r" >(?= )", selector), "", "", "")[:4])
     impls, cases = impl.split(" or "), tuple(case.split(" or "))
 
@@ -47,7 +46,7 @@ def rows(result: Result, field: str, selector: str) -> np.ndarray:
 
 
 def evaluate(result: Result, expression: str) -> np.ndarray:
-    """The values of an expression; none where a row that it names is missing."""
+    """Returns the values of an expression; none if one of its rows is missing."""
     values_by_name: dict[str, Any] = {}
 
     def name_of(match: re.Match[str]) -> str:
@@ -62,7 +61,7 @@ def evaluate(result: Result, expression: str) -> np.ndarray:
 
 
 def written(values: np.ndarray, form: str) -> str:
-    """One figure, or the least to the largest where these read differently."""
+    """Formats a figure, or the smallest and largest if their text differs."""
     if np.isnan(values).all():
         return "not finite"
     ends = dict.fromkeys(format(x, form) for x in (np.nanmin(values), np.nanmax(values)))
@@ -70,10 +69,10 @@ def written(values: np.ndarray, form: str) -> str:
 
 
 def filled(template: str, result: Result) -> str | None:
-    """A template with its figures. Parts between semicolons that lack a figure are left out; None if all are.
+    """Fills a template. Parts between semicolons with a missing figure are left out. None if all are left out.
 
     Args:
-        template: as the module says.
+        template: see the module docstring.
         result: content of a results file.
     """
     parts = []
@@ -89,12 +88,12 @@ class Row(NamedTuple):
     """A row of RESULTS.md.
 
     Attributes:
-        label: the table where it stands first, and its name there.
-        what: what is measured, in at most eight words; the table's text has the baseline.
+        label: the table of its first occurrence, and its name there.
+        what: the measured quantity, in at most eight words; the table's text has the baseline.
         bench: name of the results file.
         ours: template of our figure.
-        paper: the paper's figure and where it stands.
-        rival: template of others' figures of the same run.
+        paper: the paper's figure and its location.
+        rival: template of competitors' figures of the same run.
     """
 
     label: str
@@ -109,10 +108,10 @@ class Table(NamedTuple):
     """A table of RESULTS.md.
 
     Attributes:
-        section: its section.
-        title: "" if it is the only one of its section.
-        text: what its figures are compared with.
-        rows: its rows.
+        section: heading of its section.
+        title: title, or "" if it is the only table of its section.
+        text: the baselines of its figures.
+        rows: rows of the table.
     """
 
     section: str
@@ -122,10 +121,10 @@ class Table(NamedTuple):
 
 
 def tables() -> list[Table]:
-    """The tables of RESULTS.md, in its order.
+    """Returns the tables of RESULTS.md, in order.
 
     Raises:
-        ValueError: a row is another table's again that does not stand before it.
+        ValueError: a row repeats one that no earlier table has.
     """
     result, rows_by_label = list[Table](), dict[str, Row]()
     for content in read("tables.toml")["table"]:
@@ -144,7 +143,7 @@ def tables() -> list[Table]:
 
 
 def headlines(bench: str, result: Result) -> list[dict[str, str]]:
-    """A row of RESULTS.md for a results file: "label", "ours", "paper" and "rival"."""
+    """Returns rows of RESULTS.md for a results file: "label", "ours", "paper" and "rival"."""
     of_bench = {row.label: row for table in tables() for row in table.rows if row.bench == bench}
     return [
         {"label": label, "ours": ours, "paper": row.paper, "rival": filled(row.rival, result) or ""}
@@ -154,39 +153,39 @@ def headlines(bench: str, result: Result) -> list[dict[str, str]]:
 
 
 def short(command: str) -> str:
-    """A command without its options."""
+    """Returns a command without its options."""
     return re.sub(r" (?!-m )-.*", "", command)
 
 
 def read(name: str) -> dict[str, Any]:
-    """The content of a file of this folder."""
+    """Returns the content of a file of this folder."""
     return tomllib.loads((_FOLDER / name).read_text())
 
 
 def blocks(results: Mapping[str, Mapping[str, Result]]) -> dict[str, str]:
-    """The tables and sentences of docs.toml with their figures, by name.
+    """Returns the tables and sentences of docs.toml with figures, by name.
 
     Args:
         results: content of the files, by name and card.
 
     Raises:
-        ValueError: as `with_figures`.
+        ValueError: see `with_figures`.
     """
     return {name: with_figures(text, results) for name, text in read("docs.toml").items()}
 
 
 def with_figures(text: str, results: Mapping[str, Mapping[str, Result]], missing: str | None = None) -> str:
-    """Lines of Markdown with their figures, `{BENCH EXPRESSION:FORMAT}`, of one card for all of a benchmark.
+    """Fills figures, `{BENCH EXPRESSION:FORMAT}`, in lines of Markdown. All figures of a benchmark are of one card.
 
-    `{card}` becomes the card that measured the figures of its line, `{sources}` the commands, cards and commits of all.
+    `{card}` is the card of the figures in its line. `{sources}` are the commands, cards and commits of all figures.
 
     Args:
         text: lines of Markdown.
         results: content of the files, by name and card.
-        missing: what stands for a figure that is in no file; lines without any figure are then left out.
+        missing: text for a missing figure. Lines without any figure are then left out. None raises an error.
 
     Raises:
-        ValueError: a figure is in no file or in several rows, or a line names the card of figures of several cards.
+        ValueError: a figure is missing or in several rows, or `{card}` is in a line with figures of several cards.
     """
     expressions, lines, sources = dict[str, list[str]](), [], dict[str, None]()
     for bench, expression, _ in FIGURE.findall(text):
@@ -223,9 +222,9 @@ def with_figures(text: str, results: Mapping[str, Mapping[str, Result]], missing
 
 
 def latest(of_cards: Mapping[str, Result], expressions: Sequence[str]) -> tuple[str, Result]:
-    """The card and file that were measured last of those that have all figures; of all files where none has.
+    """Returns the newest card and file that has all figures; the newest of all files if none has.
 
-    Whole files come before those cut short; of a day's the last by name.
+    Complete files come before incomplete ones. If dates are equal, the last by name is returned.
     """
     order = sorted(of_cards, key=lambda card: (of_cards[card].get("complete", True), of_cards[card]["date"], card))
     if not order:

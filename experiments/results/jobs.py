@@ -1,7 +1,7 @@
-"""The files of results/CARD/, each with the command that makes it, in the order of their importance.
+"""The files of results/CARD/ with their commands, in order of importance.
 
-`experiments.results` runs them: those of one GPU, side by side where a host has several, those of two, four and eight,
-and the papers' tables that need none; with a text `TRAINED`, which takes hours.
+`experiments.results` runs the jobs of one, two, four and eight GPUs, and the papers' tables, which need no GPU. With a
+text, it runs `TRAINED`, which takes hours.
 """
 
 import dataclasses
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A results file and the command that makes it.
+    """A results file and its command.
 
     Attributes:
-        name: of the file.
-        command: module and options; it takes the folder of results, too.
-        seconds: that it takes on an H100, or on a CPU's cores.
-        gpus: that it takes; 0 for none.
+        name: name of the file.
+        command: module and options. It also has an option for the folder of results.
+        seconds: duration on an H100, or on a CPU.
+        gpus: number of GPUs; 0 for none.
     """
 
     name: str
@@ -28,27 +28,27 @@ class Job:
 
     @property
     def argv(self) -> list[str]:
-        """The command for this Python."""
+        """The command line for this Python."""
         return [sys.executable, "-m", *self.command]
 
     def reading(self, text: Sequence[str]) -> "Job":
-        """The same job, that trains on some files."""
+        """Returns the same job with training text."""
         return dataclasses.replace(self, command=(*self.command[:-1], "--data", *text, self.command[-1]))
 
 
 def bench(name: str, seconds: float, *options: str, file: str | None = None, gpus: int = 1) -> Job:
-    """A job of `experiments.bench`, which writes FILE.json, NAME.json without."""
+    """Returns a job of `experiments.bench` that writes FILE.json, by default NAME.json."""
     named = ("--name", file) if file else ()
     return Job(file or name, ("experiments.bench", name, *options, *named, "--out"), seconds, gpus)
 
 
 def table(name: str, seconds: float, gpus: int = 0) -> Job:
-    """A job of `experiments.papers`."""
+    """Returns a job of `experiments.papers`."""
     return Job(name, (f"experiments.papers.{name}", "--results"), seconds, gpus)
 
 
 # An arm takes 20 to 80 s to trace and compile.
-# In the order of their importance; seconds were seen on an H100, or are guesses on the safe side.
+# In order of importance. Seconds were measured on an H100, or are generous estimates.
 STEP = ("--mesh", "one", "--rounds", "3", "--steps", "4")
 ONE_GPU = (
     bench("step", 220, *STEP, "--torch", "torch bf16", "--arm", "bf16", "te_current", "coat", "coat_fast", "moss",
@@ -116,7 +116,7 @@ TWO_GPUS = (
 
 
 def wide(count: int, word: str) -> tuple[Job, ...]:
-    """The jobs of all GPUs of a host that has four or eight."""
+    """Returns the jobs that use all GPUs of a host with four or eight."""
     step = functools.partial(bench, "step", gpus=count)
     return (
         step(180, "--mesh", "data", "fsdp", f"fsdp={count // 2},tensor=2", "--rounds", "3", "--torch", "--arm", "coat",
@@ -152,7 +152,7 @@ CPU = (
     table("fp8_lm_reductions", 200),
     Job("soak", ("experiments.soak", "--results"), 1800, gpus=0),
 )
-# Studies whose question is settled: their files stay, and their commands are of the commits that the files name.
+# Finished studies. Their files stay; their commands exist at the commits in the files.
 SETTLED = (
     "coat_expansion",
     "finetuning",
@@ -173,7 +173,7 @@ SETTLED = (
     "second_moment",
     "training_parity",
 )
-# From other files, without measuring: after the others.
+# Tables of other files, without measurements. They run last.
 DERIVED = (
     *(Job(page, ("experiments.papers.parity", "--study", name, "--judge", "--results"), 5, gpus=0)
       for name, page in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals"),
@@ -187,7 +187,7 @@ DERIVED = (
 
 
 def seeds(study: str, seconds: float, arms: Sequence[str], gpus: int = 1) -> tuple[Job, ...]:
-    """The seeds of each arm of a study that its folder of runs lacks; several arms fill one folder side by side."""
+    """Returns jobs that train the missing seeds of a study, one per arm. They can run in parallel."""
     return tuple(
         Job(f"parity_{study}_{arm.replace(', ', '_').replace(' ', '_')}",
             ("experiments.papers.parity", "--study", study, "--arms", arm, "--results"), seconds, gpus)
@@ -195,7 +195,7 @@ def seeds(study: str, seconds: float, arms: Sequence[str], gpus: int = 1) -> tup
     )  # fmt: skip
 
 
-# Studies that train on a text of 150 MB or more; seconds of an H100 that another job shares. Their pages are `DERIVED`.
+# Studies that train on a text of 150 MB or more. Seconds are for an H100 shared by two jobs. `DERIVED` has their pages.
 TRAINED = (
     *seeds("recipes", 500, ("bf16", "coat_fast")),  # ten seeds
     *seeds("recipes", 300, ("fp8_lm",), gpus=2),

@@ -1,4 +1,4 @@
-"""README's picture: the step of a user's Llama and that of torch.compile, on one card."""
+"""The picture in README: a training step of a user-written Llama, with fp8jax and with torch.compile, on one card."""
 
 import io
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from experiments.results import figures
 
-# Bars from the top: an implementation in the results file and its label.
+# Bars from the top: implementation in the results file, and label.
 BARS = {
     "torch bf16": "torch.compile bf16",
     "bf16": "JAX bf16",
@@ -21,13 +21,13 @@ GREY, GREEN = "#8c959f", "#1a7f37"
 
 
 def draw(of_cards: Mapping[str, figures.Result]) -> str:
-    """Return an SVG with the time and memory of a user's Llama, a bar for each implementation that was measured.
+    """Returns an SVG with time and memory of a user-written Llama, a bar for each measured implementation.
 
     Args:
-        of_cards: results of `experiments.bench models` by card; the newest with all bars is drawn, else the newest.
+        of_cards: results of `experiments.bench models` by card. The newest with all bars is drawn, else the newest.
 
     Raises:
-        ValueError: that file has no bar.
+        ValueError: that file has none of the bars.
     """
     card, result = figures.latest(of_cards, [f"[value {impl} > {metric}]" for impl in BARS for metric, _, _ in PANELS])
     values = {(row["impl"], row["metric"]): row["value"] for row in result["rows"]}
@@ -35,7 +35,7 @@ def draw(of_cards: Mapping[str, figures.Result]) -> str:
     if not bars:
         raise ValueError(f"no bar for the picture in README: the file of {card} has no row of {', '.join(BARS)}")
     colors = [GREEN if impl == "coat_fast" else GREY for impl in bars]
-    # Text stays text, and equal figures give equal files.
+    # Keeps text as text, and makes the file deterministic.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fp8jax", "font.size": 9}):
         figure = Figure(figsize=(7.2, 0.42 * len(bars) + 0.75), layout="constrained")
         for axis, (metric, title, form) in zip(figure.subplots(1, len(PANELS), sharey=True), PANELS, strict=True):

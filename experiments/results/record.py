@@ -1,7 +1,7 @@
 """Results files: the stored figures, the commit and card of each row, and later changes, from git.
 
-A file is RESULTS/CARD/NAME.json, of one command on one card at one commit. `FP8JAX_COMMIT` names the commit where the
-code runs without its history, as on a machine that gets a copy of the files.
+A file RESULTS/CARD/NAME.json has the results of one command on one card at one commit. If there is no git history (a
+copy of the files on another machine), the environment variable `FP8JAX_COMMIT` has the commit.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from experiments.results import figures
 
 ROOT = Path(__file__).parents[2]
 UNKNOWN = "unknown"
-# Code that figures depend on, besides the benchmark itself.
+# Code that affects figures, in addition to the benchmark itself.
 MEASURED = ("pallas_kernels", "fp8jax")
 
 
@@ -30,12 +30,12 @@ class Remark:
     """A remark on figures of certain commits. The figures do not change, except for `former` and `left_out`.
 
     Attributes:
-        note: a sentence under the table.
-        commits: beginnings of their hashes.
-        bench: of one benchmark alone; "" of all.
-        fields: what a row has in some of its fields.
-        former: a recipe that was another one then; its rows get the name "former ...".
-        left_out: the figure was counted wrong.
+        note: a sentence below the table.
+        commits: prefixes of hashes of commits.
+        bench: the benchmark, or "" for all.
+        fields: values of fields of the affected rows.
+        former: a recipe whose settings were different; its rows are renamed to "former ...".
+        left_out: whether to omit the rows, because the figure was wrong.
     """
 
     note: str
@@ -46,7 +46,7 @@ class Remark:
     left_out: bool = False
 
     def holds(self, bench: str, row: Mapping[str, Any]) -> bool:
-        """Whether it is of a row of a benchmark's file."""
+        """Returns whether the remark applies to a row of a benchmark's file."""
         return (
             self.bench in ("", bench)
             and row["commit"].startswith(self.commits)
@@ -74,10 +74,10 @@ _PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "optax", "flax", "ml-dtype
 
 
 def commit() -> str:
-    """Hash of the commit that runs, with a + where files differ from it; `UNKNOWN` without history.
+    """Returns the hash of the current commit, with a + if files have local changes; `UNKNOWN` without history.
 
     Raises:
-        ValueError: `FP8JAX_COMMIT` is no hash.
+        ValueError: `FP8JAX_COMMIT` is not a hash.
     """
     if hash_text := os.environ.get("FP8JAX_COMMIT"):
         if not re.fullmatch(r"[0-9a-f]{7,40}\+?", hash_text):
@@ -92,7 +92,7 @@ def commit() -> str:
 def _head(root: Path) -> str:
     if (name := _git(root, "rev-parse", "--short=10", "HEAD")) is None:
         return UNKNOWN
-    # Results are what is written, not what runs.
+    # Results files are output, so changes to them do not count.
     changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *MEASURED, "experiments")
     return name + ("+" if changed else "")
 
@@ -106,11 +106,11 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def since(of: str, root: Path = ROOT) -> str:
-    """Changes of the measured code since a commit, by git; "" if there are none.
+    """Returns changes of the measured code since a commit, by git; "" if there are none.
 
     Args:
         of: a row's "commit".
-        root: of the repository.
+        root: root of the repository.
     """
     name = of.rstrip("+")
     if name == UNKNOWN:
@@ -125,7 +125,7 @@ def since(of: str, root: Path = ROOT) -> str:
 
 
 def card(device: str) -> str:
-    """The folder for the measurements of a device, by its name: "h100" of "NVIDIA H100 80GB HBM3", "h200x2" of two."""
+    """Returns the folder of a device: "h100" for "NVIDIA H100 80GB HBM3", "h200x2" for two H200s."""
     count, _, name = device.rpartition(" x ")
     words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in ("nvidia", "tesla", "geforce")]
     last = next((i for i, word in enumerate(words) if re.search(r"\d", word)), len(words) - 1)
@@ -145,19 +145,19 @@ def write(
     complete: bool = True,
     date: str | None = None,
 ) -> Path:
-    """Writes RESULTS/CARD/BENCH.json, whole or not at all, and returns its path.
+    """Writes RESULTS/CARD/BENCH.json atomically, and returns its path.
 
     Args:
-        results: folder, made where missing.
+        results: folder, created if missing.
         bench: name of the file.
         title: headline.
-        command: that made it.
-        device: what measured it; several are "2 x NAME".
-        rows: figures; each gets this process's commit and the device, but where it names others.
-        notes: what was measured, on which device, and why it differs from a paper.
-        versions: of packages besides the usual.
-        complete: whether it is all that the command gives.
-        date: None for today.
+        command: the command that made the file.
+        device: name of the device; several are "2 x NAME".
+        rows: figures. By default, a row gets this process's commit and the device.
+        notes: the measurement, its device, and reasons for differences from a paper.
+        versions: versions of additional packages.
+        complete: whether the file has all rows of the command.
+        date: date of the measurement; None for today.
     """
     installed = {name: version for name in _PACKAGES if (version := _version(name))}
     content: dict[str, Any] = {
@@ -182,7 +182,7 @@ def write(
 
 
 def check(result: Mapping[str, Any]) -> None:
-    """Raises ValueError where a content is not of the schema; the message names what is missing."""
+    """Raises ValueError if a content does not match the schema; the message names the missing parts."""
     missing = _REQUIRED - set(result)
     for row in result.get("rows", []):
         missing |= _FIELDS - set(row)
@@ -191,7 +191,7 @@ def check(result: Mapping[str, Any]) -> None:
 
 
 def remarked(result: dict[str, Any]) -> dict[str, Any]:
-    """A result with what is said of its figures since (`REMARKS`): names, notes, and none that was counted wrong."""
+    """Applies `REMARKS` to a result: renames, adds notes, and removes wrong figures."""
     rows, notes = list(result["rows"]), list(result.get("notes", []))
     for remark in REMARKS:
         of = [remark.holds(result["bench"], row) for row in rows]
@@ -207,7 +207,7 @@ def remarked(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_unknown(result: dict[str, Any]) -> dict[str, Any]:
-    """A result without rows from code that cannot be looked up: an unknown commit, or one with local changes."""
+    """Removes rows of unknown code: without a commit, or with local changes."""
     rows_of_known_commits = [row for row in result["rows"] if all(name != UNKNOWN and not name.endswith("+")
                                                   for name in row["commit"].split(", "))]  # fmt: skip
     if not (count := len(result["rows"]) - len(rows_of_known_commits)):
@@ -217,12 +217,12 @@ def without_unknown(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The content of a results file, with what is said of its figures since (`remarked`).
+    """Returns the content of a results file after `remarked`.
 
-    Rows of an unknown commit, or of one with local changes, are left out.
+    Rows of an unknown commit, or with local changes, are left out.
 
     Raises:
-        ValueError: the file is no JSON or not of the schema; the message names it.
+        ValueError: the file is not JSON or does not match the schema; the message has its name.
     """
     try:
         content = parse_json(read_text(path))
@@ -233,7 +233,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def sources(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The commits and devices of a file's rows, each pair once."""
+    """Returns the distinct pairs of commit and device of a file's rows."""
     return list(dict.fromkeys((row["commit"], row["device"]) for row in result["rows"]))
 
 

@@ -25,7 +25,7 @@ its baseline in the same process, with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=f
 figures of a competitor are from the same run. A blank cell means that we do not have the figure. The pages show older
 files in today's words (`experiments/results/wording.toml`).
 """
-# How folders of training runs begin, which tables are made of.
+# Prefixes of folders of training runs, which are sources of tables.
 RUNS = "parity"
 # A table without rows, and its heading.
 EMPTY = re.compile(r"### .*\n\n\|.*\|\n\|[-:|]+\|\n\n")
@@ -35,11 +35,11 @@ BLOCK = re.compile(r"(<!-- figures: (\w+).*?-->\n).*?(<!-- end -->)", re.DOTALL)
 
 Result = Mapping[str, Any]
 Results = Mapping[str, Mapping[str, Result]]
-"""Files by name and card."""
+"""Content of results files, by name and card."""
 
 
 def number(value: Any) -> str:
-    """Four significant digits; "-" for a missing value."""
+    """Formats a value with four significant digits; "-" for a missing value."""
     if value is None:
         return "-"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -50,13 +50,13 @@ def number(value: Any) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; all columns but the first are right-aligned."""
+    """Returns a Markdown table. All columns except the first are right-aligned."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def list_rows(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows one below the other, without the columns that all of them leave empty."""
+    """Returns a table with one line per row, without empty columns."""
     columns = {
         "case": lambda r: r["case"],
         "implementation": lambda r: r["impl"] if any(x["impl"] != "fp8jax" for x in rows) else None,
@@ -82,7 +82,7 @@ def _differ(rows: Sequence[Mapping[str, Any]], field: str) -> bool:
 
 
 def pivot_rows(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows with pivot labels as a table in two dimensions; cells hold the ratio (and the paper's), else the value."""
+    """Returns a two-dimensional table of rows with pivot labels. Cells are ratios (and the paper's), or values."""
     across = list(dict.fromkeys(row["pivot"][1] for row in rows))
     down = list(dict.fromkeys(row["pivot"][0] for row in rows))
     cells = {tuple(row["pivot"]): row for row in rows}
@@ -113,14 +113,14 @@ def pivot_rows(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
-    """The results files of a name as a page, one card after the other.
+    """Returns the page of the results files of one name, with a section per card.
 
     Args:
         of_cards: contents by card.
         pictures: paths of their figures, relative to the page, by card.
 
     Raises:
-        ValueError: a content is not of the schema; the message names what is missing.
+        ValueError: a content does not match the schema; the message names the missing parts.
     """
     parts = [f"# {wording.title(next(iter(of_cards.values())))}", "[all results](../../RESULTS.md)"]
     for card, result in of_cards.items():
@@ -148,9 +148,9 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
 
 
 def view(content: Mapping[str, Any], results: Results) -> str | None:
-    """A page of a paper's tables that figures of other results files fill, one kind of GPU after the other.
+    """Returns a page of a paper's tables with figures of other results files, by kind of GPU.
 
-    None if there is none of these files.
+    None if none of these files exists.
 
     Args:
         content: "title", "text" and "notes", as in papers.toml.
@@ -173,18 +173,18 @@ def view(content: Mapping[str, Any], results: Results) -> str | None:
 
 
 def measured(result: Result) -> str:
-    """When, on which cards and at which commits."""
+    """Returns the date, devices and commits of a measurement."""
     devices = dict.fromkeys(device for _, device in record.sources(result))
     return f"{result['date']} · {', '.join(devices)} · {commits_of(_commits(result))}"
 
 
 def _commits(result: Result) -> list[str]:
-    """The commits of a file's rows."""
+    """Returns the commits of a file's rows."""
     return list(dict.fromkeys(each for of, _ in record.sources(result) for each in of.split(", ")))
 
 
 def commits_of(commits: Sequence[str]) -> str:
-    """Commits in words; a + means that files differed from it."""
+    """Formats commits. A + marks local changes."""
     commit_texts = [commit.rstrip("+") + (" with changes" if commit.endswith("+") else "") for commit in commits]
     if commit_texts == [record.UNKNOWN]:
         return "commit unknown"
@@ -196,7 +196,7 @@ def commits_of(commits: Sequence[str]) -> str:
 
 
 def front(results: Results, pages: str) -> str:
-    """RESULTS.md: a section for each question and each paper, then a list of pages.
+    """Returns RESULTS.md: a section for each question and each paper, then a list of pages.
 
     Args:
         results: content of the files, by name and card.
@@ -222,7 +222,7 @@ def front(results: Results, pages: str) -> str:
 
 
 def _figures_table(rows: Sequence[figures.Row], results: Results) -> str:
-    """Rows with their figures, one card below the other, without the columns that all of them leave empty."""
+    """Returns a table of rows with figures, one line per card, without empty columns."""
     lines = []
     for row in rows:
         figures_by_card = {
@@ -240,7 +240,7 @@ def _figures_table(rows: Sequence[figures.Row], results: Results) -> str:
 
 
 def _sources(rows: Sequence[figures.Row], results: Results, pages: str) -> str:
-    """The files of a table by the command that makes them, each with a link to its page, cards, dates and commits."""
+    """Returns the files of a table by command, each with a link to its page, cards, dates and commits."""
     by_command: dict[str, list[str]] = {}
     for bench in dict.fromkeys(row.bench for row in rows if row.bench in results):
         of_cards = results[bench]
@@ -253,16 +253,17 @@ def _sources(rows: Sequence[figures.Row], results: Results, pages: str) -> str:
 
 
 def card_name(card: str) -> str:
-    """A folder's card for people: `h100x2` is 2 x H100."""
+    """Formats a folder's card: `h100x2` is "2 x H100"."""
     name, _, count = card.partition("x")
     return f"{count} x {name.upper()}" if count.isdigit() else card.upper()
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results files of a folder, FOLDER/CARD/NAME.json, by name and card; those without a known row are left out.
+    """Reads FOLDER/CARD/NAME.json, by name and card. Files without rows of known commits are left out.
 
     Raises:
-        ValueError: the folder is missing or empty, or a file is no JSON or not of the schema; the message names it.
+        ValueError: the folder is missing or empty, or a file is not JSON or does not match the schema. The message has
+            its name.
     """
     if not folder.is_dir():
         raise ValueError(f"--results {folder}: no such folder")
@@ -278,13 +279,13 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def written(folder: Path, readme: Path | None = None) -> dict[Path, str]:
-    """The pages that result from the files of a folder, by path.
+    """Returns the text of all pages made from a folder, by path.
 
-    These are RESULTS.md next to the folder and all its pages. With a README they are also the picture, README and the
-    pages of docs/ beside it that people write, with their figures.
+    These are RESULTS.md next to the folder and the pages in it. If there is a README, they include the picture, README
+    and the hand-written pages of docs/ with updated figures.
 
     Raises:
-        ValueError: as `read`, `figures.blocks`, `with_blocks` and `picture.draw`.
+        ValueError: see `read`, `figures.blocks`, `with_blocks` and `picture.draw`.
     """
     results = read(folder)
     files = {folder.parent / "RESULTS.md": front(results, f"{folder.name}/pages")}
@@ -302,17 +303,17 @@ def written(folder: Path, readme: Path | None = None) -> dict[Path, str]:
 
 
 def quoting(readme: Path) -> list[Path]:
-    """README and the hand-written pages of docs/ next to it."""
+    """Returns README and the hand-written pages of docs/ next to it."""
     generated = ("_build", "api", "results", "examples")
     pages = [path for path in sorted((readme.parent / "docs").rglob("*.md")) if not set(generated) & set(path.parts)]
     return [path for path in [readme, *pages] if path.name != "changelog.md"]
 
 
 def with_blocks(pages: Mapping[Path, str], blocks: Mapping[str, str]) -> dict[Path, str]:
-    """Pages with the figures between `<!-- figures: NAME ... -->` and `<!-- end -->`.
+    """Returns pages with updated text between `<!-- figures: NAME ... -->` and `<!-- end -->`.
 
     Raises:
-        ValueError: a page names a block that there is not, or a block is in no page.
+        ValueError: a page has an unknown block, or a block is in no page.
     """
     unused = dict.fromkeys(blocks)
 
@@ -330,10 +331,12 @@ def with_blocks(pages: Mapping[Path, str], blocks: Mapping[str, str]) -> dict[Pa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes all pages; exit code 2 and one line where a folder or file is not what it should be."""
+    """Writes all pages. Returns 2 after a one-line error if a folder or file is invalid."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of JSON files (default: results)")
-    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="its figures are written, if it exists")
+    parser.add_argument(
+        "--readme", type=Path, default=Path("README.md"), help="page whose figures are updated, if it exists"
+    )
     options = parser.parse_args(argv)
     try:
         files = written(options.results, options.readme if options.readme.exists() else None)

@@ -1,4 +1,4 @@
-"""Runs the jobs that make results files, on the GPUs of this host."""
+"""Runs the jobs of results files on the GPUs of this host."""
 
 import argparse
 import concurrent.futures
@@ -21,19 +21,19 @@ from experiments.results import record
 from experiments.results.jobs import CPU, DERIVED, EIGHT_GPUS, FOUR_GPUS, ONE_GPU, TRAINED, TWO_GPUS, Job
 from experiments.results.report import RUNS
 
-# By the GPUs that they take.
+# Jobs by number of GPUs.
 JOBS = {8: EIGHT_GPUS, 4: FOUR_GPUS, 2: TWO_GPUS, 1: ONE_GPU, 0: CPU}
-SHARED = 2  # studies that train on one GPU
+SHARED = 2  # number of studies that train on one GPU
 KINDS = {8: "eight GPUs", 4: "four GPUs", 2: "two GPUs", 1: "one GPU", 0: "CPU"}
 
 
 def distinct() -> tuple[Job, ...]:
-    """The jobs of GPUs, of those that differ in options alone the first."""
+    """Returns the GPU jobs; of those that differ only in options, the first."""
     return tuple({job.command[:2]: job for job in (*TWO_GPUS[::-1], *ONE_GPU[::-1])}.values())
 
 
 def gpus() -> tuple[str, list[str]]:
-    """The name of this host's GPUs, and the numbers of those that are visible; "" and none without one."""
+    """Returns the name of this host's GPUs and the visible GPU numbers; "" and none without a GPU."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return "", []
@@ -44,13 +44,13 @@ def gpus() -> tuple[str, list[str]]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return names[0], [str(i) for i in range(len(names))]
-    # As CUDA reads it: what follows a number that is none is not seen.
+    # As in CUDA, entries after an invalid one are ignored.
     visible_gpus = list(itertools.takewhile(lambda word: word and not word.startswith("-"), visible.split(",")))
     return (names[0], visible_gpus) if visible_gpus else ("", [])
 
 
 def state(path: Path, commit: str) -> str:
-    """The state of a file: "done" at this commit, "missing", "damaged", "not complete", or its other commits."""
+    """Returns the state of a file: "done" at this commit, "missing", "damaged", "not complete", or its commits."""
     if not path.exists():
         return "missing"
     try:
@@ -67,13 +67,13 @@ def state(path: Path, commit: str) -> str:
     return "; ".join(f"{of}: {record.since(of) or 'no change since'}" for of in commits)
 
 
-# Process groups of jobs that run: each has its own, so that a limit kills its children, too.
+# Process groups of running jobs. Each has its own group, so that a time limit also kills its children.
 _RUNNING = set[int]()
 
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """A signal that ends this process kills the jobs that run, too."""
+    """A context in which a signal that ends this process also kills the running jobs."""
 
     def stop(code: int, _frame: object) -> None:
         for group in list(_RUNNING):
@@ -92,14 +92,14 @@ def ending_together() -> Iterator[None]:
 def run(
     job: Job, folder: Path, log: Path, limit: float, extra_variables: Mapping[str, str] | None = None
 ) -> str | None:
-    """Runs a job, its output into a log; what went wrong, or None. At the limit it and its children are killed.
+    """Runs a job and returns its error, or None. After the time limit, the job and its children are killed.
 
     Args:
-        job: what runs.
-        folder: of results.
-        log: gets what it prints.
-        limit: in seconds.
-        extra_variables: variables of its environment, besides those of this process.
+        job: the job.
+        folder: folder of results.
+        log: file for its output.
+        limit: time limit in seconds.
+        extra_variables: environment variables in addition to those of this process.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(extra_variables or {})
@@ -119,18 +119,24 @@ def run(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes the files that are not of this commit; 0 if none is left, 1 else, 2 where there is nothing to run on."""
+    """Makes the files that are not of this commit. Returns 0 if none remains, 1 otherwise, 2 without a device."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.results", description=(results.__doc__ or "").split("\n")[0]
     )
     names = [job.name for jobs in (*JOBS.values(), TRAINED) for job in jobs]
     parser.add_argument("--only", nargs="+", choices=sorted(set(names)), metavar="NAME", help="some files")
-    parser.add_argument("--cpu", action="store_true", help="the tables that need no GPU")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all; then what is left is told")
+    parser.add_argument("--cpu", action="store_true", help="make the tables that need no GPU")
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds for all jobs; remaining files are listed"
+    )
     parser.add_argument("--data", nargs="+", metavar="TEXT", help="train the studies on these files, two on a GPU")
-    parser.add_argument("--list", action="store_true", help="what there is and what changed since; runs nothing")
-    parser.add_argument("--dry", action="store_true", help="run the code on small shapes, on a CPU; keeps nothing")
-    parser.add_argument("--again", action="store_true", help="also what is of this commit")
+    parser.add_argument(
+        "--list", action="store_true", help="list the files and later changes of the code, without running"
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="run the code with small shapes on a CPU, without keeping results"
+    )
+    parser.add_argument("--again", action="store_true", help="also make files of this commit again")
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder (default: results)")
     options = parser.parse_args(argv)
     if options.data and (options.dry or options.cpu):
@@ -157,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("no GPU here: --cpu makes the tables that need none, --dry tries the code", file=sys.stderr)
             return 2
         count = len(set(slots))
-        # Jobs that differ only in options run once. Wide jobs come first: they would wait for a host to be empty.
+        # Jobs that differ only in options run once. Jobs of many GPUs come first, or they would wait for all GPUs.
         wide = [job for width in JOBS if 0 < width <= count for job in JOBS[width]]
         trained = [job.reading(options.data or ()) for job in TRAINED if job.gpus <= count]
         jobs = distinct() if options.dry else CPU if options.cpu else trained if options.data else wide
@@ -169,10 +175,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Slots:
-    """Places for jobs on the GPUs of a host.
+    """Slots for jobs on the GPUs of a host.
 
     Args:
-        gpus: the number of the GPU of each slot; several slots share one if its number is there several times.
+        gpus: GPU number of each slot; slots with equal numbers share a GPU.
     """
 
     def __init__(self, gpus: Sequence[str]) -> None:
@@ -195,18 +201,18 @@ class Slots:
 
 
 def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str], options: argparse.Namespace) -> int:
-    """Runs jobs within the budget, as many at a time as there are slots for; tells what is left.
+    """Runs jobs within the budget, in parallel if there are slots. Prints the remaining files.
 
     Args:
-        jobs: in the order in which they start.
-        commit: that runs.
+        jobs: jobs in starting order.
+        commit: the current commit.
         device: name of one GPU, or "cpu".
-        slots: the number of each GPU; "" for each table on CPUs.
-        options: of the command line.
+        slots: GPU number of each slot; "" for a slot on CPUs.
+        options: the parsed command line.
     """
     start, left, places = time.monotonic(), dict[str, str](), Slots(slots)
     print(f"{len(set(slots))} x {device} at {commit}: {', '.join(job.name for job in jobs)}", flush=True)
-    # Files that differ from a commit, or from an unknown one, may have changed since.
+    # With local changes or an unknown commit, existing files may be outdated.
     is_known = commit != record.UNKNOWN and not commit.endswith("+")
 
     def seconds_left() -> float:
@@ -251,7 +257,7 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
 
 
 def print_states(results: Path, commit: str) -> int:
-    """Prints what there is of every file, by card."""
+    """Prints the state of every file, by card."""
     for kind, jobs in (*((KINDS[n], JOBS[n]) for n in sorted(JOBS, key=lambda n: n or 99)), ("other files", DERIVED)):
         print(f"{kind}:")
         for job in jobs:

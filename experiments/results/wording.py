@@ -1,4 +1,4 @@
-"""Plain words for older results files, which nobody edits: `wording.toml` has those that pages print instead."""
+"""Replaces old labels and notes of results files on pages, by `wording.toml`. The files themselves are not edited."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Conversations as text, by the template of a checkpoint, and where its answers are in it."""
+"""Formats conversations by the chat template of a checkpoint, and finds the answers in the text."""
 
 import datetime
 import importlib
@@ -12,13 +12,13 @@ from experiments.files import parse_json, read_text
 
 
 class Template:
-    """The template of conversations of a checkpoint.
+    """The chat template of a checkpoint.
 
     Args:
-        folder: of the checkpoint; its template is chat_template.jinja, or stands in tokenizer_config.json.
+        folder: folder of the checkpoint, with the template in chat_template.jinja or tokenizer_config.json.
 
     Raises:
-        UserError: there is none, or it is no template; or the package jinja2 is missing.
+        UserError: the template is missing or invalid, or the package jinja2 is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -29,7 +29,7 @@ class Template:
                 text = read_text(source)
             except (OSError, ValueError) as error:
                 raise UserError(f"{source} cannot be read ({error})") from None
-        if isinstance(text, list):  # several, by name
+        if isinstance(text, list):  # several named templates
             several = [x for x in text if isinstance(x, dict)]
             text = next((x.get("template") for x in several if x.get("name") == "default"), None)
         if not isinstance(text, str):
@@ -53,25 +53,25 @@ class Template:
         self._tokens = {name: token for name in names if (token := token_of(settings, name)) is not None}
 
     def render(self, messages: Sequence[Mapping[str, Any]], place: str, *, ask: bool = False) -> str:
-        """The text of a conversation; with `ask`, up to where the assistant's next message begins.
+        """Returns the text of a conversation; with `ask`, up to the start of the assistant's next message.
 
         Raises:
-            UserError: the template refuses it, with the place that it is from.
+            UserError: the template rejects it. The message has the place of the conversation.
         """
         try:
             text: str = self._template.render(
                 messages=[dict(m) for m in messages], add_generation_prompt=ask, tools=None, **self._tokens
             )
-        except Exception as error:  # of jinja2, and what templates raise
+        except Exception as error:  # errors of jinja2, and errors that templates raise
             raise UserError(f"{place}: the chat template rejects it ({error})") from None
         return text
 
     def spans(self, messages: Sequence[Mapping[str, Any]], place: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the spans of the assistant's messages, including their end tokens.
+        """Returns the text of a conversation, and the spans of the assistant's messages, including their end tokens.
 
         Raises:
-            UserError: as `render`; or the template writes the beginning of a conversation otherwise when it goes on, so
-                that no one can say where an answer begins.
+            UserError: see `render`; or the start of an answer is unknown, because the template formats earlier messages
+                differently if a further message follows.
         """
         text, answer_spans = self.render(messages, place), []
         for i, message in enumerate(messages):
@@ -89,10 +89,10 @@ class Template:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; empty where there is none.
+    """Reads tokenizer_config.json; empty if it does not exist.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     path = folder / "tokenizer_config.json"
     if not path.exists():
@@ -107,14 +107,14 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def token_of(settings: Mapping[str, Any], name: str) -> str | None:
-    """The spelling of a token that tokenizer_config.json names, as "bos_token"."""
+    """Returns the spelling of a token in tokenizer_config.json, such as "bos_token"."""
     token = settings.get(name)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 
 def _answers(jinja2: Any) -> Any:
-    """The tag {% generation %}, with which some templates mark answers: what is in it stays as it is."""
+    """Returns an extension for the tag {% generation %}, which marks answers. Its content is unchanged."""
 
     class Answers(jinja2.ext.Extension):  # type: ignore[misc, name-defined]
         tags = frozenset({"generation"})

@@ -1,7 +1,7 @@
-"""From files on disk to batches of tokens: file discovery, the split, and a loader with a position that can be saved.
+"""From files to batches of tokens: file discovery, the split, and a loader with a position that can be saved.
 
-The text and its tokens are held in memory. Nothing depends on the location of the files or on the recipe. The split
-depends on the content of each document, and the order of batches only on the seed.
+Text and tokens are in memory. Nothing depends on the location of the files or on the recipe. The split depends on the
+content of each document, and the order of batches only on the seed.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from experiments.files import irregular, read_bytes
 from experiments.text.packing import fingerprint_of
 from experiments.text.tokenizer import Tokenizer
 
-# Tests, vendored code and generated tables of the standard library read unlike the rest of it.
+# Excludes tests, vendored code and generated tables, which differ in style from the rest of the standard library.
 _STDLIB_LEAVE_OUT = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "ensurepip"}
 
 
@@ -30,9 +30,9 @@ class Corpus:
 
     Attributes:
         train, valid: the two splits; no document is in both.
-        files: how many files were read.
+        files: number of files.
         skipped: names of files in folders and globs that are not text.
-        records: `TextRecord`s of `text.records`, where documents are packed; they are split when they are tokens.
+        records: `TextRecord`s of `text.records` if documents are packed; they are split after tokenization.
     """
 
     train: tuple[str, ...]
@@ -51,24 +51,24 @@ class Tokens:
 
     @property
     def fingerprint(self) -> str:
-        """As of `fingerprint_of`."""
+        """See `fingerprint_of`."""
         return fingerprint_of(self.train, self.valid)
 
 
 def stdlib_files() -> list[Path]:
-    """The standard library's own sources and docs on this machine, sorted."""
+    """Returns the standard library's sources and docs on this machine, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     files = (p for p in root.rglob("*.py") if not _STDLIB_LEAVE_OUT & set(p.relative_to(root).parts))
     return sorted(files, key=lambda p: p.relative_to(root).parts)
 
 
 def find_files(patterns: Sequence[str]) -> list[tuple[Path, bool]]:
-    """Files that the patterns name, each with whether it was named itself (not found in a folder or by a glob).
+    """Returns the files of patterns, each with whether it is a pattern itself (not in a folder or glob).
 
-    A folder stands for all files below it that are not hidden. A file found twice counts once.
+    A folder stands for all files below it that are not hidden. A file that is found twice counts once.
 
     Raises:
-        UserError: a path does not exist, or is a pipe or a device; or a glob or folder holds no file.
+        UserError: a path does not exist, or is a pipe or a device; or a glob or folder has no file.
     """
     files: dict[Path, tuple[Path, bool]] = {}
     for pattern in patterns:
@@ -96,7 +96,7 @@ def find_files(patterns: Sequence[str]) -> list[tuple[Path, bool]]:
 
 
 def read_text(path: Path) -> str | None:
-    """The file's text, or None where it is binary (a zero byte) or not UTF-8.
+    """Returns the file's text, or None if it is binary (has a zero byte) or not UTF-8.
 
     Raises:
         UserError: the file cannot be read.
@@ -122,7 +122,7 @@ def read_corpus(patterns: Sequence[str], valid_fraction: float) -> Corpus:
     are dropped, so that a copy cannot be in both splits.
 
     Args:
-        patterns: as `find_files`; none means the standard library.
+        patterns: see `find_files`; none for the standard library.
         valid_fraction: share of the characters, between 0 and 1.
 
     Raises:
@@ -158,10 +158,10 @@ def read_corpus(patterns: Sequence[str], valid_fraction: float) -> Corpus:
 
 
 def encode(corpus: Corpus, tokenizer: Tokenizer, seq_len: int) -> Tokens:
-    """Both splits as tokens.
+    """Returns both splits as tokens.
 
     Raises:
-        UserError: a split is shorter than one sequence and the token after it.
+        UserError: a split is shorter than one sequence and its last target.
     """
     tokens = Tokens(tokenizer.encode(corpus.train), tokenizer.encode(corpus.valid))
     for name, split in (("training", tokens.train), ("validation", tokens.valid)):
@@ -175,7 +175,7 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, seq_len: int) -> Tokens:
 
 
 class _Windows:
-    """Sequences of seq_len + 1 tokens: neighbours share one token, the target of the one and the input of the other."""
+    """Sequences of seq_len + 1 tokens. The last target of a sequence is the first input of the next."""
 
     def __init__(self, tokens: np.ndarray, seq_len: int) -> None:
         self._tokens, self._seq_len = tokens, seq_len
@@ -189,24 +189,22 @@ class _Windows:
 
 
 def _rows(tokens: np.ndarray, seq_len: int) -> Any:
-    """The sequences of tokens, one after the other; packed ones as they are."""
+    """Returns the consecutive sequences of tokens; packed rows unchanged."""
     return tokens if tokens.ndim == 3 else _Windows(tokens, seq_len)
 
 
 def train_batches(tokens: np.ndarray, seq_len: int, batch: int, seed: int) -> grain.DatasetIterator:
-    """An endless iterator of int32 batches (batch, seq_len + 1), of packed rows (batch, 3, seq_len + 1).
+    """Returns an endless iterator of int32 batches (batch, seq_len + 1), or of packed rows (batch, 3, seq_len + 1).
 
-    They are reshuffled every epoch.
-
-    `get_state()` is a small dict for the checkpoint, `set_state` goes back to it exactly. The order is a function of
-    the tokens' number, seq_len, batch and seed.
+    Sequences are reshuffled every epoch. `get_state()` is a small dict for the checkpoint; `set_state` restores it
+    exactly. The order depends on the number of tokens, seq_len, batch and seed.
     """
     dataset = grain.MapDataset.source(_rows(tokens, seq_len)).seed(seed).shuffle().repeat()
     return iter(dataset.batch(batch).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
 def valid_batches(tokens: np.ndarray, seq_len: int, batch: int, most: int) -> np.ndarray:
-    """Fixed validation batches, int32 (count, rows, seq_len + 1), or packed, spread evenly over the split.
+    """Returns fixed validation batches, int32 (count, rows, seq_len + 1), or packed, spread evenly over the split.
 
     At most `most` batches of `batch` rows; a split with fewer sequences is a single batch.
     """

@@ -1,7 +1,7 @@
 """Documents packed into rows of one length. Tokens attend only to their own document.
 
-A batch of rows is int32 (B, 3, T + 1): tokens; 1 where a token is an answer, which the loss is the mean over; and the
-number of the document in its row, from 1 on, 0 where the row is filled up. A plain batch is tokens alone, (B, T + 1).
+A batch of rows is int32 (B, 3, T + 1): tokens; 1 for tokens of answers, over which the loss is the mean; and the number
+of the document in its row, from 1 on, with 0 for padding. A plain batch has only tokens, (B, T + 1).
 """
 
 import dataclasses
@@ -13,26 +13,26 @@ import numpy as np
 
 from experiments.errors import UserError
 
-# Rows that wait for documents that still fit; more of them fill rows better.
+# Number of open rows for further documents. More open rows have less padding.
 OPEN_ROWS = 64
 
 
 class Document(NamedTuple):
-    """Token ids, and which of them are answers, both (length,)."""
+    """Token ids, and a mask of answers, both (length,)."""
 
     ids: np.ndarray
     answers: np.ndarray
 
 
 def parts(batch: Any) -> tuple[Any, Any, Any]:
-    """Tokens (B, T + 1) of a batch, and of a packed one its answers and segments, else None."""
+    """Returns tokens (B, T + 1), answers and segments of a batch; the latter are None if it is not packed."""
     if batch.ndim == 2:
         return batch, None, None
     return batch[:, 0], batch[:, 1], batch[:, 2]
 
 
 def fingerprint_of(*splits: np.ndarray) -> str:
-    """Sixteen hexadecimal digits that change with any token of some splits."""
+    """Returns sixteen hexadecimal digits of all tokens of splits."""
     digest = hashlib.sha256()
     for split in splits:
         digest.update(f"{split.dtype}{split.shape}".encode())
@@ -46,9 +46,9 @@ class Packed:
 
     Attributes:
         train, valid: the splits.
-        documents: how many were packed.
-        cut: how many were longer than a row.
-        left_out: how many had no answer within a row.
+        documents: number of packed documents.
+        cut: number of documents longer than a row.
+        left_out: number of documents without an answer within a row.
     """
 
     train: np.ndarray
@@ -59,25 +59,25 @@ class Packed:
 
     @property
     def fingerprint(self) -> str:
-        """As of `fingerprint_of`."""
+        """See `fingerprint_of`."""
         return fingerprint_of(self.train, self.valid)
 
     @property
     def filled(self) -> float:
-        """Share of the places of rows that hold tokens."""
+        """Share of the positions in rows that are not padding."""
         return float(np.mean(self.train[:, 2] > 0))
 
     @property
     def answers(self) -> int:
-        """Tokens of training that the loss is of."""
+        """Number of training tokens in the loss."""
         return int(self.train[:, 1].sum())
 
 
 def split(documents: Sequence[Document], valid_fraction: float) -> tuple[list[Document], list[Document]]:
-    """Documents for training and for validation, in the order of hashes of their tokens; copies are dropped.
+    """Splits documents for training and validation, in the order of hashes of their tokens. Drops copies.
 
     Raises:
-        UserError: there are fewer than two.
+        UserError: there are fewer than two documents.
     """
     unique: dict[str, Document] = {}
     for document in documents:
@@ -95,16 +95,16 @@ def split(documents: Sequence[Document], valid_fraction: float) -> tuple[list[Do
 
 
 def pack(documents: Sequence[Document], valid_fraction: float, seq_len: int, *, keep_whole: bool) -> Packed:
-    """Both splits of documents as rows of seq_len + 1 tokens.
+    """Packs both splits of documents into rows of seq_len + 1 tokens.
 
     Args:
-        documents: in any order; a single one is taken apart.
-        valid_fraction: share of the tokens for validation, whole documents.
-        seq_len: targets of a row.
-        keep_whole: truncate a document that is longer than a row, as for conversations; else it continues in the next.
+        documents: documents in any order; a single one is divided.
+        valid_fraction: share of the tokens for validation, in whole documents.
+        seq_len: targets per row.
+        keep_whole: whether to truncate documents longer than a row (conversations), or to continue them in other rows.
 
     Raises:
-        UserError: no document has an answer within a row, of either split.
+        UserError: in a split, no document has an answer within a row.
     """
     if len(documents) == 1:
         documents = list(_pieces(documents[0], seq_len + 1, keep_whole))
@@ -133,9 +133,9 @@ def _pieces(document: Document, length: int, keep_whole: bool) -> Iterable[Docum
 
 
 def _packed(pieces: Iterable[Document], length: int) -> np.ndarray:
-    """Each piece goes into the first open row that it fits; the oldest one is closed where all are too full."""
+    """Packs each piece into the first open row with space. If there is none, closes the oldest row."""
     rows: list[list[Document]] = []
-    open_rows: list[tuple[int, int]] = []  # of each its number and its room
+    open_rows: list[tuple[int, int]] = []  # (number of the row, free tokens)
     for piece in pieces:
         size = len(piece.ids)
         place = next((i for i, (_, room) in enumerate(open_rows) if room >= size), None)
@@ -156,7 +156,7 @@ def _packed(pieces: Iterable[Document], length: int) -> np.ndarray:
         for number, piece in enumerate(documents, 1):
             here = slice(start, start + len(piece.ids))
             row[0, here], row[1, here], row[2, here] = piece.ids, piece.answers, number
-            # Nothing of its own document comes before the first token.
+            # The first token of a document has no context, so it is not a target.
             row[1, start] = 0
             start = here.stop
     return packed

@@ -1,4 +1,4 @@
-"""Documents and conversations from text, JSON lines and parquet, each with the place that it is read from.
+"""Reads documents and conversations from text, JSON lines and parquet, each with its file and line.
 
 A line of JSON, or a row of parquet, has a conversation in "messages" ([{"role": ..., "content": ...}, ...]), or a text
 in the field of --field. Any other file is one text.
@@ -23,9 +23,9 @@ class TextRecord(NamedTuple):
     """A text, or a conversation.
 
     Attributes:
-        where: FILE, or FILE:LINE, for messages.
-        text: None of a conversation.
-        messages: of a conversation, as its template expects them.
+        where: FILE or FILE:LINE, for error messages.
+        text: the text; None for a conversation.
+        messages: messages of a conversation, for a chat template.
     """
 
     where: str
@@ -34,20 +34,20 @@ class TextRecord(NamedTuple):
 
 
 def among(patterns: Sequence[str]) -> bool:
-    """Whether any file that the patterns name holds records.
+    """Returns whether any file of the patterns has records.
 
     Raises:
-        UserError: as `data.find_files`.
+        UserError: see `data.find_files`.
     """
     return any(path.suffix in (*LINES, *PARQUET) for path, _ in data.find_files(patterns))
 
 
 def read(patterns: Sequence[str], field: str) -> tuple[list[TextRecord], int, list[str]]:
-    """All records, how many files they are from, and the names of files in folders and globs that are no text.
+    """Returns all records, the number of files, and names of files in folders and globs that are not text.
 
     Raises:
-        UserError: a file cannot be read, a line is empty, is no JSON, or has neither a conversation nor the field. The
-            message names the file and the line.
+        UserError: a file cannot be read, or a line is empty, not JSON, or without conversation and field. The message
+            has the file and the line.
     """
     records, skipped = list[TextRecord](), list[str]()
     files = data.find_files(patterns)
@@ -80,7 +80,7 @@ def _lines(path: Path, field: str) -> Iterator[TextRecord]:
         where = f"{path}:{number}"
         if not line.strip():
             if number == len(lines):
-                return  # what ends with a line break has no line after it
+                return  # no line follows a final line break
             raise UserError(f"{where}: an empty line; each line is one JSON object: remove it")
         try:
             value = parse_json(line)
@@ -106,7 +106,7 @@ def _rows(path: Path, field: str) -> Iterator[TextRecord]:
                 yield record(row, field, f"{path}:{number}")
     except UserError:
         raise
-    except Exception as error:  # pyarrow's own, and OSError
+    except Exception as error:  # errors of pyarrow, and OSError
         raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]})") from None
     if not columns:
         raise UserError(f"{path} has the columns {', '.join(file.schema_arrow.names)}: neither {MESSAGES} nor {field}")
@@ -116,8 +116,7 @@ def record(value: Any, field: str, where: str) -> TextRecord:
     """Converts the content of a line or row to a record.
 
     Raises:
-        UserError: it contains neither a conversation with an answer nor a text, or its text has a character that no
-            token represents.
+        UserError: it has neither a conversation with an answer nor a text, or its text has a character without token.
     """
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: expected a JSON object, got {_shown(value, 60)}")

@@ -1,7 +1,6 @@
 """Text to token ids and back: bytes, or byte-pair encoding trained with the `tokenizers` library.
 
-Id 0 separates documents in both. For bytes that costs no extra id, since a text never contains the byte 0 (the loader
-refuses files that do).
+Id 0 separates documents in both. For bytes, no extra id is needed, because the loader rejects files with the byte 0.
 """
 
 import json
@@ -27,10 +26,10 @@ class Tokenizer(Protocol):
         """Number of ids."""
 
     def encode(self, documents: Sequence[str]) -> np.ndarray:
-        """All documents in one array of ids (uint16, or uint32 above 65,536 ids), a separator before each."""
+        """Returns the ids of all documents (uint16, or uint32 above 65,536 ids), with a separator before each."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids to text; separators become line breaks, broken UTF-8 the replacement character."""
+        """Converts ids to text. Separators become line breaks, invalid UTF-8 becomes the replacement character."""
 
 
 class Bytes:
@@ -49,10 +48,10 @@ class Bytes:
 
 
 class BytePair:
-    """Byte-level byte-pair encoding: every text can be encoded, nothing is unknown.
+    """Byte-level byte-pair encoding. It can encode every text.
 
-    What it saves is a whole tokenizer: `tokenizers` alone makes the same ids of a document, separator included. A
-    separator's spelling inside a document is ordinary text, so that the file has no added token: one would match it.
+    The saved file is a complete tokenizer: the library `tokenizers` encodes a document to the same ids, with the
+    separator. The file has no added token, so the spelling of the separator inside a document is ordinary text.
     """
 
     def __init__(self, model: tokenizers.Tokenizer) -> None:
@@ -79,7 +78,7 @@ class BytePair:
 
     @classmethod
     def load(cls, path: Path) -> "BytePair":
-        """Reads what `save` wrote.
+        """Reads a file of `save`.
 
         Raises:
             UserError: the file is damaged.
@@ -90,11 +89,11 @@ class BytePair:
             raise UserError(f"tokenizer {path} cannot be read ({error}); train a new one with --resume never") from None
 
     def save(self, path: Path) -> None:
-        """As `files.write_text`."""
+        """Writes the file. See `files.write_text`."""
         write_text(path, self.to_str())
 
     def to_str(self) -> str:
-        """What `save` writes."""
+        """Returns the content of the file of `save`."""
         return self._model.to_str()
 
     @property

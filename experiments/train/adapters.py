@@ -1,8 +1,8 @@
-"""Low-rank adapters in a model with weights stored as 8-bit codes: what `--lora-rank` makes of a Llama.
+"""Low-rank adapters in a Llama with frozen weights stored as 8-bit codes: `--lora-rank`.
 
-Linear layers of blocks become `AdaptedLinear`, all other parameters `BaseVariable`, so that adapters alone are
-parameters: gradients, optimizer states and checkpoints are theirs. The base is made from given parameters, or from the
-seed, and is an argument of a step, which returns none of it.
+Linear layers of blocks become `AdaptedLinear`. All other parameters become `BaseVariable`. Only adapters have
+gradients, optimizer states and checkpoints. The base is created from given parameters or from the seed. It is an
+argument of a step, but not among its results.
 """
 
 import dataclasses
@@ -36,16 +36,18 @@ PEFT_NAMES = {
 
 
 class BaseVariable(nnx.Variable):
-    """A part of the base: no parameter, and no state that a step changes."""
+    """A frozen array of the base. It is neither a parameter nor a state that a step changes."""
 
 
 class AdaptedLinear(nnx.Module):
-    """x w + scale (x a) b, with `w` not trained, and without an adapter where rules leave it alone.
+    """x w + scale (x a) b, with frozen `w`. Layers that the targets do not match have no adapter.
 
     Args:
         linear: the layer that it replaces.
-        path: of that layer, "layers/mlp/up".
-        lora: settings. recipe: of the products with the base. rngs: of the adapter's first values.
+        path: path of that layer, such as "layers/mlp/up".
+        lora: settings of adapters.
+        recipe: recipe of the matmuls with the base.
+        rngs: generators of the adapter's initial values.
     """
 
     def __init__(self, linear: nnx.Linear, path: str, lora: Lora, recipe: fp8jax.Recipe, rngs: nnx.Rngs) -> None:
@@ -64,7 +66,7 @@ class AdaptedLinear(nnx.Module):
 
     @property
     def weight(self) -> jax.Array | fp8jax.FrozenWeight:
-        """The weight that is not trained."""
+        """The frozen weight."""
         weight: Any = jax.tree.unflatten(self.tree, [leaf[...] for leaf in self.held])
         return weight
 
@@ -84,19 +86,18 @@ class AdaptedLinear(nnx.Module):
         if not self.adapts:
             return y
         dropout = 0.0 if self.deterministic else self.dropout
-        # Of the data, so that a step repeats exactly; each layer has noise of its own.
+        # The key comes from the data, so that a step can be repeated exactly. Layers have independent noise.
         key = jax.random.fold_in(key_from_data(x), self.salt) if dropout else None
         return y + apply_adapter(x, self.adapter, dropout, key)
 
 
 def base_recipe(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
-    """What of a recipe holds beside weights that are not trained: products and optimizer states.
+    """Returns the parts of a recipe that apply to frozen weights: matmuls and optimizer states.
 
-    Weights have their own scales. Contexts are left out, since blocks are computed again.
+    Frozen weights have fixed scales. Contexts are left out, because blocks are rematerialized.
 
     Raises:
-        UserError: products have scales that are states of each layer, or are of integers beside a floating base, or
-            the reverse.
+        UserError: the recipe's scaling has a state in each layer, or only one of recipe and base has integer codes.
     """
     linear = recipe.linear if recipe.linear.w_scaling is None else dataclasses.replace(recipe.linear, w_scaling=None)
     if any(part.collects_stats for part in linear.stateful_strategies.values()):
@@ -121,11 +122,10 @@ def _floating(name: str) -> bool:
 
 
 def adapt(model: Llama, lora: Lora, recipe: fp8jax.Recipe, rngs: nnx.Rngs) -> Llama:
-    """A model with adapters. All other weights are stored as `lora.base` specifies. Also for an abstract model.
+    """Returns a model with adapters, with all other weights stored as `lora.base`. The model may be abstract.
 
     Raises:
-        UserError: no layer has a path that the targets match, the rank is too large, or codes of the recipe and of the
-            base do not go together.
+        UserError: the targets match no layer, the rank is too large, or codes of recipe and base are incompatible.
     """
     adapters_by_path = [
         ("/".join(map(str, path)), m) for path, m in nnx.iter_modules(model) if isinstance(m, nnx.Linear)
@@ -153,7 +153,7 @@ def adapt(model: Llama, lora: Lora, recipe: fp8jax.Recipe, rngs: nnx.Rngs) -> Ll
 
 
 def merged(model: Llama) -> dict[str, jax.Array]:
-    """The weights of adapted layers with their adapters, by the path of the layer: fp32 (layers, inputs, outputs)."""
+    """Returns the weights of adapted layers with adapters added, by path: fp32 (layers, inputs, outputs)."""
     weights = {}
     for path, layer in nnx.iter_modules(model):
         if isinstance(layer, AdaptedLinear):
@@ -165,7 +165,7 @@ def merged(model: Llama) -> dict[str, jax.Array]:
 
 
 def by_path(params: Any, alpha: float) -> dict[str, fp8jax.lora.Adapter]:
-    """The adapters of a training state, by the path of their layer."""
+    """Returns the adapters of a training state, by the path of their layer."""
     adapters_by_path: dict[str, fp8jax.lora.Adapter] = {}
 
     def walk(tree: Any, path: tuple[str, ...]) -> None:
@@ -180,17 +180,17 @@ def by_path(params: Any, alpha: float) -> dict[str, fp8jax.lora.Adapter]:
 
 
 def values_of(params: Any) -> Any:
-    """Parameters as arrays: zeros in place of codes, which `with_codes` puts into what is made of them."""
+    """Returns parameters as arrays, with zeros instead of codes. `with_codes` inserts the codes later."""
     return jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.bfloat16) if isinstance(x, fp8jax.FrozenWeight) else x, params, is_leaf=_frozen
     )
 
 
 def with_codes(base: Any, params: Any, lora: Lora) -> Any:
-    """A base with the codes of the given parameters in its layers.
+    """Returns a base with the codes of the given parameters.
 
     Raises:
-        UserError: they are of another spec than the base's.
+        UserError: their spec differs from that of the base.
     """
     for path, w in jax.tree_util.tree_leaves_with_path(params, is_leaf=_frozen):
         if not _frozen(w):
@@ -213,7 +213,7 @@ def _frozen(x: Any) -> bool:
 
 
 def joined(one: Any, other: Any) -> Any:
-    """Two nested dicts as one."""
+    """Merges two nested dicts."""
     both = dict(one)
     for name, value in other.items():
         both[name] = joined(both[name], value) if name in both else value
@@ -221,7 +221,7 @@ def joined(one: Any, other: Any) -> Any:
 
 
 def difference(merged: Any, without: Any) -> Any:
-    """A nested dict without the leaves of another one, and without what is empty then."""
+    """Returns a nested dict without the leaves of another one, and without empty dicts."""
     remaining = {}
     for name, value in merged.items():
         if name not in without:

@@ -6,9 +6,9 @@ metadata of a checkpoint contain the shape, dtype and digest of each leaf, and `
 the environment variable FP8JAX_CHECKPOINT_KEY the metadata is signed (HMAC-SHA-256), and only checkpoints of this key
 are read.
 
-The state is stored as a flat dict from a leaf's path to its array: any pytree can be saved, and names in messages are
-the names on disk. The whole state passes through the memory of a single process. Of several, each writes and reads its
-own shards, all see the same folder, and digests are sums over elements, which no process needs whole.
+The state is stored as a flat dict from a leaf's path to its array. Any pytree can be saved, and names in messages are
+the names on disk. A single process copies the whole state to its memory. With several processes, each writes and reads
+its own shards in the same folder. Their digests are sums over elements, which need no whole array.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ from experiments.train.config import check_same
 from fp8jax.ops.products.peft_files import digest as digest
 
 _State = TypeVar("_State")
-# The environment variable of the key of signatures, and what these begin with.
+# The environment variable with the key, and the prefix of signatures.
 KEY, _SIGNED = "FP8JAX_CHECKPOINT_KEY", "hmac-sha256:"
 # Leaves that checkpoints of older versions lack start as zeros.
 _ADDED = "monitor."
 
 
 class DamagedError(UserError):
-    """A checkpoint's bytes are not those that were saved."""
+    """The bytes of a checkpoint differ from those that were saved."""
 
 
 def quiet() -> None:
-    """Keeps off the terminal what Orbax leaves of errors that it has raised: logs, and tracebacks of pending tasks."""
+    """Silences Orbax's logs, and the tracebacks of its pending tasks after an error."""
     global _shown
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -61,22 +61,22 @@ _shown: Callable[[Any], object] = sys.unraisablehook
 
 
 def _show(unraisable: Any) -> None:
-    # TensorStore calls back for each read that was under way when the first one failed.
+    # TensorStore calls back for each pending read after the first one has failed.
     if str(unraisable.exc_value) != "Event loop is closed":
         _shown(unraisable)
 
 
 def checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
-    """64 bits of each array, as 16 hexadecimal digits, the same however the array lies on devices.
+    """Returns 64 bits per array, as 16 hexadecimal digits, independent of its sharding.
 
-    The sum over elements of a hash of its position and its bits, twice: a change of one element always changes it.
+    Two sums over elements of a hash of position and bits. A change of a single element always changes them.
     """
     sums = jax.jit(lambda leaves: [_sums(x) for x in leaves])(list(arrays.values()))
     return {k: "".join(f"{int(n):08x}" for n in np.asarray(x)) for k, x in zip(arrays, sums, strict=True)}
 
 
 def digest_of(tree: Any) -> str:
-    """Sixteen hexadecimal digits of all arrays of a tree and their paths, the same however they lie on devices."""
+    """Returns sixteen hexadecimal digits for all arrays of a tree and their paths, independent of sharding."""
     arrays = flatten(tree)
     kinds = {k: f"{x.dtype}{x.shape}" for k, x in arrays.items()}
     return hashlib.sha256(json.dumps([kinds, checksums(arrays)], sort_keys=True).encode()).hexdigest()[:16]
@@ -86,13 +86,13 @@ def _sums(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bool:
         x = x.astype(jnp.uint8)
     words = lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize])
-    # Positions by the row's and the column's number: no flat view, which would gather shards.
+    # Positions are row and column indices: a flat view would gather shards.
     place = jnp.zeros(words.shape, jnp.uint32)
     for dim, size in enumerate(words.shape):
         place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, words.shape, dim)
 
     def total(odd: int, other: int) -> jax.Array:
-        # Each line maps the words of one position to others one to one.
+        # Each line is a bijection of the words at a position.
         h = (words.astype(jnp.uint32) ^ (place * jnp.uint32(other))) * jnp.uint32(odd)
         h = (h ^ (h >> 15)) * jnp.uint32(0x2C1B3C6D)
         return jnp.sum(h ^ (h >> 13), dtype=jnp.uint32)
@@ -104,7 +104,7 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def _seal(meta: dict[str, Any]) -> str:
-    """The digest of a checkpoint's metadata; a signature, of another prefix, if there is a key."""
+    """Returns the digest of a checkpoint's metadata, or a signature (with a prefix) if there is a key."""
     content, key = json.dumps(meta, sort_keys=True).encode(), os.environ.get(KEY, "")
     if key:
         return _SIGNED + hmac.new(key.encode(), content, hashlib.sha256).hexdigest()
@@ -112,16 +112,16 @@ def _seal(meta: dict[str, Any]) -> str:
 
 
 class Checkpoints:
-    """The checkpoints of one recipe's run, in one folder. Use as a context manager, or call `close`.
+    """The checkpoints of one recipe's run, in one folder. Use it as a context manager, or call `close`.
 
     Args:
-        folder: created where missing.
-        keep: how many of the newest to keep.
-        clean: remove what a killed save left. Not while another process may be saving.
+        folder: the folder, created if missing.
+        keep: number of newest checkpoints to keep.
+        clean: whether to remove the remains of killed saves. Not safe while another process may save.
 
     Raises:
-        UserError: the folder's name is taken by a file, or there is a key and there are several processes.
-        DiskError: the folder cannot be made or read.
+        UserError: the folder is a file, or there is a key with several processes.
+        DiskError: the folder cannot be created or read.
     """
 
     def __init__(self, folder: Path, keep: int, *, clean: bool = True) -> None:
@@ -135,7 +135,7 @@ class Checkpoints:
             what = "a link to nothing" if self.folder.is_symlink() and not self.folder.exists() else "a file"
             raise UserError(f"{folder} is {what}, but the checkpoint folder must be there; move it away")
         if clean:
-            # Orbax's own cleaning goes on in the background after `close`, and takes saves of the next object.
+            # Orbax's cleaning continues in the background after `close`, and could delete saves of the next object.
             with hosts.agreement():
                 for remains in self.folder.glob("*.orbax-checkpoint-tmp") if hosts.first() else ():
                     if remains.is_symlink() or not remains.is_dir():
@@ -145,19 +145,19 @@ class Checkpoints:
         self._links = contextlib.ExitStack()
         self._unreadable: dict[int, DamagedError] = {}
         self._orbax = self._open()
-        self._save: Any = None  # Orbax's record of the save under way
+        self._save: Any = None  # Orbax's response of the pending save
 
     def _open(self) -> ocp.training.Checkpointer:
-        """Orbax's object of this folder; or of links to the readable steps, where a step keeps Orbax from opening it.
+        """Returns Orbax's object of this folder, or of a folder with links to its readable steps.
 
-        Orbax reads the metadata of all steps at once. The steps that it cannot read are put into `_unreadable`.
+        Orbax reads the metadata of all steps at once and fails if one is unreadable. Such steps are in `_unreadable`.
         """
         steps = sorted(int(x.name) for x in self.folder.glob("*") if x.name.isdecimal() and x.name.isascii())
         self._unreadable = {step: error for step in steps if (error := self._irregular(step)) is not None}
         if not self._unreadable:
             try:
                 return ocp.training.Checkpointer(self.folder, preservation_policy=self._policy)
-            except Exception as error:  # Orbax, JSON and file system raise what they like on damaged files
+            except Exception as error:  # Orbax, JSON and file system raise many types of errors on damaged files
                 if isinstance(error, OSError) and not steps:
                     why = error.strerror or error
                     raise DiskError(f"{self.folder} cannot be created or read ({why}); make it writable") from None
@@ -181,7 +181,7 @@ class Checkpoints:
         return ocp.training.Checkpointer(folder)
 
     def _irregular(self, step: int) -> DamagedError | None:
-        """An error for a pipe or a device among the files of a step, on which a read might never end."""
+        """Returns an error if a file of a step is a pipe or device: reading it might never end."""
         for path in (self.folder / str(step)).rglob("*"):
             if path.exists() and not (path.is_file() or path.is_dir()):
                 return self._damaged(step, f"{path} is no regular file")
@@ -194,10 +194,10 @@ class Checkpoints:
         self.close()
 
     def close(self) -> None:
-        """Waits for saves under way.
+        """Waits for pending saves.
 
         Raises:
-            DiskError: one of them could not be written.
+            DiskError: a save could not be written.
         """
         try:
             with self._saving():
@@ -209,15 +209,15 @@ class Checkpoints:
             self._links.close()
 
     def _wait(self) -> None:
-        """Waits for a save under way."""
+        """Waits for a pending save."""
         save, self._save = self._save, None
         if save is not None:
-            # Orbax keeps a thread with an event loop of each save until its result is asked for.
+            # Orbax keeps a thread with an event loop per save until its result is requested.
             save.result()
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        """Turns what goes wrong in a save into a DiskError, unless another process has ended."""
+        """Converts errors of a save to DiskError, unless another process has ended."""
         try:
             yield
         except Exception as error:  # Orbax and TensorStore raise ValueError, OSError and more
@@ -226,7 +226,7 @@ class Checkpoints:
             raise self._unwritten(error) from error
 
     def latest(self) -> int | None:
-        """Step of the newest complete checkpoint."""
+        """Returns the step of the newest complete checkpoint."""
         return max([x.step for x in self._orbax.checkpoints] + list(self._unreadable), default=None)
 
     def save(
@@ -241,15 +241,15 @@ class Checkpoints:
         """Starts a save and returns; the state may be donated or overwritten at once.
 
         Args:
-            step: steps that the state has seen.
+            step: number of steps before the state.
             state: any pytree of arrays.
             loader: the data iterator's state, as JSON.
-            config: what must not differ at `resume`, as JSON.
+            config: settings that must be equal at `resume`, as JSON.
             log: the newest rows of the log, as JSON.
 
         Raises:
             DamagedError: the metadata of a step cannot be read, and `resume` has not moved it away.
-            DiskError: this save or the one before could not be written.
+            DiskError: this or the previous save could not be written.
         """
         for error in self._unreadable.values():
             raise error
@@ -257,14 +257,14 @@ class Checkpoints:
         if hosts.several():
             kind, digests = "sum64", checksums(arrays)
         else:
-            # A copy: a view of a buffer on CPU would change under the background save once the buffer is donated.
+            # A copy: on a CPU, a view would change during the background save once its buffer is donated.
             arrays = {name: np.array(leaf, copy=True) for name, leaf in arrays.items()}
             kind, digests = "sha256", {name: digest(x) for name, x in arrays.items()}
         leaves = {
             name: {"shape": list(x.shape), "dtype": str(x.dtype), kind: digests[name]} for name, x in arrays.items()
         }
         meta = {"step": step, "loader": loader, "config": config, "log": list(log), "leaves": leaves}
-        # Orbax stores no empty arrays; nothing but their shape needs storing.
+        # Orbax cannot store empty arrays. Their shape is in the metadata.
         stored = {name: x for name, x in arrays.items() if x.size}
         with self._saving():
             self._wait()
@@ -272,22 +272,22 @@ class Checkpoints:
                 step, {"state": stored}, force=True, custom_metadata={"seal": _seal(meta), **meta}
             )
             if hosts.several():
-                # Shards of several processes are those of the state itself, which the next step overwrites.
+                # With several processes, Orbax reads the state itself, which the next step overwrites.
                 self._wait()
 
     def read_meta(self, step: int) -> dict[str, Any]:
-        """What `save` was given beside the state: step, loader, config, log; and leaves.
+        """Returns the metadata of `save`: step, loader, config, log, and leaves.
 
         Raises:
             DamagedError: the checkpoint's metadata is missing or damaged, or signed with another key.
-            UserError: it is signed and there is no key, or the other way around.
+            UserError: it is signed but there is no key, or the reverse.
         """
         if step in self._unreadable:
             raise self._unreadable[step]
         try:
             meta = dict(self._orbax.metadata(step).custom_metadata)
             seal = meta.pop("seal")
-        except Exception as error:  # Orbax, JSON and file system raise what they like on damaged files
+        except Exception as error:  # Orbax, JSON and file system raise many types of errors on damaged files
             raise self._damaged(step, f"its metadata cannot be read ({_first_line(error)})") from error
         is_signed, key = str(seal).startswith(_SIGNED), os.environ.get(KEY, "")
         if is_signed != bool(key):
@@ -304,30 +304,30 @@ class Checkpoints:
         return meta
 
     def restore(self, step: int, abstract: _State) -> tuple[_State, dict[str, Any]]:
-        """The saved state, bit for bit, and the metadata.
+        """Returns the saved state, bit for bit, and the metadata.
 
         Args:
-            step: an existing checkpoint.
-            abstract: the expected tree, of arrays or ShapeDtypeStructs; with a sharding where a leaf shall lie so.
+            step: the step of an existing checkpoint.
+            abstract: the expected tree of arrays or ShapeDtypeStructs, with optional shardings.
 
         Raises:
-            DamagedError: the bytes are not those that were saved.
-            UserError: the checkpoint holds other leaves, shapes or dtypes than expected.
+            DamagedError: the bytes differ from those that were saved.
+            UserError: the checkpoint has unexpected leaves, shapes or dtypes.
         """
         meta = self.read_meta(step)
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        wanted = {
+        expected = {
             k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or device)
             for k, x in flatten(abstract).items()
         }
         leaves = meta["leaves"]
-        added = {name for name in wanted if name.startswith(_ADDED) and name not in leaves}
-        for name in sorted(set(wanted) - added ^ set(leaves)):
-            which = "lacks" if name in wanted else "has an unknown leaf"
+        added = {name for name in expected if name.startswith(_ADDED) and name not in leaves}
+        for name in sorted(set(expected) - added ^ set(leaves)):
+            which = "lacks" if name in expected else "has an unknown leaf"
             raise UserError(
                 f"checkpoint {self.folder / str(step)} {which} {name}: it belongs to another model or recipe"
             )
-        for name, leaf in ((k, x) for k, x in wanted.items() if k not in added):
+        for name, leaf in ((k, x) for k, x in expected.items() if k not in added):
             old = f"{leaves[name]['dtype']}{leaves[name]['shape']}"
             new = f"{leaf.dtype}{list(leaf.shape)}"
             if old != new:
@@ -336,20 +336,20 @@ class Checkpoints:
                 )
         try:
             with hosts.agreement():
-                stored = self._load(step, {k: x for k, x in wanted.items() if x.size and k not in added})
+                stored = self._load(step, {k: x for k, x in expected.items() if x.size and k not in added})
         except hosts.Agreed as error:
             raise DamagedError(str(error)) from error
         arrays = {
             k: stored[k] if k in stored else jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
-            for k, x in wanted.items()
+            for k, x in expected.items()
         }
         for name in _changed({k: x for k, x in arrays.items() if k not in added}, leaves):
             raise self._damaged(step, f"the bytes of {name} do not match their digest")
         return jax.tree.unflatten(jax.tree.structure(abstract), list(arrays.values())), meta
 
-    def _load(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, step: int, expected: dict[str, Any]) -> dict[str, Any]:
         try:
-            arrays: dict[str, Any] = self._orbax.load_checkpointables(step, {"state": wanted})["state"]
+            arrays: dict[str, Any] = self._orbax.load_checkpointables(step, {"state": expected})["state"]
         except Exception as error:  # TensorStore raises ValueError, RuntimeError and more
             if hosts.gone(error):
                 raise
@@ -357,17 +357,17 @@ class Checkpoints:
         return arrays
 
     def resume(
-        self, abstract: _State, config: dict[str, Any], tell: Callable[[str], None]
+        self, abstract: _State, config: dict[str, Any], report: Callable[[str], None]
     ) -> tuple[_State, dict[str, Any]] | None:
-        """State and metadata of the newest intact checkpoint, as `restore` returns them; None without a checkpoint.
+        """Returns state and metadata of the newest intact checkpoint, or None without a checkpoint.
 
         Newer damaged checkpoints are reported and moved to `damaged-STEP` next to this folder, as are older ones with
         unreadable metadata.
 
         Args:
-            abstract: as `restore`.
-            config: what `save` must have been given.
-            tell: called with one line for each damaged checkpoint.
+            abstract: see `restore`.
+            config: the expected `config` of `save`.
+            report: called with one line for each damaged checkpoint.
 
         Raises:
             UserError: the checkpoint belongs to another configuration, or none is intact.
@@ -384,7 +384,7 @@ class Checkpoints:
                 continue
             damaged |= self._unreadable
             for other, why in damaged.items():
-                tell(f"{why}; moved to {self._set_aside(other)}")
+                report(f"{why}; moved to {self._set_aside(other)}")
             if damaged:
                 self._orbax.close()
                 self._orbax = self._open()
@@ -426,7 +426,7 @@ class Checkpoints:
 
 
 def _changed(arrays: dict[str, Any], leaves: dict[str, dict[str, Any]]) -> list[str]:
-    """Names of restored arrays that do not match their metadata: SHA-256 by one process, sums by several."""
+    """Returns names of restored arrays that do not match their metadata (SHA-256, or sums with several processes)."""
     sums = checksums({k: x for k, x in arrays.items() if "sum64" in leaves[k]})
     return [
         k

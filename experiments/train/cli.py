@@ -50,7 +50,7 @@ from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import record_choices, record_residuals, summary
 
 _PROGRAM = "experiments.train"
-# Settings of `Run` that all processes must share, or their programs or their order of work differ.
+# Settings of `Run` that must be equal in all processes, because they change programs or the order of work.
 _EVERYWHERE = (
     "resume",
     "checkpoint_every",
@@ -70,7 +70,7 @@ _EVERYWHERE = (
 
 
 def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recipe] = fp8jax.recipes.get) -> int:
-    """Parses the command line, trains, and returns the exit code; `recipe` looks the names of `--recipe` up."""
+    """Parses the command line, trains, and returns the exit code. `recipe` maps names of `--recipe` to recipes."""
     command = shlex.join(["python", "-m", _PROGRAM, *(sys.argv[1:] if argv is None else argv)])
     quiet()
     try:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recip
 
 
 def _explain(error: Exception, command: str) -> tuple[int, str] | None:
-    """Exit code and message for the user; None for an error that is none of theirs."""
+    """Returns exit code and message for the user, or None for an internal error."""
     match error:
         case UserError():
             return error.exit_code, f"error: {error}"
@@ -122,11 +122,11 @@ class Session:
 
     Attributes:
         config: settings.
-        devices: the mesh of those that train.
-        tokens, tokenizer: the text.
-        shared: settings and text that a checkpoint of any recipe must have been made with.
-        console, details: what the user sees, and what few look for.
-        stop: signals.
+        devices: the mesh of the training devices.
+        tokens, tokenizer: the text and its tokenizer.
+        shared: settings and text that checkpoints of all recipes must match.
+        console, details: output for users, and detailed output.
+        stop: signals that stop the run.
     """
 
     config: Config
@@ -140,7 +140,7 @@ class Session:
 
     @property
     def rows(self) -> jax.sharding.NamedSharding | None:
-        """How a batch lies on several devices, or None."""
+        """The sharding of a batch over several devices, or None."""
         return mesh.batches(self.devices) if self.devices.size > 1 else None
 
 
@@ -148,7 +148,7 @@ def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[s
     """Trains every recipe of the configuration in turn and reports.
 
     Raises:
-        UserError, BadStep, Stopped: as the names say; their messages are for the user.
+        UserError, BadStep, Stopped: their messages are for the user.
     """
     recipes = {name: configure(_find(recipe, name), config) for name in config.recipe}
     devices = start.devices(config, recipes.values())
@@ -185,8 +185,8 @@ def _begin(
             details.keep(config.folder / "log.txt")
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
-    # JAX's persistent cache finds programs for several devices, too: all their calls that XLA partitions are fp8jax's
-    # own, whose names say what they are.
+    # The persistent cache also works for several devices: XLA partitions only custom calls of fp8jax, which have unique
+    # names.
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
     stop.check()
     with hosts.agreement(), report.waiting(console, "reading text"):
@@ -241,11 +241,11 @@ def _compare(session: Session, recipes: Mapping[str, fp8jax.Recipe], results: Se
 
 
 def _train_recipe(session: Session, name: str, recipe: fp8jax.Recipe) -> Result:
-    """Trains one recipe from its newest checkpoint, or from the start; or returns its result where it is finished."""
+    """Trains a recipe from its newest checkpoint or from the start. Returns the stored result if it is finished."""
     config, console, details = session.config, session.console, session.details
     folder, label = config.folder / name, f"{name:{max(map(len, config.recipe))}}"
     details.show(f"recipe {recipe.name}, {config.recipe.index(name) + 1} of {len(config.recipe)}")
-    # Through JSON, as it comes back from a checkpoint.
+    # A round trip through JSON, for equality with values in a checkpoint.
     identity = json.loads(json.dumps(session.shared | flatten_fields("recipe", recipe), default=str))
     if (finished := _read_finished(folder, identity, console)) is not None:
         console.print(f"{label}  already trained for {finished.steps} steps: its result is used as it is")
@@ -289,7 +289,7 @@ def _train_recipe(session: Session, name: str, recipe: fp8jax.Recipe) -> Result:
             label=label,
         )
         if config.run.telemetry and hosts.first():
-            stack.callback(_plot_telemetry, folder, details)  # of a run that stops, too
+            stack.callback(_plot_telemetry, folder, details)  # also if the run stops early
         with log, Trace(folder / "profile", config.run.profile) as trace:
             valid = data.valid_batches(session.tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
             step, loss = with_base(programs.step, jax.jit(task.loss, out_shardings=programs.everywhere), base)
@@ -329,10 +329,10 @@ def _plot_telemetry(folder: Path, details: report.Details) -> None:
 
 
 def _read_finished(folder: Path, identity: Mapping[str, Any], console: Console) -> Result | None:
-    """The result of a recipe that is trained already, else None.
+    """Returns the result of a finished recipe, or None.
 
     Raises:
-        UserError: it cannot be read, or is of another configuration.
+        UserError: it cannot be read, or has another configuration.
     """
     path = folder / "result.json"
     if not path.exists():
@@ -349,7 +349,7 @@ def _read_finished(folder: Path, identity: Mapping[str, Any], console: Console) 
 
 
 def _make_task(session: Session, recipe: fp8jax.Recipe) -> Task:
-    """The program of a recipe, by the settings of a run."""
+    """Returns the program of a recipe with the settings of a run."""
     config, optim = session.config, session.config.optim
     llama = start.shape(config, session.tokenizer.vocab)
     tokens = config.data.batch * config.data.seq_len // optim.microbatches // session.devices.size
@@ -378,10 +378,10 @@ class Programs(NamedTuple):
 
     Attributes:
         step: the compiled step.
-        observed_step: the same with telemetry, or None.
-        state, base: shapes of the state and of weights that are not trained.
-        state_places, base_places: how these lie on several devices, or None.
-        everywhere: how values lie that each of several devices has, or None.
+        observed_step: the compiled step with telemetry, or None.
+        state, base: shapes of the state and of frozen weights.
+        state_places, base_places: shardings of these over several devices, or None.
+        everywhere: replicated sharding over several devices, or None.
     """
 
     step: Any
@@ -396,7 +396,7 @@ class Programs(NamedTuple):
 def _compile(session: Session, task: Task, label: str) -> Programs:
     """Compiles the step of a task, and shows its resources.
 
-    Nothing of the state is in memory yet: what does not fit has been shown before it fails.
+    The state is not yet in memory, so the sizes are shown before an allocation can fail.
     """
     config, console, details, devices = session.config, session.console, session.details, session.devices
     state, base = jax.eval_shape(task.init), jax.eval_shape(task.base)
@@ -412,7 +412,7 @@ def _compile(session: Session, task: Task, label: str) -> Programs:
     inputs: tuple[Any, ...] = (state, batch, base)
     if hosts.several():
         step, inputs = _signalled(task), (*inputs, hosts.signals(devices, None))
-    # A state comes out as it went in: the next step is the same program.
+    # Output shardings equal input shardings, so the next step is the same program.
     compile_step = functools.partial(jax.jit, donate_argnums=0, out_shardings=(state_places, everywhere))
     with report.waiting(console, f"{label}  compiling"), record_choices() as choices, record_residuals() as residuals:
         compiled = compile_step(step).lower(*inputs).compile()
@@ -424,26 +424,26 @@ def _compile(session: Session, task: Task, label: str) -> Programs:
     backend = jax.default_backend()
     for line in [*computed_by(choices, residuals), *describe(compiled, choices, backend)]:
         details.show(line, 4)
-        # On a CPU there is nothing to do about them.
+        # On a CPU, a user cannot act on them.
         if line.startswith("WARNING") and backend != "cpu" and not config.run.verbose:
             report.print_text(console, line, 4, "yellow")
     return Programs(compiled, observed_step, state, base, state_places, base_places, everywhere)
 
 
 def computed_by(choices: Sequence[Any], residuals: Sequence[str]) -> list[str]:
-    """Lines with the implementation and the residuals of each operation of a step, and a warning if no kernel runs."""
+    """Returns lines with implementation and residuals of each operation, and a warning if no kernel runs."""
     advice = choice.missing_kernels_advice() if choices else None
     warning = [] if advice is None else [f"WARNING: {advice}"]
     return [*warning, *summary(choices), *(f"saved {line}" for line in residuals)]
 
 
 def _write_adapter(folder: Path, task: Task, state: TrainState, console: Console) -> None:
-    """The trained adapters in the files of peft, where these have names for them."""
+    """Writes the trained adapters as peft files, if peft has names for them."""
     assert task.lora is not None
     adapters = by_path(state.params, task.lora.lora_alpha)
     try:
         fp8jax.lora.save(folder, adapters, PEFT_NAMES, dropout=task.lora.lora_dropout)
-        console.print(f"adapters: {folder}, as peft reads them")
+        console.print(f"adapters: {folder}, in the format of peft")
     except (ValueError, ModuleNotFoundError) as error:
         console.print(f"adapters are only in the checkpoints: {error}")
 
@@ -451,7 +451,7 @@ def _write_adapter(folder: Path, task: Task, state: TrainState, console: Console
 def with_base(
     step: Callable[..., Any], loss: Callable[..., Any], base: Any
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A step and a loss as `Loop` calls them, of weights that are not trained."""
+    """Returns a step and a loss for `Loop` that have the frozen weights as an argument."""
 
     def of_step(state: TrainState, tokens_BxT: jax.Array, *telemetry_args: Any) -> Any:
         return step(state, tokens_BxT, base, *telemetry_args)
@@ -463,7 +463,7 @@ def with_base(
 
 
 def _signalled(task: Task) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """A step by which all processes learn of a signal that one of them has received, at the same step."""
+    """Returns a step that distributes the signals of all processes, so that all stop at the same step."""
 
     def step(state: TrainState, tokens_BxT: jax.Array, base: Any, signals: jax.Array) -> Any:
         state, metrics = task.step(state, tokens_BxT, base)
@@ -480,7 +480,7 @@ def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:
 
 
 def _write_text(session: Session, task: Task, state: TrainState, base: Any) -> str:
-    """The model's continuation of the first tokens of the validation text."""
+    """Returns the model's continuation of the first tokens of the validation text."""
     config = session.config
     length = min(config.run.sample_tokens, config.data.seq_len)
     prompt = start.prompt(session.tokens, min(24, length // 2))

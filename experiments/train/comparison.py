@@ -1,4 +1,4 @@
-"""The end of a run: a table that compares its recipes, and sentences on the gains over the first one."""
+"""The comparison of recipes at the end of a run: a table, and sentences on the gains over the first recipe."""
 
 import json
 import statistics
@@ -13,16 +13,16 @@ from experiments.results.figures import rows
 from experiments.train.report import size
 from experiments.train.result import RECENT, Result
 
-_MAX_SPREAD = 0.1  # of the middle half of the steps' speeds, beyond which speeds are not compared
+_MAX_SPREAD = 0.1  # above this `spread`, speeds are not compared
 _RESULTS_PATH = Path(__file__).parents[2] / "results"
 _H100_PATH = "h100/step.json"
 
 
 def comparison_table(results: Sequence[Result], *, has_speed: bool) -> Table:
-    """A row for each recipe. The columns name their baseline, the first recipe. It fits into 80 columns.
+    """Returns a table with a row for each recipe, relative to the first. It fits into 80 columns.
 
     Args:
-        results: of all recipes of a run.
+        results: results of all recipes of a run.
         has_speed: whether their speeds can be compared.
     """
     baseline = results[0]
@@ -50,13 +50,13 @@ def comparison_table(results: Sequence[Result], *, has_speed: bool) -> Table:
 def sentences(
     results: Sequence[Result], quantized: Mapping[str, str], spreads: Mapping[str, float], backend: str
 ) -> list[str]:
-    """The gains of the recipes over the first one.
+    """Returns sentences on the gains over the first recipe.
 
     Args:
-        results: of all recipes of a run.
-        quantized: the format of the products of each recipe that quantizes them, such as "FP8".
-        spreads: of the speeds of each recipe's steps, as `spread`.
-        backend: what they ran on, such as "cpu".
+        results: results of all recipes of a run.
+        quantized: format of matmuls, such as "FP8", by recipe; only recipes that quantize them.
+        spreads: `spread` of the speeds of each recipe's steps.
+        backend: JAX backend, such as "cpu".
     """
     baseline, *rivals = results
     if not rivals:
@@ -77,7 +77,7 @@ def sentences(
 
 
 def spread(metrics: Sequence[Mapping[str, Any]]) -> float:
-    """The range of the middle half of the newest steps' speeds, as a share of their median; 0 for few steps."""
+    """Returns the interquartile range of the newest steps' speeds relative to their median, or 0 for few steps."""
     speeds = [row["tokens_per_s"] for row in metrics if "tokens_per_s" in row][-RECENT:]
     if len(speeds) < 4:
         return 0.0
@@ -86,7 +86,7 @@ def spread(metrics: Sequence[Mapping[str, Any]]) -> float:
 
 
 def has_comparable_speeds(spreads: Mapping[str, float], backend: str) -> bool:
-    """Whether a table may compare speeds. Speeds of 8-bit products on a CPU do not predict those on a GPU."""
+    """Returns whether speeds can be compared. Speeds of 8-bit matmuls on a CPU do not predict those on a GPU."""
     return backend != "cpu" and all(value <= _MAX_SPREAD for value in spreads.values())
 
 
@@ -109,7 +109,7 @@ def _cpu_sentence(names: Sequence[str], quantized: Mapping[str, str]) -> str:
 
 
 def _h100_factor(recipe: str) -> float | None:
-    """How many times as fast a step on an H100 is as in bf16; None if it was not measured."""
+    """Returns the speedup of a step on an H100 over bf16, or None if it was not measured."""
     path = _RESULTS_PATH / _H100_PATH
     measured = json.loads(path.read_text()) if path.exists() else {"rows": []}
     ours, theirs = (rows(measured, "value", f"{name} > step") for name in (recipe, "bf16"))
@@ -121,7 +121,7 @@ def _moments(result: Result) -> int:
 
 
 def _percent(result: Result, baseline: Result) -> str:
-    # Without a negative zero.
+    # Avoids a negative zero.
     return f"{round(100 * (result.valid_loss / baseline.valid_loss - 1), 2) + 0.0:+.2f} %"
 
 

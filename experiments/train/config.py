@@ -1,4 +1,4 @@
-"""The training program's configuration: what `tyro` makes the command line of, and what of it a run may change."""
+"""The configuration of the training program, its command line (by `tyro`), and the comparison with a stored one."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ class Config:
         return self.run.out / self.run.run
 
     def validate(self) -> None:
-        """Raises UserError that names the first impossible value and the fix."""
+        """Checks all values. Raises UserError with the first invalid value and its fix."""
         for section in (self, self.data, self.model, self.optim, self.run):
             check_ranges(section)
         if self.optim.warmup >= self.optim.steps:
@@ -109,7 +109,7 @@ class Config:
                 self._validate_shared(sizes["tensor"])
 
     def _validate_shared(self, devices: int) -> None:
-        """Raises UserError for what is not computed by devices that share sequences."""
+        """Raises UserError for settings that tensor parallelism does not support."""
         if self.optim.release:
             raise UserError(
                 f"--mesh {self.run.mesh}: with tensor={devices} gradients are summed over devices after the backward "
@@ -135,10 +135,10 @@ class Config:
             raise UserError(f"--process-id {number} must be from 0 to --process-count {count} - 1")
 
     def mathematics(self) -> dict[str, Any]:
-        """Every field that changes the numbers, by its name on the command line; the text itself is not among them."""
+        """Returns all fields that change the numbers, by name on the command line, without the text."""
         fields = {"seed": self.seed} | dataclasses.asdict(self.data) | dataclasses.asdict(self.model)
         fields |= dataclasses.asdict(self.optim)
-        # Where the text lies does not matter: its fingerprint is compared instead.
+        # The location of the text does not matter: its fingerprint is compared.
         del fields["data"]
         if self.data.tokenizer == "bytes":
             del fields["vocab"]
@@ -146,7 +146,7 @@ class Config:
 
 
 def flatten_fields(prefix: str, value: Any) -> dict[str, Any]:
-    """Nested dataclasses as one dict: `recipe.optimizer.mu` and so on."""
+    """Returns nested dataclasses as a flat dict with keys such as `recipe.optimizer.mu`."""
     if not dataclasses.is_dataclass(value):
         return {prefix: value}
     flat: dict[str, Any] = {}
@@ -156,13 +156,13 @@ def flatten_fields(prefix: str, value: Any) -> dict[str, Any]:
 
 
 class _NewName(NamedTuple):
-    """The name of a field that older runs stored under another one, and its values where these had others, too."""
+    """The new name of a renamed field, and new values of renamed values."""
 
     field: str
     values: Mapping[str, bool | str] = MappingProxyType({})
 
 
-# By the recipe's part and the old name; a head has the fields of linear layers.
+# Keys: part of the recipe and old name. A head has the fields of linear layers.
 _NEW_NAMES = {
     ("linear", "saved"): _NewName("x_residual"),
     ("linear", "history"): _NewName("amax_history_length"),
@@ -174,12 +174,12 @@ _NEW_NAMES = {
     ("context", "mode"): _NewName("recompute_activations", {"faithful": False, "lean": True}),
     ("context", "scales"): _NewName("amax", {"largest": "exact", "bound": "bound"}),
 }
-# Fields that recipes no longer have, by both of their names; off in every run of before.
+# Removed fields of recipes, by both names. They were off in all older runs.
 _REMOVED = ("joins", "fuse_parallel_matmuls")
 
 
 def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Stored fields, such as `recipe.linear.interval` or `linear.interval`, by today's names with today's values."""
+    """Converts stored fields, such as `recipe.linear.interval` or `linear.interval`, to current names and values."""
     renamed = {}
     for key, value in saved.items():
         prefix, _, field = key.rpartition(".")
@@ -192,7 +192,7 @@ def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-# What runs had before there were these settings, as JSON gives it back.
+# Values of newer settings in older runs, as JSON.
 _ADDED = json.loads(
     json.dumps(
         dataclasses.asdict(Lora())
@@ -215,10 +215,10 @@ _ADDED = json.loads(
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    """Compares a stored configuration with today's.
+    """Compares a stored configuration with the current one.
 
     Raises:
-        UserError: a field differs; names each with its old and new value, and the ways out.
+        UserError: a field differs. The message has old and new values, and the fixes.
     """
     before = _ADDED | with_new_names(saved)
     changed = [f"{k} was {before.get(k)!r}, now {v!r}" for k, v in now.items() if before.get(k) != v]
@@ -230,15 +230,15 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) ->
 
 
 def parse(argv: Sequence[str] | None = None, description: str | None = None) -> Config:
-    """Command line to configuration.
+    """Parses a command line.
 
     Args:
-        argv: the command line; None takes the process's own.
-        description: the text of the help; `--help` has parts of it.
+        argv: the command line; None for that of the process.
+        description: the text of the help; `--help` prints parts of it.
 
     Raises:
-        SystemExit: the command line does not parse (2), or help was asked for (0).
-        UserError: a value is impossible.
+        SystemExit: the command line is invalid (2), or help was requested (0).
+        UserError: a value is invalid.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if help.HELP_ALL in words:

@@ -1,4 +1,4 @@
-"""The products of experts by a recipe, and what is kept of their inputs for the backward pass."""
+"""Matmuls of experts by a recipe, and their residuals for the backward pass."""
 
 import dataclasses
 import functools
@@ -31,11 +31,11 @@ AXIS = "expert"
 
 
 class ExpertSharing(NamedTuple):
-    """How devices along "expert" share experts, inside `jax.shard_map`.
+    """Sharding of experts over devices along "expert", inside `jax.shard_map`.
 
     Attributes:
-        wire_format: of what they send to each other's experts, as `fp8jax.dist.TokenExchange.dispatch` takes it.
-        capacity: rows that a device has room for, in multiples of those that it sends; 0 for those of all devices.
+        wire_format: format of sent tokens, an argument of `fp8jax.dist.TokenExchange.dispatch`.
+        capacity: rows that a device can receive, as a multiple of those that it sends; 0 for the rows of all devices.
     """
 
     wire_format: Linear | str
@@ -45,12 +45,12 @@ class ExpertSharing(NamedTuple):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["routes", "exchange"], meta_fields=["wire_format"])
 @dataclasses.dataclass(frozen=True)
 class SharedRoutes:
-    """Routes to the experts of several devices, whose rows are those that this device's experts receive.
+    """Routes to the experts of several devices. The rows are those that this device's experts receive.
 
     Attributes:
-        routes: of the tokens of this device.
-        exchange: which of their rows go to which device.
-        wire_format: of what is sent to experts, as `fp8jax.dist.TokenExchange.dispatch` takes it.
+        routes: routes of the tokens of this device.
+        exchange: the exchange of rows between devices.
+        wire_format: format of sent tokens, an argument of `fp8jax.dist.TokenExchange.dispatch`.
     """
 
     routes: Routes
@@ -59,29 +59,29 @@ class SharedRoutes:
 
     @property
     def sizes_E(self) -> jax.Array:
-        """Rows of each expert of this device."""
+        """Number of rows of each expert of this device."""
         return self.exchange.group_sizes
 
     def permute(self, x_NxD: jax.Array) -> jax.Array:
-        """As of `Routes`."""
+        """See `Routes`."""
         return self.exchange.dispatch(self.routes.permute(x_NxD), self.wire_format)
 
     def combine(self, y_RxD: jax.Array) -> jax.Array:
-        """As of `Routes`."""
+        """See `Routes`."""
         return self.routes.combine(self.exchange.combine(y_RxD, self.wire_format))
 
     def per_row(self, weights_NxK: jax.Array) -> jax.Array:
-        """As of `Routes`."""
+        """See `Routes`."""
         return self.exchange.dispatch(self.routes.per_row(weights_NxK)[:, None], "fp32")[:, 0]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["gather"], meta_fields=["wire_format"])
 @dataclasses.dataclass(frozen=True)
 class GatheredRoutes:
-    """Routes to the experts of several devices, each of which gathers the tokens of all.
+    """Routes to the experts of several devices. Each device gathers the tokens of all.
 
     Attributes:
-        gather: the tokens of all devices that are rows of this device's experts.
+        gather: the gather of tokens, and the rows of this device's experts.
         wire_format: the format of the gathered tokens, as for `fp8jax.dist.TokenGather.dispatch`.
     """
 
@@ -90,34 +90,34 @@ class GatheredRoutes:
 
     @property
     def sizes_E(self) -> jax.Array:
-        """Rows of each expert of this device."""
+        """Number of rows of each expert of this device."""
         return self.gather.group_sizes
 
     def permute(self, x_NxD: jax.Array) -> jax.Array:
-        """As of `Routes`."""
+        """See `Routes`."""
         return self.gather.dispatch(x_NxD, self.wire_format)
 
     def combine(self, y_RxD: jax.Array) -> jax.Array:
-        """As of `Routes`."""
+        """See `Routes`."""
         return self.gather.combine(y_RxD, self.wire_format)
 
     def per_row(self, weights_NxK: jax.Array) -> jax.Array:
-        """As of `Routes`."""
+        """See `Routes`."""
         return self.gather.dispatch_weights(weights_NxK)
 
 
 def gathers_tokens(devices: int, experts_per_token: int) -> bool:
-    """Whether devices send no more if each gathers the tokens of all than if a token goes to each of its experts."""
+    """Returns whether gathering all tokens sends at most as much as sending each token to its experts."""
     return devices <= experts_per_token
 
 
 @dataclasses.dataclass(frozen=True)
 class RecipeProducts(ExpertProducts):
-    """Products by `fp8jax.ragged_dot`, also in 16 bits; kept are codes as the recipe's context says, else arrays.
+    """Matmuls by `fp8jax.ragged_dot`, also in 16 bits. Residuals are codes if the recipe has a context, else arrays.
 
     Attributes:
-        recipe: of the products.
-        sharing: how devices share experts; None where each has all of them.
+        recipe: recipe of the matmuls.
+        sharing: sharding of experts over devices; None if each device has all experts.
     """
 
     recipe: fp8jax.Recipe
@@ -147,7 +147,7 @@ class RecipeProducts(ExpertProducts):
         linear = self.recipe.linear
         if not linear.is_quantized or linear.is_stochastic:
             return super().mlp(x_NxD, tokens, norm, gate_up_ExDx2F, down_ExFxD, weights_R, routes)
-        # Codes are made of tokens before they are permuted, and of gate and up where they are multiplied.
+        # Tokens are quantized before the permutation; gate and up are quantized at their multiplication.
         groups, combine = routes.sizes_E, routes.combine
         if norm is not None:
             x_NxD = recomputed(_apply_norm, self, x_NxD, tokens, norm)
@@ -171,8 +171,8 @@ class RecipeProducts(ExpertProducts):
         spec = self.recipe.context.spec
         return x if spec is None else quantize_residual(x, spec)
 
-    def decode(self, kept: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
-        return dequantize_residual(kept).astype(dtype)
+    def decode(self, saved: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
+        return dequantize_residual(saved).astype(dtype)
 
 
 def _apply_norm(products: ExpertProducts, x_NxD: jax.Array, norm: Norm) -> jax.Array:
@@ -186,12 +186,12 @@ class _DecodeTokens:
     It has no backward pass.
 
     Attributes:
-        products: decode the tokens.
-        dtype: of the tokens.
+        products: decodes the tokens.
+        dtype: dtype of the tokens.
     """
 
     class Saved(NamedTuple):
-        """Encoded tokens, their norm, and where they are sent, if they are."""
+        """Encoded tokens, their norm, and their destinations, if they are sent."""
 
         tokens: Any
         norm: Norm | None
@@ -212,11 +212,11 @@ class _DecodeTokens:
 def exchanged(
     llama: LlamaConfig, devices: int, wire_format: Linear | str, tokens: int, dtype: str = "bf16", times: int = 1
 ) -> list[Collective]:
-    """The collectives of tokens in a layer of experts, forward and backward. The backward pass sends tokens again.
+    """Returns the collectives of tokens in layers of experts, forward and backward. Backward sends tokens again.
 
     Args:
-        tokens: of one device.
-        dtype: of the tokens.
+        tokens: number of tokens of a device.
+        dtype: dtype of the tokens.
         times: number of layers.
     """
     gathers = gathers_tokens(devices, llama.experts_per_token)
@@ -237,7 +237,7 @@ def check_devices(llama: LlamaConfig, devices: int) -> None:
 
 
 def check(recipe: fp8jax.Recipe) -> None:
-    """Raises ValueError for a recipe with a scaling state, or without products of experts."""
+    """Raises ValueError for a recipe with a scaling state, or without matmuls of experts."""
     if (reason := unsupported_ragged_reason(recipe.linear)) is not None:
         raise ValueError(f"{recipe.name}: {reason}; use mxfp8, nvfp4, coat or another recipe")
     names = sorted(

@@ -1,4 +1,4 @@
-"""The folder of a run: its configuration, its tokenizer, and whether there is anything to resume."""
+"""The folder of a run: its configuration, its tokenizer, and its progress."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from experiments.train.config import Config, check_same
 
 
 def has_progress(folder: Path) -> bool:
-    """Whether a run has anything to resume: a complete checkpoint, or a finished recipe."""
+    """Returns whether a run has a complete checkpoint or a finished recipe to resume from."""
     return any(folder.glob("*/result.json")) or any(p.name.isdigit() for p in folder.glob("*/checkpoints/*"))
 
 
@@ -54,7 +54,7 @@ def prepare(config: Config, console: Console) -> None:
 
 
 def get_tokenizer(config: Config, corpus: data.Corpus) -> Tokenizer:
-    """Bytes, or the checkpoint's; or the encoding of the run, trained now where the run has nothing to resume."""
+    """Returns a tokenizer of bytes, of the checkpoint, or of the run. Trains the latter if the run has no progress."""
     if config.model.init or config.data.tokenizer == "bytes" or has_progress(config.folder):
         return load_tokenizer(config, config.folder)
     tokenizer = BytePair.train(corpus.train, config.data.vocab)
@@ -63,7 +63,7 @@ def get_tokenizer(config: Config, corpus: data.Corpus) -> Tokenizer:
 
 
 def load_tokenizer(config: Config, folder: Path) -> Tokenizer:
-    """Bytes, or the checkpoint's, or the encoding that lies in the folder of a run."""
+    """Returns a tokenizer of bytes, of the checkpoint, or from the folder of a run."""
     if config.model.init:
         return start.tokenizer(config)
     return Bytes() if config.data.tokenizer == "bytes" else BytePair.load(folder / "tokenizer.json")

@@ -1,5 +1,4 @@
-"""The model that a recipe trains: the form of the Llama, the operations that are recomputed, and the logits of the
-loss."""
+"""The model that a recipe trains: the structure of the Llama, rematerialization, and the logits of the loss."""
 
 import dataclasses
 from typing import Any
@@ -20,16 +19,16 @@ from fp8jax.ops.quantization.fused_outputs import emits_codes
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a model is written, no arrays.
+    """The structure of a model, without arrays.
 
     Attributes:
         llama: the shape.
-        recipe: what everything is stored and computed in.
-        remat: what blocks compute again in the backward pass, as `Llama` takes it.
-        rows, boundary: how tokens lie on several devices, or how these share sequences, as `Llama` takes them.
-        unroll: layers in a turn of the loop over them, as `Llama` takes it.
-        lora: adapters, or None where all weights are trained.
-        sharing: how devices share experts, as `RecipeProducts` takes it.
+        recipe: the recipe.
+        remat: rematerialization of blocks, an argument of `Llama`.
+        rows, boundary: sharding of tokens over devices, or tensor parallelism, arguments of `Llama`.
+        unroll: layers per iteration of the loop over layers, an argument of `Llama`.
+        lora: settings of adapters, or None if all weights are trained.
+        sharing: sharding of experts, an argument of `RecipeProducts`.
     """
 
     llama: LlamaConfig
@@ -42,9 +41,9 @@ class Form:
     sharing: ExpertSharing | None = None
 
     def build_plain(self, rngs: nnx.Rngs) -> Llama:
-        """The original model, without 8-bit code."""
+        """Returns the model without quantization."""
         weights = self.recipe.weights
-        # Masters by parts, and scaled ones, which the optimizer keeps, are made of fp32.
+        # Split and scaled master weights in the optimizer are created from fp32 parameters.
         master = weights.master if weights.master in ("fp32", "bf16") else "fp32"
         dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (weights.compute, master))
         return Llama(
@@ -61,7 +60,7 @@ class Form:
         )
 
     def build(self, rngs: nnx.Rngs, params: Any = None) -> Llama:
-        """The model for training, with these parameters, a nested dict, or with new ones."""
+        """Returns the model for training, with given parameters (a nested dict) or new ones."""
         model = self.build_plain(rngs)
         if params is not None:
             flat_params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -72,21 +71,20 @@ class Form:
         return fp8jax.nnx.quantize(model, self.recipe, methods=methods) if changes_layers(self.recipe) else model
 
     def structure(self) -> nnx.GraphDef[Llama]:
-        """That of the model, of parameters and what it has besides; no array is made."""
+        """Returns the graph definition of the model, without creating arrays."""
         return nnx.split(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))), nnx.Param, ...)[0]
 
 
 def changes_layers(recipe: fp8jax.Recipe) -> bool:
-    """Whether a recipe changes a model's layers: it has quantized products, or defines residuals."""
+    """Returns whether a recipe changes layers: it has quantized matmuls, or defines residuals."""
     return bool(recipe.linear.is_quantized) or recipe.context != type(recipe.context)()
 
 
 def fastest(recipe: fp8jax.Recipe) -> bool | str:
-    """What blocks compute again on a GPU so that a step is fast, as `Llama` takes it.
+    """Returns the fastest rematerialization of blocks on a GPU, an argument of `Llama`.
 
-    All but products and attention; nothing where the recipe's contexts save operations, or where kernels write what
-    layers read: norms and activations then keep their inputs alone, of which the backward pass makes the rest. Without
-    kernels contexts are as written, and all but products and attention is computed again.
+    Nothing, if the recipe's contexts save operations, or if kernels write the inputs of layers: norms and activations
+    then save only their inputs. Otherwise everything except matmuls and attention.
     """
     written = emits_codes(recipe) and missing_triton("nonlinear.quantize_recomputed_triton") is None
     saved = recipe.context.residual is not None and not choice.keeps_nonlinear_unchanged()
@@ -94,17 +92,17 @@ def fastest(recipe: fp8jax.Recipe) -> bool | str:
 
 
 def remat_policy(option: str, recipe: fp8jax.Recipe) -> bool | str:
-    """The option `--remat` as `Llama` takes it."""
+    """Converts the option `--remat` to the argument of `Llama`."""
     if option == "auto":
         return fastest(recipe) if jax.default_backend() == "gpu" else False
     names: dict[str, bool | str] = {"none": False, "products": "products", "blocks": True}
     return names[option]
 
 
-# Of fp32 logits, beyond which the loss takes a chunk of them at a time.
+# Bytes of fp32 logits above which the loss computes logits in chunks.
 WHOLE_BYTES = 2**31
 
 
 def in_chunks(option: str, tokens: int, vocab: int) -> bool:
-    """The option `--logits` as `Task` takes it, of so many tokens that a device has logits of at once."""
+    """Returns whether the loss computes logits in chunks, by `--logits` and the number of tokens of a device."""
     return option == "chunked" or (option == "auto" and 4 * tokens * vocab > WHOLE_BYTES)

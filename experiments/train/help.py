@@ -1,4 +1,4 @@
-"""What `--help` of the training program prints: the options that most runs need, on one screen."""
+"""The output of `--help` of the training program: the options that most runs need, on one screen."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from fp8jax.core.tables import sentence
 
 HELP_ALL = "--help-all"
 _PROGRAM = "python -m experiments.train"
-# Fields of the configuration, what stands for their value, and what they are.
+# Field of the configuration, placeholder of its value, description.
 ESSENTIAL = (
     ("recipe", "NAME ...", "recipes to train, one after the other; the first is the baseline"),
     ("data", "PATH ...", "text files, folders or globs, .jsonl or .parquet (sources of Python's standard library)"),
@@ -32,8 +32,8 @@ def short_help(defaults: Any, description: str) -> str:
     """The essential options with their defaults.
 
     Args:
-        defaults: a `Config` without settings.
-        description: paragraphs; the first says what the program does, that of exit codes stands at the end.
+        defaults: a default `Config`.
+        description: paragraphs; the first describes the program, the last has the exit codes.
     """
     first, *paragraphs = (" ".join(paragraph.split()) for paragraph in description.split("\n\n"))
     options = []
@@ -55,8 +55,8 @@ def short_help(defaults: Any, description: str) -> str:
 
 
 def _default(defaults: Any, name: str) -> str:
-    """The default of a field of any section, as a command line has it; "" if there is none."""
-    # Sections first: some have the name of a field of theirs.
+    """Returns the default of a field of any section, as on a command line, or "" if there is none."""
+    # Sections first: some sections share a name with one of their fields.
     sections = (defaults.data, defaults.model, defaults.optim, defaults.lora, defaults.run, defaults)
     value = next(getattr(section, name) for section in sections if hasattr(section, name))
     if value is False or value in ("", (), 0, None):

@@ -1,8 +1,8 @@
-"""Several processes that train one run together, on one host or on several: `jax.distributed`, and what they agree on.
+"""Several processes that train one run together, on one or several hosts, by `jax.distributed`.
 
-All processes run the same program in the same order. The first one writes the run's files and speaks; the others read
-the same folder. What only one of them can find out (a file that is missing on its host, a lock) is agreed on before any
-goes on, so that all end with the same message and none waits for one that is gone.
+All processes run the same program in the same order. Process 0 writes the run's files and the output; the others read
+the same folder. An error of a single process (a missing file, a lock) is exchanged before any process continues. All
+processes then end with the same message, and none waits for one that has ended.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from experiments.train import relay
 if TYPE_CHECKING:
     from experiments.train.config import Run
 
-# Exit code of a process that goes on no longer because another one has ended, or never came.
+# Exit code of a process that stops because another one has ended or did not join.
 GONE = 5
 _NETWORK = re.compile(r"[A-Z_]+: .*(gloo|nccl|coordination service|barrier)", re.IGNORECASE | re.DOTALL)
-# The relay of this process, and what is held while it ends, so that it says why once.
+# The relay of this process, and a lock that makes this process report its end only once.
 _relayed: subprocess.Popen[str] | None = None
 _ending = threading.Lock()
 _CANNOT = (
@@ -56,13 +56,13 @@ class Agreed(UserError):
 
 
 def join(settings: Run, stop: StopSignals) -> None:
-    """Joins the other processes of a run; does nothing for a command line without `--coordinator`.
+    """Joins the other processes of a run. Does nothing without `--coordinator`.
 
-    A signal of before waits until they have joined: they would wait for a process that is gone, until `patience` ends.
+    An earlier signal takes effect after the join: otherwise the others would wait for this process for `patience` s.
 
-    From here on this process ends with a message and exit code `GONE` when another one ends, whatever it is doing:
-    `experiments/train/relay.py` says how. `--coordinator auto` takes address, number and count from what
-    `jax.distributed.initialize` would find (Slurm, Open MPI, Kubernetes and others).
+    Afterwards, this process ends with a message and exit code `GONE` when another process ends
+    (`experiments/train/relay.py`). `--coordinator auto` uses the cluster detection of `jax.distributed.initialize`
+    (Slurm, Open MPI, Kubernetes and others).
 
     Raises:
         UserError: no cluster is found, or the address is impossible.
@@ -80,10 +80,10 @@ def join(settings: Run, stop: StopSignals) -> None:
             "address, that of the host of process 0, and the same --process-count",
             file=sys.stderr,
         )
-        # As after they have joined: another process may have been killed before.
+        # Another process may have been killed before it joined.
         _abandon(GONE if stop.signum is None else 128 + stop.signum)
 
-    # JAX's own limit ends the process without a word to its user.
+    # JAX's own time limit would end the process without a message.
     timer = threading.Timer(patience, give_up)
     timer.start()
     stop.notice = (
@@ -91,7 +91,7 @@ def join(settings: Run, stop: StopSignals) -> None:
     )
     if stop.signum is not None:
         print(stop.notice, file=sys.stderr, flush=True)
-    # In a thread: Python runs handlers of signals while it waits for one, and not while it waits for XLA.
+    # In a thread: Python runs signal handlers while it waits for a thread, but not while it waits for XLA.
     pool = concurrent.futures.ThreadPoolExecutor(1)
     try:
         joined = pool.submit(
@@ -101,7 +101,7 @@ def join(settings: Run, stop: StopSignals) -> None:
             process_id=place.number,
             local_device_ids=place.devices,
             initialization_timeout=patience + 60,
-            # A client sends a heartbeat twice in this time. A relay looks for them, more often than the coordinator.
+            # A client sends two heartbeats in this time. A relay checks them more often than the coordinator.
             heartbeat_timeout_seconds=-(-_silence(settings) * 4 // 3),
             shutdown_timeout_seconds=patience,
         )
@@ -113,12 +113,12 @@ def join(settings: Run, stop: StopSignals) -> None:
         timer.cancel()
         pool.shutdown()
         stop.notice = ""
-    # The service that joins processes has taken SIGTERM for itself.
+    # The coordination service has installed a handler of SIGTERM.
     stop.renew()
 
 
 class _Place(NamedTuple):
-    """A process of a run: its address, its number of how many, and its devices where not all of the host's are its."""
+    """A process of a run: address, number, process count, and its devices if it has only some of the host's."""
 
     address: str
     number: int
@@ -127,12 +127,12 @@ class _Place(NamedTuple):
 
 
 def _place(settings: Run) -> _Place:
-    """The address and number of a process, from its command line or its cluster."""
+    """Returns address and number of a process, from the command line or the cluster."""
     if settings.coordinator != "auto":
         assert settings.process_id is not None
         assert settings.process_count is not None
         return _Place(settings.coordinator, settings.process_id, settings.process_count)
-    # As jax.distributed.initialize does it, which would reach the coordinator itself.
+    # As in jax.distributed.initialize, which would also connect to the coordinator.
     address, processes, number, devices = ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, settings.patience
     )
@@ -142,7 +142,7 @@ def _place(settings: Run) -> _Place:
 
 
 def _relay(place: _Place, silence: int, who: str) -> dict[str, Any]:
-    """Starts this process's relay, and a thread that hears it; how `jax.distributed.initialize` gets to it."""
+    """Starts this process's relay and a thread that reads it. Returns arguments of `jax.distributed.initialize`."""
     global _relayed
     host, port = place.address.rsplit(":", 1)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -152,38 +152,38 @@ def _relay(place: _Place, silence: int, who: str) -> dict[str, Any]:
     process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1, start_new_session=True)
     assert process.stdout is not None
     lines = process.stdout
-    said, what = (lines.readline().strip() or "error its relay has ended").split(" ", 1)
-    if said == "error":
-        raise UserError(f"{who} cannot listen on port {port} ({what}); use another port")
+    kind, detail = (lines.readline().strip() or "error its relay has ended").split(" ", 1)
+    if kind == "error":
+        raise UserError(f"{who} cannot listen on port {port} ({detail}); use another port")
     _relayed = process
 
-    def hear() -> None:
+    def watch() -> None:
         line = lines.readline()
         ended = f"process {line.split()[1]} is gone" if line else "its relay has ended"
         end(GONE, False, gone_message(f"process {place.number} of {place.processes}", ended))
 
-    threading.Thread(target=hear, daemon=True).start()
-    address = {"coordinator_address": f"127.0.0.1:{what}"}
+    threading.Thread(target=watch, daemon=True).start()
+    address = {"coordinator_address": f"127.0.0.1:{detail}"}
     return address if place.number else address | {"coordinator_bind_address": f"127.0.0.1:{service}"}
 
 
 def several() -> bool:
-    """Whether this is one of several processes."""
+    """Returns whether there are several processes."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def first() -> bool:
-    """Whether this process writes the run's files; the only one of one always does."""
+    """Returns whether this process writes the run's files."""
     return not several() or jax.process_index() == 0
 
 
 @contextlib.contextmanager
 def agreement() -> Iterator[None]:
-    """All processes do something, and wait for each other at its end; what goes wrong in one is raised in all.
+    """A context at whose end all processes wait for each other. An error of one process is raised in all.
 
     Raises:
-        UserError: of this process, where it is the only one.
-        Agreed: of the first process that has one, where there are several. The same for `OSError`, exit code 3.
+        UserError: the error of a single process.
+        Agreed: the error of the first of several processes that has one. `OSError` has exit code 3.
     """
     if not several():
         yield
@@ -209,13 +209,13 @@ def _raise_first(message: str, code: int) -> None:
 
 
 def check_same(values: Mapping[str, Any]) -> None:
-    """Compares what must not differ between processes.
+    """Compares values that must be equal in all processes.
 
     Args:
-        values: by name; as JSON.
+        values: JSON values by name.
 
     Raises:
-        Agreed: a process has another value than the first; names what.
+        Agreed: values of a process differ from those of the first. The message has their names.
     """
     if not several():
         return
@@ -233,9 +233,9 @@ def check_same(values: Mapping[str, Any]) -> None:
 
 
 def gone(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, says that another process has ended or cannot be reached."""
+    """Returns whether an error, or one of its causes, means that another process has ended or is unreachable."""
     while several() and error is not None:
-        # What fails while a result is waited for is an error of XLA's runtime; what fails at once has its text alone.
+        # A failure during a wait is a JaxRuntimeError. An immediate failure has another type with the same text.
         if isinstance(error, jax.errors.JaxRuntimeError) or _NETWORK.match(str(error)):
             return "RESOURCE_EXHAUSTED" not in str(error)
         error = error.__cause__ or error.__context__
@@ -243,26 +243,26 @@ def gone(error: BaseException | None) -> bool:
 
 
 def gather(tree: Any) -> Any:
-    """Arrays that lie on the devices of several processes, gathered to each of them as NumPy's."""
+    """Gathers arrays that are sharded over processes to NumPy arrays in each process."""
     if not several():
         return tree
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def signals(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, signum: int | None) -> jax.Array:
-    """The signal that each process has received, once for each of its devices; an input of the training step."""
+    """Returns the signal of each process, repeated for its devices: an input of the training step."""
     here = np.full((1,), signum or 0, np.int32)
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.make_array_from_callback((mesh.size,), sharding, lambda index: here)
 
 
 def _silence(settings: Run) -> int:
-    """Seconds without a heartbeat until a process counts as gone: of fewer than 3 heartbeats would take too many."""
+    """Returns seconds without a heartbeat until a process counts as gone. Less than 3 s needs too many heartbeats."""
     return max(settings.patience, 3)
 
 
 def gone_message(who: str, why: str) -> str:
-    """The message of a process that ends because another one has ended."""
+    """Returns the message of a process that ends because another one has ended."""
     return (
         f"error: {who} ends: another one has ended, or cannot be reached ({why}). Start all again: training goes on "
         "from the newest checkpoint"
@@ -270,12 +270,12 @@ def gone_message(who: str, why: str) -> str:
 
 
 def end(code: int, agreed: bool, message: str = "") -> int:
-    """Prints a message, and gives the exit code, where all processes end with it; else this one ends here.
+    """Prints a message, and returns the exit code if all processes end with it. Otherwise ends this process.
 
     Args:
-        code: of this process.
-        agreed: all processes know of it; else the others may never come.
-        message: for standard error; of what is agreed, process 0 says it alone.
+        code: exit code of this process.
+        agreed: whether all processes end with this code; otherwise waiting for the others could last forever.
+        message: text for standard error. If agreed, only process 0 prints it.
     """
     with _ending:
         if message and (not agreed or first()):

@@ -34,7 +34,7 @@ def print_header(
     llama: LlamaConfig,
     num_devices: int,
 ) -> None:
-    """The model, the data and the files of a run, in five lines."""
+    """Prints the model, the data and the files of a run, in five lines."""
     kind = jax.devices()[0].device_kind
     kind = "CPU" if kind == "cpu" else kind
     same = " on the same batches" if len(config.recipe) > 1 else ""
@@ -68,7 +68,7 @@ def show_setup(
     devices: jax.sharding.Mesh,
     recipes: Iterable[fp8jax.Recipe],
 ) -> None:
-    """All settings of a run, its data and its devices."""
+    """Shows all settings of a run, its data and its devices."""
     for name, section in (("data", config.data), ("model", config.model), ("optim", config.optim), ("run", config.run)):
         values = {k: v for k, v in dataclasses.asdict(section).items() if v not in (None, "")}
         if name == "model" and config.model.init:
@@ -101,7 +101,7 @@ def show_setup(
 
 
 def show_plan(details: Details, task: Task, abstract: TrainState, base: Any, compiled: Any) -> None:
-    """The memory of the arrays of a step, by kind."""
+    """Shows the memory of the arrays of a step, by kind."""
     parameters = count(abstract.params)
     if task.lora is not None:
         base_leaves = jax.tree.leaves(base)
@@ -126,15 +126,15 @@ def show_plan(details: Details, task: Task, abstract: TrainState, base: Any, com
 
 
 def _short(number: int) -> str:
-    """A number for people: 10,595,441 is 10.6 M."""
+    """Returns a short number: 10,595,441 is "10.6 M"."""
     return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
 
 
 def count(params: Any) -> int:
-    """Number of parameters."""
+    """Returns the number of parameters."""
     return sum(x.size for x in jax.tree.leaves(params))
 
 
 def nbytes(arrays: Sequence[Any]) -> int:
-    """Bytes of arrays, abstract ones too."""
+    """Returns the bytes of arrays, which may be abstract."""
     return sum(x.size * np.dtype(x.dtype).itemsize for x in arrays)

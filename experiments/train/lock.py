@@ -1,4 +1,4 @@
-"""One process at a time writes to a run."""
+"""A lock, so that only one process writes to a run."""
 
 import contextlib
 import os
@@ -15,16 +15,16 @@ from experiments.files import parse_json, read_text, write_json
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of a run.
+    """Locks a run against other processes.
 
     The system releases the lock when this process ends, even if it is killed. The lock and owner files are next to the
     folder, because the folder may be moved aside.
 
     Args:
-        folder: of the run; its parent must exist.
+        folder: folder of the run; its parent must exist.
 
     Raises:
-        BusyError: another process holds the run; the message names it.
+        BusyError: another process has the lock; the message names it.
         DiskError: the folder of runs cannot be written.
     """
     lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))

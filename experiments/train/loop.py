@@ -31,7 +31,7 @@ def evaluate(
     stop: StopSignals,
     rows: jax.sharding.NamedSharding | None = None,
 ) -> float | None:
-    """Mean loss over fixed batches (count, B, T + 1) of equal size; None where a signal came before the end."""
+    """Returns the mean loss over fixed batches (count, B, T + 1) of equal size, or None if a signal came before."""
     losses = []
     for tokens_BxT in batches:
         if stop.signum is not None:
@@ -41,10 +41,10 @@ def evaluate(
 
 
 class _Dispatched(NamedTuple):
-    """A step that was sent to the device and not yet looked at.
+    """A dispatched step with metrics that were not read yet.
 
     Attributes:
-        number, tokens, metrics: of the step.
+        number, tokens, metrics: number, token count and metrics of the step.
         loader: state of the data iterator after its batch.
     """
 
@@ -59,14 +59,14 @@ class Loop:
     """Trains one recipe from some state to the last step.
 
     Attributes:
-        step, loss: compiled `Task.step` (its first argument donated) and `Task.loss`. Of several processes the step
-            takes `hosts.signals` besides and gives their maximum among its metrics, as "signal".
+        step, loss: compiled `Task.step` (its first argument donated) and `Task.loss`. With several processes, the step
+            also has the argument `hosts.signals` and returns their maximum as the metric "signal".
         batches: iterator of int32 (B, T + 1), or packed (B, 3, T + 1), with a `get_state()` that is JSON, and
             `set_state`.
         valid: validation batches (count, rows, T + 1), or packed.
-        config: what a checkpoint records and compares.
-        rows: how batches lie on several devices, or None.
-        trace: of some steps.
+        config: settings that a checkpoint stores and compares.
+        rows: sharding of batches over several devices, or None.
+        trace: profiler trace of some steps.
         observed_step: `step` with telemetry (`experiments.train.observed`), for each `settings.telemetry`-th step.
     """
 
@@ -89,15 +89,15 @@ class Loop:
         self._clock = 0.0
 
     def run(self, state: TrainState) -> TrainState:
-        """Trains from `state.step` to `optim.steps`, logging, validating and saving on the way.
+        """Trains from `state.step` to `optim.steps`, with logs, validations and checkpoints.
 
         Raises:
-            BadStep: a step was bad and is to stop the run, or was one more than `settings.max_bad_steps`.
-            Stopped: a signal came, to any of several processes; the last finished step is saved.
+            BadStep: a step was bad and the policy is to stop, or there were more than `settings.max_bad_steps`.
+            Stopped: a process received a signal; the last finished step is saved.
         """
         self._done = self._saved = int(state.step)
         if self.settings.on_bad_step == "rewind" and self.checkpoints.latest() is None:
-            self._saved = -1  # so that there is a checkpoint to go back to
+            self._saved = -1  # saves a checkpoint to rewind to
         behind: _Dispatched | None = None
         self._clock, calls = time.perf_counter(), 0
         while True:
@@ -116,7 +116,7 @@ class Loop:
                     self.checkpoints.save(done, state, loader=loader, config=self.config, log=recent)
                     self._saved = done
                 if eval_due:
-                    # Several processes validate to the end: they learn of a signal from a step.
+                    # Several processes always finish a validation: signals are exchanged in training steps.
                     stop = StopSignals() if hosts.several() else self.stop
                     loss = evaluate(self.loss, state, self.valid, stop, self.rows)
                     if loss is not None:
@@ -137,26 +137,26 @@ class Loop:
                 step = self.observed_step
             state, metrics = step(state, mesh.place(tokens_BxT, self.rows), *self._telemetry_args())
             self._done += 1
-            # Only now is the step before this one waited for, so that the device always has work.
+            # Waits for the previous step only now, so that the device always has work.
             state, is_rewound = self._settle(behind, state)
             tokens = len(tokens_BxT) * (tokens_BxT.shape[-1] - 1)
             behind = None if is_rewound else _Dispatched(self._done, tokens, metrics, loader)
 
     @property
     def _signum(self) -> int | None:
-        """The signal to stop for, if any: of several processes one that all have learnt of, by the same step."""
+        """Returns the signal to stop for, or None. With several processes: one that a step has distributed to all."""
         return self._told or None if hosts.several() else self.stop.signum
 
     def _telemetry_args(self) -> tuple[jax.Array, ...]:
         if not hosts.several():
             return ()
-        assert self.rows is not None  # several processes have several devices
+        assert self.rows is not None  # several processes imply several devices
         return (hosts.signals(self.rows.mesh, self.stop.signum),)
 
     def _settle(self, behind: _Dispatched | None, state: TrainState) -> tuple[TrainState, bool]:
-        """Waits for a dispatched step, and logs it or leaves it out; the state to go on from, and whether it is older.
+        """Waits for a dispatched step, and logs or discards it. Returns the next state, and whether it was restored.
 
-        A step takes from the time that the one before was done to the time that it is done.
+        The time of a step is the time between its end and the end of the previous step.
         """
         if behind is None:
             return state, False
@@ -177,13 +177,13 @@ class Loop:
         return state, False
 
     def _leave_out(self, bad: _Dispatched, values: dict[str, Any], state: TrainState) -> tuple[TrainState, bool]:
-        """What `_settle` returns after a bad step, which is not in the state.
+        """Returns the result of `_settle` for a bad step, which is not in the state.
 
-        Skipping uses the next batch for the same step. Rewinding takes it for the step after the newest checkpoint
-        (Chowdhery et al., PaLM, 2022, section 5.1).
+        "skip" uses the next batch for the same step. "rewind" uses the next batch for the step after the newest
+        checkpoint (Chowdhery et al., PaLM, 2022, section 5.1).
 
         Raises:
-            BadStep: the policy or its limit requires it.
+            BadStep: the policy is "stop", or there are too many bad steps.
         """
         policy, most = self.settings.on_bad_step, self.settings.max_bad_steps
         what = f"step {bad.number}: loss {values['loss']}, gradient norm {values['grad_norm']}; {self._reason(values)}"
@@ -203,11 +203,11 @@ class Loop:
             self.log.say(f"{what}: skipped ({count} in a row, of at most {most})")
             return state, False
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        jax.tree.map(lambda x: x.delete(), state)  # before there is another one in memory
+        jax.tree.map(lambda x: x.delete(), state)  # frees memory for the restored state
         restored = self.checkpoints.resume(abstract, self.config, self.log.say)
-        assert restored is not None  # one was saved before the first step
+        assert restored is not None  # `run` saves one before the first step
         state, meta = restored
-        # The checkpoint is from before the bad step, and so is its count.
+        # The checkpoint has the count before the bad step.
         total = jax.make_array_from_callback((), state.monitor.total.sharding, lambda _: np.full((), count, np.int32))
         state = state._replace(monitor=state.monitor._replace(total=total))
         self.batches.set_state(bad.loader)
@@ -220,7 +220,7 @@ class Loop:
         return state, True
 
     def _reason(self, values: dict[str, Any]) -> str:
-        """Why a step is bad."""
+        """Returns the reason why a step is bad."""
         limit, jump = values.get("loss_limit", np.inf), self.settings.max_loss_jump
         if not np.isfinite([values["loss"], values["grad_norm"]]).all():
             room = self.settings.expert_capacity

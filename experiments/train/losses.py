@@ -1,4 +1,4 @@
-"""The loss of a batch, and means of losses and gradients over parts of one."""
+"""The loss of a batch, and means of losses and gradients over microbatches."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from experiments.text import packing
 
 
 def accumulate(one: Callable, model_state: nnx.State, parts: jax.Array) -> Any:
-    """`one` on equal parts of a batch: means of losses and gradients in fp32, maxima of the gradients' statistics.
+    """Applies `one` to equal microbatches. Returns fp32 means of losses and gradients, and maxima of statistics.
 
     Losses are a tree of scalars.
     """
@@ -41,16 +41,16 @@ def cross_entropy(
     axes: tuple[str, ...] | None = None,
     head: fp8jax.recipes.Linear | None = None,
 ) -> jax.Array:
-    """The mean over all tokens, of packed ones over answers; `chunked` never has the logits of all tokens.
+    """Returns the mean cross-entropy over all tokens, or over the answers of packed rows.
 
-    Inside `jax.shard_map` it is a device's part of that: its mean over the devices along `axes`, and where they share
-    sequences its sum over those, is the mean of all. `head` is what a chunk's logits are computed with.
+    If `chunked`, logits are computed in chunks of tokens, by `head`. Inside `jax.shard_map`, the result is a device's
+    part: its mean over `axes` is the loss of all, after a sum over the devices that share sequences.
     """
     tokens_BxT, answers_BxT, segments_BxT = packing.parts(tokens_BxT)
     segments_BxT = None if segments_BxT is None else segments_BxT[:, :-1]
     labels, boundary = tokens_BxT[:, 1:], model.boundary
     if model.around is not None or boundary is not None:
-        # What is done around each layer is done to layers that are quantized each by itself.
+        # Wrappers of layers apply only to layers that are quantized individually.
         hidden = model.hidden if model.around is None else functools.partial(Llama.hidden, model)
         y = hidden(tokens_BxT[:, :-1], segments_BxT)
         y = y if chunked else model.logits(y)

@@ -1,4 +1,4 @@
-"""Telemetry of the training step: its rows in a log, the lines that name faults, and heat maps of layers over steps."""
+"""Telemetry of the training step: rows of the log, messages on faults, and heat maps of layers over steps."""
 
 import io
 import re
@@ -15,14 +15,14 @@ from experiments.train.task import TrainState
 
 PREFIX = "telemetry/"
 _NAME = re.compile(rf"{PREFIX}(?P<layer>.*)/(?P<role>[^/]+)/(?P<statistic>[^/]+)")
-# What a heat map shows. Shares begin at zero, ratios have logarithmic colors.
+# Statistics of heat maps. Shares start at zero; ratios have logarithmic colors.
 _SHARES, _RATIOS = ("saturated", "lost", "nonfinite", "fallback_rate"), ("range_ratio", "update_ratio", "factor")
 _SHOWN = ("snr_db", *_SHARES, *_RATIOS, "expansion")
 _MOST_LABELS, _MOST_FAULTS = 48, 5
 
 
 def observed(step: Callable[..., Any]) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
-    """A training step with the statistics of its tensors as "telemetry" in its metrics."""
+    """Returns a training step with statistics of its tensors as the metric "telemetry"."""
     with_telemetry = fp8jax.telemetry(step)
 
     def call(*args: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -33,7 +33,10 @@ def observed(step: Callable[..., Any]) -> Callable[..., tuple[TrainState, dict[s
 
 
 def to_row(step: int, telemetry: Mapping[str, Any]) -> dict[str, float]:
-    """The row of a step in metrics.jsonl: finite values as "telemetry/LAYER/ROLE/STATISTIC", LAYER[i] in a stack."""
+    """Returns the row of a step in metrics.jsonl.
+
+    Keys of finite values are "telemetry/LAYER/ROLE/STATISTIC", with LAYER[i] for stacked layers.
+    """
     row: dict[str, float] = {"step": step}
     for layer, roles in telemetry.items():
         for role, statistics in roles.items():
@@ -52,7 +55,7 @@ class Faults:
         self._known: set[tuple[Any, ...]] = set()
 
     def lines(self, step: int, telemetry: Mapping[str, Any]) -> Iterator[str]:
-        """A line for each fault of this step that was not there before."""
+        """Yields a line for each new fault of this step."""
         new = [fault for fault in fp8jax.find_faults(jax.device_get(telemetry)) if fault[:4] not in self._known]
         self._known |= {fault[:4] for fault in new}
         for fault in new[:_MOST_FAULTS]:
@@ -65,8 +68,8 @@ def plot(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
     """Draws a heat map of layers over steps for each statistic, in one PNG for each role.
 
     Args:
-        folder: of the recipe.
-        rows: of its metrics.jsonl.
+        folder: folder of the recipe.
+        rows: rows of its metrics.jsonl.
 
     Returns:
         The paths of the PNGs, FOLDER/telemetry_ROLE.png.
@@ -107,11 +110,11 @@ def plot(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
 
 
 def _norm(name: str, grid: np.ndarray) -> Any:
-    """The colors of a statistic. Shares below 1 % stay dark and an SNR above 20 dB bright: they are no faults."""
+    """Returns the color scale of a statistic. Shares below 1 % are dark and SNRs above 20 dB bright: no faults."""
     from matplotlib import colors
 
     if name in _RATIOS and np.any(grid > 0):
-        return colors.LogNorm(np.nanmin(grid[grid > 0]))  # zeros, as in a first step with rate 0, have no color
+        return colors.LogNorm(np.nanmin(grid[grid > 0]))  # zeros have no color, as in a first step with learning rate 0
     if name in _SHARES:
         return colors.Normalize(0, max(0.01, np.nanmax(grid)))
     return colors.Normalize(min(20, np.nanmin(grid)), np.nanmax(grid)) if name == "snr_db" else colors.Normalize()

@@ -1,4 +1,4 @@
-"""The optimizer that a configuration and a recipe ask for."""
+"""The optimizer of a configuration and a recipe."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
         An optax transformation; for `--release` a `ReleasedOptimizer`.
 
     Raises:
-        UserError: the recipe is none for `--release`.
+        UserError: `--release` does not support the recipe.
     """
     optim = config.optim
     make = functools.partial(
@@ -62,10 +62,10 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
 
 
 def configure(recipe: fp8jax.Recipe, config: Config) -> fp8jax.Recipe:
-    """The recipe with the master weights and the head of a configuration; with adapters, `base_recipe` of it.
+    """Returns the recipe with the master weights and the head of a configuration; with adapters, its `base_recipe`.
 
     Raises:
-        UserError: as `with_master` and `base_recipe`.
+        UserError: see `with_master` and `base_recipe`.
     """
     recipe = with_master(recipe, config.optim.master)
     if config.optim.head:
@@ -74,10 +74,10 @@ def configure(recipe: fp8jax.Recipe, config: Config) -> fp8jax.Recipe:
 
 
 def with_master(recipe: fp8jax.Recipe, master: str) -> fp8jax.Recipe:
-    """The recipe with the master weights of `--master`; as it is where that is empty.
+    """Returns the recipe with the master weights of `--master`; unchanged if that is empty.
 
     Raises:
-        UserError: there are no such master weights, or the recipe's are its own.
+        UserError: there are no such master weights, or the recipe requires other ones.
     """
     if not master:
         return recipe
@@ -88,7 +88,7 @@ def with_master(recipe: fp8jax.Recipe, master: str) -> fp8jax.Recipe:
 
 
 def schedule(optim: Optim) -> optax.Schedule:
-    """Linear warm-up, then `optim.schedule`; all but "constant" end at `final_lr` of the peak, after the last step."""
+    """Returns a linear warmup, then `optim.schedule`. Except for "constant", it ends at `final_lr` times the peak."""
     last = optim.lr * optim.final_lr
     if optim.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(0.0, optim.lr, optim.warmup, optim.steps, last)
@@ -102,7 +102,7 @@ def schedule(optim: Optim) -> optax.Schedule:
 
 
 def decay_mask(params: Any) -> Any:
-    """True for leaves that weight decay applies to: two or more axes, no norm, no bias (stacked, both have two)."""
+    """Returns True for leaves with weight decay: two or more axes, and not a (stacked) norm or bias."""
 
     def decays(path: Any, x: Any) -> bool:
         name = jax.tree_util.keystr(path)

@@ -128,9 +128,9 @@ def _name(path: Any, start: str) -> str:
 
 
 def mapped(llama: LlamaConfig, recipe: fp8jax.Recipe, rows: jax.sharding.NamedSharding | None) -> bool:
-    """Whether a step's loss and gradients are taken inside `jax.shard_map`, of batches that lie so.
+    """Returns whether loss and gradients are computed inside `jax.shard_map`, for batches with this sharding.
 
-    With experts each device sorts its own tokens. XLA would gather all tokens to sort them.
+    With experts, each device sorts its own tokens. XLA would gather all tokens to sort them.
     """
     if rows is None:
         return False
@@ -139,20 +139,20 @@ def mapped(llama: LlamaConfig, recipe: fp8jax.Recipe, rows: jax.sharding.NamedSh
 
 
 def reduction(recipe: fp8jax.Recipe) -> Comm:
-    """The format in which gradients are sent inside `jax.shard_map`: by default the compute dtype of matmuls."""
+    """Returns the format of gradients that are sent inside `jax.shard_map`; by default the compute dtype of matmuls."""
     if recipe.comm.gradients is not None:
         return recipe.comm
     return Comm("fp32" if recipe.weights.compute == "fp32" else "bf16")
 
 
 def check(llama: LlamaConfig, recipe: fp8jax.Recipe, mesh: Any, tokens: int) -> None:
-    """Raises ValueError that names what a mesh cannot compute, and the fix.
+    """Raises ValueError, with the fix, if a mesh cannot train a model with a recipe.
 
     Args:
         llama: the shape.
-        recipe: what it is trained with.
+        recipe: the recipe.
         mesh: the devices.
-        tokens: of a microbatch.
+        tokens: number of tokens of a microbatch.
     """
     _check_factors(recipe.comm, mesh)
     sharing = mesh.shape[experts.AXIS]
@@ -174,15 +174,15 @@ def _check_factors(comm: Comm, mesh: Any) -> None:
 
 
 def stacked(tree: Any) -> Any:
-    """How many leading axes of each parameter stack layers and experts, each a tensor with a scale of its own."""
+    """Returns the number of leading axes of each parameter that stack layers or experts, which have separate scales."""
     return jax.tree_util.tree_map_with_path(lambda path, _: meshes.stacked(path), tree)
 
 
 def factors(comm: Comm, params: Any, mesh: Any) -> Factors | tuple[()]:
-    """The state of auto-scaling before the first step; empty without, and where there is one replica.
+    """Returns the initial state of auto-scaling; empty without auto-scaling or with a single replica.
 
     Raises:
-        ValueError: gradients are reduced twice, along both axes of the mesh.
+        ValueError: gradients are reduced along both axes of the mesh.
     """
     if not comm.auto_scale or mesh is None or meshes.replicas(mesh) == 1:
         return ()
@@ -191,7 +191,7 @@ def factors(comm: Comm, params: Any, mesh: Any) -> Factors | tuple[()]:
 
 
 def saturated(factors: Factors, grads: Any) -> jax.Array:
-    """How many elements of a step's gradients lay at the end of the range after their sum in 8 bits, float32."""
+    """Returns the number of gradient elements that saturated in their 8-bit sum, float32."""
     counts = jax.tree.map(lambda part, g: part * g.size, factors.saturated, grads)
     return jnp.round(sum(jax.tree.leaves(counts), jnp.float32(0)))
 
@@ -206,20 +206,20 @@ def gradients(
     factors: Factors | tuple[()],
     base: Any = MappingProxyType({}),
 ) -> tuple[dict[str, jax.Array], Any, Any, Factors | tuple[()]]:
-    """Means over all devices of losses and gradients, the model state of the next step, and the new factors.
+    """Returns losses and gradients (means over all devices), the next model state, and the new factors.
 
     Sharded parameters are gathered layer by layer: see `GatheredModel`. With factors, which a backward pass cannot
     return, all are gathered before the step, in their stored dtype. Over "tensor", layers are computed in parts;
     parameters outside of layers are gathered before the step.
 
     Args:
-        own: `own(params, model_state, tokens, whole, axes)`, a device's own losses and gradients, and the model state
-            of all, whose observations are merged over the mesh axes.
+        own: `own(params, model_state, tokens, whole, axes)` returns the losses and gradients of a device, and the model
+            state with observations merged over the mesh axes.
         recipe: its part `comm` has the format in which gradients are sent.
         mesh: the devices.
-        params, model_state, tokens_BxT: as of `own`, of all devices.
+        params, model_state, tokens_BxT: arguments of `own`, for all devices.
         factors: the state of auto-scaling.
-        base: what is not trained, in parts as parameters are; none of it is in the model state that is returned.
+        base: frozen weights, sharded like parameters. The returned model state does not include them.
     """
     comm, compute, base = reduction(recipe), recipe.weights.compute, dict(base)
     places, base_places = (jax.tree.map(lambda x: x.spec, meshes.state(mesh, tree)) for tree in (params, base))
@@ -263,7 +263,7 @@ def gradients(
                 all_reduce_gradients, axes="data", comm=comm, layer_axes=depths, min_size=min_size
             )
             grads, factors = _reduced(reduce, grads, factors)
-        if at_once and shared > 1:  # devices have parts of a parameter, which has one factor
+        if at_once and shared > 1:  # a sharded parameter has a single factor
             mu = jax.tree.map(lambda mu: lax.pmin(mu, tensor.AXIS), factors.mu)
             factors = Factors(mu, jax.tree.map(lambda part: lax.pmean(part, tensor.AXIS), factors.saturated))
         return lax.pmean(losses, meshes.ROWS), grads, state, factors
@@ -279,14 +279,14 @@ def gradients(
 
 
 def cut(params: Any, mesh: Any) -> frozenset[str]:
-    """The names of the parameters that lie in shards."""
+    """Returns the names of sharded parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(meshes.state(mesh, params))
     names = ((jax.tree_util.keystr(path, simple=True, separator="."), x.spec) for path, x in leaves)
     return frozenset(name for name, spec in names if meshes.over(spec, "fsdp") is not None)
 
 
 def _mean_with_experts(grads: Any, comm: Comm, mesh: Any, min_size: int) -> Any:
-    """Means over "data" and "expert". The gradient of a device's experts is a sum of all tokens along "expert"."""
+    """Returns means over "data" and "expert". Gradients of experts are already sums over "expert"."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
 
     def means(of_experts: bool, axes: tuple[str, ...]) -> Any:
@@ -303,7 +303,7 @@ def _mean_with_experts(grads: Any, comm: Comm, mesh: Any, min_size: int) -> Any:
 
 
 def _reduced(reduce: Callable[..., Any], grads: Any, factors: Any) -> tuple[Any, Any]:
-    """A reduction of gradients, with factors where there are any."""
+    """Reduces gradients, with factors if there are any."""
     if not isinstance(factors, Factors):
         return reduce(grads), factors
     reduced: tuple[Any, Any] = reduce(grads, factors=factors)

@@ -1,16 +1,16 @@
 """A small program between a process of a run and JAX's coordinator that detects when another process ends.
 
-XLA ends a process by SIGABRT when its connection to the coordinator breaks, before Python learns of it. Each process
-therefore starts this program (without JAX, which would need seconds) and connects to the coordinator through it. These
-relays are joined in a star around that of process 0, at the run's address. One whose process has ended, or has sent
-nothing for `patience` seconds, leaves the star; each of the others then tells its process so, and keeps that process's
-connection open while it ends by itself. A thread would wait for Python's lock; this waits for nobody.
+XLA ends a process by SIGABRT when its connection to the coordinator breaks, before Python can react. Each process
+therefore starts this program (without JAX, whose import takes seconds) and connects to the coordinator through it. The
+relays are connected in a star around that of process 0, at the run's address. A relay leaves the star if its process
+has ended or has sent nothing for `patience` seconds. Each of the others then reports this to its process, and keeps
+that process's connection open until it ends. A separate program does not depend on Python's global lock.
 
     python relay.py NUMBER HOST PORT SERVICE PATIENCE
 
-NUMBER is that of the process, HOST:PORT the run's address, SERVICE the local port of JAX's coordinator in process 0.
-Standard output: "port N", where this process's client finds the coordinator, or "error WHY"; then "gone K" when process
-K has ended, if ever. Standard input: "bye" before a process ends as all do; its end without that is the process's.
+NUMBER is the number of the process, HOST:PORT the run's address, SERVICE the local port of JAX's coordinator in process
+0. Standard output: "port N", the port for this process's client, or "error WHY"; then "gone K" when process K has
+ended. Standard input: "bye" before a regular end of the process. If it closes without "bye", the process has died.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-_HELLO = b"fp8jax "  # what a relay says first at the run's address; all else is JAX's client of another process
-# Seconds between two attempts to reach process 0, and until a connection that broke by itself is closed on both sides.
+_HELLO = b"fp8jax "  # first bytes of a relay at the run's address; other connections are JAX clients
+# Seconds between attempts to reach process 0, and until both sides of a broken connection are closed.
 _RETRY_SECONDS, _LATE = 0.2, 5.0
 
 
@@ -36,12 +36,12 @@ class Relay:
         self._number, self._address, self._patience = number, address, patience
         self._coordinator = address if number else ("localhost", service)
         self._gone, self._lock = threading.Event(), threading.Lock()
-        self._others: dict[int, socket.socket] = {}  # the relays that this one is joined to
+        self._others: dict[int, socket.socket] = {}  # connected relays, by process
         self._held: list[socket.socket] = []
         self._heard: float | None = None
 
     def start(self) -> int:
-        """Opens the ports; returns the one for this process's client."""
+        """Opens the ports. Returns the port for this process's client."""
         if self._number:
             _thread(self._join)
         else:
@@ -54,11 +54,11 @@ class Relay:
         return int(own.getsockname()[1])
 
     def leave(self) -> None:
-        """Says that this process ends as all do."""
+        """Reports a regular end of this process."""
         self._report(b"bye\n")
 
     def silent(self) -> bool:
-        """Whether this process's client, which sends a heartbeat more often, has sent nothing for `patience`."""
+        """Returns whether this process's client has sent no heartbeat for `patience` seconds."""
         return self._heard is not None and time.monotonic() - self._heard > self._patience
 
     def _welcome(self, one: socket.socket) -> None:
@@ -75,8 +75,8 @@ class Relay:
         self._listen(0, one, one.makefile("rb"))
 
     def _listen(self, number: int, one: socket.socket, lines: BinaryIO) -> None:
-        """Hears what the relay of another process says, until one is gone or it ends."""
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # also where a host is gone without a word
+        """Reads messages of another relay, until a process is gone or the relay ends."""
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects hosts that vanish
         for name, value in (
             ("TCP_KEEPIDLE", max(1, int(self._patience / 4))),
             ("TCP_KEEPINTVL", max(1, int(self._patience / 4))),
@@ -106,14 +106,14 @@ class Relay:
                     one.sendall(line)
 
     def _forward(self, client: socket.socket, own: bool = False) -> None:
-        """Bytes between a client of JAX and its coordinator, both ways, until one ends."""
+        """Forwards bytes between a JAX client and the coordinator, in both directions, until one ends."""
         coordinator = _reach(self._coordinator)
         _thread(self._upwards, client, coordinator, own)
         with contextlib.suppress(OSError):
             while chunk := coordinator.recv(1 << 16):
                 client.sendall(chunk)
         if own and self._gone.wait(_LATE):
-            self._held += [client, coordinator]  # a client that sees its coordinator gone ends the process
+            self._held += [client, coordinator]  # a client that loses its coordinator ends the process
         else:
             client.close()
             coordinator.close()
@@ -151,7 +151,7 @@ def _say(text: str) -> None:
 
 
 def main(number: str, host: str, port: str, service: str, patience: str) -> None:
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which are the process's own affair
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the process itself handles them
         signal.signal(signum, signal.SIG_IGN)
     parent, left = os.getppid(), False
     relay = Relay(int(number), (host, int(port)), int(service), float(patience))

@@ -1,8 +1,7 @@
 """Training steps that update layers inside the backward pass: `--release` of `experiments.train`.
 
-Layers run one after the other in a loop, as of `fp8jax.fused_backward`; the embedding, the last norm and the head have
-their gradients and one step, as ever. The state is that of the plain step. Quantized are the layers' products, by the
-recipe; what follows the last layer is as written.
+`fp8jax.fused_backward` runs the layers in a loop. The embedding, the last norm and the head have ordinary gradients and
+one ordinary step. The state is that of the plain step. The recipe quantizes the matmuls of layers, not the head.
 """
 
 import dataclasses
@@ -25,9 +24,9 @@ class ReleasedState(NamedTuple):
     """State of an optimizer of released layers.
 
     Attributes:
-        inner: the optimizer's, of all parameters.
+        inner: state of the optimizer, for all parameters.
         norm: global norm of the last step's gradients, fp32 scalar; 0 before the first.
-        squares: sums of squares of the gradients of each layer in it, fp32 (layers,).
+        squares: sums of squares of each layer's gradients in the last step, fp32 (layers,).
     """
 
     inner: Any
@@ -37,15 +36,15 @@ class ReleasedState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReleasedOptimizer:
-    """The steps of layers and of all else, and how both are clipped.
+    """The optimizers of layers and of other parameters, and their clipping.
 
     Attributes:
-        layers: of stacked layers.
-        outer: of all parameters, and so of those that are not in layers.
+        layers: optimizer of stacked layers.
+        outer: optimizer of all parameters, used for those outside of layers.
         clip: largest global norm.
-        twice: whether that norm is of the step's own gradients, by another backward pass; else each layer has its share
-            of that of the step before (`fp8jax.FusedBlockState.with_clipping`), and all else is clipped by the step's
-            own.
+        twice: whether an additional backward pass computes the global norm. Otherwise each layer is clipped to its
+            share of the previous step's norm (`fp8jax.FusedBlockState.with_clipping`), and other parameters by their
+            own norm.
     """
 
     layers: FusedTransformation
@@ -54,20 +53,20 @@ class ReleasedOptimizer:
     twice: bool
 
     def init(self, params: Any) -> ReleasedState:
-        """The state before the first step."""
+        """Returns the state before the first step."""
         layers = len(jax.tree.leaves(params[LAYERS])[0])
         return ReleasedState(self.outer.init(params), jnp.zeros([], jnp.float32), jnp.zeros(layers, jnp.float32))
 
     def step(
         self, block: Callable[..., jax.Array], loss: Callable[..., jax.Array], params: Any, state: ReleasedState
     ) -> tuple[jax.Array, Any, ReleasedState]:
-        """The loss before the step, new parameters and the new state.
+        """Returns the loss before the step, the new parameters and the new state.
 
         Args:
             block: a layer, `block(its parameters, x, *tables)`.
-            loss: `loss(run, rest)`, of `run(x, *tables)`, which is all layers, and the parameters outside of them.
+            loss: `loss(run, outer)`: `run(x, *tables)` runs all layers, `outer` are the parameters outside of them.
             params: nested dict with the stacked layers under "layers".
-            state: of `init` or of the step before.
+            state: result of `init` or of the previous step.
         """
         released = fp8jax.fused_backward(block, self.layers)
         layer_moments, outer_moments = (
@@ -102,7 +101,7 @@ class ReleasedOptimizer:
 
 
 def _map_state(state: Any, part: Callable[[Any], Any]) -> Any:
-    """A state with a part of each tree of parameters in it."""
+    """Applies `part` to each tree of parameters in a state."""
     return state._replace(**{name: part(x) for name, x in state._asdict().items() if isinstance(x, dict)})
 
 
@@ -113,7 +112,7 @@ def _without_layers(tree: Any) -> Any:
 def make_layer(
     llama: LlamaConfig, recipe: fp8jax.Recipe, remat: bool | str, rows: jax.sharding.NamedSharding | None
 ) -> Callable[..., jax.Array]:
-    """A layer of a Llama as a function of its parameters, a nested dict, whose products are the recipe's."""
+    """Returns a Llama layer with the recipe's matmuls, as a function of its parameters (a nested dict)."""
     dtype = fp8jax.formats.get(recipe.weights.compute).dtype
     block_state = fp8jax.formats.get(recipe.weights.param_format).dtype
     kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": block_state, "rows": rows}

@@ -29,13 +29,13 @@ _ROW = {"step", "loss", "grad_norm", "lr", "tokens_per_s"}
 
 
 def make_console(quiet: bool = False) -> Console:
-    """A console that wraps to the terminal, and to 120 columns where there is none; a quiet one prints nothing."""
+    """Returns a console that wraps at the terminal's width, or at 120 columns. A quiet console prints nothing."""
     console = Console(highlight=False, soft_wrap=True, quiet=quiet)
     return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=120, quiet=quiet)
 
 
 def print_text(console: Console, text: str, indent: int = 0, style: str | None = None) -> None:
-    """Prints a line as it is: a terminal gets it folded at words, a file whole."""
+    """Prints a line, wrapped at words in a terminal, and unwrapped in a file."""
     console.print(sentence(text, console.width, indent) if console.is_terminal else text, style=style, markup=False)
 
 
@@ -43,8 +43,8 @@ class Details:
     """Details for few users: they are in a run's log.txt, and with --verbose also in the terminal.
 
     Args:
-        console: of the terminal.
-        is_verbose: whether the terminal shows it.
+        console: console of the terminal.
+        is_verbose: whether the terminal shows the details.
     """
 
     def __init__(self, console: Console, is_verbose: bool = False) -> None:
@@ -52,17 +52,17 @@ class Details:
         self._path: Path | None = None
 
     def keep(self, path: Path) -> None:
-        """Appends what is shown from now on to a file.
+        """Also appends subsequent output to a file.
 
         Raises:
-            DiskError: it cannot be written; so does `show`.
+            DiskError: the file cannot be written. `show` raises it, too.
         """
         self._path = path
         with writing(path):
             open_to_append(path).close()
 
     def show(self, content: Any, indent: int = 0) -> None:
-        """Shows a line or a table of rich."""
+        """Shows a line or a rich table."""
         if self._is_verbose:
             if isinstance(content, str):
                 print_text(self._console, content, indent, "dim")
@@ -79,18 +79,18 @@ class Details:
 
 
 def waiting(console: Console, text: str) -> contextlib.AbstractContextManager[Any]:
-    """A context in which a terminal shows what is waited for."""
+    """Returns a context in which a terminal shows a spinner with text."""
     return console.status(text) if console.is_terminal and not console.quiet else contextlib.nullcontext()
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, and hours if there are any."""
+    """Formats seconds as minutes and seconds, with hours if there are any."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
 def size(count: float) -> str:
-    """Bytes for people: 1,536 is 1.5 KiB."""
+    """Formats a number of bytes: 1,536 is 1.5 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             break
@@ -99,25 +99,24 @@ def size(count: float) -> str:
 
 
 class RunLog:
-    """Metrics of one recipe: metrics.jsonl (a line a step, and one a validation), TensorBoard, and the terminal.
+    """Metrics of one recipe: metrics.jsonl (a line per step and per validation), TensorBoard, and the terminal.
 
-    Opening the log drops what an earlier process wrote after step `resumed`, so that no step stands in it twice. Lines
-    reach the file system at once: a kill loses none. The result depends on the rows of the checkpoint and on later
-    ones, not on what became of the file.
+    Opening the log deletes rows of an earlier process after step `resumed`, so no step occurs twice. Lines are flushed
+    at once: a kill loses none. The result depends on the rows in the checkpoint and on later ones, not on the file.
 
     Args:
-        folder: of the recipe.
-        resumed: step that training goes on from; 0 for a fresh start.
-        recent: the rows that the checkpoint holds, as `recent` gave them.
+        folder: folder of the recipe.
+        resumed: step from which training continues; 0 for a fresh start.
+        recent: the rows in the checkpoint, a result of `recent`.
         steps: the last step.
-        every: steps between progress lines where the output is no terminal.
-        writes: False in a process that leaves the files to another one; it reads what they hold at first.
-        share: of the devices' peak that one token a second is (MFU), or None.
-        also: called with each row, too.
-        label: of the progress bar; the recipe without one.
+        every: steps between progress lines if the output is not a terminal.
+        writes: False in a process that does not write the files. It only reads their initial content.
+        share: share of the devices' peak per token per second (for MFU), or None.
+        also: additional function to call with each row.
+        label: label of the progress bar; by default the recipe.
 
     Raises:
-        DiskError: a file cannot be written; so do all methods that write.
+        DiskError: a file cannot be written. All methods that write raise it, too.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class RunLog:
         board = folder / "tensorboard"
         with writing(board):
             board.mkdir(exist_ok=True)
-            # Its SummaryWriter hangs on a full disk; this one writes in the thread that asks it to.
+            # tensorboardX's SummaryWriter hangs on a full disk; this one writes in the calling thread.
             self._board = EventsWriter(str(board / "events"), filename_suffix=f".{os.getpid()}")
             if resumed:
                 self._purge(resumed)
@@ -169,7 +168,7 @@ class RunLog:
             self._task = self._bar.add_task(label or recipe, total=steps, completed=resumed, note="")
 
     def _open_file(self, step: int) -> None:
-        """Writes metrics.jsonl again, of the rows up to a step, and opens it for those that follow."""
+        """Rewrites metrics.jsonl with the rows up to a step, and opens it for further rows."""
         entries = [*self.train.values(), *({"step": s, "valid_loss": loss} for s, loss in self._valid.items())]
         entries += [row for row in read_metrics(self._path) if _is_observed(row) and row["step"] <= step]
         entries.sort(key=lambda row: row["step"])
@@ -178,7 +177,7 @@ class RunLog:
             self._file = open_to_append(self._path)
 
     def _purge(self, step: int) -> None:
-        """Lets TensorBoard drop what it has after a step."""
+        """Deletes events after a step in TensorBoard."""
         start = SessionLog(status=SessionLog.START)
         self._board.write_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
@@ -215,10 +214,10 @@ class RunLog:
         """Records a finished step.
 
         Args:
-            step, loss, grad_norm, lr, tokens_per_s: of the step.
-            saturated: elements of its gradients, where sums in 8 bits can saturate.
-            balance_loss, z_loss: of routers, where there are experts.
-            bad_steps: of the run so far, if they do not stop it.
+            step, loss, grad_norm, lr, tokens_per_s: metrics of the step.
+            saturated: number of saturated gradient elements, if 8-bit sums can saturate.
+            balance_loss, z_loss: router losses, if there are experts.
+            bad_steps: bad steps of the run so far, if they do not stop it.
         """
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": tokens_per_s}
         extra = {"saturated": saturated, "balance_loss": balance_loss, "z_loss": z_loss, "bad_steps": bad_steps}
@@ -243,7 +242,7 @@ class RunLog:
             )
 
     def rewind(self, step: int) -> None:
-        """Drops what was recorded after a step, to which training goes back."""
+        """Deletes records after a step, to which training returns."""
         self.train = {s: row for s, row in self.train.items() if s <= step}
         self._valid = {s: loss for s, loss in self._valid.items() if s <= step}
         if self._writes:
@@ -253,7 +252,7 @@ class RunLog:
                 self._purge(step)
 
     def say(self, text: str) -> None:
-        """Prints a line between those of progress."""
+        """Prints a line between progress lines."""
         self._console.print(text, markup=False)
 
     def valid(self, step: int, loss: float) -> None:
@@ -266,21 +265,21 @@ class RunLog:
             self._bar.update(self._task, note=f"validation loss {loss:.4f}")
 
     def telemetry(self, step: int, telemetry_values: Mapping[str, Any]) -> None:
-        """Records the statistics of a step's tensors, and tells of new faults."""
+        """Records the statistics of a step's tensors, and prints new faults."""
         self._write(observed.to_row(step, telemetry_values))
         for line in self._faults.lines(step, telemetry_values):
             self.say(line)
 
     def has_valid(self, step: int) -> bool:
-        """Whether a validation after `step` is recorded."""
+        """Returns whether a validation after `step` is recorded."""
         return step in self._valid
 
     def recent(self, step: int) -> list[dict[str, Any]]:
-        """The newest `RECENT` rows up to `step`, for the checkpoint."""
+        """Returns the newest `RECENT` rows up to `step`, for the checkpoint."""
         return self._last(RECENT, step)
 
     def result(self, parameters: int, state_bytes: Mapping[str, int], text: str) -> Result:
-        """The recipe's row of the comparison; the last step and its validation must be recorded."""
+        """Returns the recipe's result. The last step and its validation must be recorded."""
         tail = self._last(max(1, min(RECENT, self._steps // 10)), self._steps)
         return Result(
             recipe=self._recipe,
@@ -313,10 +312,10 @@ class RunLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl that can be read, as `missing` tells; a missing file is empty.
+    """Returns the readable rows of a metrics.jsonl; none if the file is missing. `missing` lists the lost steps.
 
     Raises:
-        UserError: the file cannot be read, or is no regular file.
+        UserError: the file cannot be read, or is not a regular file.
     """
     rows = []
     try:
@@ -334,12 +333,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_observed(row: Mapping[str, Any]) -> bool:
-    """Whether a row has the statistics of a step's tensors."""
+    """Returns whether a row has statistics of a step's tensors."""
     return any(name.startswith(observed.PREFIX) for name in row)
 
 
 def missing(steps: Iterable[int], last: int) -> str:
-    """The steps from 1 to `last` that are not there, such as "3 to 7, 9"; empty where all are."""
+    """Returns the missing steps from 1 to `last`, such as "3 to 7, 9"; empty if there are none."""
     ranges: list[list[int]] = []
     for step in sorted(set(range(1, last + 1)) - set(steps)):
         if ranges and ranges[-1][1] == step - 1:
@@ -350,13 +349,13 @@ def missing(steps: Iterable[int], last: int) -> str:
 
 
 def memory_table(state: Mapping[str, int], parameters: int, xla: Any, devices: int = 1) -> Table:
-    """Bytes before the first step: the state by part, and XLA's account of the compiled step.
+    """Returns a table of bytes: the state by part, and XLA's memory analysis of the compiled step.
 
     Args:
-        state: part to bytes, from the abstract state.
-        parameters: their number.
-        xla: `compiled.memory_analysis()`, or None where the backend has none.
-        devices: that the program runs on; XLA's account is of each.
+        state: bytes by part, from the abstract state.
+        parameters: number of parameters.
+        xla: `compiled.memory_analysis()`, or None if the backend has none.
+        devices: number of devices of the program; XLA's analysis is per device.
     """
     each = f", XLA's account of each of {devices} devices" if devices > 1 else ""
     table = Table(title=f"memory estimate{each}", title_justify="left")
@@ -378,13 +377,13 @@ def memory_table(state: Mapping[str, int], parameters: int, xla: Any, devices: i
 
 
 def plot_losses(path: Path, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Draws training and validation loss of every recipe, and below it how far each is from the first.
+    """Draws training and validation losses of all recipes, and below their differences from the first.
 
     Args:
-        path: of the PNG.
-        metrics: recipe to the rows of its metrics.jsonl.
+        path: path of the PNG.
+        metrics: rows of metrics.jsonl by recipe.
     """
-    from matplotlib.figure import Figure  # takes a tenth of the program's start
+    from matplotlib.figure import Figure  # a slow import
 
     figure = Figure(figsize=(9, 6.5 if len(metrics) > 1 else 4.5), dpi=120, layout="constrained")
     if len(metrics) > 1:
@@ -424,7 +423,7 @@ def plot_losses(path: Path, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) 
 
 
 def _smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """Mean of each value and up to width - 1 before it."""
+    """Returns the mean of each value and up to width - 1 values before it."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - width, 0)

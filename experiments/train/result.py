@@ -1,4 +1,4 @@
-"""The result of a finished recipe, and reading it again from a file that anything may have happened to."""
+"""The result of a finished recipe, and a reader that validates its file."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.files import parse_json, read_text
 
-# Newest rows of the log that a checkpoint holds; a result depends on no older ones.
+# Number of newest rows of the log in a checkpoint; a result does not depend on older rows.
 RECENT = 50
 
 
@@ -17,14 +17,14 @@ class Result:
     """The result of a finished recipe, which is stored in result.json.
 
     Attributes:
-        recipe: its name.
+        recipe: name of the recipe.
         steps: updates applied.
-        parameters: their number.
+        parameters: number of parameters.
         train_loss: mean of the last tenth of the steps (at most `RECENT`), nats per token.
-        valid_loss: after the last step, nats per token.
-        state_bytes: of the optimizer, as `fp8jax.state_bytes`.
+        valid_loss: validation loss after the last step, nats per token.
+        state_bytes: `fp8jax.state_bytes` of the optimizer.
         tokens_per_s: median over the last `RECENT` steps; compilation, validation and checkpoints excluded.
-        text: what the model wrote.
+        text: sample of the trained model.
     """
 
     recipe: str
@@ -38,11 +38,11 @@ class Result:
 
 
 def read_result(path: Path) -> tuple[Result, dict[str, Any]]:
-    """The content of result.json: the result and its configuration.
+    """Returns the content of result.json: the result and its configuration.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
-        ValueError: it is not what this program writes of a training that went well; names what is wrong.
+        OSError: the file cannot be read, or is not a regular file.
+        ValueError: the content is not a valid result; the message has the reason.
     """
     saved = parse_json(read_text(path))
     if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):

@@ -1,8 +1,8 @@
-"""The sections of the training program's configuration: frozen dataclasses, a command line's options each.
+"""The sections of the training program's configuration: frozen dataclasses with command-line options.
 
 The section of a field determines the effect of a change. `Data`, `Model`, `Optim` and `Lora` (and the recipe and the
-seed) change the mathematics: a checkpoint made with other values is refused. `Run` only says where, how often and how
-long the program reports: it may change between a start and its resumption.
+seed) change the mathematics: a checkpoint with other values is rejected. `Run` determines only files and reports. Its
+values may change when a run is resumed.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ class Range:
     """The values that an option may have.
 
     Attributes:
-        text: after "must be".
-        holds: whether a value is one of them.
+        text: the range in words, to follow "must be".
+        holds: a function that returns whether a value is in the range.
     """
 
     text: str
@@ -116,7 +116,7 @@ class Model:
         try:
             llama.validate()
         except ValueError as error:
-            # The message has names of fields, which are options of the command line.
+            # The message has names of fields; users know them as command-line options.
             options = re.sub(r"\b(dim|layers|heads|kv_heads|mlp_dim)\b", lambda name: flag(name[0]), str(error))
             raise UserError(options) from None
         return llama
@@ -281,5 +281,5 @@ class Run:
 
 
 def flag(field: str) -> str:
-    """The command line's spelling of a field."""
+    """Returns the command-line option of a field."""
     return "--" + field.replace("_", "-")

@@ -8,7 +8,7 @@ import jax
 
 from experiments.models.llama import LlamaConfig
 
-# Dense products in bf16 with fp32 sums, by a part of the device's name: NVIDIA's data sheets, without sparsity.
+# Dense bf16 FLOP/s with fp32 accumulation, by a part of the device's name (NVIDIA's data sheets, without sparsity).
 _PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -20,29 +20,29 @@ _PEAKS = {
     "L40S": 362e12,
     "L4": 121e12,
 }
-# Of this process, before a trace begins: the first ones fill caches.
+# Steps of this process before a trace: the first ones fill caches.
 UNTRACED = 2
 
 
 def peak(device_kind: str) -> float | None:
-    """Operations a second of a GPU's products in bf16; None where it is not in the table."""
+    """Returns the bf16 peak of a GPU in FLOP/s, or None if it is not in the table."""
     return next((value for name, value in _PEAKS.items() if name in device_kind), None)
 
 
 def operations(llama: LlamaConfig, params: Any, base: Any, length: int) -> float:
-    """Operations of products and causal attention for a token, forward and backward; none that is computed again.
+    """Returns the FLOPs of matmuls and causal attention per token, forward and backward, without rematerialization.
 
     Args:
         llama: the shape.
-        params: what is trained, arrays or their shapes: three products of a weight.
-        base: what is not, likewise: two products, for it has no gradient.
-        length: tokens of a sequence.
+        params: trained weights, arrays or shapes. Each has three matmuls.
+        base: frozen weights, arrays or shapes. Each has two matmuls, because there is no wgrad.
+        length: tokens per sequence.
     """
 
     def matrices(tree: Any) -> int:
         named_leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
-        # The embedding is looked up, and is the head where it is tied; norms and biases of all layers have two axes.
-        # Of experts a token meets those that its router chooses.
+        # The embedding has no matmul unless it is tied to the head. Stacked norms and biases have two axes.
+        # A token uses only the experts that its router chooses.
         share = llama.experts_per_token / max(llama.experts, 1)
         sizes = [
             int(x.size * share) if "experts" in name else x.size
@@ -56,17 +56,17 @@ def operations(llama: LlamaConfig, params: Any, base: Any, length: int) -> float
 
 
 def share_of_peak(llama: LlamaConfig, params: Any, base: Any, length: int, devices: int) -> float | None:
-    """The share of the devices' bf16 peak that one token per second uses; None if it is unknown."""
+    """Returns the share of the devices' bf16 peak per token per second, or None if the peak is unknown."""
     one = peak(jax.devices()[0].device_kind)
     return None if one is None else operations(llama, params, base, length) / (one * devices)
 
 
 class Trace:
-    """A trace of some steps, which TensorBoard (with its profile plugin) and Perfetto open; a context manager.
+    """A profiler trace of some steps, for TensorBoard (with its profile plugin) or Perfetto. A context manager.
 
     Args:
-        folder: of the trace.
-        steps: how many are traced, after the first `UNTRACED`; 0 for none.
+        folder: folder of the trace.
+        steps: number of traced steps, after the first `UNTRACED`; 0 for none.
     """
 
     def __init__(self, folder: Path | None = None, steps: int = 0) -> None:
@@ -81,7 +81,7 @@ class Trace:
         self._stop()
 
     def before(self, step: int, state: Any) -> None:
-        """Called before each step of this process, numbered from 0, with what the one before it gives."""
+        """Must be called before each step of this process, numbered from 0, with the state after the previous step."""
         if self._steps and step == UNTRACED:
             jax.block_until_ready(state)
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)

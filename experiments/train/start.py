@@ -1,6 +1,6 @@
-"""The start of training: devices, texts, and a Hugging Face checkpoint with `--init`, its shape and weights.
+"""The start of training: devices, texts, and the shape and weights of a Hugging Face checkpoint (`--init`).
 
-`experiments.hub` reads it; without `--init` nothing of it is imported.
+`experiments.hub` reads the checkpoint. It is imported only with `--init`.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ class CheckpointTokenizer:
     """The tokenizer of a checkpoint.
 
     Attributes:
-        folder: of the checkpoint.
-        vocab: rows of the embedding table; ids may be fewer.
-        model: of the library tokenizers.
-        begins: the id before a text, or None.
-        ends: the id after a text, or None.
+        folder: folder of the checkpoint.
+        vocab: rows of the embedding table; there may be fewer ids.
+        model: tokenizer of the library tokenizers.
+        begins: id of the start of a text, or None.
+        ends: id of the end of a text, or None.
     """
 
     folder: Path
@@ -43,7 +43,7 @@ class CheckpointTokenizer:
     ends: int | None
 
     def encode(self, documents: Sequence[str]) -> np.ndarray:
-        """All documents in one array of ids, before each the id that begins a text, or else the one that ends it."""
+        """Returns one array of ids for all documents. Each starts with `begins`, or with `ends` if that is None."""
         first = self.begins if self.begins is not None else self.ends
         dtype = np.uint16 if self.vocab <= 2**16 else np.uint32
         encoded = self.model.encode_batch(list(documents), add_special_tokens=False)
@@ -53,16 +53,16 @@ class CheckpointTokenizer:
         return str(self.model.decode(list(map(int, ids))))
 
     def document(self, ids: Sequence[int]) -> Document:
-        """A whole text with its start and end tokens; all of it counts in the loss."""
+        """Returns a text with start and end tokens; all of it counts in the loss."""
         all_ids = [*([] if self.begins is None else [self.begins]), *ids, *([] if self.ends is None else [self.ends])]
         return Document(np.array(all_ids, np.int32), np.ones(len(all_ids), np.int8))
 
 
 def devices(config: Config, recipes: Iterable[fp8jax.Recipe]) -> jax.sharding.Mesh:
-    """The devices that a configuration asks for.
+    """Returns the mesh of a configuration.
 
     Raises:
-        UserError: there are not so many, or they cannot share the batch, the model or the optimizer's state so; or a
+        UserError: there are too few devices; or batch, model or optimizer state cannot be sharded over them; or a
             recipe cannot train the model's experts.
     """
     requested, llama = config.run.mesh, shape(config)
@@ -90,10 +90,10 @@ def devices(config: Config, recipes: Iterable[fp8jax.Recipe]) -> jax.sharding.Me
 
 
 def shape(config: Config, vocab: int = 256) -> LlamaConfig:
-    """The shape of the model, with a vocabulary of this size, or that of the checkpoint.
+    """Returns the shape of the checkpoint, or else of the configuration with this vocabulary size.
 
     Raises:
-        UserError: of the checkpoint it cannot be read; or it has learned positions, which packed documents have not.
+        UserError: the checkpoint cannot be read, or has learned positions, which packed documents do not support.
     """
     if not config.model.init:
         return _check_experts(config, config.model.shape(vocab))
@@ -111,7 +111,7 @@ def _read_shape(folder: Path) -> LlamaConfig:
 
 
 def _check_experts(config: Config, llama: LlamaConfig) -> LlamaConfig:
-    """The shape; raises UserError for settings that its experts, or a model without them, do not have."""
+    """Returns the shape. Raises UserError for settings that it does not support, with or without experts."""
     if llama.experts and config.lora.lora_rank:
         raise UserError(
             f"--lora-rank {config.lora.lora_rank}: adapters for experts are not supported; omit --lora-rank to train "
@@ -126,12 +126,12 @@ def _check_experts(config: Config, llama: LlamaConfig) -> LlamaConfig:
 
 
 def params(config: Config, mesh: jax.sharding.Mesh | None) -> Any:
-    """The stored parameters of the checkpoint; None without one.
+    """Returns the stored parameters of the checkpoint, or None without one.
 
-    Of a base in 8 bits, weights that are stored in 8 bits are `FrozenWeight`s.
+    With an 8-bit base, weights that are stored in 8 bits are `FrozenWeight`s.
 
     Raises:
-        UserError: as `experiments.hub.load.load`.
+        UserError: see `experiments.hub.load.load`.
     """
     if not config.model.init:
         return None
@@ -140,22 +140,22 @@ def params(config: Config, mesh: jax.sharding.Mesh | None) -> Any:
 
 
 def tokenizer(config: Config) -> CheckpointTokenizer:
-    """The tokenizer of the checkpoint.
+    """Returns the tokenizer of the checkpoint.
 
     Raises:
-        UserError: as `experiments.hub.tokenizer.read`.
+        UserError: see `experiments.hub.tokenizer.read`.
     """
     folder, module = resolve(config), _hub("tokenizer")
     vocab = _read_shape(folder).vocab
     model, ends = module.read(folder, vocab), module.ends(folder)
-    # A separator's spelling inside a text is what the checkpoint makes of it.
+    # If a text contains the spelling of a separator, the checkpoint's tokenizer decides its ids.
     token = chat.token_of(chat.read_settings(folder), "bos_token")
     begins = None if token is None else model.token_to_id(token)
     return CheckpointTokenizer(folder, vocab, model, begins, ends[0] if ends else None)
 
 
 def resolve(config: Config) -> Path:
-    """The checkpoint's folder."""
+    """Returns the checkpoint's folder."""
     folder: Path = _hub("files").resolve(config.model.init)
     return folder
 
@@ -170,10 +170,10 @@ def _hub(name: str) -> Any:
 
 
 def read(config: Config) -> data.Corpus:
-    """The texts of a run; or its records, where files of --data hold some or training starts from a checkpoint.
+    """Returns the texts of a run, or records if --data has files of records or training starts from a checkpoint.
 
     Raises:
-        UserError: as `data.read_corpus` and `records.read`.
+        UserError: see `data.read_corpus` and `records.read`.
     """
     patterns = config.data.data
     if not (config.model.init or (patterns and records.among(patterns))):
@@ -189,10 +189,10 @@ def _stdlib() -> tuple[list[records.TextRecord], int, list[str]]:
 
 
 def encode(config: Config, corpus: data.Corpus, spelled: Tokenizer) -> data.Tokens | packing.Packed:
-    """Both splits as tokens, of records as packed rows.
+    """Returns both splits as tokens; records are packed into rows.
 
     Raises:
-        UserError: there is too little text, or a conversation has no place without a template.
+        UserError: there is too little text, or there are conversations without a chat template.
     """
     if not corpus.records:
         return data.encode(corpus, spelled, config.data.seq_len)
@@ -216,7 +216,7 @@ def _as_document(text: str, spelled: Tokenizer) -> Document:
 
 
 def conversation(record: records.TextRecord, template: chat.Template, model: tokenizers.Tokenizer) -> Document:
-    """The tokens of a conversation; answers are those that lie within the assistant's messages."""
+    """Returns the tokens of a conversation. Tokens of the assistant's messages are answers."""
     text, spans = template.spans(record.messages, record.where)
     encoded = model.encode(text, add_special_tokens=False)
     answers = np.zeros(len(encoded.ids), np.int8)
@@ -226,7 +226,7 @@ def conversation(record: records.TextRecord, template: chat.Template, model: tok
 
 
 def prompt(tokens: data.Tokens | packing.Packed, longest: int) -> list[int]:
-    """The beginning of the validation text, or of its first document up to an answer: what a sample goes on from."""
+    """Returns the prompt of the sample: the start of the validation text, or of its first document up to an answer."""
     if longest < 1:
         return []
     if isinstance(tokens, data.Tokens):

@@ -1,4 +1,4 @@
-"""One recipe's program: what a training step does, and the state that it reads and writes.
+"""The program of a recipe: its training step, and the state that the step reads and writes.
 
 A step is bad if its loss, gradient or a scaling state is not finite, or if its loss jumps. It changes nothing and
 clears `healthy` in the state; steps that were already dispatched behind it then change nothing either. If bad steps are
@@ -35,13 +35,17 @@ from fp8jax.optim.weight_bounds import find_weight_amax_bounds
 
 
 class TrainState(NamedTuple):
-    """Everything that a step reads and writes, and a checkpoint holds.
+    """Everything that a step reads and writes, and the content of a checkpoint.
 
-    step: int32, updates applied. params: nested dict in the format that is held beside the optimizer. model_state:
-    nested dict of what the model has besides, such as histories of delayed scaling. opt_state: the optimizer's. rng:
-    uint32 data of a key, from which text is sampled. healthy: bool, False once a step was bad and is not skipped.
-    factors: state of auto-scaled sums of gradients, or empty. monitor: a `StepMonitor`, counts of bad steps and the
-    losses that a jump is measured against.
+    Attributes:
+        step: int32, number of applied updates.
+        params: nested dict in the format of working weights.
+        model_state: nested dict of further model variables, such as histories of delayed scaling.
+        opt_state: state of the optimizer.
+        rng: uint32 data of the key for sampling text.
+        healthy: bool, False after a bad step that is not skipped.
+        factors: state of auto-scaled gradient sums, or empty.
+        monitor: a `StepMonitor` with counts of bad steps and recent losses.
     """
 
     step: jax.Array
@@ -56,25 +60,25 @@ class TrainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One recipe's program: the model's structure and the optimizer, no arrays.
+    """The program of a recipe: the model's structure and the optimizer, without arrays.
 
     Attributes:
         llama: the shape.
         tx: the optimizer, clipping included.
-        recipe: what everything is stored and computed in; with adapters, `adapters.base_recipe` of it.
-        remat: what blocks compute again in the backward pass, as `Llama` takes it.
-        seed: of the initial parameters.
-        microbatches: parts that a batch is computed in, one after the other.
-        rows: how sequences lie on several devices, or None.
-        unroll: layers in a turn of the loop over them, as `Llama` takes it.
-        lora: adapters, or None where all weights are trained.
-        chunked: the loss takes the head's logits a chunk of tokens at a time (`fp8jax.linear_cross_entropy`), as it
-            does where the recipe has a head of its own.
-        partition: how the devices along "data" share what the optimizer holds, as `experiments.mesh.state` takes it.
-        balance_coefficient, z_coefficient: of the losses of routers, which are added to the loss.
-        expert_capacity: of devices that share experts, as `ExpertSharing` has it.
-        on_bad_step: "stop", "skip" or "rewind", as `Run` has it.
-        max_loss_jump: as of `fp8jax.skip_bad_steps`; 0 for none.
+        recipe: the recipe; with adapters, its `adapters.base_recipe`.
+        remat: rematerialization of blocks, an argument of `Llama`.
+        seed: seed of the initial parameters.
+        microbatches: number of microbatches of a batch, computed one after the other.
+        rows: sharding of sequences over several devices, or None.
+        unroll: layers per iteration of the loop over layers, an argument of `Llama`.
+        lora: settings of adapters, or None if all weights are trained.
+        chunked: whether the loss computes logits in chunks of tokens (`fp8jax.linear_cross_entropy`). It always does
+            if the recipe has settings for the head.
+        partition: sharding of the optimizer state along "data", an argument of `experiments.mesh.state`.
+        balance_coefficient, z_coefficient: coefficients of the router losses.
+        expert_capacity: `ExpertSharing.capacity`.
+        on_bad_step: "stop", "skip" or "rewind", see `Run`.
+        max_loss_jump: an argument of `fp8jax.skip_bad_steps`; 0 for none.
     """
 
     llama: LlamaConfig
@@ -97,14 +101,14 @@ class Task:
 
     @functools.cached_property
     def graphdef(self) -> nnx.GraphDef[Llama]:
-        """Structure of the Llama, quantized as the recipe says, of parameters and model state."""
-        # In shard_map arrays are a device's own, and nothing says how they lie.
+        """Returns the structure of the Llama, quantized by the recipe."""
+        # Inside shard_map, arrays are local and have no sharding.
         form = dataclasses.replace(self._form, rows=None) if self._is_mapped else self._form
         return form.structure()
 
     @functools.cached_property
     def device_graphdef(self) -> nnx.GraphDef[Llama]:
-        """`graphdef` of a device's heads, channels or experts, where devices share sequences or experts.
+        """Returns `graphdef` with the local heads, channels or experts of a device.
 
         Raises:
             ValueError: the devices along "tensor" cannot share the model's layers (`tensor.check`).
@@ -124,19 +128,19 @@ class Task:
 
     @property
     def _is_mapped(self) -> bool:
-        """Whether loss and gradients are taken inside `jax.shard_map`."""
+        """Returns whether loss and gradients are computed inside `jax.shard_map`."""
         return parallel.mapped(self.llama, self.recipe, self.rows)
 
     @property
     def _takes_chunks(self) -> bool:
-        """Whether the loss computes logits in chunks of tokens."""
+        """Returns whether the loss computes logits in chunks of tokens."""
         return self.chunked or self.recipe.head.is_quantized
 
     def init(self, params: Any = None) -> TrainState:
-        """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`.
+        """Returns the initial state. Parameters are equal for all recipes. Supports `jax.eval_shape`.
 
         Args:
-            params: of a model of this shape, in place of those of the seed; with adapters they are the base's.
+            params: parameters to use instead of those of the seed; with adapters, those of the base.
         """
         key = jax.random.key(self.seed)
         model = self._form.build(nnx.Rngs(key), adapters.values_of(params))
@@ -162,14 +166,14 @@ class Task:
         )
 
     def base(self, params: Any = None) -> Any:
-        """The frozen weights, a nested dict, empty without adapters: what `step` takes.
+        """Returns the frozen weights for `step`, a nested dict, empty without adapters.
 
         Args:
-            params: of a model of this shape without adapters; None uses those of the seed. Of a `FrozenWeight` in it
-                the codes are the base's, as they are.
+            params: parameters of a model of this shape without adapters; None for those of the seed. Codes of a
+                `FrozenWeight` are used unchanged.
 
         Raises:
-            UserError: codes are of another spec than the base's.
+            UserError: the spec of codes differs from that of the base.
         """
         if self.lora is None:
             return {}
@@ -178,7 +182,7 @@ class Task:
         return adapters.with_codes(nnx.to_pure_dict(nnx.state(model, BaseVariable)), params, self.lora)
 
     def merged(self, params: Any, base: Any) -> Any:
-        """The parameters of a model without adapters that computes what adapters and base do, matrices in fp32."""
+        """Returns parameters of an equivalent model without adapters, with matrices in fp32."""
         model = nnx.merge(self.graphdef, params, base)
         whole = nnx.to_pure_dict(nnx.state(model, BaseVariable))
         for path, w in adapters.merged(model).items():
@@ -189,13 +193,13 @@ class Task:
         return whole
 
     def model(self, params: Any, model_state: Any) -> Llama:
-        """The model for evaluation, which changes no state."""
+        """Returns the model for evaluation, which does not change its state."""
         model = nnx.merge(self.graphdef, params, model_state)
         model.eval()
         return model
 
     def loss(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> jax.Array:
-        """Mean cross-entropy of each next token in evaluation, float32; tokens (B, T + 1), or packed (B, 3, T + 1)."""
+        """Returns the mean next-token cross-entropy, float32, of tokens (B, T + 1), or packed (B, 3, T + 1)."""
         return cross_entropy(self.model(params, model_state), tokens_BxT, self._takes_chunks, head=self.recipe.head)
 
     def gradients(
@@ -206,15 +210,15 @@ class Task:
         whole: "parallel.GatheredModel | None" = None,
         axes: tuple[str, ...] | None = None,
     ) -> tuple[dict[str, jax.Array], Any, Any]:
-        """Losses and gradient of the parameters, means over the microbatches, and the model state of the next step.
+        """Returns losses and gradients, as means over the microbatches, and the model state of the next step.
 
         The gradient is that of "loss", the cross-entropy, plus the losses of routers times their coefficients.
 
         Args:
-            params, model_state, tokens_BxT: as of `step`.
-            whole: where parameters are a device's shards, what makes whole ones for the time of their use.
-            axes: where tokens are a device's own, the mesh axes of all; the model state is theirs together. Where
-                devices share sequences the loss is a device's part of the mean, and so are gradients.
+            params, model_state, tokens_BxT: see `step`.
+            whole: gathers sharded parameters for the time of their use.
+            axes: mesh axes over which tokens are sharded; the model state is merged over them. If devices share
+                sequences, loss and gradients are a device's part of the mean.
         """
         graphdef = self.graphdef if axes is None else self.device_graphdef
         model = nnx.merge(graphdef, params, model_state)
@@ -230,7 +234,7 @@ class Task:
             scaling_state: nnx.State, tokens_BxT: jax.Array
         ) -> tuple[nnx.State, tuple[dict[str, jax.Array], Any, Any]]:
             def loss(weights: nnx.State, slots: nnx.State) -> tuple[jax.Array, Any]:
-                # Variables belong to the trace that made them: these come from the one around.
+                # Variables can only be set in the trace that created them; these come from an outer trace.
                 own = jax.tree.map(lambda x: x, (scaling_state, other_state))
                 weights = weights if whole is None else whole.outer_weights(weights)
                 model = nnx.merge(graphdef, weights, slots, *own)
@@ -257,7 +261,7 @@ class Task:
         return losses, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
     def _parts(self, tokens_BxT: jax.Array) -> jax.Array:
-        """The microbatches of a batch, (count, B / count, T), each spread over all devices."""
+        """Returns the microbatches of a batch, (count, B / count, T), each sharded over all devices."""
         shape = (self.microbatches, len(tokens_BxT) // self.microbatches, *tokens_BxT.shape[1:])
         if self.rows is None or self._is_mapped:
             return tokens_BxT.reshape(shape)
@@ -267,7 +271,7 @@ class Task:
         return jax.lax.with_sharding_constraint(tokens_BxT.reshape(shape), rows)
 
     def _bounded(self, params: Any, model_state: Any, opt_state: optax.OptState) -> Any:
-        """The model state with the bounds of automatic weight scaling after an update, where the recipe has it."""
+        """Returns the model state with updated bounds of automatic weight scaling, if the recipe has it."""
         if not self.recipe.linear.needs_weight_bounds:
             return model_state
         model = nnx.merge(self.graphdef, params, model_state)
@@ -277,14 +281,13 @@ class Task:
     def step(
         self, state: TrainState, tokens_BxT: jax.Array, base: Any = MappingProxyType({})
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update; none in a bad step, nor after it unless bad steps are skipped.
+        """Applies an update, except in a bad step, and after it unless bad steps are skipped.
 
-        `base` is what the method of this name gives, where there are adapters; none of it is in the state.
+        `base` is the result of the method `base`, if there are adapters. It is not part of the state.
 
-        Metrics are loss, grad_norm and healthy; with experts balance_loss and z_loss, without their coefficients; and,
-        where sums of gradients have factors, saturated: how many elements of these sums lay at the end of the range.
-        If bad steps do not stop the run, bad_steps and consecutive_bad_steps count them; loss_limit is the largest loss
-        that is no jump, if one is looked for.
+        Metrics are loss, grad_norm and healthy. With experts: balance_loss and z_loss, without their coefficients. With
+        auto-scaling: saturated, the number of saturated elements of gradient sums. If bad steps do not stop the run:
+        bad_steps and consecutive_bad_steps, and loss_limit, the largest loss that is not a jump.
         """
         if isinstance(self.tx, ReleasedOptimizer):
             return self._released(self.tx, state, tokens_BxT)
@@ -296,7 +299,7 @@ class Task:
             losses, grads, model_state, factors = parallel.gradients(
                 self.gradients, self.recipe, self.rows.mesh, state.params, state.model_state, tokens_BxT, factors, base
             )
-        grad_norm = global_norm(grads)  # that which clipping finds: XLA computes it once
+        grad_norm = global_norm(grads)  # clipping computes it too; XLA merges both
         is_finite = jnp.isfinite(grad_norm)
         for x in jax.tree.leaves((model_state, factors)):
             is_finite &= _all_finite(x)
@@ -307,16 +310,16 @@ class Task:
 
         params = state.params
         if self.partition and self.rows is not None:
-            # Each device updates what it holds; where parameters lie after a step says its caller.
+            # Each device updates its shards; the caller determines the sharding of new parameters.
             where = meshes.optimizer_shardings(self.rows.mesh, params, self.partition)
             if self.partition == "tensors":
-                # XLA would scatter sums of layers' gradients along rows, and then move that to the layers' devices.
+                # XLA would reduce-scatter gradients along rows, and then move them to the devices of layers.
                 whole = meshes.state(self.rows.mesh, params)
                 pick = lambda path, one, own: one if meshes.stacked(path) else own  # noqa: E731
                 summed = jax.tree_util.tree_map_with_path(pick, whole, where)
                 grads = jax.lax.with_sharding_constraint(grads, summed)
             grads, params = jax.lax.with_sharding_constraint((grads, params), (where, where))
-        # No branch: its two ends would be copied to one place.
+        # Not a branch: XLA would copy the results of both branches.
         if isinstance(self.tx, FusedTransformation):
             params, opt_state = self.tx.step(grads, state.opt_state, params, apply_if=healthy)
         else:
@@ -335,7 +338,7 @@ class Task:
     def _judged(
         self, state: TrainState, loss: jax.Array, is_finite: jax.Array
     ) -> tuple[jax.Array, jax.Array, Any, dict[str, jax.Array]]:
-        """Whether a step is good, `healthy` and the monitor after it, and metrics of what decided."""
+        """Returns whether a step is good, the new `healthy` and monitor, and metrics of the decision."""
         jump = self.max_loss_jump or None
         is_good, monitor = observe_step(state.monitor, is_finite & state.healthy, loss, jump)
         metrics = {} if jump is None else {"loss_limit": loss_limit(state.monitor, jump)}
@@ -346,7 +349,7 @@ class Task:
     def _released(
         self, tx: ReleasedOptimizer, state: TrainState, tokens_BxT: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """`step` with layers that are updated inside the backward pass, whether all is finite or not."""
+        """`step` with layers that are updated inside the backward pass, even if values are not finite."""
         if self.rows is not None and self.rows.mesh.shape[tensor.AXIS] > 1:
             raise ValueError("gradients are summed over the tensor axis after the backward pass; omit --release")
         form = dataclasses.replace(self._form, remat=False)
@@ -354,7 +357,7 @@ class Task:
         graphdef, _, others = parts
 
         def loss(run: Callable[..., jax.Array], outer: Any) -> jax.Array:
-            # The model's own layers are not called.
+            # `run` replaces the model's own layers.
             model = nnx.merge(graphdef, {**outer, LAYERS: state.params[LAYERS]}, others)
             model.run = run
             return cross_entropy(model, tokens_BxT, self._takes_chunks, head=self.recipe.head)
@@ -370,12 +373,12 @@ class Task:
 
 
 def _all_finite(x: jax.Array) -> jax.Array | bool:
-    """Whether an array of floats has no NaN or Inf; True for other arrays."""
+    """Returns whether a floating-point array has no NaN or Inf; True for other arrays."""
     return jnp.all(jnp.isfinite(x)) if jnp.issubdtype(x.dtype, jnp.floating) else True
 
 
 def exact_task(llama: LlamaConfig, seed: int) -> Task:
-    """A Llama with parameters and arithmetic in fp32, and no optimizer."""
+    """Returns the task of a Llama with fp32 parameters and arithmetic, without optimizer."""
     plain = fp8jax.recipes.Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
     recipe = fp8jax.Recipe("fp32", fp8jax.recipes.Weights("fp32", "fp32"), plain)
     return Task(llama, optax.with_extra_args_support(optax.identity()), recipe, remat=False, seed=seed, unroll=1)

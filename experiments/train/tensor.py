@@ -1,9 +1,9 @@
 """Tensor and sequence parallelism: devices along "tensor" share the sequences of their part of a batch.
 
-Between layers, and in norms, each has some of the tokens; in attention and MLPs all of them, with some of the heads and
-channels. So products before are cut along their outputs, those after along their inputs (`experiments.mesh.state`).
-Codes are sent between the two, forward and backward, if the recipe quantizes the operands of its matmuls without
-a state; else what products compute in. Embedding and head are of a device's own tokens, and so is the loss.
+Between layers and in norms, a device has some of the tokens. In attention and MLPs, it has all tokens, with some of the
+heads and channels. Input projections are sharded along outputs, output projections along inputs
+(`experiments.mesh.state`). If the recipe quantizes operands without a state, activations are sent as codes, forward and
+backward. Otherwise they are sent in the compute dtype of matmuls. Embedding, head and loss use a device's own tokens.
 """
 
 import dataclasses
@@ -29,32 +29,32 @@ class TokenBoundary:
     """The `Boundary` of a model's layers inside `jax.shard_map`.
 
     Attributes:
-        devices: that share sequences.
-        wire_format: what is sent: the codes of a recipe's matmuls, or a dtype by name.
+        devices: number of devices that share sequences.
+        wire_format: format of sent activations: the linear part of a recipe for codes, or a dtype by name.
     """
 
     devices: int
     wire_format: Linear | str
 
     def shard(self, x: jax.Array) -> jax.Array:
-        """A device's part of the first axis of an array that all have."""
+        """Returns a device's part of a replicated array, along the first axis."""
         length = x.shape[0] // self.devices
         return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * length, length)
 
     def enter(self, x_NxD: jax.Array) -> jax.Array:
-        """All tokens, of those that each device has."""
+        """Gathers the tokens of all devices."""
         return gather_sequence(x_NxD, AXIS, self.wire_format)
 
     def leave(self, x_NxD: jax.Array) -> jax.Array:
-        """A device's tokens of the sum of what all devices have; what recomputes layers does not send it again."""
+        """Reduce-scatters tokens: returns a device's tokens of the sum over devices. Rematerialization saves them."""
         return checkpoint_name(scatter_sequence(x_NxD, AXIS, self.wire_format), "boundary_product")
 
 
 def wire_format(recipe: fp8jax.Recipe) -> Linear | str:
-    """What activations are between devices: as a recipe's products read them, or in the dtype that is computed in.
+    """Returns the format of activations between devices: codes of a recipe's matmuls, or their compute dtype.
 
-    Scalings with a state know nothing of a device's tokens alone, and blocks that may fall back to 16 bits are not
-    rounded before that is decided.
+    Codes are not possible with stateful scaling, whose state covers all tokens, or with fallback blocks, which are
+    quantized only after the fallback is decided.
     """
     part = recipe.linear
     observes = any(strategy.collects_stats for strategy in part.stateful_strategies.values())
@@ -62,10 +62,10 @@ def wire_format(recipe: fp8jax.Recipe) -> Linear | str:
 
 
 def of_device(form: Form, devices: int) -> Form:
-    """How the model of a device is written that shares sequences with others.
+    """Returns the form of a device's model if it shares sequences with other devices.
 
     Raises:
-        ValueError: as `check`.
+        ValueError: see `check`.
     """
     check(form.llama, devices)
     if form.lora is not None:
@@ -75,13 +75,13 @@ def of_device(form: Form, devices: int) -> Form:
 
 
 def of_heads(llama: LlamaConfig, devices: int) -> LlamaConfig:
-    """The shape of a device's heads and channels."""
+    """Returns the shape with a device's heads and channels."""
     sizes = {name: getattr(llama, name) // devices for name in ("heads", "kv_heads", "mlp_dim")}
     return dataclasses.replace(llama, **sizes, channels=llama.head_dim)
 
 
 def check(llama: LlamaConfig, devices: int) -> None:
-    """Raises ValueError that names what the devices cannot share, and the fix."""
+    """Raises ValueError, with the fix, if the model cannot be sharded over this number of devices."""
     if llama.experts:
         raise ValueError(
             f"{devices} devices along tensor are not supported for experts; use fsdp={devices} or data={devices}"
@@ -98,7 +98,7 @@ def check(llama: LlamaConfig, devices: int) -> None:
 
 
 def check_base(llama: LlamaConfig, base: str, devices: int) -> None:
-    """Raises ValueError where a device's part of a weight that is not trained would end within a group of its codes."""
+    """Raises ValueError if the shards of a frozen weight would split a group of its codes."""
     if base == "bf16":
         return
     spec = fp8jax.QuantSpec.parse(base)
@@ -114,7 +114,7 @@ def check_base(llama: LlamaConfig, base: str, devices: int) -> None:
 
 
 def check_tokens(recipe: fp8jax.Recipe, devices: int, tokens: int) -> None:
-    """Raises ValueError where so many tokens, of one replica's microbatch, cannot be cut, and says how they can."""
+    """Raises ValueError, with the fix, if the tokens of a replica's microbatch cannot be sharded over devices."""
     unit, operands = 1, wire_format(recipe)
     for operand in ("x", "dy"):
         spec = operands.spec(operand) if isinstance(operands, Linear) else None
@@ -129,7 +129,7 @@ def check_tokens(recipe: fp8jax.Recipe, devices: int, tokens: int) -> None:
 
 
 def dimensions(params: Any, devices: int) -> Any:
-    """The dimension of each parameter that is cut where a layer uses it, or -1."""
+    """Returns the dimension along which each parameter is sharded inside a layer, or -1."""
     mesh = jax.sharding.AbstractMesh((1, 1, devices, 1), meshes.AXES)
 
     def one(path: Any, place: jax.sharding.NamedSharding) -> int:
@@ -140,7 +140,7 @@ def dimensions(params: Any, devices: int) -> Any:
 
 
 def gathered(params: Any, places: Any, dtype: str) -> Any:
-    """Parameters outside of layers, of which each device along "tensor" has a part, as what products compute in."""
+    """Gathers parameters outside of layers, which are sharded over "tensor", in the compute dtype of matmuls."""
 
     def one(path: Any, x: jax.Array, place: PartitionSpec) -> jax.Array:
         dim = meshes.over(place, AXIS)
@@ -153,10 +153,10 @@ def gathered(params: Any, places: Any, dtype: str) -> Any:
 
 
 def summed(grads: Any, places: Any, dtype: str) -> Any:
-    """Gradients of a device's part of the loss as those of all, each where its parameter lies.
+    """Sums the gradients of devices, with the shardings of the parameters.
 
-    Those of parts of layers are whole, and so are those of biases that are added to a sum once. Others are of a
-    device's own tokens or heads.
+    Gradients of sharded parameters of layers, and of biases that are added once, are already complete. Others are from
+    a device's own tokens or heads.
     """
 
     def one(path: Any, g: jax.Array, place: PartitionSpec) -> jax.Array:
@@ -172,7 +172,7 @@ def summed(grads: Any, places: Any, dtype: str) -> Any:
 
 
 def added_once(params: Any) -> Any:
-    """Parameters in which one device alone has the biases that are added to each device's part of a sum."""
+    """Zeroes the biases of output projections on all devices but the first, so that a sum adds them once."""
     first = lax.axis_index(AXIS) == 0
     return jax.tree_util.tree_map_with_path(lambda path, x: x * first if _added_once(path) else x, params)
 

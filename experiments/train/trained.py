@@ -25,14 +25,14 @@ class Trained:
     """A restored model.
 
     Attributes:
-        config: of the run.
-        recipe: it was trained with.
-        task: its program in training.
-        params: parameters as the model computes with them, in the format that is held.
+        config: configuration of the run.
+        recipe: recipe of the training.
+        task: program of the training.
+        params: working weights.
         model_state: further state of the model.
-        step: of the checkpoint.
-        tokenizer: of the run.
-        weights: the master weights, which may be more exact than the parameters; None: these.
+        step: step of the checkpoint.
+        tokenizer: tokenizer of the run.
+        weights: master weights, which may be more precise than `params`; None if `params` are the master weights.
     """
 
     config: Config
@@ -46,20 +46,20 @@ class Trained:
 
     @property
     def masters(self) -> Any:
-        """The weights to save or to go on with."""
+        """The weights to save or to continue training from."""
         return self.params if self.weights is None else self.weights
 
     def model(self, params: Any, tokens_BxT: jax.Array) -> jax.Array:
-        """The logits of each next token, (B, T, V), computed as in training."""
+        """Returns the logits of next tokens, (B, T, V), computed as in training."""
         logits: jax.Array = self.task.model(params, self.model_state)(tokens_BxT)
         return logits
 
 
 def load(folder: Path, name: str) -> Trained:
-    """The newest checkpoint of a recipe of a run.
+    """Loads the newest checkpoint of a recipe of a run.
 
     Raises:
-        UserError: the run, the recipe or a checkpoint is missing or damaged, or made by another version of the recipe.
+        UserError: run, recipe or checkpoint is missing or damaged, or the recipe has changed.
     """
     try:
         recipe = fp8jax.recipes.get(name)
@@ -96,7 +96,7 @@ def load(folder: Path, name: str) -> Trained:
     if lora is None:
         weights = jax.jit(fp8jax.master_weights)(state.opt_state, state.params)
         return Trained(config, recipe, task, state.params, state.model_state, step, tokenizer, weights)
-    # Scored is the model without adapters that computes what they and the base do.
+    # Adapters are merged into the base for evaluation.
     base = jax.jit(task.base)(start.params(config, None))
     plain = Task(task.llama, task.tx, recipe, remat=False, seed=config.seed)
     merged = jax.jit(task.merged)(state.params, base)
@@ -104,7 +104,7 @@ def load(folder: Path, name: str) -> Trained:
 
 
 def read_config(folder: Path) -> Config:
-    """The configuration of a run; UserError where it cannot be read."""
+    """Returns the configuration of a run. Raises UserError if it cannot be read."""
     try:
         fields = parse_json(read_text(folder / "config.json"))["all"]
         sections = {"data": configuration.Data, "model": configuration.Model, "optim": configuration.Optim}

@@ -1,4 +1,4 @@
-"""The rows of a run's log at Weights & Biases, where its package is installed."""
+"""Logs the rows of a run to Weights & Biases."""
 
 import contextlib
 import hashlib
@@ -11,7 +11,7 @@ from experiments.errors import UserError
 
 
 def check(project: str) -> None:
-    """Raises UserError where a project is named and the package is not installed."""
+    """Raises UserError if there is a project but the package wandb is not installed."""
     if project:
         try:
             importlib.import_module("wandb")
@@ -21,15 +21,15 @@ def check(project: str) -> None:
 
 @contextlib.contextmanager
 def rows(project: str, folder: Path, settings: Mapping[str, Any]) -> Iterator[Callable[[dict[str, Any]], None] | None]:
-    """A function that logs a row of a recipe's run, which continues if it is resumed; None without a project.
+    """Yields a function that logs a row of a recipe's run, or None without a project. Resumed runs continue.
 
     Args:
         project: name of the project, or "".
-        folder: of the recipe, by which the run is known.
-        settings: of the run.
+        folder: folder of the recipe, which identifies the run.
+        settings: settings of the run.
 
     Raises:
-        UserError: the service refuses the run.
+        UserError: the service rejects the run.
     """
     if not project:
         yield None
@@ -39,7 +39,7 @@ def rows(project: str, folder: Path, settings: Mapping[str, Any]) -> Iterator[Ca
     run_id = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
     try:
         run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=str(folder), config=dict(settings))
-    except Exception as error:  # of the package
+    except Exception as error:  # the package raises many types of errors
         raise UserError(f"--wandb {project}: {error}") from None
     try:
         yield lambda row: run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])

@@ -217,8 +217,8 @@ def test_settings_are_those_of_the_paper(name):
     assert expected.keys() <= found.keys()
     assert found.keys() == UNSAID.keys(), "a new field needs a row"
     for path, value in found.items():
-        wanted, source = expected.get(path, (UNSAID[path], "no paper asks for it"))
-        assert value == wanted, f"{path} of {name}: {source}"
+        reference, source = expected.get(path, (UNSAID[path], "no paper asks for it"))
+        assert value == reference, f"{path} of {name}: {source}"
 
 
 @pytest.mark.parametrize("name", LINEAR)

@@ -149,9 +149,9 @@ def test_exponents_take_our_range_to_half_the_smallest_normal_within_their_bound
 def test_a_non_zero_second_moment_never_becomes_zero():
     x = jnp.array([[1.0, 1e-9, 0.0, 1e-30]])
     lost = fp8jax.quantize(x, fp8jax.QuantSpec("e4m3", "group", 4))
-    kept = fp8jax.quantize(x, fp8jax.QuantSpec("e4m3", "group", 4, flush_to_zero=False))
+    unflushed = fp8jax.quantize(x, fp8jax.QuantSpec("e4m3", "group", 4, flush_to_zero=False))
     np.testing.assert_array_equal(np.asarray(lost.dequantize())[0] > 0, [True, False, False, False])
-    np.testing.assert_array_equal(np.asarray(kept.dequantize())[0] > 0, [True, True, False, True])
+    np.testing.assert_array_equal(np.asarray(unflushed.dequantize())[0] > 0, [True, True, False, True])
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -69,7 +69,7 @@ def totals(found: Any) -> list[tuple[str, str, int, int]]:
 
 
 def main() -> None:
-    told = {}
+    results = {}
     plain = jax.nn.dot_product_attention
 
     def attend(*qkv: Any, is_causal: bool, implementation: str) -> jax.Array:
@@ -102,8 +102,8 @@ def main() -> None:
                     partition=partition,
                 )
             found = collectives(without_maxima(step.as_text()))
-            told[argument] = totals(found), totals(planned.collectives)
-    print(h200.MARK + json.dumps(told))
+            results[argument] = totals(found), totals(planned.collectives)
+    print(h200.MARK + json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -228,21 +228,21 @@ def test_seconds_remember_their_rounds():
 
 def test_torch_runs_in_a_process_before_this_one(monkeypatch, capsys):
     """Its times and memory come back; where it dies, its rows are left out, and that is said."""
-    asked = []
+    requests = []
 
     def run(command, env, **_):
-        asked.append((json.loads(command[-1]), env["JAX_PLATFORMS"]))
+        requests.append((json.loads(command[-1]), env["JAX_PLATFORMS"]))
         times = {"late": [3.0, 1.0, 2.0], "synchronised": [4.0, 4.0, 5.0]}
         lines = [json.dumps({"arm": "torch bf16", **times, "memory": [1.0, 4.0]})]
-        out = "noise\n" + "".join(f"torch: {line}\n" for line in lines[len(asked) - 1 :])
-        return contextlib.nullcontext(types.SimpleNamespace(returncode=len(asked) - 1, stdout=out.splitlines(True)))
+        out = "noise\n" + "".join(f"torch: {line}\n" for line in lines[len(requests) - 1 :])
+        return contextlib.nullcontext(types.SimpleNamespace(returncode=len(requests) - 1, stdout=out.splitlines(True)))
 
     monkeypatch.setattr(step_torch, "missing", lambda arm: None if arm == "torch bf16" else "no torchao")
     monkeypatch.setattr(step_torch.subprocess, "Popen", run)
     found = step_torch.measured(["torch bf16", "torchao rowwise"], LLAMA, 2, TOKENS, 3, 4)
     assert found == {"torch bf16": (2.0, 4.0, (1.0, 4.0))}
     assert found["torch bf16"].late.rounds == (3.0, 1.0, 2.0)
-    settings, platform = asked[0]
+    settings, platform = requests[0]
     assert (settings["arms"], settings["batch"], settings["length"], platform) == (["torch bf16"], 2, TOKENS, "cpu")
     assert LlamaConfig(**settings["llama"]) == LLAMA
     assert step_torch.measured(["torch bf16"], LLAMA, 2, TOKENS, 3, 4) == {}
@@ -314,9 +314,9 @@ def test_arms_that_fit_in_so_many_gigabytes_are_compared_by_tokens():
     coat, again = (types.SimpleNamespace(batch=n, tokens_per_step=n * TOKENS, flops=1.0, count=1) for n in (6, 4))
     median, base = timing.Seconds([0.25]), timing.Seconds([0.5])
     for arm, metric, ratio in ((coat, "tokens/s", 3), (again, "step", 2)):
-        told = {r["metric"]: r for r in step.common("fits", "coat", median, base, arm, again, (1, 2), (2, 2))}
-        assert [m for m in ("step", "tokens/s") if told[m]["ratio"]] == [metric]
-        assert (told[metric]["ratio"], told[metric]["baseline"]) == (ratio, step.REMATERIALIZED)
+        by_metric = {r["metric"]: r for r in step.common("fits", "coat", median, base, arm, again, (1, 2), (2, 2))}
+        assert [m for m in ("step", "tokens/s") if by_metric[m]["ratio"]] == [metric]
+        assert (by_metric[metric]["ratio"], by_metric[metric]["baseline"]) == (ratio, step.REMATERIALIZED)
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,12 @@ def test_round_trip_keeps_every_bit_and_the_metadata(tmp_path):
 def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch):
     """A loader's state is changed, its digest made again or not, as whoever may write to the folder can do."""
     monkeypatch.setenv(checkpoint.KEY, "secret")
-    folder, told = tmp_path / "checkpoints", []
+    folder, warnings = tmp_path / "checkpoints", []
     save(folder, 2, 3)
 
     def resume():
         with Checkpoints(folder, 2) as checkpoints:
-            _, meta = checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, told.append)
+            _, meta = checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, warnings.append)
         return meta["step"]
 
     assert resume() == 3
@@ -96,12 +96,12 @@ def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch)
             path.parent.rename(tmp_path / "away")
         assert resume() == 2
         if key != "":
-            assert told.pop() == (
+            assert warnings.pop() == (
                 f"checkpoint {folder / '3'} was changed, or signed with another key than that in "
                 f"FP8JAX_CHECKPOINT_KEY; moved to {tmp_path / 'damaged-3'}"
             )
             (tmp_path / "damaged-3").rename(folder / "3")
-    assert told == []
+    assert warnings == []
     monkeypatch.setattr(checkpoint.hosts, "several", lambda: True)
     with pytest.raises(UserError, match="FP8JAX_CHECKPOINT_KEY can sign only checkpoints of one process"):
         Checkpoints(folder, 2)
@@ -318,9 +318,9 @@ def test_other_dtype_shape_or_leaves_are_refused(tmp_path):
         (changed(new=abstract.step), r"lacks params\.new"),
     )
     with Checkpoints(tmp_path, 2) as checkpoints:
-        for wanted, message in cases:
+        for expected, message in cases:
             with pytest.raises(UserError, match=message):
-                checkpoints.restore(3, wanted)
+                checkpoints.restore(3, expected)
 
 
 def test_moments_that_are_stored_in_another_way_are_refused(tmp_path):

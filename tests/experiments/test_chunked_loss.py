@@ -167,13 +167,13 @@ def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("abc def " * 3000)
     flags = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path), "--recipe", "bf16", "--model", "5m",
              "--batch", "8", "--seq-len", "64", "--microbatches", "2"]  # fmt: skip
-    for i, (how, limit, wanted) in enumerate(
+    for i, (how, limit, expected) in enumerate(
         [("chunked", 2**31, True), ("whole", 1, False), ("auto", 2**31, False), ("auto", 4 * 4 * 64 * 256 - 1, True),
          ("auto", 4 * 4 * 64 * 256, False)]
     ):  # fmt: skip
         monkeypatch.setattr(form, "WHOLE_BYTES", limit)
         assert cli.main([*flags, "--run", str(i), "--logits", how, "--mesh", "data=1"]) == 2
-        assert seen["chunked"] == wanted, (how, limit)
+        assert seen["chunked"] == expected, (how, limit)
     assert not seen["recipe"].head.is_quantized
     others = {"seed": 5, "balance_coefficient": 0.25, "z_coefficient": 0.5, "unroll": 2, "on_bad_step": "skip",
               "max_loss_jump": 6.0}  # fmt: skip

@@ -49,9 +49,9 @@ def test_the_papers_figures_agree_with_its_text():
 def test_norms_that_keep_codes_give_the_same_result_and_codes_of_it():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 64)), jnp.bfloat16)
     arms = coat_speed.norm_arms()
-    y, kept = arms[coat_speed.NORM](x), arms[coat_speed.NORM_CODES](x)
-    np.testing.assert_array_equal(kept[0], y)
-    assert any(leaf.dtype == jnp.uint8 and leaf.shape == x.shape for leaf in kept[1])
+    y, saved = arms[coat_speed.NORM](x), arms[coat_speed.NORM_CODES](x)
+    np.testing.assert_array_equal(saved[0], y)
+    assert any(leaf.dtype == jnp.uint8 and leaf.shape == x.shape for leaf in saved[1])
     q, _ = arms[coat_speed.GROUP](x)
     error = np.asarray(q.dequantize(), np.float64) - np.asarray(y, np.float64)
     assert np.abs(error).max() <= float(q.scale[0, 0]) * 16

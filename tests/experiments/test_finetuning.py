@@ -160,8 +160,8 @@ def talks(tmp_path_factory):
     path = tmp_path_factory.mktemp("talks") / "talks.jsonl"
     rows = []
     for i in range(40):
-        asked = {"role": "user", "content": f"What is {i} + {i}?"}
-        rows.append({"messages": [asked, {"role": "assistant", "content": f"It is {2 * i}."}]})
+        question = {"role": "user", "content": f"What is {i} + {i}?"}
+        rows.append({"messages": [question, {"role": "assistant", "content": f"It is {2 * i}."}]})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

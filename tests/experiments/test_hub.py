@@ -39,13 +39,13 @@ def test_logits_are_those_of_transformers(case, tmp_path):
 )
 def test_parameters_keep_the_bits_of_the_files_or_are_cast(case, dtype, tmp_path):
     folder, _ = checkpoint(tmp_path, case, dtype=dtype)
-    kept, cast = load(folder).params, load(folder, dtype=jnp.float32).params
-    assert {x.dtype for x in jax.tree.leaves(kept)} == {np.dtype(dtype)}
+    loaded, cast = load(folder).params, load(folder, dtype=jnp.float32).params
+    assert {x.dtype for x in jax.tree.leaves(loaded)} == {np.dtype(dtype)}
     assert {x.dtype for x in jax.tree.leaves(cast)} == {np.dtype(np.float32)}
     name = "transformer.wte.weight" if case == "gpt2" else "model.embed_tokens.weight"
     expected = cases.draw(name, (cases.VOCAB, 32)).astype(dtype)
-    assert np.asarray(kept["embed"]["embedding"]).tobytes() == expected.tobytes()
-    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(cast), strict=True):
+    assert np.asarray(loaded["embed"]["embedding"]).tobytes() == expected.tobytes()
+    for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(cast), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), b)
 
 

@@ -202,11 +202,11 @@ def codes_of(w, name):
 @pytest.mark.parametrize("name", few(FORMATS, "deepseek"))
 def test_codes_in_files_are_those_of_the_weights(name, tmp_path):
     weights = params(WIDE)
-    kept = save(tmp_path / "out", WIDE, weights, eight=eight_bits(name), dtype=ml_dtypes.bfloat16)
+    unquantized = save(tmp_path / "out", WIDE, weights, eight=eight_bits(name), dtype=ml_dtypes.bfloat16)
     found = files.tensors(tmp_path / "out")
     # 320 is not divided by 128: transformers would take other blocks of the format "fp8".
     ragged = [f"model.layers.{i}.mlp.{n}_proj" for n in ("gate", "up", "down") for i in range(2)]
-    assert kept == (ragged if name == "deepseek" else [])
+    assert unquantized == (ragged if name == "deepseek" else [])
     suffix = "weight_scale_inv" if name == "deepseek" else "weight_scale"
     w = np.asarray(weights["layers"]["attention"]["k"]["kernel"][1]).T
     codes, scale = (found[f"model.layers.1.self_attn.k_proj.{x}"] for x in ("weight", suffix))
@@ -313,8 +313,8 @@ def test_config_says_what_readers_of_a_format_need(tmp_path):
 def test_layers_that_servers_fuse_are_stored_alike(tmp_path):
     """vLLM makes one layer of q, k and v, and refuses one that is in 8 bits in part: 128 divides q, and not k and v."""
     few = dataclasses.replace(WIDE, kv_heads=1, mlp_dim=256, layers=1)
-    kept = save(tmp_path / "a", few, params(few), eight=eight_bits("deepseek"))
-    assert kept == [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    unquantized = save(tmp_path / "a", few, params(few), eight=eight_bits("deepseek"))
+    assert unquantized == [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
     found = {name: tensor.kind for name, tensor in files.tensors(tmp_path / "a").items()}
     assert found["model.layers.0.self_attn.q_proj.weight"] == "F32"
     assert found["model.layers.0.self_attn.o_proj.weight"] == "F8_E4M3"

@@ -30,10 +30,10 @@ TOKENS = np.random.default_rng(0).integers(0, 40, (2, 20))
 
 
 def read(folder, **how):
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+    model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager", **how
     )
-    assert not any(told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    assert not any(loading_info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading_info
     return model.eval()
 
 

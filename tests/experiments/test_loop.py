@@ -185,8 +185,8 @@ def test_stops_at_what_is_not_finite_and_names_the_newest_checkpoint(monkeypatch
     for release, applied in (("", "so nothing of it was applied"), ("twice", "and applied as --release does")):
         fake = Fake(checkpoint_every=3, eval_every=9, bad_at=5)
         fake.loop.optim = dataclasses.replace(fake.loop.optim, release=release)
-        told = rf"step 5: loss 15.0, gradient norm inf; not finite, {applied} \(newest checkpoint: step 3\)"
-        with pytest.raises(loop.BadStep, match=told):
+        message = rf"step 5: loss 15.0, gradient norm inf; not finite, {applied} \(newest checkpoint: step 3\)"
+        with pytest.raises(loop.BadStep, match=message):
             fake.run(monkeypatch)
         assert (fake.of("step"), fake.of("save")) == ([1, 2, 3, 4], [3])
     with pytest.raises(loop.BadStep, match="no checkpoint yet"):

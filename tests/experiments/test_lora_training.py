@@ -66,12 +66,12 @@ def test_adapters_learn_beside_any_base(base, recipe):
 def test_a_step_keeps_no_wide_copy_of_the_base_nor_codes_of_inputs_for_it():
     task = build(remat=False)
     state, base = jax.jit(task.init)(), jax.jit(task.base)()
-    kept = residuals(lambda params: task.loss(params, base, TOKENS), state.params)
+    saved = residuals(lambda params: task.loss(params, base, TOKENS), state.params)
     weights = {x.shape[1:] for x in jax.tree.leaves(base["layers"]) if x.dtype == jnp.uint8 and x.ndim == 3}
     weights |= {shape[::-1] for shape in weights}
     assert len(weights) == 5
-    assert not [k for k in kept if k[0] != "uint8" and k[1][-2:] in weights]
-    assert not [k for k in kept if k[0] == "uint8" and 128 in k[1][-2:]]
+    assert not [k for k in saved if k[0] != "uint8" and k[1][-2:] in weights]
+    assert not [k for k in saved if k[0] == "uint8" and 128 in k[1][-2:]]
 
 
 @pytest.mark.slow

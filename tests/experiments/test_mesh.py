@@ -260,10 +260,10 @@ def test_where_an_array_lies_follows_from_its_name_and_shape(path, shape, place,
     assert only(mesh.state(jax.sharding.AbstractMesh((4, 1, 1, 1), mesh.AXES), tree)) == [P()]
     sliced = place if sliced is SAME else sliced
     by_layers = P("data", *place[1:]) if path.startswith("layers") else sliced
-    for partition, wanted in (("slices", sliced), ("tensors", by_layers)):
+    for partition, expected in (("slices", sliced), ("tensors", by_layers)):
         state = mesh.state(devices, TrainState(None, tree, None, tree, None, None), partition)
         assert only(state.params) == [place]
-        assert only(state.opt_state) == only(mesh.optimizer_shardings(devices, tree, partition)) == [wanted]
+        assert only(state.opt_state) == only(mesh.optimizer_shardings(devices, tree, partition)) == [expected]
 
 
 def test_scales_of_blocks_are_cut_no_further_than_their_codes():

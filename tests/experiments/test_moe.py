@@ -249,8 +249,8 @@ def test_a_run_trains_logs_losses_of_routers_and_is_evaluated_and_exported(argv,
     assert evaluate.main(["--run", str(out / "experts"), "--recipe", "coat", "--limit", "64"]) == 0
     export.from_run(out / "experts", "coat", out / "exported", dtype=None)
     assert generate.main(["--model", str(out / "exported"), "--prompt", "w1 w2", "--tokens", "4"]) == 0
-    kept = export.from_run(out / "experts", "coat", out / "codes", dtype=None, eight="recipe")
-    assert kept == [f"model.layers.{i}.mlp.gate" for i in range(2)]  # routers
+    saved_bytes = export.from_run(out / "experts", "coat", out / "codes", dtype=None, eight="recipe")
+    assert saved_bytes == [f"model.layers.{i}.mlp.gate" for i in range(2)]  # routers
     stored = files.tensors(out / "codes")
     params = flatten(evaluate.load(out / "experts", "coat").params)
     gate_up = np.asarray(params["layers.mlp.experts.gate_up.kernel"], np.float32)[1, 3]
@@ -303,12 +303,12 @@ def test_a_plan_counts_what_experts_exchange(chosen):
     found = collectives(program.lower(state, BATCH).compile().as_text())
     planned = plan.of(config, recipe, dict(devices.shape), BATCH.shape[0] // 2 * 16)
     assert planned.memory["parameters"] < plan.of(config, recipe, {}, 32).memory["parameters"] * 0.7
-    kept = [plan.saved_per_token(config, recipe, False, 1, 2, room) for room in (0.0, 2.0, 1.0)]
-    assert kept[0] == kept[1]
+    saved_bytes = [plan.saved_per_token(config, recipe, False, 1, 2, room) for room in (0.0, 2.0, 1.0)]
+    assert saved_bytes[0] == saved_bytes[1]
     # With room for the rows of its tokens, it keeps codes of gate and up, and weights, of half as many; and what the
     # token of a row is, if codes are made of tokens.
     rows = chosen * (2 * config.mlp_dim * (1 + 2 / 16) + (8 if chosen == 2 else 4))
-    assert kept[0] - kept[2] == pytest.approx(rows, rel=0.01)
+    assert saved_bytes[0] - saved_bytes[2] == pytest.approx(rows, rel=0.01)
 
     def count(kind, dtypes, collectives):
         # XLA for CPUs sends bf16 as f32.

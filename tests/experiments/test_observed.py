@@ -34,7 +34,7 @@ def test_rows_have_finite_values_by_layer_role_and_statistic():
 
 
 def test_the_first_step_and_each_nth_after_it_are_observed(monkeypatch):
-    fake, told = Fake(telemetry=3, checkpoint_every=2), []
+    fake, recorded = Fake(telemetry=3, checkpoint_every=2), []
     plain = fake.loop.step
 
     def observed_step(state, *arguments):
@@ -45,12 +45,12 @@ def test_the_first_step_and_each_nth_after_it_are_observed(monkeypatch):
     original = fake.loop.run
 
     def run(state):
-        fake.loop.log.telemetry = lambda step, found: told.append((step, int(found["at"])))
+        fake.loop.log.telemetry = lambda step, found: recorded.append((step, int(found["at"])))
         return original(state)
 
     fake.loop.run = run
     fake.run(monkeypatch)
-    assert told == [(1, 1), (4, 4), (7, 7)]
+    assert recorded == [(1, 1), (4, 4), (7, 7)]
     assert fake.of("step") == list(range(1, 8))
 
 

@@ -46,16 +46,16 @@ def test_each_document_is_whole_in_one_row_of_one_split():
     packed = packing.pack(given, 0.2, 20, keep_whole=True)
     train, valid = found(packed.train), found(packed.valid)
     assert not set(train) & set(valid)
-    wanted = {tuple(d.ids): d.answers for d in given if d.answers[1:].any()}
+    expected = {tuple(d.ids): d.answers for d in given if d.answers[1:].any()}
     both = train | valid
-    assert both.keys() == wanted.keys()
+    assert both.keys() == expected.keys()
     for ids, answers in both.items():
         assert answers[0] == 0
-        np.testing.assert_array_equal(answers[1:], wanted[ids][1:])
+        np.testing.assert_array_equal(answers[1:], expected[ids][1:])
     size = sum(map(len, valid)) / sum(map(len, both))
     assert 0.15 < size < 0.35
     assert packed.filled > 0.85
-    assert packed.left_out == len(given) - len(wanted)
+    assert packed.left_out == len(given) - len(expected)
     assert (packed.train[:, 1][packed.train[:, 2] == 0] == 0).all()
     assert packed.answers == sum(a.sum() for a in train.values())
 

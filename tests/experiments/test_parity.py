@@ -102,10 +102,10 @@ def test_the_page_has_what_was_stated_and_a_mix_is_refused(tmp_path, capsys):
     assert values[BESIDE_COAT, "training loss: % above"] == pytest.approx(2.9, abs=0.1)
     assert [values[name, "seeds"] for name in (BASE, "coat", "coat_fast", "fp8_lm")] == [10, 5, 10, 5]
     assert {row["commit"] for row in content["rows"]} == {"c1"}
-    told = " ".join(content["notes"])
-    assert "coat, coat_fast, fast, int8_fallback, fp8_lm, 5 seeds each (10 of bf16 and coat_fast)." in told
-    assert "Confidence intervals of 99.50% each" in told
-    assert "fp8_lm ran on 2 devices" in told
+    notes = " ".join(content["notes"])
+    assert "coat, coat_fast, fast, int8_fallback, fp8_lm, 5 seeds each (10 of bf16 and coat_fast)." in notes
+    assert "Confidence intervals of 99.50% each" in notes
+    assert "fp8_lm ran on 2 devices" in notes
     assert (tmp_path / "d" / "recipe_parity.png").exists()
     for how in ({"text": "u"}, {"device": "e"}):
         written(tmp_path, coat=0.0, **how)

@@ -68,13 +68,13 @@ def test_runs_are_kept_one_by_one_and_only_with_their_like(text, tmp_path):
         parity_runs.train_arm("bf16", arm, seeds, setting, path, text=text, has_time=has_time)
 
     train([0, 1], has_time=lambda took: took == 0)
-    kept = json.loads(path.read_text())
-    assert list(kept["runs"]) == ["0"]
-    assert kept["runs"]["0"]["commit"] == record.commit()
+    content = json.loads(path.read_text())
+    assert list(content["runs"]) == ["0"]
+    assert content["runs"]["0"]["commit"] == record.commit()
     train([0, 1])
     again = json.loads(path.read_text())
     assert list(again["runs"]) == ["0", "1"]
-    assert again["runs"]["0"] == kept["runs"]["0"]
+    assert again["runs"]["0"] == content["runs"]["0"]
     with pytest.raises(UserError, match="another setting; delete it"):
         train([2], dataclasses.replace(TINY, lr=1e-4))
     # A recipe that has changed is another one; of a file from before recipes were written nothing is known.
@@ -141,10 +141,10 @@ def test_a_run_of_older_names_of_fields_is_continued(tmp_path):
 
 def test_each_part_of_a_recipe_tells_what_it_sets():
     coat, fast = fp8jax.recipes.coat(), fp8jax.recipes.coat_fast()
-    told = {name: parity_runs.settings(of) for name, of in (("coat", coat), ("coat_fast", fast))}
-    assert told["coat_fast"].items() - told["coat"].items() == {("context.amax", "bound")}
+    settings_of = {name: parity_runs.settings(of) for name, of in (("coat", coat), ("coat_fast", fast))}
+    assert settings_of["coat_fast"].items() - settings_of["coat"].items() == {("context.amax", "bound")}
     head = parity_runs.settings(dataclasses.replace(coat, head=fp8jax.recipes.HEAD))
-    assert {name.partition(".")[0] for name in head.keys() - told["coat"].keys()} == {"head"}
+    assert {name.partition(".")[0] for name in head.keys() - settings_of["coat"].keys()} == {"head"}
     assert parity_runs.settings(fp8jax.Recipe("plain")) == {}
 
 

@@ -86,9 +86,9 @@ def test_the_command_plans_a_model_that_fits_no_machine_here(capsys, monkeypatch
 
 def test_every_option_of_the_command_arrives(capsys, monkeypatch):
     """`of` gets what is asked for, and the tokens of a microbatch on a device; its plan is what is printed."""
-    asked, real = [], plan.of
+    requests, real = [], plan.of
     monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute, *shared: 1000.0 + recompute)
-    monkeypatch.setattr(plan, "of", lambda *args, **how: asked.append((args, how)) or real(*args, **how))
+    monkeypatch.setattr(plan, "of", lambda *args, **how: requests.append((args, how)) or real(*args, **how))
     flags = "--model llama-1b --recipe fast --mesh data=2,fsdp=4,tensor=2 --batch 3 --length 100 --vocab 999"
     for more, how in (
         ("", {"microbatches": 1, "recompute": False, "partition": "", "expert_capacity": 0.0}),
@@ -99,7 +99,7 @@ def test_every_option_of_the_command_arrives(capsys, monkeypatch):
     ):
         assert plan.main((flags + more).split()) == 0
         args = sizes.get("1b", 999), fp8jax.recipes.fast(), {"data": 2, "fsdp": 4, "tensor": 2, "expert": 1}, 300
-        assert asked.pop() == (args, how)
+        assert requests.pop() == (args, how)
         assert real(*args, **how).table() in capsys.readouterr().out
 
 
@@ -120,13 +120,13 @@ def test_a_plan_of_a_model_counts_its_layers_tokens_and_logits(monkeypatch):
         "activations": 1000.0 * tokens * llama.layers, "logits": logits,
     }  # fmt: skip
     again = plan.of(llama, fp8jax.recipes.bf16(), {"data": 1, "fsdp": 2}, tokens, microbatches=2, recompute=True)
-    kept = 1001.0 * tokens * llama.layers
+    saved_bytes = 1001.0 * tokens * llama.layers
     memory = dict(again.memory)
     assert memory.pop("runtime") == 1.5e9
     assert memory == {
         **dict.fromkeys(("parameters", "first moments", "second moments", "sums of gradients"), 2 * count),
-        "activations": kept, "logits": logits, "gathered weights": 2 * layer,
-        "gaps": pytest.approx(0.3 * (kept + logits)),
+        "activations": saved_bytes, "logits": logits, "gathered weights": 2 * layer,
+        "gaps": pytest.approx(0.3 * (saved_bytes + logits)),
     }  # fmt: skip
     assert "gaps" not in plan.of(llama, fp8jax.recipes.bf16(), {}, tokens).memory
     gaps = plan.of(llama, fp8jax.recipes.coat(), {}, tokens).memory["gaps"]
@@ -136,10 +136,10 @@ def test_a_plan_of_a_model_counts_its_layers_tokens_and_logits(monkeypatch):
 @pytest.fixture
 def counted(monkeypatch):
     """What the planner of one device is told of a model, in which a layer keeps 1,000 bytes of a token."""
-    real, told = plan.plan, []
+    real, plan_calls = plan.plan, []
     monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute, *shared: 1000.0)
-    monkeypatch.setattr(plan, "plan", lambda *args, **how: told.append(how) or real(*args, **how))
-    return told
+    monkeypatch.setattr(plan, "plan", lambda *args, **how: plan_calls.append(how) or real(*args, **how))
+    return plan_calls
 
 
 def test_a_head_in_8_bits_is_taken_in_chunks_with_a_gradient_in_fp32(counted):
@@ -165,10 +165,12 @@ def test_a_head_in_8_bits_is_taken_in_chunks_with_a_gradient_in_fp32(counted):
 def test_devices_that_share_sequences_send_activations_twice_a_layer_and_microbatch(
     recipe, recompute, gathered, counted, monkeypatch
 ):
-    asked, llama = [], sizes.get("5m", 512)
-    monkeypatch.setattr(fp8jax.dist, "sequence_collectives", lambda *args, **how: asked.append((args[:3], how)) or [])
+    requests, llama = [], sizes.get("5m", 512)
+    monkeypatch.setattr(
+        fp8jax.dist, "sequence_collectives", lambda *args, **how: requests.append((args[:3], how)) or []
+    )
     plan.of(llama, fp8jax.recipes.get(recipe), {"tensor": 2}, 256, microbatches=3, recompute=recompute)
-    assert asked == [((512, llama.dim, 2), {"times": 2 * llama.layers * 3, "forward_gathers": gathered})]
+    assert requests == [((512, llama.dim, 2), {"times": 2 * llama.layers * 3, "forward_gathers": gathered})]
     layer = 2 * llama.dim * (llama.dim + llama.kv_heads * llama.head_dim) + 3 * llama.dim * llama.mlp_dim
     assert counted[0]["activations"] == 1000.0 * 512 * llama.layers
     assert counted[0]["unsharded"] == layer + 2 * llama.dim, "of a layer in 16 bits, half"

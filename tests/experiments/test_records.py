@@ -27,8 +27,8 @@ def test_lines_rows_and_texts_are_read_with_their_places(tmp_path):
     assert [r.where.removeprefix(lines) for r in found[:3]] == [":1", ":2", ":3"]
     assert found[1].messages == tuple(TALK)
     assert (files, skipped) == (4, [str(tmp_path / "c.bin")])
-    told = {"role": "developer", "content": "be short"}
-    assert records.record({"messages": [told, *TALK]}, "text", "here").messages[0] == told
+    instruction = {"role": "developer", "content": "be short"}
+    assert records.record({"messages": [instruction, *TALK]}, "text", "here").messages[0] == instruction
     other = write(tmp_path / "d.ndjson", {"body": "x"})
     assert records.read([other], "body")[0][0].text == "x"
     assert records.among([other])

@@ -35,7 +35,7 @@ def star():
             said, where = process.stdout.readline().split()
             assert said == "port"
             client = socket.create_connection(("localhost", int(where)))
-            assert asked(client, b"from %d" % number) == b"FROM %d" % number
+            assert reply(client, b"from %d" % number) == b"FROM %d" % number
             yield process, client
         time.sleep(0.5)  # until all have joined
 
@@ -44,7 +44,7 @@ def star():
         process.kill()
 
 
-def asked(client, text):
+def reply(client, text):
     client.sendall(text)
     return client.recv(100)
 
@@ -60,7 +60,7 @@ def test_all_others_are_told_which_process_has_ended_and_keep_their_connections(
     relays, clients = star(60, 60, 60)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         relays[1].send_signal(signum)
-    assert asked(clients[1], b"still here") == b"STILL HERE"
+    assert reply(clients[1], b"still here") == b"STILL HERE"
     assert ends(relays[which]) == ""
     for number in {0, 1, 2} - {which}:
         assert relays[number].stdout.readline() == f"gone {which}\n"

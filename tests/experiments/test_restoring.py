@@ -61,11 +61,11 @@ def test_a_state_goes_from_8_devices_to_2_and_back_bit_for_bit(name, tmp_path, m
     for step, where in enumerate((few, many), 1):
         with Checkpoints(tmp_path / name, 2) as checkpoints:
             checkpoints.save(step, state, loader={}, config={})
-        wanted = jax.tree.map(
+        expected = jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), abstract, mesh.state(where, abstract)
         )
         with Checkpoints(tmp_path / name, 2) as checkpoints:
-            state, _ = checkpoints.restore(step, wanted)
+            state, _ = checkpoints.restore(step, expected)
         assert bits(state) == want
         found = {leaf.partition(":")[0]: x for leaf, x in flatten(state).items()}
         for leaf, sharded in STATES[name].items():

@@ -113,13 +113,13 @@ def test_jobs_of_a_host_with_four_gpus_run_side_by_side(job, planted, monkeypatc
         )
     ]  # fmt: skip
     assert planted(jobs) == 0, capsys.readouterr().out
-    told = {path.name[5:]: json.loads(path.read_text()) for path in there.glob("told_*")}
-    assert told["four"][0] == "2,3,5,7"
-    assert told["four"][1] == ["begin_four"]
-    assert {told[name][0] for name in ("two1", "two2")} == {"2,3", "5,7"}
-    assert {told[f"n{i}"][0] for i in (1, 2, 3, 4)} == {"2", "3", "5", "7"}
-    assert set(told["two1"][1]) <= {"begin_four", "told_four", "begin_two1", "begin_two2", "told_two2"}
-    assert "eight" not in told
+    reported = {path.name[5:]: json.loads(path.read_text()) for path in there.glob("told_*")}
+    assert reported["four"][0] == "2,3,5,7"
+    assert reported["four"][1] == ["begin_four"]
+    assert {reported[name][0] for name in ("two1", "two2")} == {"2,3", "5,7"}
+    assert {reported[f"n{i}"][0] for i in (1, 2, 3, 4)} == {"2", "3", "5", "7"}
+    assert set(reported["two1"][1]) <= {"begin_four", "told_four", "begin_two1", "begin_two2", "told_two2"}
+    assert "eight" not in reported
     assert planted(jobs) == 0
     assert capsys.readouterr().out.count("of this commit and card already") == 7
 
@@ -152,26 +152,26 @@ def test_studies_train_on_a_text_two_on_a_gpu(job, planted, monkeypatch, capsys,
         ]
         monkeypatch.setattr(runner, "TRAINED", [dataclasses.replace(j, command=(*j.command, "--out")) for j in jobs])
 
-    told = lambda name: json.loads((there / f"told_{name}").read_text())  # noqa: E731
+    reported = lambda name: json.loads((there / f"told_{name}").read_text())  # noqa: E731
     studies(("a", 1, 2), ("b", 1, 2), ("wide", 2, 0))
     planted([])
     found = planted([job("timed")], "--data", "x.txt", "y.txt")
     assert found == 0, capsys.readouterr().out
-    assert told("a") == [["0", "0.45"], ["--data", "x.txt", "y.txt", "--out", str(tmp_path / "results")]]
+    assert reported("a") == [["0", "0.45"], ["--data", "x.txt", "y.txt", "--out", str(tmp_path / "results")]]
     assert {path.name for path in there.glob("told*")} == {"told_a", "told_b"}
 
     monkeypatch.setattr(runner, "gpus", lambda: ("NVIDIA H9 80GB", ["4", "6"]))
     studies(("c", 1, 5), ("wide", 2, 5), ("d", 1, 5), ("e", 1, 0))
     assert planted([], "--data", "x.txt") == 0, capsys.readouterr().out
-    assert sorted(told("wide")[0][0].split(",")) == ["4", "6"]
-    assert {told(name)[0][0] for name in "cd"} == {"4", "6"}
+    assert sorted(reported("wide")[0][0].split(",")) == ["4", "6"]
+    assert {reported(name)[0][0] for name in "cd"} == {"4", "6"}
     # Runs that there are do not end a study: it tells itself which seeds it lacks.
     (there / "told_e").unlink()
     (tmp_path / "results" / "h9").mkdir(exist_ok=True)
     content = json.dumps({"rows": [{"commit": "abcdef1234", "device": "H9"}]})
     (tmp_path / "results" / "h9" / "e.json").write_text(content)
     assert planted([], "--data", "x.txt", "--only", "e") == 0
-    assert told("e")[1][:2] == ["--data", "x.txt"]
+    assert reported("e")[1][:2] == ["--data", "x.txt"]
 
 
 def test_a_job_takes_slots_of_different_gpus():

@@ -58,10 +58,10 @@ def test_a_sample_of_plain_text_goes_on_from_its_first_tokens():
     ],
 )
 def test_texts_are_parted_by_what_begins_them_or_else_ends_them(begins, ends, want, whole):
-    asked = []
+    requests = []
 
     def encode_batch(texts, add_special_tokens):
-        asked.append(add_special_tokens)
+        requests.append(add_special_tokens)
         return [SimpleNamespace(ids={"ab": [10, 11], "c": [12]}[text]) for text in texts]
 
     for vocab, dtype in ((1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)):
@@ -70,7 +70,7 @@ def test_texts_are_parted_by_what_begins_them_or_else_ends_them(begins, ends, wa
         assert (found.dtype, found.tolist()) == (dtype, want)
         document = spelled.document([10, 11])
         assert (document.ids.tolist(), document.answers.tolist()) == (whole, [1] * len(whole))
-    assert asked == [False, False]
+    assert requests == [False, False]
 
 
 def test_records_of_plain_text_are_packed_whole_and_conversations_need_a_template(monkeypatch):

@@ -22,12 +22,12 @@ def test_operators_of_the_memory_table_add_up_and_coats_are_the_papers_less_rope
     for values in coat_memory.PAPER.values():
         assert sum(values[:-1]) == pytest.approx(values[-1], abs=0.011)
     rows = coat_memory.rows()
-    kept = {row.pivot: row.value for row in rows if row.pivot}
+    by_pivot = {row.pivot: row.value for row in rows if row.pivot}
     for operator, paper in zip(coat_memory.OPERATORS, coat_memory.PAPER["COAT"], strict=True):
         less = 2 if operator in ("RoPE", "Total") else 0
-        assert kept[bench_arms.FAITHFUL, operator] == pytest.approx(paper - less, abs=0.005)
+        assert by_pivot[bench_arms.FAITHFUL, operator] == pytest.approx(paper - less, abs=0.005)
     # Norm inputs, q, k, v and the output of attention, gate and up.
-    assert kept[bench_arms.LEAN, "Total"] == pytest.approx(1 + 4 + 8 / 3, abs=1e-6)
+    assert by_pivot[bench_arms.LEAN, "Total"] == pytest.approx(1 + 4 + 8 / 3, abs=1e-6)
     totals = {row.case: row.value for row in rows if row.metric == "total"}
     scales = {row.case: row.value for row in rows if row.metric.startswith("scales")}
     # bf16 scales of groups of 16, the fp32 roots of two norms and of each head of attention.
@@ -35,7 +35,7 @@ def test_operators_of_the_memory_table_add_up_and_coats_are_the_papers_less_rope
     assert scales[bench_arms.LEAN] == pytest.approx((2 + 16 / 3) / 16 + statistics, abs=1e-6)
     assert totals["bf16"] > 3.5 * totals[bench_arms.LEAN]
     # What products and attention give: the input, q, k, v, attention and its projection, gate and up.
-    assert kept[bench_arms.REMATERIALIZED, "Total"] == pytest.approx(1 + 3 + 2 + 16 / 3, abs=1e-6)
+    assert by_pivot[bench_arms.REMATERIALIZED, "Total"] == pytest.approx(1 + 3 + 2 + 16 / 3, abs=1e-6)
     (ratio,) = (r.ratio for r in rows if (r.case, r.metric) == (bench_arms.LEAN, "total, recomputed"))
     assert ratio == pytest.approx(totals[bench_arms.REMATERIALIZED] / totals[bench_arms.LEAN])
 
@@ -280,11 +280,11 @@ def test_figures_that_were_counted_wrong_are_left_out_with_a_note(tmp_path):
     row = ROW | {"commit": wrong.commits[0]} | wrong.fields
     sound = [row | change for change in ({"commit": "a"}, {"impl": "ours"}, {"metric": "error"})]
     path = tmp_path / "x.json"
-    for name, rows, told in ((bench, [row, *sound], [why]), (bench, sound, []), ("other", [row], [])):
+    for name, rows, expected_notes in ((bench, [row, *sound], [why]), (bench, sound, []), ("other", [row], [])):
         path.write_text(json.dumps(RESULT | {"bench": name, "rows": rows, "notes": []}))
         found = record.load(path)
         assert found["rows"] == (sound if name == bench else [row])
-        assert found["notes"] == told
+        assert found["notes"] == expected_notes
 
 
 def test_figures_of_arithmetic_that_was_mended_stand_with_a_note(tmp_path):
@@ -294,10 +294,10 @@ def test_figures_of_arithmetic_that_was_mended_stand_with_a_note(tmp_path):
     for remark in mended:
         bench, why, row = remark.bench, remark.note, ROW | {"commit": remark.commits[0]} | remark.fields
         others = [row | {"commit": "a"}, row | dict.fromkeys(remark.fields, "one")]
-        for name, rows, told in ((bench, [*others, row], [why]), (bench, others, []), ("other", [row], [])):
+        for name, rows, expected_notes in ((bench, [*others, row], [why]), (bench, others, []), ("other", [row], [])):
             path.write_text(json.dumps(RESULT | {"bench": name, "rows": rows, "notes": []}))
             found = record.load(path)
-            assert (found["rows"], found["notes"]) == (rows, told)
+            assert (found["rows"], found["notes"]) == (rows, expected_notes)
         page = (ROOT / "results" / "pages" / f"{bench}.md").read_text()
         assert why in page
 

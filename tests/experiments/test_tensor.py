@@ -130,9 +130,9 @@ one = functools.cache(found)
 )
 def test_without_codes_it_is_that_of_one_device(where, llama, tokens, how):
     """Exact but for the order of sums: with norms after, of heads, biases that are added once, and packed answers."""
-    (loss, grads), (want, wanted) = found("bf16", where, llama, tokens, **how), found("bf16", None, llama, tokens)
+    (loss, grads), (want, expected) = found("bf16", where, llama, tokens, **how), found("bf16", None, llama, tokens)
     np.testing.assert_allclose(loss, want, rtol=order(64))
-    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(wanted), strict=True):
+    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
         label = jax.tree_util.keystr(path)
         if llama is GPT and "['k']['bias']" in label:  # softmax does not see it
             assert max(np.abs(g).max(), np.abs(w).max()) < 1e-7
@@ -154,9 +154,9 @@ def test_without_codes_it_is_that_of_one_device(where, llama, tokens, how):
 def test_adapters_are_those_of_one_device_beside_parts_of_the_base(where, llama, base):
     """Gradients of both factors, exact but for the order of sums; of the base each device holds its part."""
     run, arguments = program("bf16", where, llama, lora=Lora(4, base=base))
-    (loss, grads), (want, wanted) = run(*arguments), found("bf16", None, llama, lora=Lora(4, base=base))
+    (loss, grads), (want, expected) = run(*arguments), found("bf16", None, llama, lora=Lora(4, base=base))
     np.testing.assert_allclose(loss, want, rtol=order(64))
-    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(wanted), strict=True):
+    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
         assert relative(g, w) < 4 * order(TOKENS.size), jax.tree_util.keystr(path)
     held = [x for x in jax.tree.leaves(arguments[1]["layers"]) if x.ndim == 3 and x.shape[1] * x.shape[2] >= 64 * 32]
     parts = MESHES[where][1] * MESHES[where][2]

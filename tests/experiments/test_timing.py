@@ -30,8 +30,8 @@ def test_means_leave_out_cases_without_a_peer_and_tell_how_many_are_left():
     assert found["ours"]["ratio"] == pytest.approx(0.5)
     assert (found["ours"]["case"], found["ours"]["baseline"]) == ("geometric mean of 1", "peer")
     assert found["bf16"]["ratio"] == 1
-    (kept,) = timing.means(rows(), "kept")
-    assert (kept["ratio"], kept["case"], kept["baseline"]) == (pytest.approx(6), "geometric mean", "bf16")
+    (mean_row,) = timing.means(rows(), "kept")
+    assert (mean_row["ratio"], mean_row["case"], mean_row["baseline"]) == (pytest.approx(6), "geometric mean", "bf16")
     # Of several baselines each is a peer; means are no cases of later ones.
     mixed = [*rows(), timing.row("c", "ours", "rate", 1.0, "TFLOP/s", "other", 8.0)]
     for table in (mixed, mixed + timing.means(mixed, "rate", "bf16")):

@@ -181,8 +181,8 @@ def test_log_drops_what_comes_after_the_resumed_step(tmp_path):
     with report.RunLog(tmp_path, console, recipe="r", resumed=2, steps=9, every=5) as log:
         assert not log.has_valid(3)
         log.step(3, 0.5, grad_norm=1.0, lr=0.1, tokens_per_s=2.0)
-    kept = report.read_metrics(tmp_path / "metrics.jsonl")
-    assert [(row["step"], row["loss"]) for row in kept] == [(1, 1.0), (2, 1.0), (3, 0.5)]
+    read = report.read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["loss"]) for row in read] == [(1, 1.0), (2, 1.0), (3, 0.5)]
 
 
 def test_sampling_continues_the_prompt_as_the_model_says():

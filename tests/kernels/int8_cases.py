@@ -23,13 +23,13 @@ def operands(m: int, n: int, k: int, rate: float) -> tuple[Any, np.ndarray]:
         return np.kron(blocks.astype(np.float64), np.ones((128, 128)))[:rows, :k]
 
     left = a * spread(a_scale, m) + r * spread(np.where(used, r_scale, 0), m)
-    wanted = left @ (b * spread(b_scale, n)).T
+    expected = left @ (b * spread(b_scale, n)).T
     residual = FallbackResidual(jnp.asarray(r), jnp.asarray(r_scale), jnp.asarray(used)) if rate else None
-    return (*map(jnp.asarray, (a, b, a_scale, b_scale)), residual), wanted
+    return (*map(jnp.asarray, (a, b, a_scale, b_scale)), residual), expected
 
 
 def error(function: Callable[..., Any], shape: tuple[int, int, int], rate: float) -> float:
     """How far a kernel's fp32 result lies from float64, relative (Frobenius)."""
-    (*args, residual), wanted = operands(*shape, rate)
+    (*args, residual), expected = operands(*shape, rate)
     out = np.asarray(function(*args, residual=residual, out_dtype=jnp.float32), np.float64)
-    return float(np.linalg.norm(out - wanted) / np.linalg.norm(wanted))
+    return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))

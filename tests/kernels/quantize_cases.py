@@ -198,14 +198,14 @@ def wrong_maxima(shape: tuple[int, int], down: int) -> dict[str, int]:
         size = np.abs(np.where(np.isfinite(values), values, np.nan if integers else 0))
         size = np.where(size < np.finfo(np.float32).tiny, 0, size)
         wants = size.max(1), size.max(0)
-        for asked in ((True, True), (True, False), (False, True)):
-            of = dict(zip(("rows", "columns"), asked, strict=True))
+        for requested in ((True, True), (True, False), (False, True)):
+            of = dict(zip(("rows", "columns"), requested, strict=True))
             got = amax_triton.compute_amax(
                 jnp.asarray(values), **of, integers=integers, launch=launch, tiles_per_strip=down
             )
-            wrong[f"{name} {asked}"] = sum(
+            wrong[f"{name} {requested}"] = sum(
                 _differ(np.asarray(g), want) if there else int(g is not None)
-                for g, want, there in zip(got, wants, asked, strict=True)
+                for g, want, there in zip(got, wants, requested, strict=True)
             )
     return wrong
 

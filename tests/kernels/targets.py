@@ -228,8 +228,8 @@ def sharded() -> Programs:
     shapes = tuple(jax.ShapeDtypeStruct(*how) for how in zip(sizes, dtypes, strict=True))
     parts = {name: fp8jax.recipes.get(name).linear for name in ("te_current", "deepseek", "fast", "int8_block")}
     found = {name: _shard_rows(_linear(part), shapes) for name, part in parts.items()}
-    wanted = {name: found[name] for name in ("deepseek", "int8_block")}
-    plain = {f"{name}{WITHOUT}": (_plain(program), *rest) for name, (program, *rest) in wanted.items()}
+    selected = {name: found[name] for name in ("deepseek", "int8_block")}
+    plain = {f"{name}{WITHOUT}": (_plain(program), *rest) for name, (program, *rest) in selected.items()}
     return found | plain
 
 

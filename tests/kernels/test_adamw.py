@@ -122,8 +122,8 @@ def test_what_is_chosen_is_told_by_parameter():
     g, mu, nu, w = tree()
     plain = (jnp.ones(4), jnp.zeros(4), jnp.zeros(4), jnp.ones(4))
     trees = [{"w": a, "b": b} for a, b in zip((g, mu, nu, w), plain, strict=True)]
-    told = chosen(*trees, platform="cuda")
-    assert {path: choice.impl for path, choice in told.items()} == {"['w']": "triton", "['b']": "xla"}
+    by_path = chosen(*trees, platform="cuda")
+    assert {path: choice.impl for path, choice in by_path.items()} == {"['w']": "triton", "['b']": "xla"}
     assert all(choice.impl == "xla" for choice in chosen(*trees, platform="cpu").values())
     assert "asked for" in chosen(*trees, impl="xla", platform="cuda")["['w']"].reason
     with pytest.raises(ValueError, match="unknown impl 'mosaic'"):

@@ -47,20 +47,20 @@ def test_what_computes_a_step_is_told_and_an_explicit_kernel_does_not_run_on_cpu
     params, grads = arguments(columns=64)
     state = jax.eval_shape(optimizer().init, params)
 
-    def told(grads=grads, **settings):
+    def choose(grads=grads, **settings):
         with choice.record_choices() as found:
             jax.jit(optimizer(**settings).step).trace(grads, state, params)
         assert {name for name, _ in found} == {"fp8lm_adamw"}
         (how,) = [how for _, how in found if how.reason != "no moment is quantized"]  # that of the bias
         return how
 
-    assert told().reason == "not the fused kernel: it needs a CUDA GPU"
-    assert told(impl="xla").reason == "asked for"
+    assert choose().reason == "not the fused kernel: it needs a CUDA GPU"
+    assert choose(impl="xla").reason == "asked for"
     wide = {"w": jax.ShapeDtypeStruct((2, 1023, 64), jnp.float64), "b": grads["b"]}
     with choice.target(capability=90):
-        assert told().impl == "triton"
+        assert choose().impl == "triton"
         with pytest.raises(ValueError, match="gradient has dtype float64"), jax.enable_x64(True):
-            told(wide, impl="triton")
+            choose(wide, impl="triton")
         text = jax.jit(optimizer().step).trace(grads, state, params).lower(lowering_platforms=("cuda",)).as_text()
     assert triton_calls(text) == 1
     with pytest.raises(ValueError, match="unknown impl 'mosaic'"):

@@ -122,12 +122,12 @@ def leaf_of(shape: tuple[int, ...], depth: int, grad: str, weight: str, mu: str,
         return fp8lm.quantize_to_pow2_scale(jnp.asarray(x), spec)
 
     gradient = stored(g, grad) if grad in ("e4m3", "e5m2") else jnp.asarray(g).astype(grad)
-    kept = stored(w, "fp16"), stored(m, mu), stored(np.abs(v), "fp16", flush_to_zero=False)
-    largest = fp8lm.stack_amax(*kept)
+    stored_values = stored(w, "fp16"), stored(m, mu), stored(np.abs(v), "fp16", flush_to_zero=False)
+    largest = fp8lm.stack_amax(*stored_values)
     copies = w.copy()
     if special:  # what somebody has changed, within and beyond the range of the next scale
         copies.reshape(-1)[20:24] = 0.3, -1e4, 2.5e4, 7e-3
-    return Leaf(gradient, jnp.asarray(copies).astype(weight), *kept[1:], kept[0], largest)
+    return Leaf(gradient, jnp.asarray(copies).astype(weight), *stored_values[1:], stored_values[0], largest)
 
 
 def step(form: str, leaf: Leaf, adam: Adam, impl: str) -> Any:

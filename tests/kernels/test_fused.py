@@ -110,7 +110,7 @@ def count_wrong_of_odd_values(*which: str) -> dict[str, list[int]]:
         return parts, *made
 
     prepare()
-    kept, x = Coding("group", size=16, scale_dtype=jnp.bfloat16), odd_values()
+    coding, x = Coding("group", size=16, scale_dtype=jnp.bfloat16), odd_values()
     norm, silu, ones = Operation(has_scale=True), Operation(dtype=0), jnp.ones(80, jnp.bfloat16)
     differ, by_row = {}, jnp.exp2(jnp.arange(20.0) % 7 - 5)
     plain = jax.random.normal(jax.random.key(1), x.shape)
@@ -124,7 +124,7 @@ def count_wrong_of_odd_values(*which: str) -> dict[str, list[int]]:
     for name in which:
         rows, inner = cases[name]
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
-        (first, second, _), *_ = fused_reference.encode_activation_residuals(silu, inner, 2 * inner, kept)
+        (first, second, _), *_ = fused_reference.encode_activation_residuals(silu, inner, 2 * inner, coding)
         operands, scale = quantize_recomputed_triton.Operands(*first, *second, gradient=rows), jnp.float32(0.1)
         result_coding, exact = (scale, jnp.float8_e4m3fn), Operation(reads_arrays=True)
         # The largest values times a gradient overflow in XLA's order of factors.
@@ -148,8 +148,8 @@ def count_wrong_of_odd_values(*which: str) -> dict[str, list[int]]:
         )
         found = [
             (
-                on_norm.forward(norm, rows, ones, None, 1e-5, kept, result=twice),
-                on_activation.encode_activation_residuals(silu, gate, up, kept, result=twice),
+                on_norm.forward(norm, rows, ones, None, 1e-5, coding, result=twice),
+                on_activation.encode_activation_residuals(silu, gate, up, coding, result=twice),
                 [unsigned(on_mend.requantize_if(*to_mend, twice[0], jnp.bool_(wrong))) for wrong in (False, True)],
                 on.quantize_and_predict(Operation(), operands, scale, jnp.float8_e4m3fn)[1],
                 [
@@ -158,8 +158,8 @@ def count_wrong_of_odd_values(*which: str) -> dict[str, list[int]]:
                         on.quantize(*cotangents, rows=True, columns=True, result_coding=result_coding)
                     )
                 ],
-                on_norm.forward(norm, rows, ones, None, 1e-5, kept, result=(None, jnp.float8_e4m3fn)),
-                rows_of(silu, gate, up, kept, jnp.float8_e4m3fn),
+                on_norm.forward(norm, rows, ones, None, 1e-5, coding, result=(None, jnp.float8_e4m3fn)),
+                rows_of(silu, gate, up, coding, jnp.float8_e4m3fn),
                 on.quantize_and_predict(Operation(), operands, by_row[: len(rows)], jnp.float8_e4m3fn)[1],
                 on_norm.forward(norm, rows, ones, None, 1e-5, None, result=(None, jnp.float8_e4m3fn)),
                 rows_of(silu, gate, up, None, jnp.float8_e4m3fn),
@@ -235,7 +235,7 @@ def count_wrong_in_ten_bits() -> dict[str, list[int]]:
     from tests.kernels.triton_interpreter import prepare
 
     prepare()
-    kept, x = Coding("group", jnp.int16, 32, scale_dtype=jnp.bfloat16), odd_values()
+    coding, x = Coding("group", jnp.int16, 32, scale_dtype=jnp.bfloat16), odd_values()
     silu = Operation(dtype=0, saves_activated=True, format="int10", group=32)
     norm = Operation(dtype=0, has_scale=True, format="int10", group=32)
     ones, inverse, differ = jnp.ones(80), jnp.full(20, 0.7), {}
@@ -243,14 +243,14 @@ def count_wrong_in_ten_bits() -> dict[str, list[int]]:
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
         # The largest values times a gradient overflow in XLA's order of factors.
         least = jnp.where(jnp.isfinite(gate), jnp.clip(gate, -1e30, 1e30), gate)
-        parts, _, _ = fused_reference.encode_activation_residuals(silu, least, least[::-1], kept)
+        parts, _, _ = fused_reference.encode_activation_residuals(silu, least, least[::-1], coding)
         dy = jnp.tanh(up[:, ::-1])
         operands = Operands(*parts[0], *parts[1], *parts[2], gradient=dy)
         found = [
             (
-                unsigned_last(on_norm.forward(norm, rows, 2 * ones, None, 1e-5, kept, result=(None, jnp.float32))),
+                unsigned_last(on_norm.forward(norm, rows, 2 * ones, None, 1e-5, coding, result=(None, jnp.float32))),
                 unsigned_last(
-                    on_activation.encode_activation_residuals(silu, gate, up, kept, result=(None, jnp.float32))
+                    on_activation.encode_activation_residuals(silu, gate, up, coding, result=(None, jnp.float32))
                 ),
                 [unsigned(a) for a in on.cotangents(silu, operands)],
                 [unsigned(a) for a in on_norm.backward(norm, *parts[0], inverse, ones, dy, jnp.float32, least)[:2]],
@@ -306,7 +306,7 @@ def registers(every: int) -> None:
     from pallas_kernels.quantization.scaling_triton import Coding
 
     options, one, rows = {"compute_capability": 90}, jnp.float32(1), 16384
-    kept, e4m3, e5m2 = Coding("group", size=16, scale_dtype=jnp.bfloat16), jnp.float8_e4m3fn, jnp.float8_e5m2
+    coding, e4m3, e5m2 = Coding("group", size=16, scale_dtype=jnp.bfloat16), jnp.float8_e4m3fn, jnp.float8_e5m2
     wide, narrow, inverse, weight = (
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (((rows, 11008), jnp.bfloat16), ((rows, 4096), jnp.bfloat16), ((rows,), jnp.float32),
@@ -350,11 +350,11 @@ def registers(every: int) -> None:
     kept_of = (codes, scales, codes, scales)
     of_norm = ("first", "first_scale", "rstd", "weight")
     programs = {
-        "kept of silu": (lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, kept, **options), wide,
-            wide),
+        "kept of silu": (
+            lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, coding, **options), wide, wide),
         "kept of silu, codes": (
-            lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, kept, result=(one, e4m3), **options),
-            wide, wide),
+            lambda g, u: activation_triton.encode_activation_residuals(
+                silu, g, u, coding, result=(one, e4m3), **options), wide, wide),
         "mended": (lambda g, u, y: requantize_if(exact, (RESULT,), Operands(g, up=u), y, one, one > 0, **options),
                    wide, wide, codes),
         "mended norm": (lambda x, i, w, y: requantize_if(norm._replace(reads_arrays=True), (NORM,), Operands(x, rstd=i,
@@ -369,15 +369,15 @@ def registers(every: int) -> None:
         "norm": (quantized(norm._replace(reads_arrays=True), (NORM,), e4m3, ("first", *of_norm[2:]), True, False),
                  narrow, inverse, weight),
         "norm again": (quantized(norm, (NORM,), e4m3, of_norm, False, True), few, few_scales, inverse, weight),
-        "rms norm": (lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, kept, **options), narrow, weight),
+        "rms norm": (lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, coding, **options), narrow, weight),
         "rms norm, codes": (
-            lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, kept, result=(one, e4m3), **options),
+            lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, coding, result=(one, e4m3), **options),
             narrow, weight),
         "rms norm, rows": (
-            lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, kept, result=(None, e4m3), **options),
+            lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, coding, result=(None, e4m3), **options),
             narrow, weight),
         "kept of silu, rows": (
-            lambda g, u: activation_rows_triton.encode_activation_residuals(silu, g, u, kept, e4m3, **options), wide,
+            lambda g, u: activation_rows_triton.encode_activation_residuals(silu, g, u, coding, e4m3, **options), wide,
             wide),
         "silu again, peaks of rows": (
             lambda *a: quantize_recomputed_triton.quantize_and_predict(

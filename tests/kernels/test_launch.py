@@ -191,7 +191,7 @@ def test_code_of_another_form_is_left_alone(change, kinds, threads):
 
 
 @pytest.fixture
-def told(monkeypatch, caplog):
+def log(monkeypatch, caplog):
     """Warnings; nothing has been tried or told before, nor is after."""
     monkeypatch.delenv(launch_triton.VARIABLE, raising=False)
     monkeypatch.setattr(launch_triton, "_failure_reasons", [])
@@ -201,7 +201,7 @@ def told(monkeypatch, caplog):
     launch_triton._warn_once.cache_clear()
 
 
-def test_the_environment_says_who_launches(told, monkeypatch):
+def test_the_environment_says_who_launches(log, monkeypatch):
     for value, target in (("triton", JAX_TRITON), ("xla", XLA), ("", XLA)):
         monkeypatch.setenv(launch_triton.VARIABLE, value)
         text = lowered(turned, BYTES)
@@ -209,14 +209,14 @@ def test_the_environment_says_who_launches(told, monkeypatch):
     monkeypatch.setenv(launch_triton.VARIABLE, "cuda")
     with pytest.raises(ValueError, match="FP8JAX_KERNEL_CALLS='cuda'; use 'xla' or 'triton', or leave it unset"):
         lowered(turned, BYTES)
-    assert not told.text
+    assert not log.text
     monkeypatch.delenv(launch_triton.VARIABLE)
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     assert launch_triton.get_launcher() == "triton"
     launch_triton.check_launch(lambda: pytest.fail("nothing is to be tried"))
 
 
-def test_where_xlas_call_fails_jax_tritons_is_taken_and_told_once(told, monkeypatch):
+def test_where_xlas_call_fails_jax_tritons_is_taken_and_told_once(log, monkeypatch):
     launch_triton.check_launch(lambda: None)
     assert XLA in lowered(turned, BYTES)
 
@@ -231,13 +231,13 @@ def test_where_xlas_call_fails_jax_tritons_is_taken_and_told_once(told, monkeypa
         launch_triton.check_launch(broken)
     assert len(launch_triton._failure_reasons) == 1, "not tried again"
     assert JAX_TRITON in lowered(turned, BYTES)
-    assert [r.getMessage() for r in told.records] == [
+    assert [r.getMessage() for r in log.records] == [
         "kernels are launched by jax-triton's calls: XLA's own calls of PTX fail (RuntimeError: no such target). "
         "The host needs more time per step"
     ]
 
 
-def test_a_driver_that_keeps_nothing_is_not_asked_to_assemble_each_call(told, monkeypatch, tmp_path):
+def test_a_driver_that_keeps_nothing_is_not_asked_to_assemble_each_call(log, monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_CACHE_DISABLE", raising=False)
     monkeypatch.setenv("CUDA_CACHE_PATH", str(tmp_path / "new" / "folder"))
     assert launch_triton.missing_driver_cache() is None
@@ -249,23 +249,23 @@ def test_a_driver_that_keeps_nothing_is_not_asked_to_assemble_each_call(told, mo
     monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")
     launch_triton.check_launch(lambda: pytest.fail("nothing is to be tried"))
     assert JAX_TRITON in lowered(turned, BYTES)
-    assert "CUDA_CACHE_DISABLE is set" in told.text
+    assert "CUDA_CACHE_DISABLE is set" in log.text
 
 
-def test_a_kernel_of_another_form_keeps_jax_tritons_call(told, monkeypatch):
+def test_a_kernel_of_another_form_keeps_jax_tritons_call(log, monkeypatch):
     own = kernel_cache_triton.kernel_parts
     monkeypatch.setattr(
         launch_triton.kernel_cache_triton, "kernel_parts", lambda kernel: [*(of := own(kernel))[:2], 2, *of[3:]]
     )  # clusters of two programs
     assert JAX_TRITON in lowered(turned, BYTES)
-    assert "the kernel _transpose is launched by jax-triton's call" in told.text
+    assert "the kernel _transpose is launched by jax-triton's call" in log.text
 
 
-def test_a_jax_triton_of_another_form_keeps_its_calls(told, monkeypatch):
+def test_a_jax_triton_of_another_form_keeps_its_calls(log, monkeypatch):
     for broken in (lambda *_: b"", lambda *_: 1 / 0):
         monkeypatch.setattr(launch_triton.Launch, "to_proto", broken)
         assert JAX_TRITON in lowered(turned, BYTES)
-    reasons = [r.getMessage().partition(" asked for less ")[2] for r in told.records]
+    reasons = [r.getMessage().partition(" asked for less ")[2] for r in log.records]
     assert reasons == ["(its lowering makes no single launch)", "(ZeroDivisionError: division by zero)"]
 
 

@@ -39,12 +39,12 @@ WIDE, NARROW = Tile(128, 128, "N", num_stages=3, store_slots=4, band_width=16), 
     ],
 )
 def test_int8_blocks_with_residuals_equal_float64(shape: Any, rate: float, tile: Tile) -> None:
-    (*args, residual), wanted = operands(*shape, rate)
+    (*args, residual), expected = operands(*shape, rate)
     interpreter.reset_gpu_interpret_mode_state()
     out = matmul_int8_block(*args, residual=residual, out_dtype=jnp.float32, tile=tile, interpret=RACES)
     out = np.asarray(jax.block_until_ready(out), np.float64)
     assert not interpreter.get_races().races_found
-    assert np.linalg.norm(out - wanted) < 3e-7 * np.linalg.norm(wanted)
+    assert np.linalg.norm(out - expected) < 3e-7 * np.linalg.norm(expected)
 
 
 @pytest.mark.gpu
@@ -88,12 +88,12 @@ SCALED = [
     [(*case, i % 2 == 1) for i, case in enumerate(SCALED)] + [slow(*case, i % 2 == 0) for i, case in enumerate(SCALED)],
 )
 def test_scaled_int8_products_are_exact(shape: Any, terms: Any, tile: Tile, fast: bool) -> None:
-    arguments, wanted = drawn(*shape, terms)
+    arguments, expected = drawn(*shape, terms)
     interpreter.reset_gpu_interpret_mode_state()
     settings = {"out_dtype": jnp.float32, "fast": fast, "tile": tile, "interpret": RACES}
     out = np.asarray(jax.block_until_ready(matmul_scaled(**arguments, **settings)), np.float64)
     assert not interpreter.get_races().races_found
-    np.testing.assert_array_equal(out, wanted)
+    np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.gpu
@@ -105,10 +105,10 @@ def test_scaled_int8_products_are_exact(shape: Any, terms: Any, tile: Tile, fast
     ),
 )
 def test_scaled_int8_products_are_exact_on_a_gpu(shape: Any, terms: Any) -> None:
-    arguments, wanted = drawn(*shape, terms)
-    np.testing.assert_array_equal(np.asarray(matmul_scaled(**arguments, out_dtype=jnp.float32), np.float64), wanted)
+    arguments, expected = drawn(*shape, terms)
+    np.testing.assert_array_equal(np.asarray(matmul_scaled(**arguments, out_dtype=jnp.float32), np.float64), expected)
     half = np.asarray(matmul_scaled(**arguments).astype(jnp.float32), np.float64)
-    assert np.linalg.norm(half - wanted) <= 2.0**-8 * np.linalg.norm(wanted)
+    assert np.linalg.norm(half - expected) <= 2.0**-8 * np.linalg.norm(expected)
 
 
 def test_scaled_int8_products_refuse_what_int32_does_not_hold() -> None:

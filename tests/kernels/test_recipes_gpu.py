@@ -44,10 +44,10 @@ def gradients(name, kernels):
 )
 def test_kernels_of_a_recipe_give_what_xla_gives(name):
     loss, found, ran = gradients(name, True)
-    wanted, reference, other = gradients(name, False)
+    expected, reference, other = gradients(name, False)
     plain = gradients("bf16", False)[1]
     assert (ran, other) == (True, False)
-    assert loss == pytest.approx(wanted, rel=2e-3)
+    assert loss == pytest.approx(expected, rel=2e-3)
     # Codes at a tie fall either way, so that gradients differ by up to the noise of 8 bits; that is no larger.
     noise = distance(reference, plain)
     assert distance(found, plain) < 1.2 * noise + 0.01

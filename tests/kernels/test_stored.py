@@ -54,10 +54,10 @@ def test_a_second_process_compiles_only_what_is_damaged(tmp_path):
         assert ttir == ""
     (damaged,) = (path for path, content in files.items() if "_add" in json.loads(content)["made"]["kernel"][0])
     damaged.write_text(files[damaged].replace("add", "sub", 1))
-    alone, together, again, told = in_process(tmp_path)
+    alone, together, again, message = in_process(tmp_path)
     assert (alone, together) == (0, 1)
     assert again == text, "the stored kernel is another one"
-    assert f"{damaged} is damaged" in told
+    assert f"{damaged} is damaged" in message
     assert {path: path.read_text() for path in tmp_path.iterdir()} == files
 
 

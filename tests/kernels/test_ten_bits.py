@@ -35,7 +35,7 @@ def registers(arch: str, every: int) -> None:
 
     bf16, e4m3, one = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32(1)
     options, itself = {"compute_capability": int(arch[3:5])}, (None, bf16)
-    kept = Coding("group", jnp.int16, 128, scale_dtype=bf16)
+    coding = Coding("group", jnp.int16, 128, scale_dtype=bf16)
     norm = Operation(has_scale=True, format="int10", group=128)
     layer, gelu = (
         norm._replace(centered=True, has_bias=True),
@@ -55,7 +55,7 @@ def registers(arch: str, every: int) -> None:
 
     def forward(operation, biased=False):
         return lambda x, w: norm_triton.forward(
-            operation, x, w, w if biased else None, 1e-5, kept, result=itself, **options
+            operation, x, w, w if biased else None, 1e-5, coding, result=itself, **options
         )
 
     def backward(operation):
@@ -76,10 +76,10 @@ def registers(arch: str, every: int) -> None:
             for name, operation, n in (("rms", norm, 2048), ("layer", layer, 2048), ("rms", norm, 8192))
         },
         "kept of silu": (
-            lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, kept, result=itself, **options),
+            lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, coding, result=itself, **options),
             wide, wide),
         "kept of gelu": (
-            lambda g: activation_triton.encode_activation_residuals(gelu, g, None, kept, result=itself, **options),
+            lambda g: activation_triton.encode_activation_residuals(gelu, g, None, coding, result=itself, **options),
             wide),
         "cotangents of silu": (
             lambda *a: cotangents_triton.cotangents(silu, of(*a, count=3), **options), *codes, *codes, *codes, wide),
@@ -183,14 +183,14 @@ def test_a_norm_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(centered
     from pallas_kernels.nonlinear.operations_triton import Operation
     from pallas_kernels.quantization.scaling_triton import Coding
 
-    kept = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
+    coding = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
     operation = Operation(has_scale=True, centered=centered, has_bias=centered, format="int10", group=128)
     x, dy, others = (values(i, ROWS, channels) for i in range(3))
     weight, bias = (1 + 0.1 * values(3 + i, channels) for i in range(2))
 
     def forward(on):
         bias_of = bias if centered else None
-        return jax.jit(lambda x: on.forward(operation, x, weight, bias_of, 1e-6, kept, result=(None, x.dtype)))(x)
+        return jax.jit(lambda x: on.forward(operation, x, weight, bias_of, 1e-6, coding, result=(None, x.dtype)))(x)
 
     got, want = forward(fused_kernels), forward(fused_reference)
     if centered:
@@ -222,11 +222,11 @@ def test_an_activation_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(g
     from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands
     from pallas_kernels.quantization.scaling_triton import Coding
 
-    kept = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
+    coding = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
     operation = Operation(ACTIVATIONS.index(activation), gated, saves_activated=gated, format="int10", group=128)
     gate, up, dy = (values(i, ROWS, channels) for i in range(3))
     keep = jax.jit(
-        lambda g, u: fused_kernels.encode_activation_residuals(operation, g, u, kept, result=(None, g.dtype))
+        lambda g, u: fused_kernels.encode_activation_residuals(operation, g, u, coding, result=(None, g.dtype))
     )
     parts, _, y = keep(gate, up if gated else None)
     # One by one: in a program XLA rounds values in between or not.

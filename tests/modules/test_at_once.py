@@ -82,7 +82,7 @@ def distance(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-def kept(layer, params, x):
+def residual_memory(layer, params, x):
     """Bytes of what a block keeps but for its parameters, and of that the codes."""
     weights = {leaf.shape for leaf in jax.tree.leaves(params)}
     weights |= {shape[::-1] for shape in weights}
@@ -96,19 +96,23 @@ def test_a_block_computes_what_it_did_from_codes_made_once_and_keeps_none_of_the
     kernels(False)
     exact = three(*block())
     layer, *args = block(RECIPES[name])
-    without, before, again = three(layer, *args), kept(layer, *args), kept(checkpointed(layer), *args)
+    without, before, again = (
+        three(layer, *args),
+        residual_memory(layer, *args),
+        residual_memory(checkpointed(layer), *args),
+    )
     counted = kernels(True)
     layer, *args = block(RECIPES[name])
     got = three(layer, *args)
     assert counted == CALLS[name]
     for a, b, c in zip(exact, without, got, strict=True):
         assert 0 < distance(c, a) < 1.05 * distance(b, a) + 0.003
-    after = kept(layer, *args)
+    after = residual_memory(layer, *args)
     # Codes of the attention's output are all that is left of them.
     assert after[1] == TOKENS * LLAMA.dim < before[1]
     assert after[0] < 0.6 * before[0]
     # Where products alone are kept: scales of rows, and 1 / root of both norms.
-    assert kept(checkpointed(layer), *args)[0] <= again[0] + 5 * 4 * TOKENS
+    assert residual_memory(checkpointed(layer), *args)[0] <= again[0] + 5 * 4 * TOKENS
 
 
 def checkpointed(layer):

@@ -188,8 +188,8 @@ def by_shards(x, w):
 @pytest.mark.parametrize("apply", [by_nnx, by_nnx_held, by_linen, by_transform, by_shards], ids=lambda f: f.__name__)
 def test_weights_that_are_loaded_are_measured_until_bounds_are_given(apply):
     x, w = jax.random.normal(jax.random.key(1), (4, 16)), 7 * jax.random.normal(jax.random.key(2), (16, 8))
-    wanted = fp8jax.linear(x, w, recipe=dataclasses.replace(PART, w_scaling="current"))
-    np.testing.assert_allclose(apply(x, w), wanted, rtol=1e-6)
+    expected = fp8jax.linear(x, w, recipe=dataclasses.replace(PART, w_scaling="current"))
+    np.testing.assert_allclose(apply(x, w), expected, rtol=1e-6)
 
 
 class Stack(nn.Module):

@@ -235,12 +235,12 @@ class Stack(nnx.Module):
 
 
 def test_loops_checkpoints_and_jit_keep_what_one_call_keeps():
-    kept = {}
+    saved_codes = {}
     for remat in (False, True):
         quantized = fp8jax.nnx.quantize(Stack(remat), COAT)
         assert found(Stack(remat), X) == [f"{SILU}(gate) * up"]
-        kept[remat] = codes(quantized, X)
-    assert kept == {False: {WIDTH: 3, INNER: 2}, True: {}}
+        saved_codes[remat] = codes(quantized, X)
+    assert saved_codes == {False: {WIDTH: 3, INNER: 2}, True: {}}
     quantized, written = both(Decoder(nnx.Rngs(0)))
     loss = lambda model, x: jnp.sum(jnp.sin(model(x, MASK, deterministic=True).astype(jnp.float32)))  # noqa: E731
     (value, grads), (again, same) = (

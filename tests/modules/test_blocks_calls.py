@@ -113,7 +113,7 @@ def test_layers_that_modules_share_keep_codes_in_both():
 def test_mapped_models_keep_what_one_call_keeps():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
-    kept = []
+    saved = []
     for model in both(Short(plain)):
         graph, params = nnx.split(model, nnx.Param)
         call = lambda p, x, graph=graph: nnx.merge(graph, p)(x)  # noqa: E731
@@ -122,9 +122,9 @@ def test_mapped_models_keep_what_one_call_keeps():
         one = np.asarray(jax.lax.map(model, X))
         np.testing.assert_allclose(np.asarray(mapped(params, X)), one, rtol=2.0**-7, atol=1e-2)
         for f in (mapped, shared):
-            kept.append(sum(d != "uint8" and s[-1:] == (INNER,) and len(s) > 2 for d, s in residuals(f, params, X)))
-    assert kept[:2] == [0, 0]
-    assert min(kept[2:]) > 0
+            saved.append(sum(d != "uint8" and s[-1:] == (INNER,) and len(s) > 2 for d, s in residuals(f, params, X)))
+    assert saved[:2] == [0, 0]
+    assert min(saved[2:]) > 0
 
 
 class Jitted(Short):
@@ -309,8 +309,8 @@ def weighed(m, x):
 
 
 def test_what_no_gradient_needs_is_not_kept_anyway():
-    kept = kept_by(fp8jax.nnx.quantize(Beside(padded), COAT), X)
-    assert sum(dtype == "uint8" for dtype, _ in kept) == 3
+    saved = kept_by(fp8jax.nnx.quantize(Beside(padded), COAT), X)
+    assert sum(dtype == "uint8" for dtype, _ in saved) == 3
 
 
 def test_a_product_beside_an_activation_hides_it_not():

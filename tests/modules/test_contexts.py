@@ -115,16 +115,16 @@ def test_rules_choose_for_norms_by_their_path_and_for_activations_by_the_layer_t
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.mlp(self.norm(x))
 
-    def kept(*rules):
+    def saved_arrays(*rules):
         return {part.path: part.context for part in fp8jax.explain(Block(), rules, inputs()).context_entries}
 
     everything = fp8jax.Rule(".*", COAT)
-    assert kept(everything) == {"norm": COAT.context, "mlp/c": COAT.context}
-    assert kept(fp8jax.Rule("norm", None), everything) == {"norm": None, "mlp/c": COAT.context}
-    assert kept(fp8jax.Rule("mlp/c", None), everything) == {"norm": COAT.context}
-    assert kept(fp8jax.Rule("mlp/[ab]", None), everything) == {"norm": COAT.context, "mlp/c": COAT.context}
-    assert kept(fp8jax.Rule("mlp/.*", LINEAR_ONLY), fp8jax.Rule("norm", FAITHFUL)) == {"norm": FAITHFUL.context}
-    assert kept(fp8jax.Rule(".*", LINEAR_ONLY)) == {}
+    assert saved_arrays(everything) == {"norm": COAT.context, "mlp/c": COAT.context}
+    assert saved_arrays(fp8jax.Rule("norm", None), everything) == {"norm": None, "mlp/c": COAT.context}
+    assert saved_arrays(fp8jax.Rule("mlp/c", None), everything) == {"norm": COAT.context}
+    assert saved_arrays(fp8jax.Rule("mlp/[ab]", None), everything) == {"norm": COAT.context, "mlp/c": COAT.context}
+    assert saved_arrays(fp8jax.Rule("mlp/.*", LINEAR_ONLY), fp8jax.Rule("norm", FAITHFUL)) == {"norm": FAITHFUL.context}
+    assert saved_arrays(fp8jax.Rule(".*", LINEAR_ONLY)) == {}
     with pytest.raises(ValueError, match="no layer is left for 'norms' to match; the layers are mlp/a, mlp/b, mlp/c"):
         fp8jax.nnx.quantize(Block(), [fp8jax.Rule("norms", COAT), everything])
     # A recipe may say nothing but what norms and activations keep.
@@ -162,10 +162,10 @@ def probabilities(q, k, v):
 def test_a_projection_keeps_no_copy_of_what_attention_keeps_and_codes_of_all_else():
     x = inputs()
     layouts = lambda q, k, v: flash(q, k, v).transpose(0, 2, 1, 3).transpose(0, 2, 1, 3)  # noqa: E731
-    for attend, kept in ((flash, {WIDTH: 1}), (layouts, {WIDTH: 1}), (probabilities, {WIDTH: 2})):
+    for attend, saved_arrays in ((flash, {WIDTH: 1}), (layouts, {WIDTH: 1}), (probabilities, {WIDTH: 2})):
         model = Attention(attend)
         quantized = fp8jax.nnx.quantize(model, COAT)
-        assert codes(quantized, x) == kept
+        assert codes(quantized, x) == saved_arrays
         linear = fp8jax.nnx.quantize(model, LINEAR_ONLY)
         np.testing.assert_array_equal(np.asarray(quantized(x)), np.asarray(linear(x)))
         # The same codes of the same values, kept or made again.
@@ -174,8 +174,8 @@ def test_a_projection_keeps_no_copy_of_what_attention_keeps_and_codes_of_all_els
     # A result of attention that is computed on with is another array, of which codes are kept.
     quantized = fp8jax.nnx.quantize(Attention(flash), COAT)
     graph, params = nnx.split(quantized, nnx.Param)
-    kept = residuals(lambda p, x: nnx.merge(graph, p)(x, 2.0, again=True), params, x)
-    assert [shape for dtype, shape in kept if dtype == "uint8"] == [(TOKENS, WIDTH)] * 2
+    saved_arrays = residuals(lambda p, x: nnx.merge(graph, p)(x, 2.0, again=True), params, x)
+    assert [shape for dtype, shape in saved_arrays if dtype == "uint8"] == [(TOKENS, WIDTH)] * 2
 
 
 def test_attention_of_flax_with_a_flash_function_keeps_its_output_once():
@@ -271,10 +271,10 @@ def test_layers_with_delayed_scaling_make_their_input_again_too():
     delayed = fp8jax.recipes.te_delayed()
     model, x = Normed("rms", dtype=jnp.bfloat16), inputs()
 
-    def kept(recipe) -> Counter:
+    def saved_arrays(recipe) -> Counter:
         graph, params, rest = nnx.split(fp8jax.nnx.quantize(model, recipe), nnx.Param, ...)
         found = residuals(lambda p, x: nnx.merge(graph, p, rest, copy=True)(x), params, x)
         return Counter((dtype, shape[-1]) for dtype, shape in found if TOKENS in shape and shape[-1] == WIDTH)
 
-    assert kept(dataclasses.replace(delayed, context=COAT.context)) == {("uint8", WIDTH): 1}
-    assert kept(dataclasses.replace(delayed, context=FAITHFUL.context)) == {("uint8", WIDTH): 2}
+    assert saved_arrays(dataclasses.replace(delayed, context=COAT.context)) == {("uint8", WIDTH): 1}
+    assert saved_arrays(dataclasses.replace(delayed, context=FAITHFUL.context)) == {("uint8", WIDTH): 2}

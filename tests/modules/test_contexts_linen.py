@@ -60,12 +60,12 @@ def test_norms_of_linen_compute_what_they_did_and_keep_codes(kinds):
 
     np.testing.assert_allclose(*(np.asarray(found(r), np.float32) for r in (None, COAT)), rtol=2.0**-7, atol=1e-5)
     assert found(COAT).dtype == found(None).dtype
-    kept = {
+    saved = {
         name: [s for d, s in residuals(lambda p, x, m=m: m.apply(p, x), variables, x) if d == "uint8"]
         for name, m in (("linear", fp8jax.linen.quantize(model, whole(LINEAR_ONLY))), ("lean", quantized))
     }
     # The inputs of two layers; the inputs of two norms instead.
-    assert kept["linear"] == kept["lean"] == [(TOKENS, WIDTH)] * 2
+    assert saved["linear"] == saved["lean"] == [(TOKENS, WIDTH)] * 2
     wide = [s for d, s in residuals(quantized.apply, variables, x) if s == (TOKENS, WIDTH) and d != "uint8"]
     assert not wide
     assert relative(_gradients(quantized, variables, x), _gradients(model, variables, x)) < 0.15
@@ -77,8 +77,8 @@ def test_rules_and_explain_know_the_norms_of_linen():
     report = fp8jax.explain(model, rules, x)
     # A norm without a parameter has the path of the layer that reads it.
     assert {part.path: part.context for part in report.context_entries} == {"norm": None, "second": COAT.context}
-    kept = residuals(fp8jax.linen.quantize(model, rules).apply, model.init(jax.random.key(0), x), x)
-    assert len([s for d, s in kept if d == "uint8"]) == 2
+    saved = residuals(fp8jax.linen.quantize(model, rules).apply, model.init(jax.random.key(0), x), x)
+    assert len([s for d, s in saved if d == "uint8"]) == 2
     with pytest.raises(ValueError, match="no layer is left for 'norms' to match"):
         fp8jax.explain(model, [fp8jax.Rule("norms", COAT), *rules], x)
 
@@ -145,12 +145,12 @@ def test_activations_between_layers_of_linen_keep_codes(model, text, stacked):
     assert jax.tree.structure(quantized.init(jax.random.key(0), HALF)) == jax.tree.structure(variables)
     (part,) = [p for p in fp8jax.explain(model, COAT, HALF).context_entries if not p.kind.endswith("Norm")]
     assert (part.kind, part.context) == (text, COAT.context)
-    kept = residuals(quantized.apply, variables, HALF)
-    codes = [s for d, s in kept if d == "uint8"]
+    saved = residuals(quantized.apply, variables, HALF)
+    codes = [s for d, s in saved if d == "uint8"]
     gates = 1 if isinstance(model, Plain) else 2
     # The layers' input; gate and up; nothing for the last layer, which makes its input again.
-    assert sorted(codes) == sorted([(*stacked, TOKENS, WIDTH)] + [(*stacked, TOKENS, INNER)] * gates), kept
-    assert not [s for d, s in kept if d == "bfloat16" and s == (*stacked, TOKENS, INNER)], kept
+    assert sorted(codes) == sorted([(*stacked, TOKENS, WIDTH)] + [(*stacked, TOKENS, INNER)] * gates), saved
+    assert not [s for d, s in saved if d == "bfloat16" and s == (*stacked, TOKENS, INNER)], saved
     linear = fp8jax.linen.quantize(model, LINEAR_ONLY)
     assert relative(_loss(quantized, variables, HALF), _loss(linear, variables, HALF)) < 1e-6
     grads = {m: _gradients(m, variables, HALF) for m in (model, linear, quantized)}

@@ -72,9 +72,9 @@ def test_the_program_of_a_linen_model(recipe, products):
     assert rest == 6 * LAYERS + 3 + (6 * LAYERS if recipe.name == "switchback" else 0)
     assert report.program.backend == jax.default_backend()
     assert sum(p.occurrences for p in report.program.compiled) >= products
-    kept = f"{recipe.linear.spec('x_residual')}" if recipe.linear.x_residual else "the input itself"
+    saved = f"{recipe.linear.spec('x_residual')}" if recipe.linear.x_residual else "the input itself"
     assert len(report.program.residuals) >= 4  # a line for each shape
-    assert all(kept in line for line in report.program.residuals)
+    assert all(saved in line for line in report.program.residuals)
     assert f"  saved {report.program.residuals[0]}" in str(report.program)
     assert len(report.quantized_layers) == 6 * LAYERS
     assert {layer.shape for layer in report.quantized_layers} >= {(WIDTH, 2, WIDTH // 2), (2, WIDTH // 2, WIDTH)}
@@ -140,9 +140,9 @@ def test_the_program_says_what_computes_each_operation(monkeypatch):
     x, model = jnp.ones((8, 64)), nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     monkeypatch.setattr(choice, "on_cuda", lambda: False)
     report = fp8jax.explain(model, TE, x)
-    told = collections.Counter((name, c.impl, c.reason) for name, c in report.program.choices if name == "quantize")
+    counts = collections.Counter((name, c.impl, c.reason) for name, c in report.program.choices if name == "quantize")
     # The input, the weight for both products, and the gradient with its transposed copy at once; x transposed is read.
-    assert told == {("quantize", "xla", "not the kernel: it needs a CUDA GPU"): 4}
+    assert counts == {("quantize", "xla", "not the kernel: it needs a CUDA GPU"): 4}
     assert sum(name == "matmul" for name, _ in report.program.choices) == 3
     # Once, however often JAX traces what is in it.
     assert str(report.program).splitlines().count("  quantize by xla: not the kernel: it needs a CUDA GPU") == 1

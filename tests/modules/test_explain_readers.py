@@ -73,10 +73,10 @@ def test_a_norm_whose_reader_stays_as_it_is_keeps_what_this_reads(make):
 def test_what_is_said_to_be_kept_is_kept():
     for rules, copies in (([fp8jax.Rule("gate|head", None), COAT], 2), (fp8jax.Rule(".*", COAT), 0)):
         said = "".join(keeps(Model(), rules).values())
-        kept = kept_by(fp8jax.nnx.quantize(Model(), rules), X)
+        saved = kept_by(fp8jax.nnx.quantize(Model(), rules), X)
         assert said.count("saves the result in bfloat16") == copies
         # One more is the sum that the gate multiplies.
-        assert sum(dtype == "bfloat16" and math.prod(shape) == X.size for dtype, shape in kept) == copies + 1
+        assert sum(dtype == "bfloat16" and math.prod(shape) == X.size for dtype, shape in saved) == copies + 1
 
 
 def test_a_tied_head_keeps_what_a_norm_gives_it():

@@ -68,7 +68,7 @@ def model(recipe, width, layers, remat, scan):
 
 
 @functools.cache
-def kept(recipe, batch, length, width, layers, remat, scan) -> int:
+def residual_bytes(recipe, batch, length, width, layers, remat, scan) -> int:
     """Bytes kept, but for the rotary tables, which all layers share, and for keys."""
     graph, params, rest = nnx.split(model(recipe, width, layers, remat, scan), nnx.Param, ...)
     tokens = jnp.zeros((batch, length), jnp.int32)
@@ -80,7 +80,7 @@ def kept(recipe, batch, length, width, layers, remat, scan) -> int:
 
 def per_layer(recipe, batch, length, width, remat=False, scan=True) -> float:
     """What a token makes a layer keep, in U: what more tokens in more layers keep more."""
-    count = lambda length, layers: kept(recipe, batch, length, width, layers, remat, scan)  # noqa: E731
+    count = lambda length, layers: residual_bytes(recipe, batch, length, width, layers, remat, scan)  # noqa: E731
     more = count(2 * length, 3) - count(length, 3) - count(2 * length, 2) + count(length, 2)
     return more / (batch * length * width * 2)
 
@@ -128,7 +128,7 @@ def test_layers_of_other_models_keep_what_the_recipe_plans(recipe):
         8,
     )
 
-    def kept(batch, layers) -> int:
+    def residual_bytes(batch, layers) -> int:
         shapes = (dataclasses.replace(config, layers=layers) for config in (vision, text))
         model = fp8jax.nnx.quantize(VLM(*shapes, rngs=nnx.Rngs(0)), RECIPES[recipe])
         graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -139,7 +139,12 @@ def test_layers_of_other_models_keep_what_the_recipe_plans(recipe):
     context = RECIPES[recipe].context
     of_vision = sum(planned(context, 32, 64)) * batch * vision.patches * 32 * 2
     of_text = sum(planned(context, 48)) * batch * (vision.patches + length) * 48 * 2
-    more = kept(2 * batch, 3) - kept(batch, 3) - kept(2 * batch, 2) + kept(batch, 2)
+    more = (
+        residual_bytes(2 * batch, 3)
+        - residual_bytes(batch, 3)
+        - residual_bytes(2 * batch, 2)
+        + residual_bytes(batch, 2)
+    )
     assert more == pytest.approx(of_vision + of_text, abs=1e-6)
 
 
@@ -155,7 +160,7 @@ def test_kernels_that_quantize_what_they_compute_keep_the_same(recipe, monkeypat
     pytest.importorskip("jax_triton")
     plain = per_layer(recipe, *SHAPES[0])
     made = []
-    monkeypatch.setitem(globals(), "kept", kept.__wrapped__)  # counted anew
+    monkeypatch.setitem(globals(), "residual_bytes", residual_bytes.__wrapped__)  # counted anew
     monkeypatch.setattr(fused_outputs, "on_cuda", lambda: True)
     monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     monkeypatch.setattr(
@@ -200,7 +205,7 @@ def test_int8_fallback_keeps_ten_bits_of_operations_and_eight_of_linear_layers(r
     if kernels:
         pytest.importorskip("jax_triton")
         monkeypatch.setattr(fused_outputs, "run", lambda *args, run=fused_outputs.run: ran.append(args) or run(*args))
-        monkeypatch.setitem(globals(), "kept", kept.__wrapped__)  # counted anew
+        monkeypatch.setitem(globals(), "residual_bytes", residual_bytes.__wrapped__)  # counted anew
         monkeypatch.setattr(fused_outputs, "on_cuda", lambda: True)
         monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     batch, length, width = 1, 128, 384  # whole blocks of 128

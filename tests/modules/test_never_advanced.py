@@ -64,7 +64,7 @@ def each_step(model, optimizer, x):
     optimizer.update(model, grads)
 
 
-def told(call):
+def collect_warnings(call):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -95,19 +95,19 @@ def test_a_trainer_that_never_advances_states_is_told_for_each_model(names, mode
     """The second model was trained without a word, by the program of the first one."""
     name, kind, call = names
     for _ in range(2):
-        (message,) = told(lambda: train(never, name, model))
+        (message,) = collect_warnings(lambda: train(never, name, model))
         assert message.startswith(f"an nnx.Linear with {kind} {MESSAGE}fp8jax.nnx.{call}: ")
 
 
 @pytest.mark.parametrize("name", ["te_delayed", "int8_fallback"])
 def test_who_advances_states_is_told_nothing_and_others_after_that_are(name):
-    assert told(lambda: train(each_step, name)) == []
-    assert len(told(lambda: train(never, name))) == 1
+    assert collect_warnings(lambda: train(each_step, name)) == []
+    assert len(collect_warnings(lambda: train(never, name))) == 1
 
 
 def test_each_of_the_two_calls_is_asked_for_by_itself():
-    assert told(lambda: train(each_step, "te_delayed")) == []
-    assert len(told(lambda: train(never, "moss"))) == 1
+    assert collect_warnings(lambda: train(each_step, "te_delayed")) == []
+    assert len(collect_warnings(lambda: train(never, "moss"))) == 1
 
 
 def test_who_gives_bounds_in_the_step_is_told_nothing():
@@ -118,7 +118,7 @@ def test_who_gives_bounds_in_the_step_is_told_nothing():
 
     model = quantized("moss")
     tracked = optax.chain(optax.sgd(1e-2), fp8jax.track_weight_amax())
-    assert told(lambda: step(model, nnx.Optimizer(model, tracked, wrt=nnx.Param), X)) == []
+    assert collect_warnings(lambda: step(model, nnx.Optimizer(model, tracked, wrt=nnx.Param), X)) == []
 
 
 @pytest.mark.parametrize("name", ["te_delayed", "int8_fallback", "moss"])
@@ -126,7 +126,7 @@ def test_gradients_in_a_program_of_their_own_are_no_mistake_beside_our_optimizer
     model = quantized(name)
     optimizer = fp8jax.nnx.Optimizer(model, fp8jax.optimizer(name, 1e-2, b2=0.95), wrt=nnx.Param)
     gradients = nnx.jit(fp8jax.nnx.grad(loss))
-    assert told(lambda: optimizer.update(model, gradients(model, X))) == []
+    assert collect_warnings(lambda: optimizer.update(model, gradients(model, X))) == []
 
 
 @pytest.mark.parametrize(
@@ -152,15 +152,15 @@ def test_bounds_of_weights_that_are_not_trained_are_not_asked_for(model, wraps):
     """They stay what they are, and the optimizer follows none of them: the call would have raised."""
     frozen = quantized("moss", model)
     of_input, of_both = (nnx.jit(nnx.grad(wraps(loss), argnums=which)) for which in (1, (0, 1)))
-    assert told(lambda: of_input(frozen, X)) == []
-    assert len(told(lambda: of_both(frozen, X))) == 1
+    assert collect_warnings(lambda: of_input(frozen, X)) == []
+    assert len(collect_warnings(lambda: of_both(frozen, X))) == 1
 
 
 def test_outside_of_programs_they_are_not_asked_for_either(few_microbatches):
     for _ in range(2):
         frozen = quantized("moss")
-        assert told(lambda frozen=frozen: [nnx.grad(loss, argnums=1)(frozen, X) for _ in range(4)]) == []
-        assert len(told(lambda frozen=frozen: [nnx.grad(loss)(frozen, X) for _ in range(4)])) == 1
+        assert collect_warnings(lambda frozen=frozen: [nnx.grad(loss, argnums=1)(frozen, X) for _ in range(4)]) == []
+        assert len(collect_warnings(lambda frozen=frozen: [nnx.grad(loss)(frozen, X) for _ in range(4)])) == 1
 
 
 def test_linen_is_told_its_own_call():
@@ -168,7 +168,7 @@ def test_linen_is_told_its_own_call():
     variables = model.init(jax.random.key(0), X)
     for _ in range(2):
         step = jax.jit(jax.grad(lambda p: jnp.mean(model.apply({**variables, "params": p}, X) ** 2)))
-        (message,) = told(lambda step=step: step(variables["params"]))
+        (message,) = collect_warnings(lambda step=step: step(variables["params"]))
         assert f"with automatic {MESSAGE}fp8jax.linen.update_weight_amax_bounds: " in message
 
 
@@ -176,7 +176,7 @@ def test_linen_is_told_nothing_of_weights_that_are_not_trained():
     model = fp8jax.linen.quantize(nn.Dense(16), fp8jax.Rule(".*", "moss"))
     variables = model.init(jax.random.key(0), X)
     step = jax.jit(lambda v, x: jax.grad(lambda x: jnp.mean(model.apply(v, x) ** 2))(x))
-    assert told(lambda: step(variables, X)) == []
+    assert collect_warnings(lambda: step(variables, X)) == []
 
 
 @pytest.mark.parametrize(("name", "program"), covering(["te_delayed", "int8_fallback"], [lambda f: f, jax.jit]))
@@ -223,8 +223,8 @@ def test_a_transformed_function_is_trained_with_its_states(name, program):
         program(jax.grad(lambda p: fast(p, X, states=states)))(p)
     both = lambda p, states: jax.grad(lambda *p: fast(p[0], X, states=p[1]), argnums=(0, 1))(p, states)  # noqa: E731
     advanced = lambda p, states: fast.advance(states, both(p, states)[1])  # noqa: E731
-    assert told(lambda: program(advanced)(p, states)) == []
-    messages = told(lambda: jax.jit(both)(p, states))
+    assert collect_warnings(lambda: program(advanced)(p, states)) == []
+    messages = collect_warnings(lambda: jax.jit(both)(p, states))
     assert [MESSAGE + "advance of the transformed function" in message for message in messages] == [True]
 
 
@@ -242,9 +242,9 @@ def test_a_transformed_function_gets_the_bounds_of_its_weights():
 
     for has_bounds in (True, False):
         program = jax.jit(lambda *args, has_bounds=has_bounds: step(*args, has_bounds))
-        messages = told(lambda program=program: program(p, tx.init(p), fast.init(p, X)))
-        wanted = MESSAGE + "update_weight_amax_bounds of the transformed function"
-        assert [wanted in message for message in messages] == [True] * (not has_bounds)
+        messages = collect_warnings(lambda program=program: program(p, tx.init(p), fast.init(p, X)))
+        expected = MESSAGE + "update_weight_amax_bounds of the transformed function"
+        assert [expected in message for message in messages] == [True] * (not has_bounds)
 
 
 def readme_step(tx, accumulated=1):
@@ -284,8 +284,8 @@ def test_statistics_arrive_in_the_loop_of_the_readme(accumulated):
         assert not history[2:].any()
     assert not any(np.asarray(v[...]).any() for v in (state.seen_x, state.seen_w, state.slot))
     # Gradients hold no statistics: their norm is that of parameters.
-    wanted = np.sqrt(sum((g**2).sum() for g in (parts[0].T @ dys[0], dys[0].sum(0))))
-    np.testing.assert_allclose(norm, wanted, rtol=0.05)
+    expected = np.sqrt(sum((g**2).sum() for g in (parts[0].T @ dys[0], dys[0].sum(0))))
+    np.testing.assert_allclose(norm, expected, rtol=0.05)
 
 
 def test_thresholds_and_bounds_arrive_in_the_loop_of_the_readme():
@@ -357,8 +357,8 @@ def test_statistics_arrive_where_models_stand_in_a_tuple_or_a_dictionary():
     both = quantized("te_delayed"), quantized("te_delayed"), jnp.float32(2)
     grads = fp8jax.nnx.grad(lambda args: jnp.sum(args[0](X) + args[2] * args[1](X)))(both)
     assert [float(model.layers[0].dot_general.slot[...]) for model in both[:2]] == [1, 2]
-    wanted = nnx.state(both[0], nnx.Param)
-    assert jax.tree.structure(grads) == jax.tree.structure((wanted, wanted, 0.0))
+    expected = nnx.state(both[0], nnx.Param)
+    assert jax.tree.structure(grads) == jax.tree.structure((expected, expected, 0.0))
     parts = {"actor": quantized("te_delayed"), "critic": quantized("te_current")}
     fp8jax.nnx.value_and_grad(lambda parts: loss(parts["actor"], X) + loss(parts["critic"], X))(parts)
     assert float(parts["actor"].layers[0].dot_general.slot[...]) > 0
@@ -394,22 +394,22 @@ def test_outside_of_programs_microbatches_are_told_nothing(name, few_microbatche
     for _ in range(2):
         model = quantized(name)
         take = lambda model=model: fp8jax.nnx.grad(loss)(model, X)  # noqa: E731
-        assert told(lambda take=take: [take() for _ in range(3)]) == []
-        assert len(told(take)) == 1
-        assert told(take) == []
+        assert collect_warnings(lambda take=take: [take() for _ in range(3)]) == []
+        assert len(collect_warnings(take)) == 1
+        assert collect_warnings(take) == []
         fp8jax.nnx.advance_scaling(model)
-        assert told(lambda take=take: [take() for _ in range(3)]) == []
+        assert collect_warnings(lambda take=take: [take() for _ in range(3)]) == []
 
 
 def test_nothing_is_told_of_a_gradient_that_is_no_training():
     model = quantized("te_delayed")
     gradient = nnx.jit(fp8jax.nnx.grad(loss))
-    assert told(lambda: nnx.jit(loss)(model, X)) == []  # a call
-    assert told(lambda: fp8jax.explain(MODELS["layer"](), fp8jax.Rule(".*", "te_delayed"), X)) == []
+    assert collect_warnings(lambda: nnx.jit(loss)(model, X)) == []  # a call
+    assert collect_warnings(lambda: fp8jax.explain(MODELS["layer"](), fp8jax.Rule(".*", "te_delayed"), X)) == []
     model.eval()
-    assert told(lambda: gradient(model, X)) == []
+    assert collect_warnings(lambda: gradient(model, X)) == []
     model.train()
-    assert len(told(lambda: gradient(pickle.loads(pickle.dumps(model)), X))) == 1
+    assert len(collect_warnings(lambda: gradient(pickle.loads(pickle.dumps(model)), X))) == 1
 
 
 def test_linen_states_without_the_rules_of_thresholds_say_where_to_give_them():

@@ -92,8 +92,8 @@ def test_a_tied_head_is_left_alone_and_an_asked_for_one_is_not():
         eight[tied] = len(found) - wide(found)
         assert wide(found) == 2 + 9
     assert eight == {True: 21, False: 21}
-    asked = [fp8jax.Rule("head", TE), fp8jax.Rule("layers/.*", TE)]
-    loss, params = functional(fp8jax.nnx.quantize(llama(), asked))
+    rules = [fp8jax.Rule("head", TE), fp8jax.Rule("layers/.*", TE)]
+    loss, params = functional(fp8jax.nnx.quantize(llama(), rules))
     assert wide(dots(jax.grad(loss), params)) == 2 + 6
 
 
@@ -143,8 +143,8 @@ def test_layers_that_cast_one_input_share_the_cast_and_its_codes():
 
     def codes():
         graph, params = nnx.split(fp8jax.nnx.quantize(Branches(nnx.Rngs(0)), TE), nnx.Param)
-        kept = residuals(lambda p, x: nnx.merge(graph, p)(jnp.tanh(x)), params, x)
-        return [shape for dtype, shape in kept if dtype == "uint8"]
+        saved = residuals(lambda p, x: nnx.merge(graph, p)(jnp.tanh(x)), params, x)
+        return [shape for dtype, shape in saved if dtype == "uint8"]
 
     assert codes() == [(10, 32)]
 

@@ -93,15 +93,15 @@ def test_biases_of_nnx_layers_have_their_gradients(recipe):
     assert 0 < relative(got["kernel"], want["kernel"]) < 0.1
 
 
-@pytest.mark.parametrize("wanted", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
-def test_results_have_the_element_type_that_is_asked_for(wanted):
-    dtype = jnp.bfloat16 if wanted == jnp.float32 else jnp.float32
+@pytest.mark.parametrize("expected", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+def test_results_have_the_element_type_that_is_asked_for(expected):
+    dtype = jnp.bfloat16 if expected == jnp.float32 else jnp.float32
     x, w = X.astype(dtype), DY.T[:, :8].astype(dtype)
     numbers = (((1,), (0,)), ((), ()))
     for recipe in (TE, fp8jax.recipes.bf16(), fp8jax.recipes.deepseek()):
-        y = fp8jax.dot_general(x, w, numbers, preferred_element_type=wanted, recipe=recipe)
-        assert (y.dtype, fp8jax.dot_general(x, w, numbers, recipe=recipe).dtype) == (wanted, dtype)
+        y = fp8jax.dot_general(x, w, numbers, preferred_element_type=expected, recipe=recipe)
+        assert (y.dtype, fp8jax.dot_general(x, w, numbers, recipe=recipe).dtype) == (expected, dtype)
         assert relative(y, X @ DY.T[:, :8]) < 0.06
-    layer = nn.Einsum((32, 8), "td,dh->th", preferred_element_type=wanted)
+    layer = nn.Einsum((32, 8), "td,dh->th", preferred_element_type=expected)
     params = jax.tree.map(lambda a: a.astype(dtype), layer.init(jax.random.key(0), X))
     assert fp8jax.linen.quantize(layer, TE).apply(params, x).dtype == layer.apply(params, x).dtype

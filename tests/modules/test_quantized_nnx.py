@@ -102,13 +102,13 @@ def plain_table():
 def test_its_table_is_that_of_the_model_with_the_recipe_beside_each_layer(name):
     """The table had the root alone, and with a state it failed."""
     quantized = fp8jax.nnx.quantize(model(), [fp8jax.Rule("layers/0/up", None), name])
-    wanted, found = plain_table(), table(quantized)
-    layers = {row[1]: row[2] for row in wanted if row[2] == "Linear"}
+    expected, found = plain_table(), table(quantized)
+    layers = {row[1]: row[2] for row in expected if row[2] == "Linear"}
     assert len(layers) == 6
     assert {row[1]: row[2] for row in found if row[1] in layers} == {
         path: "Linear" if path == "layers/0/up" else f"Linear ({name})" for path in layers
     }
-    assert [[*row[:2], row[2].split(" (")[0], *row[3:]] for row in found] == wanted
+    assert [[*row[:2], row[2].split(" (")[0], *row[3:]] for row in found] == expected
     assert type(quantized.layers[0].up).__name__ == "Linear"
     assert eight(settled(quantized)) == (0 if name == "int8_fallback" else 5)
 
@@ -261,8 +261,8 @@ def test_adapters_of_a_library_that_changes_products_keep_their_part():
         assert 0 < relative(quantized(X), want) < 0.1
         assert relative(quantized(X), model()(X)) > 0.2
         grads = nnx.grad(lambda m: jnp.sum(m(X) ** 2), argnums=nnx.DiffState(0, LoRAParam))(quantized)
-        wanted = nnx.grad(lambda m: jnp.sum(m(X) ** 2), argnums=nnx.DiffState(0, LoRAParam))(written)
-        assert relative(jax.tree.leaves(grads), jax.tree.leaves(wanted)) < 0.15
+        expected = nnx.grad(lambda m: jnp.sum(m(X) ** 2), argnums=nnx.DiffState(0, LoRAParam))(written)
+        assert relative(jax.tree.leaves(grads), jax.tree.leaves(expected)) < 0.15
 
 
 class DenseGeneral(nnx.Module):

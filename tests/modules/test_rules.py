@@ -61,9 +61,9 @@ def test_a_recipe_after_rules_takes_what_is_left_but_embeddings_heads_and_router
         "layers/0/attention/q": "rule 'layers/0/.*'", "layers/0/mlp/up": "rule 'layers/0/mlp/.*'",
         "layers/1/attention/q": "the recipe", "layers/1/mlp/up": "an output head: as read",
     }  # fmt: skip
-    asked = choose(PATHS, [Rule("lm_head", INT8), TE.linear])
-    assert asked["lm_head"].linear == INT8.linear
-    assert asked["embed"].linear is None
+    selected = choose(PATHS, [Rule("lm_head", INT8), TE.linear])
+    assert selected["lm_head"].linear == INT8.linear
+    assert selected["embed"].linear is None
     with pytest.raises(ValueError, match="no layer is left for 'block' to match"):
         choose(PATHS, [Rule("block", None), TE])
     with pytest.raises(ValueError, match="no layer is left for the recipe to match"):

@@ -68,10 +68,10 @@ def test_it_works_through_a_layer_of_nnx(recipe):
     for x in PARTS:
         grads = grad(layer, x)
     fp8jax.nnx.advance_scaling(layer, grads)
-    kept = nnx.to_pure_dict(nnx.state(layer, fp8jax.nnx.ScalingVariable))["dot_general"]
-    np.testing.assert_allclose(kept.pop("meansquare_x"), [MEAN], rtol=1e-6)
-    np.testing.assert_array_equal(kept.pop("seen_x"), [0, 0])
-    assert not kept
+    saved_state = nnx.to_pure_dict(nnx.state(layer, fp8jax.nnx.ScalingVariable))["dot_general"]
+    np.testing.assert_allclose(saved_state.pop("meansquare_x"), [MEAN], rtol=1e-6)
+    np.testing.assert_array_equal(saved_state.pop("seen_x"), [0, 0])
+    assert not saved_state
     before = jax.tree.map(np.asarray, nnx.state(layer))
     layer.eval()
     np.testing.assert_allclose(codes_limit(layer), 16 * 4 * np.sqrt(MEAN), rtol=0.01)

@@ -136,7 +136,7 @@ def plain(x, w):
     return x @ w
 
 
-plain.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, dy: (dy @ kept[1].T, kept[0].T @ dy))
+plain.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, dy: (dy @ saved[1].T, saved[0].T @ dy))
 
 
 def test_products_in_loops_count_for_each_turn():

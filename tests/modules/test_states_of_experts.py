@@ -133,9 +133,9 @@ def test_codes_of_experts_of_a_step_are_those_of_the_states(recipe, model):
         fp8jax.nnx.advance_scaling(model)
         return loss(prequantized), loss(model)
 
-    (value, grads), (want, wanted) = step(model, 1.0)
+    (value, grads), (want, expected) = step(model, 1.0)
     assert float(value) == pytest.approx(float(want), rel=1e-6)
-    assert relative(nnx.to_pure_dict(grads), nnx.to_pure_dict(wanted)) < 1e-5
+    assert relative(nnx.to_pure_dict(grads), nnx.to_pure_dict(expected)) < 1e-5
     assert abs(float(step(model, 2.0)[0][0]) - float(want)) > 0.1 * float(want)
 
 

@@ -65,9 +65,9 @@ def test_layer_norm_is_exact_forward_and_that_of_the_stored_input_backward(param
     dy = normal(3, *x.shape)
     f = lambda x, s, b: layer_norm(x, s, b, recipe=context, eps=eps)  # noqa: E731
     y, back = jax.vjp(f, x, scale, bias)
-    kept = context if context.residual else None
-    wanted = reference_norm(x, scale, bias, eps, True, dy, kept)
-    for given, got, want in zip((x, x, scale, bias), (y, *back(dy)), wanted, strict=True):
+    residual_context = context if context.residual else None
+    expected = reference_norm(x, scale, bias, eps, True, dy, residual_context)
+    for given, got, want in zip((x, x, scale, bias), (y, *back(dy)), expected, strict=True):
         assert (got is None) == (given is None)
         if got is not None:
             near(got, want)
@@ -80,9 +80,9 @@ def test_rms_norm_is_exact_forward_and_that_of_the_stored_input_backward(scaled,
     x, dy = normal(0, TOKENS, CHANNELS), normal(3, TOKENS, CHANNELS)
     scale = 1 + 0.3 * normal(1, CHANNELS) if scaled else None
     y, back = jax.vjp(lambda x, s: rms_norm(x, s, recipe=context, eps=eps), x, scale)
-    kept = context if context.residual else None
-    wanted = reference_norm(x, scale, None, eps, False, dy, kept)[:3]
-    for given, got, want in zip((x, x, scale), (y, *back(dy)), wanted, strict=True):
+    residual_context = context if context.residual else None
+    expected = reference_norm(x, scale, None, eps, False, dy, residual_context)[:3]
+    for given, got, want in zip((x, x, scale), (y, *back(dy)), expected, strict=True):
         assert (got is None) == (given is None)
         if got is not None:
             near(got, want)
@@ -196,10 +196,10 @@ def test_a_layer_keeps_each_input_once_and_in_codes(how, context):
         "jit": jax.jit(one),
         "remat": functools.partial(scanned, context, wrap=jax.checkpoint),
     }
-    kept = residuals(forms[how], x, p)
+    residual_context = residuals(forms[how], x, p)
     stack = (2,) if how in ("scan", "remat") else ()
-    wide = [shape for dtype, shape in kept if dtype != "uint8" and TOKENS in shape and shape[-1] >= OUTPUTS]
-    codes = sorted(shape[-1] for dtype, shape in kept if dtype == "uint8")
+    wide = [shape for dtype, shape in residual_context if dtype != "uint8" and TOKENS in shape and shape[-1] >= OUTPUTS]
+    codes = sorted(shape[-1] for dtype, shape in residual_context if dtype == "uint8")
     if how == "remat":
         # The block's input alone.
         assert (codes, wide) == ([], [(*stack, TOKENS, CHANNELS)])

@@ -62,11 +62,11 @@ def loss(x, w, b=None, **options):
 @pytest.mark.parametrize(("variant", "tokens_per_chunk"), covering(VARIANTS, [None, 1, 5, 6]))
 def test_values_are_those_of_whole_logits(variant, tokens_per_chunk):
     options = VARIANTS[variant]
-    wanted = in_float64(X, W, BIAS, **options)
+    expected = in_float64(X, W, BIAS, **options)
     where = {"where": jnp.asarray(WHERE), "tokens_per_chunk": tokens_per_chunk, **options}
-    np.testing.assert_allclose(loss(*floats(X, W, BIAS), reduction="none", **where), wanted * WHERE, rtol=1e-5)
-    np.testing.assert_allclose(loss(*floats(X, W, BIAS), reduction="sum", **where), wanted[WHERE].sum(), rtol=1e-5)
-    np.testing.assert_allclose(loss(*floats(X, W, BIAS), **where), wanted[WHERE].mean(), rtol=1e-5)
+    np.testing.assert_allclose(loss(*floats(X, W, BIAS), reduction="none", **where), expected * WHERE, rtol=1e-5)
+    np.testing.assert_allclose(loss(*floats(X, W, BIAS), reduction="sum", **where), expected[WHERE].sum(), rtol=1e-5)
+    np.testing.assert_allclose(loss(*floats(X, W, BIAS), **where), expected[WHERE].mean(), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("variant", "reduction"), covering(VARIANTS, ["mean", "sum", "none"]))
@@ -78,8 +78,8 @@ def test_gradients_are_those_of_whole_logits(variant, reduction):
         value = loss(*operands, where=where, reduction=reduction, tokens_per_chunk=6, **options)
         return 3 * (jnp.sum(value * WEIGHTS) if reduction == "none" else value)
 
-    wanted = jax.grad(lambda *a: 3 * jnp.sum(by_optax(*a, **options) * weights), (0, 1, 2))(*operands)
-    for gradient, of in zip(jax.grad(ours, (0, 1, 2))(*operands), wanted, strict=True):
+    expected = jax.grad(lambda *a: 3 * jnp.sum(by_optax(*a, **options) * weights), (0, 1, 2))(*operands)
+    for gradient, of in zip(jax.grad(ours, (0, 1, 2))(*operands), expected, strict=True):
         assert relative(gradient, of) < 2e-6
 
 
@@ -95,10 +95,10 @@ def test_dtypes_are_those_of_operands():
     x, w = jnp.asarray(X, jnp.bfloat16), jnp.asarray(W, jnp.float32)
     value, (dx, dw) = jax.value_and_grad(loss, (0, 1))(x, w, None)
     assert (value.dtype, dx.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
-    wanted = jax.grad(lambda x, w: by_optax(x, w, 0.0).mean(), (0, 1))(x.astype(jnp.float32), w)
+    expected = jax.grad(lambda x, w: by_optax(x, w, 0.0).mean(), (0, 1))(x.astype(jnp.float32), w)
     # Logits' cotangents and the gradient of x are rounded to bf16, half a step of 2^-8 each.
-    assert relative(dx, wanted[0]) < 2**-8
-    assert relative(dw, wanted[1]) < 2**-8
+    assert relative(dx, expected[0]) < 2**-8
+    assert relative(dw, expected[1]) < 2**-8
 
 
 INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
@@ -137,9 +137,9 @@ def test_gradients_of_a_scaled_loss_survive_in_float16():
     for reduction, scale, of in (("mean", 2.0**15, LABELS.size), ("sum", 2.0**10, 1)):
         gradient = jax.grad(lambda x, r=reduction, scale=scale: loss(x, w, reduction=r) * scale)(x)
         whole = jax.grad(lambda x, factor=scale / of: by_optax(x, w.astype(jnp.float32), 0.0).sum() * factor)
-        wanted = whole(x.astype(jnp.float32))
+        expected = whole(x.astype(jnp.float32))
         assert gradient.dtype == jnp.float16
-        assert relative(gradient, wanted) < 2**-9
+        assert relative(gradient, expected) < 2**-9
     many = jnp.asarray(np.repeat(X[:1, :1], 1 << 17, axis=1), jnp.float16)
     labels = jnp.zeros(many.shape[:-1], jnp.int32)
     gradient = jax.grad(lambda x: fp8jax.linear_cross_entropy(x, w, labels) * 2.0**17)(many)[0, 0]
@@ -154,8 +154,8 @@ def test_what_does_not_count_has_no_effect():
     value, (dx, dw) = jax.value_and_grad(
         lambda x, w: fp8jax.linear_cross_entropy(x, w, labels, ignore_label=-100), (0, 1)
     )(hidden, w)
-    wanted = in_float64(X, W, 0.0)[WHERE].mean()
-    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    expected = in_float64(X, W, 0.0)[WHERE].mean()
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert not np.any(np.asarray(dx)[~WHERE])
     assert np.all(np.isfinite(dw))
     some = jnp.asarray(np.arange(LABELS.size).reshape(LABELS.shape) % 3 > 0)
@@ -292,12 +292,12 @@ def test_meshes_cut_it_as_they_lie(kind, placed, recipe):
     specs = (of_x, of_w, P(*of_w[1:]), of_x)
     for reduction in ("mean", "none"):
         one = jax.jit(functools.partial(step, reduction))
-        wanted = jax.device_get(one(*operands))
+        expected = jax.device_get(one(*operands))
         with jax.set_mesh(mesh):
             many = jax.jit(functools.partial(step, reduction)).lower(*map(put, operands, specs)).compile()
             given = many(*map(put, operands, specs))
         # Codes are the same, but where a cotangent lies between two of them: of 4,096 one has a weight of 2^-6.
-        assert relative(jax.device_get(given), wanted) < (2e-6 if recipe is None else 2**-8)
+        assert relative(jax.device_get(given), expected) < (2e-6 if recipe is None else 2**-8)
     # Gradients of the weight are summed once, after the loop over chunks, and no logits are gathered.
     program = many.as_text()
     moved = re.findall(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute)\(", program)
@@ -319,11 +319,11 @@ def test_recipes_multiply_in_8_bits(recipe):
         ("float8_e5m2", "float8_e4m3fn"),
         ("float8_e4m3fn", "float8_e5m2"),
     }
-    wanted = jax.value_and_grad(lambda x, w: by_optax(x, w, 0.0).mean(), (0, 1))(x.astype(jnp.float32), w)
+    expected = jax.value_and_grad(lambda x, w: by_optax(x, w, 0.0).mean(), (0, 1))(x.astype(jnp.float32), w)
     value, gradients = jax.value_and_grad(mean, (0, 1))(x, w)
-    np.testing.assert_allclose(value, wanted[0], rtol=0.02)
+    np.testing.assert_allclose(value, expected[0], rtol=0.02)
     # Half a step of e5m2 is 2^-3, that of e4m3 2^-4; rms of a uniform error is below 0.6 of its bound.
-    assert relative(gradients, wanted[1]) < 0.15
+    assert relative(gradients, expected[1]) < 0.15
     table = jax.value_and_grad(lambda x, w: mean(x, w, vocabulary_axis=0), (0, 1))(x, w.T)
     assert relative(table, (value, (gradients[0], gradients[1].T))) < 1e-6
     assert count(jax.grad(mean), "dot_general", x, w) == 3
@@ -371,7 +371,7 @@ def test_a_head_has_one_scale_an_operand_whatever_the_chunks(variant, axis):
         steepest, least = (1 + 2 * z_loss * root[WHERE]).max(), steepest
         assert np.abs(d).max() * WHERE.sum() > 2 * least
     d_rows, d_columns = (in_codes(d, dtype, steepest / WHERE.sum()) for dtype in (e4m3, e5m2))
-    wanted = d_rows @ w.T, np.einsum("btd,btv->dv", x, d_columns), d.sum((0, 1))
+    expected = d_rows @ w.T, np.einsum("btd,btv->dv", x, d_columns), d.sum((0, 1))
 
     how = {"where": jnp.asarray(WHERE), "recipe": fp8jax.recipes.HEAD, "vocabulary_axis": axis, **options}
     for tokens in (None,) if steep else (None, 5):
@@ -381,7 +381,7 @@ def test_a_head_has_one_scale_an_operand_whatever_the_chunks(variant, axis):
         each = in_float64(x, w, BIAS, **options)[WHERE]
         np.testing.assert_allclose(value, each.mean(), rtol=1e-5)
         # Of 840 cotangents a few lie between two codes and may go either way in fp32.
-        assert relative((dx, dw if axis else dw.T, db), wanted) < 2**-8
+        assert relative((dx, dw if axis else dw.T, db), expected) < 2**-8
 
 
 @pytest.mark.parametrize("variant", ["plain", "all"])
@@ -414,7 +414,7 @@ def test_gradients_of_devices_that_jax_checks_are_those_of_all_tokens(kind, name
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
     for reduction in ("mean", "none"):
         whole = functools.partial(mean, reduction)
-        wanted = jax.device_get(jax.value_and_grad(whole, (0, 1, 2))(*operands))
+        expected = jax.device_get(jax.value_and_grad(whole, (0, 1, 2))(*operands))
         with jax.set_mesh(mesh):
             each = jax.shard_map(
                 lambda *own: jax.lax.pmean(whole(*own), "data"),  # noqa: B023
@@ -424,14 +424,14 @@ def test_gradients_of_devices_that_jax_checks_are_those_of_all_tokens(kind, name
             )
             put = [jax.device_put(x, spec) for x, spec in zip(operands, (P("data"), P(), P(), P("data")), strict=True)]
             given = jax.device_get(jax.jit(jax.value_and_grad(each, (0, 1, 2)))(*put))
-        assert relative(given, wanted) < 1e-6
+        assert relative(given, expected) < 1e-6
 
 
 def test_it_maps():
     x, w = floats(X, W)
     batch = jax.vmap(lambda x, labels: fp8jax.linear_cross_entropy(x, w, labels, tokens_per_chunk=3))
-    wanted = in_float64(X, W, 0.0).mean(axis=1)
-    np.testing.assert_allclose(batch(x, jnp.asarray(LABELS)), wanted, rtol=1e-5)
+    expected = in_float64(X, W, 0.0).mean(axis=1)
+    np.testing.assert_allclose(batch(x, jnp.asarray(LABELS)), expected, rtol=1e-5)
 
 
 BAD = {

@@ -315,7 +315,7 @@ def test_operations_of_kernels_take_channels_that_a_mesh_cuts(name, monkeypatch)
         want = jax.jit(jax.grad(loss), static_argnums=2)(params, x, False)
         with jax.set_mesh(mesh()):
             got = jax.jit(jax.grad(loss), static_argnums=2)(put(params, SPECS), put(x, P("data")), True)
-    assert {told.impl for operation, told in choices if operation == "activation"} == {"triton"}
+    assert {selected.impl for operation, selected in choices if operation == "activation"} == {"triton"}
     assert relative(got, want) < 1e-2
     assert {key: jax.typeof(g).sharding.spec for key, g in got.items()} == {
         key: jax.typeof(w).sharding.spec for key, w in put(params, SPECS).items()

@@ -187,10 +187,10 @@ def test_so_do_operations_in_16_bits_however_forward_mode_is_asked_for(recipe, n
         "Hessian": lambda: jax.jit(jax.hessian(lambda factor: f(factor * X))).lower(1.0),
         "mapped": lambda: jax.vmap(lambda t: jax.jvp(f, (X,), (t,))[1])(X[None]),
     }
-    told = name.removesuffix(" of each")
+    operation = name.removesuffix(" of each")
     for how, run in ways.items():
         with pytest.raises(
-            ValueError, match=rf"^{told} of \(32, 64\) .*in 'head' supports reverse-mode differentiation only"
+            ValueError, match=rf"^{operation} of \(32, 64\) .*in 'head' supports reverse-mode differentiation only"
         ):
             print(how, run())
     twice = jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))
@@ -208,7 +208,7 @@ def test_so_do_operations_in_16_bits_however_forward_mode_is_asked_for(recipe, n
 
 
 def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypatch):
-    asked, noted, operand = [], [], CodesResidual.operand
+    lookups, noted, operand = [], [], CodesResidual.operand
 
     def predicting(self, side, cotangent_facts):
         cotangent_facts.predicted = CotangentPrediction()
@@ -216,7 +216,7 @@ def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypat
 
     monkeypatch.setattr(CodesResidual, "operand", predicting)
     for module in (residuals, product):
-        monkeypatch.setattr(module, "pop_facts", lambda x: asked.append(x) or NO_FACTS)
+        monkeypatch.setattr(module, "pop_facts", lambda x: lookups.append(x) or NO_FACTS)
         monkeypatch.setattr(module, "attach_facts", lambda x, facts: noted.append(x))
 
     @jax.jit
@@ -229,7 +229,7 @@ def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypat
         return back(y)
 
     program(X)
-    assert any(noted[0] is x for x in asked)
+    assert any(noted[0] is x for x in lookups)
 
 
 def test_products_with_frozen_weights_are_differentiated_once_by_the_input():

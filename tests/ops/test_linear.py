@@ -74,8 +74,8 @@ def test_the_three_products_take_the_operands_of_the_recipe(name):
 def test_only_codes_of_the_input_are_saved(name):
     recipe = fp8jax.recipes.get(name)
     x, w, _ = problem()
-    kept = residuals(lambda x, w: fp8jax.linear(x, w, recipe=recipe, key=KEY), x, w)
-    tokens = [(dtype, shape) for dtype, shape in kept if TOKENS in shape or TOKENS // 2 in shape]
+    saved_arrays = residuals(lambda x, w: fp8jax.linear(x, w, recipe=recipe, key=KEY), x, w)
+    tokens = [(dtype, shape) for dtype, shape in saved_arrays if TOKENS in shape or TOKENS // 2 in shape]
     assert ("uint8", (TOKENS, INPUTS)) in tokens
     assert all(dtype == "uint8" or np.prod(shape) <= TOKENS * INPUTS / 32 for dtype, shape in tokens)
 
@@ -83,8 +83,10 @@ def test_only_codes_of_the_input_are_saved(name):
 def test_a_weight_in_any_order_of_its_axes_is_kept_as_it_is():
     x, w, _ = problem()
     for subscripts, weight in (("btd,od->bto", w.T), ("btd,dhk->bthk", w.reshape(INPUTS, 3, 64))):
-        kept = residuals(functools.partial(fp8jax.einsum, subscripts, recipe="te_current"), x, weight)
-        assert [shape for d, shape in kept if d == "float32" and len(shape) > 1 and INPUTS in shape] == [weight.shape]
+        saved_arrays = residuals(functools.partial(fp8jax.einsum, subscripts, recipe="te_current"), x, weight)
+        assert [shape for d, shape in saved_arrays if d == "float32" and len(shape) > 1 and INPUTS in shape] == [
+            weight.shape
+        ]
 
 
 def test_the_bias_is_added_and_differentiated():

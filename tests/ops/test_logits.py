@@ -42,7 +42,7 @@ def from_facts(seen, z, _, facts, *args):
 def test_cotangents_are_what_their_facts_say(variant, cut, monkeypatch):
     step, seen = functools.partial(gradients, **VARIANTS[variant]), []
     x = X * (40 if variant == "steep" else 1)
-    wanted = step(x, W)
+    expected = step(x, W)
     monkeypatch.setattr(head, "quantize_cotangents", functools.partial(from_facts, seen))
     if not cut:
         given = step(x, W)
@@ -53,7 +53,7 @@ def test_cotangents_are_what_their_facts_say(variant, cut, monkeypatch):
             given = jax.device_get(jax.jit(step)(*put))
     assert seen
     # A cotangent that lies between two codes may go either way.
-    assert relative(given, wanted) < 2**-8
+    assert relative(given, expected) < 2**-8
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")

@@ -121,11 +121,11 @@ def scanned(w, adapters, x):
 def test_the_base_has_no_gradient_no_kept_input_and_no_wide_copy():
     w, adapters = stack()
     x = X.reshape(-1, INPUTS).astype(jnp.bfloat16)
-    kept = residuals(lambda adapters: scanned(w, adapters, x), adapters)
-    assert not [k for k in kept if k[0] in ("float32", "bfloat16") and k[1][-2:] in ((INPUTS, OUTPUTS), W.T.shape)]
+    saved = residuals(lambda adapters: scanned(w, adapters, x), adapters)
+    assert not [k for k in saved if k[0] in ("float32", "bfloat16") and k[1][-2:] in ((INPUTS, OUTPUTS), W.T.shape)]
     # Of an input its values, once, for the adapter; no codes of it for a gradient of the base.
-    assert [k for k in kept if TOKENS in k[1] and k[0] == "uint8"] == []
-    assert [k for k in kept if k[1][-2:] == (TOKENS, INPUTS)] == [("bfloat16", (3, TOKENS, INPUTS))]
+    assert [k for k in saved if TOKENS in k[1] and k[0] == "uint8"] == []
+    assert [k for k in saved if k[1][-2:] == (TOKENS, INPUTS)] == [("bfloat16", (3, TOKENS, INPUTS))]
     for wide in (jnp.float32, jnp.bfloat16):
         shapes = outputs(jax.grad(lambda a: scanned(w, a, x).sum().astype(jnp.float32)), wide, adapters)
         assert not [s for s in shapes if s[-2:] in ((INPUTS, OUTPUTS), (OUTPUTS, INPUTS))]
@@ -133,9 +133,9 @@ def test_the_base_has_no_gradient_no_kept_input_and_no_wide_copy():
 
 def test_a_frozen_weight_alone_keeps_nothing_of_its_input():
     w = fp8jax.freeze(W)
-    kept = residuals(lambda x: fp8jax.linear(x, w, recipe="coat"), X)
-    assert sum(np.prod(shape) for dtype, shape in kept if dtype != "uint8") <= 1
-    assert [shape for dtype, shape in kept if dtype == "uint8"] == [W.T.shape]
+    saved = residuals(lambda x: fp8jax.linear(x, w, recipe="coat"), X)
+    assert sum(np.prod(shape) for dtype, shape in saved if dtype != "uint8") <= 1
+    assert [shape for dtype, shape in saved if dtype == "uint8"] == [W.T.shape]
 
 
 def test_scanned_layers_are_those_one_by_one():

@@ -62,11 +62,11 @@ def expected(x):
 def test_parts_are_put_together_whatever_the_order_of_axes(kind, order):
     kinds = KINDS[kind]
     x = np.round(100 * np.asarray(draw(0, 2, 16, 32)))
-    wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
+    reference = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
     with jax.set_mesh(mesh_of(kinds, order)):
         for layout in LAYOUTS:
             program = jax.jit(by_hand(statistics)).lower(jax.device_put(x, P("data", *layout))).compile()
-            same(program(jax.device_put(x, P("data", *layout))), wanted)
+            same(program(jax.device_put(x, P("data", *layout))), reference)
             if kinds != KINDS["mixed"]:
                 assert set(collectives(program.as_text())) == {"all-reduce"}, layout
 
@@ -82,11 +82,11 @@ WITHIN = {
 @pytest.mark.parametrize(("within", "kinds", "check"), covering(WITHIN.values(), KINDS.values(), [True, False]))
 def test_within_other_transformations(kinds, within, check):
     x = np.round(100 * np.asarray(draw(0, 2, 16, 32)))
-    wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
+    reference = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
     with jax.set_mesh(mesh_of(kinds)):
         placed = jax.device_put(x, P("data", "tensor", "fsdp"))
         program = jax.jit(by_hand(within(statistics), check)).lower(placed).compile()
-    same(program(placed), wanted)
+    same(program(placed), reference)
     if kinds != KINDS["mixed"]:
         assert set(collectives(program.as_text())) == {"all-reduce"}
 
@@ -125,9 +125,9 @@ def test_axes_of_both_kinds(kinds, layout):
 
 def test_axes_of_one_device_leave_arrays_a_devices_own():
     x = np.round(100 * np.asarray(draw(0, 8, 16, 32)))
-    wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
+    reference = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
     with jax.set_mesh(jax.make_mesh((8, 1), ("data", "fsdp"), axis_types=(AUTO,) * 2)):
-        same(jax.jit(by_hand(statistics))(jax.device_put(x, P("data"))), wanted)
+        same(jax.jit(by_hand(statistics))(jax.device_put(x, P("data"))), reference)
 
 
 def test_parts_of_an_axis_are_no_mesh_axes():
@@ -150,10 +150,10 @@ def test_codes_and_scales_are_those_of_one_device(stand_ins, kinds, rows, check)
     columns = None if rows == "e4m3:group16" else rows if rows == "e4m3:token" else "same"
     how = ops._parse(rows, columns, scaling.find_scaling("current"), False)
     run = choice.mark_varying(lambda x: ops._kernel(how, x, None, None, None))
-    wanted = [ops._reference(how, part, None, None, None) for part in x]
+    reference = [ops._reference(how, part, None, None, None) for part in x]
     with jax.set_mesh(mesh_of(kinds)):
         found = jax.jit(by_hand(run, check))(jax.device_put(x, P("data", "tensor", "fsdp")))
-    same(jax.tree.leaves(found), [np.stack(leaves) for leaves in zip(*map(jax.tree.leaves, wanted), strict=True)])
+    same(jax.tree.leaves(found), [np.stack(leaves) for leaves in zip(*map(jax.tree.leaves, reference), strict=True)])
 
 
 @checks
@@ -201,22 +201,22 @@ def test_gradients_reduced_by_hand(stand_ins, monkeypatch, kinds, check):
 @pytest.mark.parametrize(("kind", "spmd"), covering([AUTO, EXPLICIT], [None, "rows"]))
 def test_under_vmap_of_an_axis_that_is_cut(kind, spmd):
     x = np.round(100 * np.asarray(draw(0, 4, 16, 32)))
-    wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
+    reference = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
     mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(kind,) * 2)
     found = jax.jit(jax.vmap(statistics, spmd_axis_name=spmd))(
         jax.device_put(x, NamedSharding(mesh, P("rows", None, "columns")))
     )
-    same(found, wanted)
+    same(found, reference)
     assert found[0].sharding.spec[0] == "rows"
 
 
 @pytest.mark.parametrize("layout", [slow(LAYOUTS[0]), slow(LAYOUTS[1]), LAYOUTS[2]], ids=str)
 def test_devices_in_any_order(layout):
     x = np.round(100 * np.asarray(draw(0, 2, 16, 32)))
-    wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
+    reference = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
     devices = np.array(jax.devices())[[3, 1, 7, 0, 2, 6, 5, 4]].reshape(2, 2, 2)
     with jax.set_mesh(jax.sharding.Mesh(devices, NAMES)):
-        same(jax.jit(by_hand(statistics))(jax.device_put(x, P("data", *layout))), wanted)
+        same(jax.jit(by_hand(statistics))(jax.device_put(x, P("data", *layout))), reference)
 
 
 def test_a_map_within_a_map_over_another_axis():

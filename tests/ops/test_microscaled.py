@@ -39,17 +39,19 @@ def problem(tokens=96, inputs=128, outputs=64, octaves=3.0):
 @pytest.mark.parametrize("specs", [(ROW, ROW), (TENSOR, ROW), (TENSOR, TENSOR), ("e4m3", ROW), (TENSOR, "e5m2")])
 def test_codes_of_both_operands_are_those_of_the_other_products_shifted(specs):
     x, _, dy = problem()
-    kept, rows = (
+    gradient_codes, rows = (
         fold_rows(a, s) if isinstance(s, fp8jax.QuantSpec) else fp8jax.quantize(a, s)
         for a, s in zip((x, dy), specs, strict=True)
     )
     if specs[1] == ROW:
-        rows, _ = gradient_operands(dy, ROW, kept.scale)
-    columns, dy_columns = rescale_rows_pow2(kept, rows), transpose_codes(rows)
+        rows, _ = gradient_operands(dy, ROW, gradient_codes.scale)
+    columns, dy_columns = rescale_rows_pow2(gradient_codes, rows), transpose_codes(rows)
     assert columns.spec.granularity == dy_columns.spec.granularity == "tensor"
     np.testing.assert_array_equal(np.asarray(dy_columns.codes.T).view(np.uint8), np.asarray(rows.codes).view(np.uint8))
     got = np.asarray(columns.dequantize(), np.float64).T
-    want = np.asarray(kept.dequantize(), np.float64) * np.asarray(microscaling.relative_token_scales(rows), np.float64)
+    want = np.asarray(gradient_codes.dequantize(), np.float64) * np.asarray(
+        microscaling.relative_token_scales(rows), np.float64
+    )
     top = float(columns.scale[0, 0])
     normal = np.abs(want) >= 2.0**-6 * top * (1 - 1e-6)
     assert 0.01 < normal.mean() < 1

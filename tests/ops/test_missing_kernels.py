@@ -62,10 +62,10 @@ def present(monkeypatch):
 def test_the_line_to_type_has_the_bounds_of_the_package():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in ("cuda12", "cuda13"):
-        asked = [Requirement(text) for text in extras[extra]]
-        asked = [r for r in asked if r.name != "jax" and (r.marker is None or r.marker.evaluate())]
-        wanted = {(r.name, r.specifier) for r in asked}
-        assert {(r.name, r.specifier) for r in map(Requirement, choice.REQUIREMENTS)} == wanted
+        requirements = [Requirement(text) for text in extras[extra]]
+        requirements = [r for r in requirements if r.name != "jax" and (r.marker is None or r.marker.evaluate())]
+        expected = {(r.name, r.specifier) for r in requirements}
+        assert {(r.name, r.specifier) for r in map(Requirement, choice.REQUIREMENTS)} == expected
 
 
 def test_the_reason_and_the_remedy(blocked):

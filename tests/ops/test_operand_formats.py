@@ -85,8 +85,8 @@ def want(part, x, w, dy, largest):
     x_wgrad = saved if own["x_wgrad"] == SAME else own["x_wgrad"]
     y = rounded(x, own["x"], largest.get("x")) @ rounded(w.T, own["w"], largest.get("w")).T
     dx = rounded(dy, own["dy"], largest.get("dy")) @ rounded(w, second["w_dgrad"], largest.get("w")).T
-    kept = rounded(x, saved, largest.get("x"))
-    again = kept.T if x_wgrad == saved else rounded(kept.T, x_wgrad, largest.get("x") if saved is None else None)
+    stored = rounded(x, saved, largest.get("x"))
+    again = stored.T if x_wgrad == saved else rounded(stored.T, x_wgrad, largest.get("x") if saved is None else None)
     return y, dx, again @ rounded(dy.T, second["dy_wgrad"], largest.get("dy")).T
 
 

@@ -42,8 +42,8 @@ def draw(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
 
 
-def same(found, wanted):
-    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, tree) for tree in (found, wanted)))
+def same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, tree) for tree in (found, expected)))
 
 
 def statistics(x):
@@ -120,7 +120,7 @@ def test_a_contraction_that_is_cut_is_summed_once(kind):
 
 @both
 @pytest.mark.parametrize(
-    ("operand", "wanted", "kept"),
+    ("operand", "expected", "kept"),
     [
         ("rows", ("rows", None), ("rows", None)),
         ("rows", (None, "rows"), (None, "rows")),
@@ -130,14 +130,14 @@ def test_a_contraction_that_is_cut_is_summed_once(kind):
     ],
     ids=str,
 )
-def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
+def test_each_device_keeps_its_part_of_a_sum(kind, operand, expected, kept):
     """As FSDP has gradients of weights: what the devices send is half of an all-reduce's."""
 
     def summed_over_k(a, b):
         def local(cut: DimSharding, a, b):
             return cut.psum(lax.dot_general(a, b, (((1,), (1,)), ((), ()))), "k", "m n")
 
-        return run_partitioned("product", None, local, (a, b), ("m k", "n k"), "m n", sum_dim="k", out_spec=wanted)
+        return run_partitioned("product", None, local, (a, b), ("m k", "n k"), "m n", sum_dim="k", out_spec=expected)
 
     def product(a, b, sharding):
         y = summed_over_k(a, b)
@@ -147,7 +147,7 @@ def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
 
     found, mesh, a, b = [], mesh_of(kind), jnp.round(8 * draw(0, 16, 64)), jnp.round(8 * draw(1, 24, 64))
     placed = place(mesh, a, None, operand), place(mesh, b, None, operand)
-    run = jax.jit(lambda a, b: product(a, b, NamedSharding(mesh, PartitionSpec(*wanted)))).lower(*placed).compile()
+    run = jax.jit(lambda a, b: product(a, b, NamedSharding(mesh, PartitionSpec(*expected)))).lower(*placed).compile()
     same(run(*placed), np.asarray(a) @ np.asarray(b).T)
     if kind == AxisType.Explicit:
         assert tuple(found[0]) == kept
@@ -212,7 +212,7 @@ def test_inside_shard_map_arrays_are_a_devices_own():
 
 
 @pytest.mark.parametrize(
-    ("spec", "wanted"),
+    ("spec", "expected"),
     [
         ("e4m3", ("m n", "- -")),
         ("e4m3:token", ("m n", "m -")),
@@ -222,8 +222,8 @@ def test_inside_shard_map_arrays_are_a_devices_own():
         ("e4m3:mx32", ("m n", "m n/32", "- -")),
     ],
 )
-def test_notation_of_a_spec(spec, wanted):
-    assert notation(QuantSpec.parse(spec), (64, 256), "m n") == wanted
+def test_notation_of_a_spec(spec, expected):
+    assert notation(QuantSpec.parse(spec), (64, 256), "m n") == expected
 
 
 def test_a_notation_that_does_not_fit_is_refused():
@@ -324,10 +324,10 @@ def test_codes_and_scales_do_not_depend_on_the_mesh(stand_ins, kind, rows, colum
     how = ops._parse(rows, columns, scaling.find_scaling(strategy), True)
     known = scaling.compute_amax(x) if rows == "e4m3" else None
     run = jax.jit(lambda x: ops._kernel(how, x, None, None, known))
-    wanted, sums = ops._reference(how, x, None, None, known)
+    expected, sums = ops._reference(how, x, None, None, known)
     for layout in LAYOUTS[:3]:
         found, total = run(place(mesh, x, *layout))
-        same(jax.tree.leaves(found), jax.tree.leaves(wanted))
+        same(jax.tree.leaves(found), jax.tree.leaves(expected))
         np.testing.assert_allclose(np.asarray(total), np.asarray(sums), rtol=1e-5, atol=1e-4)
 
 
@@ -392,14 +392,14 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
             again,
             back[0],
         )
-        asked = [on.compute_amaxes(gated, (GATE, UP), kept, compute_if=flag) for flag in (top > 0, top < 0)]
-        return (*exact_parts, asked), [*back[1:], *totals]
+        amaxes = [on.compute_amaxes(gated, (GATE, UP), kept, compute_if=flag) for flag in (top > 0, top < 0)]
+        return (*exact_parts, amaxes), [*back[1:], *totals]
 
-    wanted, sums = jax.jit(lambda *a: everything(fused_reference, *a))(x, up, dy, weight)
+    expected, sums = jax.jit(lambda *a: everything(fused_reference, *a))(x, up, dy, weight)
     for layout in LAYOUTS[:3]:
         arrays = (place(mesh, a, *layout) for a in (x, up, dy))
         found, totals = jax.jit(lambda *a: everything(stand_ins, *a))(*arrays, weight)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             # Rows of a norm that a device does not hold whole are gathered; elementary functions may differ in bits.
             close = np.isclose(*(np.asarray(t, np.float32) for t in (a, b)), rtol=1e-5, atol=1e-5)
             assert close.mean() > 0.999, (layout, a.shape)
@@ -417,10 +417,10 @@ def test_products_without_kernels_are_mapped_in_one_and_gather_codes(paired):
         a = fallback.make_fallback_tensor(draw(0, 64, 128), a, draw(2, *a.scale.shape) > 0)
     product = functools.partial(sharded_matmul, dot_in_16_bits(), None, jnp.float32, out_spec=None)
     run = jax.jit(jax.vmap(product, (None, 0)))
-    wanted = run(a, b)
+    expected = run(a, b)
     placed = jax.tree.map(lambda x: place(mesh, x, "rows"), a), jax.tree.map(lambda x: place(mesh, x, None, "rows"), b)
     program = run.lower(*placed).compile()
-    np.testing.assert_allclose(program(*placed), wanted, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(program(*placed), expected, rtol=1e-5, atol=1e-4)
     text = program.as_text()
     assert " while(" not in text
     assert set(re.findall(r"= (\w+)\[(?:\d+,)*\d+,128\].* all-gather\(", text)) == {"s8"}

@@ -43,7 +43,7 @@ def activations(f, *args):
 
 
 @pytest.mark.parametrize(
-    ("spec", "kept"),
+    ("spec", "saved"),
     [
         ("e4m3:group16", [("bfloat16", (24, 3)), ("uint8", (24, 48))]),
         ("int10:group16", [("bfloat16", (24, 3)), ("uint8", (24, 60))]),
@@ -52,14 +52,14 @@ def activations(f, *args):
     ids=str,
 )
 @pytest.mark.parametrize("loop", [False, True])
-def test_codes_and_scales_are_saved_and_no_16_bit_copy(spec, kept, loop):
+def test_codes_and_scales_are_saved_and_no_16_bit_copy(spec, saved, loop):
     save = functools.partial(fp8jax.save_quantized, name="hidden", spec=spec)
     one = checkpointed(functools.partial(block, save=save), "hidden")
     if not loop:
-        assert activations(one, X, W, V) == kept
+        assert activations(one, X, W, V) == saved
         return
     f = lambda x, w, v: jax.lax.scan(lambda x, _: (one(x, w, v), None), x, None, length=3)[0]  # noqa: E731
-    assert activations(f, X, W, V) == sorted([(d, (3, *s)) for d, s in kept] + [("bfloat16", (3, 24, 32))])
+    assert activations(f, X, W, V) == sorted([(d, (3, *s)) for d, s in saved] + [("bfloat16", (3, 24, 32))])
 
 
 def test_values_are_those_of_the_codes_and_gradients_pass_unchanged():
@@ -90,8 +90,8 @@ def test_what_our_operations_save_has_names():
         return fp8jax.glu_linear(g, u, v, recipe=recipe)
 
     def widths(recipe, *names):
-        kept = residuals(checkpointed(functools.partial(layer, recipe), *names), X, W, V)
-        return sorted(shape[-1] for dtype, shape in kept if dtype == "uint8")
+        saved = residuals(checkpointed(functools.partial(layer, recipe), *names), X, W, V)
+        return sorted(shape[-1] for dtype, shape in saved if dtype == "uint8")
 
     norm, activation, inputs = fp8jax.CHECKPOINT_NAMES
     assert widths(recipe, norm) == [32]
@@ -104,8 +104,10 @@ def test_what_our_operations_save_has_names():
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="rounds to nearest and takes no key, got spec 'int8:block32\\+stochastic'"):
         fp8jax.save_quantized(X, "h", "int8:block32+stochastic")
-    for x, told in ((jnp.arange(4), "int32[4]"), (jnp.float32(1), "float32[]")):
-        with pytest.raises(ValueError, match=re.escape(f"(..., channels) with a floating-point dtype, got {told}")):
+    for x, description in ((jnp.arange(4), "int32[4]"), (jnp.float32(1), "float32[]")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"(..., channels) with a floating-point dtype, got {description}")
+        ):
             fp8jax.save_quantized(x, "h")
 
 

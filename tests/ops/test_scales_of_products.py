@@ -79,8 +79,8 @@ def test_an_input_made_again_is_read_as_it_is_where_its_product_is_not_quantized
     recipe = dataclasses.replace(fp8jax.recipes.coat(), linear=fp8jax.recipes.switchback().linear, context=context)
     x, w, dy = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(24, 32), (32, 16), (24, 16)]))
     dw = jax.vjp(lambda w: fp8jax.norm_linear(x, None, [w], recipe=recipe)[0], w)[1](dy)[0]
-    kept = np.asarray(fp8jax.quantize(x, context.spec).dequantize(), np.float64)
-    again = kept / np.sqrt((np.asarray(x, np.float64) ** 2).mean(1, keepdims=True) + 1e-6)
+    decoded = np.asarray(fp8jax.quantize(x, context.spec).dequantize(), np.float64)
+    again = decoded / np.sqrt((np.asarray(x, np.float64) ** 2).mean(1, keepdims=True) + 1e-6)
     assert relative(dw, again.T @ np.asarray(dy, np.float64)) < 1e-5
 
 

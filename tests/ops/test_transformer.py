@@ -27,9 +27,9 @@ def draw(seed, *shape, dtype=jnp.bfloat16):
 
 def codes(f, *args):
     """Shapes of the codes that a function keeps, and of 16-bit arrays that are no weights."""
-    kept = residuals(f, *args)
-    wide = [s for d, s in kept if d in ("bfloat16", "float32") and len(s) >= 2 and s[0] in (BATCH, BATCH * LENGTH)]
-    return sorted(s for d, s in kept if d == "uint8"), sorted(
+    saved = residuals(f, *args)
+    wide = [s for d, s in saved if d in ("bfloat16", "float32") and len(s) >= 2 and s[0] in (BATCH, BATCH * LENGTH)]
+    return sorted(s for d, s in saved if d == "uint8"), sorted(
         s for s in wide if s[-1] not in (1, WIDTH // 16, INNER // 16)
     )
 
@@ -118,12 +118,12 @@ def test_a_layer_of_these_functions_under_scan_keeps_what_the_plan_says():
         return fp8jax.glu_linear(gate, up, w["down"], x, recipe=COAT), None
 
     model = lambda x, w: jax.lax.scan(layer, x, w)[0]  # noqa: E731
-    kept = [
+    saved = [
         (d, s)
         for d, s in residuals(model, x, w)
         if s[:1] == (layers,) and s not in {(layers, *s) for s in shapes.values()}
     ]
-    size = sum(int(np.prod(s)) * jnp.dtype(d).itemsize for d, s in kept) / layers
+    size = sum(int(np.prod(s)) * jnp.dtype(d).itemsize for d, s in saved) / layers
     unit = BATCH * LENGTH * WIDTH * 2
     # Two norms' inputs, gate and up in codes with bf16 scales for 16, q, k, v and output in bf16, roots and scalars.
     plan = (2 + 2 * INNER / WIDTH) * 0.5 * (1 + 2 / 16) + 4
@@ -141,8 +141,8 @@ def _kept_forward(q, k, v):
     return y, (q, k, v, y)
 
 
-def _kept_backward(kept, dy):
-    q, k, v, y = kept
+def _kept_backward(saved, dy):
+    q, k, v, y = saved
     slope = dy * (v - jnp.where(v == 0, 0, y * y / jnp.where(v == 0, 1, v)))
     return slope * k, slope * q, dy * jnp.tanh(q * k)
 

@@ -401,8 +401,8 @@ def test_sums_and_maxima_are_compressed_only_where_that_is_asked_for():
         return jax.jit(lambda: jax.lax.scan(step, tx.init(p), jnp.arange(201)))()[1][-1]
 
     np.testing.assert_allclose(after(tx), after(exact), rtol=1e-5)
-    asked = fp8jax.compress_state(optax.adagrad(1.0), {"sum_of_squares": "e4m3"}, min_size=0).init(p)
-    assert isinstance(optax.tree.get(asked, "sum_of_squares")["w"], QTensor)
+    requested = fp8jax.compress_state(optax.adagrad(1.0), {"sum_of_squares": "e4m3"}, min_size=0).init(p)
+    assert isinstance(optax.tree.get(requested, "sum_of_squares")["w"], QTensor)
     state = OURS(optax.amsgrad(1e-3)).init(p)
     assert isinstance(optax.tree.get(state, "nu")["w"], QTensor)
     assert optax.tree.get(state, "nu_max")["w"].dtype == jnp.float32

@@ -128,15 +128,15 @@ def test_master_weights_of_fp8_lm_are_kept_between_its_settings():
 def test_remainders_of_masters_have_as_many_bits_as_the_new_optimizers():
     makers = {n: fp8jax.compressed_adamw(RATE, min_size=0, master=f"bf16+int{n}", **SETTINGS) for n in (8, 16)}
     # The last one's remainder is the largest there is: rounded to 8 bits it would be one more than those.
-    wanted = {"w": params()["w"].at[0, 0].set(1 + 2.0**-8 - 2.0**-23)}
-    high, rest = fp8jax.split_master_weights(wanted, "bf16+int16")
+    expected = {"w": params()["w"].at[0, 0].set(1 + 2.0**-8 - 2.0**-23)}
+    high, rest = fp8jax.split_master_weights(expected, "bf16+int16")
     assert int(rest["w"][0, 0]) == 2**15 - 1
     state = optax.tree.set(makers[16].init(high), remainder=rest)
     shorter = fp8jax.convert_state(state, makers[8], high)
     short, again = (
         fp8jax.master_weights(x, high)["w"] for x in (shorter, fp8jax.convert_state(shorter, makers[16], high))
     )
-    error = np.abs(short - wanted["w"]) / 2.0 ** np.floor(np.log2(np.abs(wanted["w"])))
+    error = np.abs(short - expected["w"]) / 2.0 ** np.floor(np.log2(np.abs(expected["w"])))
     assert error[0, 0] == pytest.approx(2.0**-15, rel=0.01)
     assert error.max() <= 2.0**-15
     assert error[np.asarray(rest["w"]) < 127.5 * 256].max() <= 2.0**-16

@@ -130,8 +130,8 @@ def test_weights_are_the_step_s():
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     before, grads = nnx.as_pure(nnx.state(model)), nnx.grad(lambda m: jnp.sum(m(X[:, :4])))(model)
     fp8jax.nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, grads)
-    wanted = jax.tree.map(lambda p, g: p - g, before, nnx.as_pure(nnx.state(grads)))
-    chex.assert_trees_all_close(nnx.as_pure(nnx.state(model)), wanted)
+    expected = jax.tree.map(lambda p, g: p - g, before, nnx.as_pure(nnx.state(grads)))
+    chex.assert_trees_all_close(nnx.as_pure(nnx.state(model)), expected)
     state = fp8jax.linen.TrainState.create(apply_fn=None, params={"w": X}, tx=tx)
     new = state.apply_gradients(grads={"w": X}, apply_fn=len)
     np.testing.assert_array_equal(new.params["w"], 0 * X)
@@ -214,10 +214,10 @@ def test_optimizer_clips(recipe):
     params, big = {"w": jnp.ones((64, 128))}, {"w": jnp.linspace(-3, 5, 64 * 128).reshape(64, 128)}
     plain, tx = (fp8jax.optimizer(recipe, 1e-2, eps=1e-2, min_size=1, **how) for how in ({}, {"clip": 0.5}))
     norm = float(np.linalg.norm(np.asarray(big["w"], np.float64)))
-    wanted, _ = plain.step(jax.tree.map(lambda g: g * (0.5 / norm), big), plain.init(params), params)
+    expected, _ = plain.step(jax.tree.map(lambda g: g * (0.5 / norm), big), plain.init(params), params)
     unclipped, _ = plain.step(big, plain.init(params), params)
     given, _ = tx.step(big, tx.init(params), params)
-    np.testing.assert_allclose(given["w"], wanted["w"], rtol=1e-4)
+    np.testing.assert_allclose(given["w"], expected["w"], rtol=1e-4)
     assert np.abs(np.asarray(given["w"]) - np.asarray(unclipped["w"])).max() > 1e-3
     with pytest.raises(ValueError, match="max_norm must be positive"):
         fp8jax.optimizer(recipe, 1e-2, clip=0.0)
@@ -314,10 +314,10 @@ def test_train_state_ends_the_step_of_scalings(recipe, chained):
         if recipe == "moss":
             step = tx.update if chained else tx.step
             new = fp8jax.get_weight_amax_bounds(step(weights, opt_state, params)[1])
-            wanted = fp8jax.linen.update_weight_amax_bounds(by_hand, new)
+            expected = fp8jax.linen.update_weight_amax_bounds(by_hand, new)
         else:
-            wanted = fp8jax.linen.advance_scaling(by_hand, seen, recipe)
-        chex.assert_trees_all_close(after.scaling, wanted, rtol=1e-6)
+            expected = fp8jax.linen.advance_scaling(by_hand, seen, recipe)
+        chex.assert_trees_all_close(after.scaling, expected, rtol=1e-6)
         assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (after.scaling, scaling)), strict=True))
     plain = fp8jax.linen.TrainState.create(apply_fn=None, params=params, tx=tx)
     with pytest.raises(ValueError, match=r"Pass scaling="):

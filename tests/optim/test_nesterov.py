@@ -42,11 +42,11 @@ def test_fp32_moments_give_the_bits_of_optax(make):
         ours, theirs = fp8jax.scale_by_compressed_adam(**fp32, nesterov=True), optax.scale_by_adam(nesterov=True)
         plain = optax.scale_by_adam()
     states = [tx.init(PARAMS) for tx in (ours, theirs, plain)]
-    update, wanted, without = (jax.jit(tx.update) for tx in (ours, theirs, plain))
+    update, expected, without = (jax.jit(tx.update) for tx in (ours, theirs, plain))
     for step in range(4):
         grads = jax.tree.map(lambda p, step=step: p * (step - 1.5), PARAMS)
         (u, a), (v, b), (w, c) = (
-            f(grads, state, PARAMS) for f, state in zip((update, wanted, without), states, strict=True)
+            f(grads, state, PARAMS) for f, state in zip((update, expected, without), states, strict=True)
         )
         states = [a, b, c]
         chex.assert_trees_all_equal(u, v)
@@ -75,8 +75,8 @@ def test_a_moment_that_its_gradient_cancels_is_not_taken_for_idle():
     cancel = -0.9 * 0.09 / (1 - 0.9**3) / (0.1 / (1 - 0.9**2) + 0.9 * 0.1 / (1 - 0.9**3))
     updates, state = tx.update(g.at[0, 7].set(cancel), state, g)
     assert abs(float(updates[0, 7]) + RATE * 1e-4) < RATE / 40
-    wanted = 0.09 + 0.1 * cancel
-    np.testing.assert_allclose(state.mu.dequantize()[0, 7], wanted, rtol=0.07)
+    expected = 0.09 + 0.1 * cancel
+    np.testing.assert_allclose(state.mu.dequantize()[0, 7], expected, rtol=0.07)
 
 
 def test_what_is_refused_says_what_to_take():

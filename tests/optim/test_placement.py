@@ -109,12 +109,12 @@ def test_shardings_for_a_state_come_from_those_of_the_parameters():
     of = functools.partial(NamedSharding, mesh)
     tx = fp8jax.compressed_adamw(1e-2, min_size=64)
     p = {"w": jnp.ones((16, 1024)), "cut": jnp.ones((16, 1536)), "b": jnp.ones(8)}
-    wanted = {"w": of(P(None, "x")), "cut": of(P(None, "x")), "b": of(P())}
+    expected = {"w": of(P(None, "x")), "cut": of(P(None, "x")), "b": of(P())}
     shardings = optax.tree.map_params(
         tx,
         lambda moment, sharding: moment.shardings(sharding) if isinstance(moment, QTensor) else sharding,
         jax.eval_shape(tx.init, p),
-        wanted,
+        expected,
         transform_non_params=lambda _: of(P()),
         is_leaf=lambda x: isinstance(x, QTensor),
     )
@@ -122,4 +122,4 @@ def test_shardings_for_a_state_come_from_those_of_the_parameters():
     assert {x.sharding.spec for x in jax.tree.leaves(state.mu["w"])} == {P(None, "x")}
     # Eight do not divide twelve groups.
     assert [x.sharding.spec for x in jax.tree.leaves(state.nu["cut"])] == [P(None, "x"), P(None, None), P(None, None)]
-    assert jax.tree.map(lambda x: x.sharding, tx.init(jax.device_put(p, wanted)).mu) == shardings.mu
+    assert jax.tree.map(lambda x: x.sharding, tx.init(jax.device_put(p, expected)).mu) == shardings.mu

@@ -174,8 +174,8 @@ def test_the_golden_state_loads_and_goes_on(name):
     newer = name != "e4m3 expanded"
     for a, b in zip(*(jax.tree.leaves(tree, is_leaf=storage.is_quantized) for tree in (new, expected)), strict=True):
         if newer and isinstance(a, QTensor) and a.spec.flush_to_zero:
-            values, wanted = (np.asarray(jax.tree.map(jnp.asarray, q).dequantize()) for q in (a, b))
-            np.testing.assert_allclose(values, wanted, rtol=2.0**-2, atol=np.abs(wanted).max() / 100)
+            values, reference = (np.asarray(jax.tree.map(jnp.asarray, q).dequantize()) for q in (a, b))
+            np.testing.assert_allclose(values, reference, rtol=2.0**-2, atol=np.abs(reference).max() / 100)
             continue
         if newer and np.asarray(jax.tree.leaves(a)[0]).dtype == jnp.bfloat16:
             np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (a, b)), rtol=2.0**-7)

@@ -231,9 +231,9 @@ def test_a_fused_step_is_that_of_the_chain_and_one_that_is_not_applied_leaves_bo
     grads = jax.tree.map(lambda g: g[7], gradients(0.9, 0.95, 8)) | {"b": jnp.ones(6)}
     state = tx.init(PARAMS)
     params, after = jax.jit(tx.step)(grads, state, PARAMS)
-    updates, wanted = jax.jit(tx.update)(grads, state, PARAMS)
+    updates, expected = jax.jit(tx.update)(grads, state, PARAMS)
     applied = optax.apply_updates(PARAMS, updates)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), (params, after), (applied, wanted))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), (params, after), (applied, expected))
     assert after[1].count == 1
     left = jax.jit(functools.partial(tx.step, apply_if=False))(grads, state, PARAMS)
     jax.tree.map(np.testing.assert_array_equal, left, (PARAMS, state))

@@ -60,10 +60,10 @@ def test_it_is_the_layer_with_a_bias_bit_by_bit():
 def test_how_libraries_write_it_is_found():
     linear = nnx.Linear(WIDTH, OUT, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     heads = nnx.MultiHeadAttention(4, WIDTH, dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0))
-    for module, wanted in ((linear, [True]), (heads, [True] * 4)):
+    for module, expected in ((linear, [True]), (heads, [True] * 4)):
         graph, params, rest = nnx.split(module, nnx.Param, ...)
         run = lambda p, x, graph=graph, rest=rest: nnx.merge(graph, p, rest)(x)  # noqa: E731
-        assert biases(run, params=nnx.to_pure_dict(params)) == wanted
+        assert biases(run, params=nnx.to_pure_dict(params)) == expected
     spread = lambda p, x: x @ p["w"] + jnp.broadcast_to(p["b"], (2, TOKENS // 2, OUT))  # noqa: E731
     einsum = lambda p, x: jnp.einsum("btd,df->btf", x, p["w"]) + p["b"]  # noqa: E731
     for fn in (spread, einsum):
@@ -123,9 +123,9 @@ def test_an_activation_knows_that_a_bias_asks_for_sums_of_its_cotangents():
     def without(p, x):
         return jax.nn.gelu(x @ p["w"].astype(x.dtype)) @ p["v"].astype(x.dtype)
 
-    for fn, wanted in ((plain, [True]), (without, [False])):
+    for fn, expected in ((plain, [True]), (without, [False])):
         found = operations(fn, rules="coat_fast")
-        assert [o.has_bias for o in found if isinstance(o, ActivationOperation)] == wanted
+        assert [o.has_bias for o in found if isinstance(o, ActivationOperation)] == expected
 
 
 @pytest.mark.parametrize("recipe", ["te_delayed", "moss"])

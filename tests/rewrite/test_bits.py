@@ -74,7 +74,7 @@ def gradients(fn, params, x):
     return jax.jit(jax.value_and_grad(loss, (0, 1) if jnp.issubdtype(x.dtype, jnp.floating) else 0))(params, x)
 
 
-def kept(fn, params, x):
+def saved_arrays(fn, params, x):
     """What a call keeps for its backward pass besides parameters, in order."""
     shapes = {leaf.shape for leaf in jax.tree.leaves(params)}
     return sorted((d, s) for d, s in residuals(jax.jit(fn), params, x) if s not in shapes and s[::-1] not in shapes)
@@ -96,11 +96,11 @@ def test_a_block_of_nnx_and_one_by_hand(name):
     recipe = getattr(fp8jax.recipes, name)()
     graph, state = nnx.split(fp8jax.nnx.quantize(nnx.merge(GRAPH, STATE), recipe))
     fast, swapped = fp8jax.transform(as_written, recipe), lambda p, x: nnx.merge(graph, p)(x)
-    assert size(kept(fast, PARAMS, X)) == size(kept(swapped, nnx.to_pure_dict(state), X))
+    assert size(saved_arrays(fast, PARAMS, X)) == size(saved_arrays(swapped, nnx.to_pure_dict(state), X))
     got = gradients(fast, PARAMS, X)
     if name != "te_current":
         hand = functools.partial(by_hand, recipe=recipe)
-        assert kept(fast, PARAMS, X) == kept(hand, PARAMS, X)
+        assert saved_arrays(fast, PARAMS, X) == saved_arrays(hand, PARAMS, X)
         assert_equal(got, gradients(hand, PARAMS, X))
     else:
         assert_equal(got, gradients(swapped, nnx.to_pure_dict(state), X))
@@ -139,9 +139,9 @@ def test_scanned_and_checkpointed_layers_of_linen():
     # The head is found by what becomes of its result: the whole model reads no rule on its name.
     (head,) = [e for e in fast.explain(params, tokens).skipped if e.is_product]
     assert (head.path, "output head" in head.reason) == ("out", True)
-    assert kept(fast, params, tokens) == kept(swapped, params, tokens)
-    (loss, grads), (wanted, others) = gradients(fast, params, tokens), gradients(swapped, params, tokens)
-    assert loss == wanted
+    assert saved_arrays(fast, params, tokens) == saved_arrays(swapped, params, tokens)
+    (loss, grads), (expected, others) = gradients(fast, params, tokens), gradients(swapped, params, tokens)
+    assert loss == expected
     assert relative(grads, others) < 0.05  # gradients of residuals are added before they are rounded
 
 

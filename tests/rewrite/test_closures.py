@@ -171,16 +171,16 @@ FORMS = {
 
 
 @pytest.fixture(scope="module")
-def wanted():
+def expected():
     """The loss and gradients of functions of parameters that are stacked before."""
     fast = {recipe: fp8jax.transform(loop, recipe) for recipe in ("coat", "moss")}
     return {recipe: jax.jit(jax.value_and_grad(f))(STACKED, X) for recipe, f in fast.items()}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_products_of_parameters_that_a_loss_stacks_are_taken(form, wanted):
+def test_products_of_parameters_that_a_loss_stacks_are_taken(form, expected):
     """With the bits of those that are stacked outside; "moss" has a bound for each weight, and measures these."""
-    compiled = {"stacked": wanted.items(), "stacked last": [("coat", wanted["coat"])]}
+    compiled = {"stacked": expected.items(), "stacked last": [("coat", expected["coat"])]}
     for recipe, (loss, grads) in compiled.get(form, ()):
         fast = fp8jax.transform(FORMS[form], recipe)
         got, by_block = jax.jit(jax.value_and_grad(fast))(BLOCKS, X)

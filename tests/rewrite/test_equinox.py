@@ -110,8 +110,8 @@ def test_matrices_on_the_left_of_mapped_vectors_are_products_of_all_tokens():
         step = jax.value_and_grad(fp8jax.transform(f, "coat"))
         assert not [axes for axes in transposed(step, p, x) if len(axes) > 2]
         found.append((*jax.jit(step)(p, x), count(step, "reduce_sum", p, x)))
-    (value, grads, sums), (want, wanted, fewest) = found
+    (value, grads, sums), (want, expected, fewest) = found
     assert sums == fewest, "a bias is summed in the pass over its product's cotangent"
     np.testing.assert_allclose(value, want, rtol=1e-6)
     for name in WEIGHTS:
-        np.testing.assert_allclose(grads[name], wanted[name], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(grads[name], expected[name], rtol=1e-5, atol=1e-5)

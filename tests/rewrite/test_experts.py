@@ -56,11 +56,11 @@ def values_and_gradients(fn, params):
 
 def assert_near(fn, written, params):
     """A result and the gradient of each parameter and of the input as far from those as written as 8 bits are."""
-    (y, (grads, dx)), (want, (wanted, wanted_dx)) = (values_and_gradients(each, params) for each in (fn, written))
+    (y, (grads, dx)), (want, (reference, wanted_dx)) = (values_and_gradients(each, params) for each in (fn, written))
     assert 0 < relative(y, want) < 0.1
     assert 0 < relative(dx, wanted_dx) < 0.2
     for name in params:
-        assert relative(grads[name], wanted[name]) < 0.25, name
+        assert relative(grads[name], reference[name]) < 0.25, name
 
 
 @pytest.mark.parametrize(("name", "recipe"), covering(WRITINGS, ["coat", "deepseek"]))
@@ -124,8 +124,8 @@ def test_tokens_are_quantized_before_they_are_gathered_and_the_glu_between_produ
         saved = residuals(lambda p, x: fast(p, x), JOINED, X)
         assert_near(fast, written, JOINED)
     assert program.count("_quantize_cotangents") == 1
-    kept = [shape for dtype, shape in saved if dtype == "uint8" and len(shape) == 2 and shape[0] != X.shape[0]]
-    assert kept == [(rows, 2 * experts.INNER)]
+    saved_codes = [shape for dtype, shape in saved if dtype == "uint8" and len(shape) == 2 and shape[0] != X.shape[0]]
+    assert saved_codes == [(rows, 2 * experts.INNER)]
 
 
 @pytest.mark.parametrize("params", [P, JOINED], ids=["apart", "as one"])
@@ -274,10 +274,10 @@ def test_steps_with_states_are_near_those_as_written(name, recipe):
     states = fast.init(params, X)
     for _ in range(2):
         y, grads, states = step(params, states, X, weights)
-    want, (wanted, _) = values_and_gradients(written, params)
+    want, (reference, _) = values_and_gradients(written, params)
     assert 0 < relative(y, want) < 0.1
     for path in params:
-        assert relative(grads[path], wanted[path]) < 0.25, path
+        assert relative(grads[path], reference[path]) < 0.25, path
 
 
 BATCHED = {name: P[name] for name in ("gate", "up", "down")}
@@ -315,11 +315,11 @@ def test_each_expert_of_a_batched_product_has_a_delayed_scale_of_its_own():
         weights = WEIGHTS * (x != 0).any((1, 2), keepdims=True)  # no result of an expert without tokens is used
         y, grads, states = step(BATCHED, states, x, weights)
         for e, p in enumerate(params_alone):
-            want, wanted, new = step_alone(p, states_alone[e], x[e], weights[e])
+            want, reference, new = step_alone(p, states_alone[e], x[e], weights[e])
             states_alone[e] = new if x[e].any() else states_alone[e]
             np.testing.assert_allclose(y[e], want, rtol=1e-5, atol=1e-5)
             for name in BATCHED:
-                np.testing.assert_allclose(grads[name][e], wanted[name], rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(grads[name][e], reference[name], rtol=1e-4, atol=1e-4)
     amax = np.abs(np.asarray(INPUTS)).max((1, 2))
     history = amax[:, None] * np.array([[2, 3, 1], [2, 1, 0], [2, 3, 1], [2, 3, 1]])
     np.testing.assert_allclose(states["gate"].state.x, history, rtol=1e-6)
@@ -475,10 +475,10 @@ def test_experts_over_devices_observe_what_they_observe_on_one():
         for fn in (over_devices(gathered_tokens), experts.block(experts.sorted_tokens(lax.ragged_dot)))
     )
     found = [make_step(fn)(P, fn.init(P, X), X, jnp.ones_like(X)) for fn in (fast, alone)]
-    (y, _, states), (want, _, wanted) = found
+    (y, _, states), (want, _, reference) = found
     assert relative(y, want) < 0.1
     for path in ("gate", "up", "down"):
-        state, expected = (each[path].state for each in (states, wanted))
+        state, expected = (each[path].state for each in (states, reference))
         np.testing.assert_allclose(state.x[:, 0, 0], expected.x[:, 0], rtol=0.05)
         np.testing.assert_allclose(state.w[:, 0, 0], expected.w[:, 0], rtol=1e-6)
         np.testing.assert_allclose(state.dy[:, 0, 0], expected.dy[:, 0], rtol=0.2)

@@ -111,28 +111,32 @@ def test_those_that_read_an_array_are_decided_together_and_loops_and_stacks_are_
     def stacked(p, x):
         return jnp.einsum("etd,edf->etf", x, p["w"].astype(x.dtype))
 
-    def told(fn, recipe, x, **shapes):
+    def explain_shapes(fn, recipe, x, **shapes):
         p = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
         with choice.target(capability=90):
             return fp8jax.transform(fn, recipe).explain(p, jax.ShapeDtypeStruct(x, jnp.bfloat16))
 
-    wide = told(both, SHAPES, (1, 16384, 2048), wide=(2048, 8192), thin=(2048, 128))
+    wide = explain_shapes(both, SHAPES, (1, 16384, 2048), wide=(2048, 8192), thin=(2048, 128))
     assert taken(wide) == {"wide", "thin"}
     alone = [fp8jax.Rule("wide", None), fp8jax.Rule(".*", SHAPES)]
-    assert taken(told(both, alone, (1, 16384, 2048), wide=(2048, 8192), thin=(2048, 128))) == set()
-    none = told(both, SHAPES, (1, 512, 2048), wide=(2048, 256), thin=(2048, 128))
+    assert taken(explain_shapes(both, alone, (1, 16384, 2048), wide=(2048, 8192), thin=(2048, 128))) == set()
+    none = explain_shapes(both, SHAPES, (1, 512, 2048), wide=(2048, 256), thin=(2048, 128))
     assert taken(none) == set()
     assert " us with thin slower in 8 bits" in next(entry.reason for entry in none.entries if entry.path == "wide")
     # Codes that another makes in any case cost nothing.
     x, shapes = (1, 8192, 1024), {"wide": (1024, 4096), "thin": (1024, 128)}
-    assert taken(told(both, SHAPES, x, **shapes)) == set()
-    assert taken(told(both, [fp8jax.Rule("thin", "te_current"), fp8jax.Rule(".*", SHAPES)], x, **shapes)) == {*shapes}
-    assert taken(told(both, [fp8jax.Rule("thin", None), fp8jax.Rule(".*", SHAPES)], x, **shapes)) == set()
+    assert taken(explain_shapes(both, SHAPES, x, **shapes)) == set()
+    assert taken(explain_shapes(both, [fp8jax.Rule("thin", "te_current"), fp8jax.Rule(".*", SHAPES)], x, **shapes)) == {
+        *shapes
+    }
+    assert taken(explain_shapes(both, [fp8jax.Rule("thin", None), fp8jax.Rule(".*", SHAPES)], x, **shapes)) == set()
     (loop,) = (
-        entry for entry in told(looped, "te_current", (1, 16384, 2048), w=(2048, 2048)).entries if entry.is_product
+        entry
+        for entry in explain_shapes(looped, "te_current", (1, 16384, 2048), w=(2048, 2048)).entries
+        if entry.is_product
     )
     assert loop.runs_per_step == 3
-    gained = [entry.gain for entry in told(stacked, "te_current", (4, 4096, 512), w=(4, 512, 512)).entries]
+    gained = [entry.gain for entry in explain_shapes(stacked, "te_current", (4, 4096, 512), w=(4, 512, 512)).entries]
     assert gained
     assert not any(gained)
 
@@ -254,10 +258,10 @@ def test_a_bias_counts(one_known_device, monkeypatch):
 @pytest.mark.parametrize("recipe", [slow("te_current"), "coat", "te_delayed"])
 def test_flax_models_decide_by_layer(one_known_device, recipe):
     """At the tokens that a call has: where layers keep a state, those that stay in 16 bits do without."""
-    wanted = fp8jax.recipes.for_shapes(recipe)
+    expected = fp8jax.recipes.for_shapes(recipe)
     x = jax.ShapeDtypeStruct((16384, 1024), jnp.bfloat16)
     model = nnx.eval_shape(lambda: Block(1024, nnx.Rngs(0)))
-    for report in (fp8jax.explain(model, wanted, x), fp8jax.explain(LinenBlock(1024), wanted, x)):
+    for report in (fp8jax.explain(model, expected, x), fp8jax.explain(LinenBlock(1024), expected, x)):
         # An activation makes no codes whose scales are of earlier steps.
         assert {layer.path for layer in report.quantized_layers} == (
             {"up"} if recipe == "te_delayed" else {"up", "down"}
@@ -267,9 +271,9 @@ def test_flax_models_decide_by_layer(one_known_device, recipe):
         )
     small = Block(32, nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (8, 32), jnp.bfloat16)
-    np.testing.assert_array_equal(fp8jax.nnx.quantize(small, wanted)(x), small(x))
+    np.testing.assert_array_equal(fp8jax.nnx.quantize(small, expected)(x), small(x))
     linen = LinenBlock(32)
-    quantized = fp8jax.linen.quantize(linen, wanted)
+    quantized = fp8jax.linen.quantize(linen, expected)
     variables = quantized.init(jax.random.key(0), x)
     np.testing.assert_array_equal(quantized.apply(variables, x), linen.apply({"params": variables["params"]}, x))
 

@@ -95,8 +95,8 @@ def test_the_base_is_one_byte_a_parameter_and_nothing_wider():
     for wide in (jnp.float32, jnp.bfloat16):
         shapes = {s[-2:] for s in outputs(jax.grad(loss), wide, adapters)}
         assert not shapes & {(WIDTH, INNER), (INNER, WIDTH)}
-    asked = [pair for pair in dots(jax.grad(loss), adapters) if "float8_e4m3fn" in pair]
-    assert len(asked) == 5, "two of the forward pass, one of them again under the checkpoint, two of the backward pass"
+    pairs = [pair for pair in dots(jax.grad(loss), adapters) if "float8_e4m3fn" in pair]
+    assert len(pairs) == 5, "two of the forward pass, one of them again under the checkpoint, two of the backward pass"
     assert base["layers"]["up"]["kernel"].nbytes <= LAYERS * (WIDTH * INNER + 4)
 
 
@@ -196,8 +196,8 @@ def test_a_matrix_that_is_read_transposed_is_multiplied_by_its_codes(how, column
     adapter = dataclasses.replace(ADAPTER, b=ADAPTER.b[:, :columns])
     fast = fp8jax.transform(lambda p, x: (TURNED[how](p, x), x @ p["other"]), "te_current")
     p = lambda adapter: {"w": fp8jax.lora.AdaptedWeight(held, adapter), "other": jnp.ones((columns, 8))}  # noqa: E731
-    asked = dots(lambda p, x: fast(p, x)[0], p(adapter), x)
-    assert ("float8_e4m3fn",) * 2 in asked
+    pairs = dots(lambda p, x: fast(p, x)[0], p(adapter), x)
+    assert ("float8_e4m3fn",) * 2 in pairs
     assert "not read as" not in str(fast.explain(p(adapter), x))
 
     def exact(adapter, x):

@@ -126,8 +126,8 @@ def test_a_program_without_the_recipe_saves_at_least_what_is_said(recipe):
     arrays = [x, h, *[product] * 4] if recipe == "coat" else [h, product]
     said = sum(entry.unquantized_residual_bytes or 0 for entry in explained.entries)
     assert said == itemsize * sum(arrays)
-    kept = [(dtype, shape) for dtype, shape in residuals(mlp, P, X) if shape[:-1] == X.shape[:-1]]
-    assert said <= sum(jnp.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in kept)
+    saved = [(dtype, shape) for dtype, shape in residuals(mlp, P, X) if shape[:-1] == X.shape[:-1]]
+    assert said <= sum(jnp.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in saved)
 
 
 def test_sentences_add_up_what_a_plan_says_of_its_parts():
@@ -148,8 +148,8 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
     assert explanation.residual_bytes_note(parts[1:3]).startswith("memory: the backward pass needs")
     assert explanation.residual_bytes_note(parts).endswith("needs 2.5 KiB of saved inputs")
     parts[0] = parts[0]._replace(unquantized_residual_bytes=6 * 1024)
-    told = explanation.residual_bytes_note(parts)
-    assert told.endswith("needs 2.5 KiB of saved inputs; without the recipe at least 6 KiB (2.4 times as much)")
+    text = explanation.residual_bytes_note(parts)
+    assert text.endswith("needs 2.5 KiB of saved inputs; without the recipe at least 6 KiB (2.4 times as much)")
     equal = parts[0]._replace(unquantized_residual_bytes=1536)
     assert explanation.residual_bytes_note([equal]).endswith(
         "needs 1.5 KiB of saved inputs, as much as without the recipe"
@@ -160,9 +160,9 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
         .endswith("6 GiB of saved inputs")
     )
     gained = "speed: 8 bits save about 2.8 ms per step in 2 matmuls, by rates of an H100"
-    told = explanation.gains_note(parts)
-    assert told.startswith(gained)
-    assert told.endswith("; b gains nothing at 512 tokens: fp8jax.recipes.for_shapes(recipe) keeps them in 16 bits")
+    text = explanation.gains_note(parts)
+    assert text.startswith(gained)
+    assert text.endswith("; b gains nothing at 512 tokens: fp8jax.recipes.for_shapes(recipe) keeps them in 16 bits")
     assert explanation.gains_note(parts[:1]).startswith(gained.replace("2.8", "3").replace("2 matmuls", "1 matmul"))
     assert explanation.gains_note(parts[2:3]) == explanation.residual_bytes_note(parts[3:]) == ""
     many = [parts[1]._replace(path=f"p{name}{i}", tokens=1024) for name in "abcde" for i in range(4)] + parts[:2]

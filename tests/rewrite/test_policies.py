@@ -101,11 +101,14 @@ def test_answers_are_the_policys_own_and_equal_ones_are_one():
     assert all(dots(name.primitive, kind, name=one) is True for one in names)
     assert [one for one in names if own(name.primitive, kind, name=one) is True] == ["fp8jax_norm"]
     # It is asked of a product with this result.
-    asked = []
-    nothing = lambda primitive, *kinds, **how: asked.append((primitive.name, kinds, how.get("preferred_element_type")))  # noqa: E731
+    requests = []
+
+    def nothing(primitive, *kinds, preferred_element_type=None, **_):
+        requests.append((primitive.name, kinds, preferred_element_type))
+
     wide = kind.update(dtype=jnp.float32)
     with_products(lambda *kinds, **how: bool(nothing(*kinds, **how)))(name.primitive, wide, name="fp8jax_product")
-    assert asked == [("name", (wide,), None), ("dot_general", (wide, wide), jnp.float32)]
+    assert requests == [("name", (wide,), None), ("dot_general", (wide, wide), jnp.float32)]
     assert with_products(POLICIES.dots_saveable) == with_products(with_products(POLICIES.dots_saveable))
     assert hash(with_products(POLICIES.dots_saveable)) == hash(with_products(POLICIES.dots_saveable))
     assert with_products(None) is None

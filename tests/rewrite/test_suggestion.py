@@ -55,14 +55,14 @@ def test_scaled_weights_and_a_stuck_scale_are_named_and_mended():
     assert {f.layer for f in faults if f.role in ("x", "w")} == {"block0/up", "block1/down"}
 
     suggestion = fp8jax.suggest(loss_fn, "te_delayed", params, X, found=found)
-    wanted = float(jax.jit(loss_fn)(params, X))
-    assert suggestion.unquantized_loss == pytest.approx(wanted, rel=1e-5)
-    assert abs(float(loss) - wanted) > 0.05 * wanted
+    expected = float(jax.jit(loss_fn)(params, X))
+    assert suggestion.unquantized_loss == pytest.approx(expected, rel=1e-5)
+    assert abs(float(loss) - expected) > 0.05 * expected
     mended = fp8jax.transform(loss_fn, suggestion.rules)
     states = {path: states[path] for path in mended.init(params, X)}
     assert not {"block0/up", "block1/down"} & set(states)
     (loss, _), found = observed_step(mended)(params, states)
-    assert abs(float(loss) - wanted) < 0.02 * wanted
+    assert abs(float(loss) - expected) < 0.02 * expected
     assert not {"block0/up", "block1/down"} & {f.layer for f in fp8jax.find_faults(found) if f.role in ("x", "w")}
 
     code = str(suggestion)

@@ -215,8 +215,8 @@ def test_routers_are_left():
     explained = fp8jax.transform(fn, "te_current").explain(p, X)
     assert [(e.path, e.reason.partition(":")[0]) for e in explained.skipped] == [("choose", "a router, gate or head")]
     # A rule that names it has its way.
-    asked = fp8jax.transform(fn, [fp8jax.Rule("choose", "te_current"), "te_current"])
-    assert len(asked.explain(p, X).quantized) == 3
+    with_rules = fp8jax.transform(fn, [fp8jax.Rule("choose", "te_current"), "te_current"])
+    assert len(with_rules.explain(p, X).quantized) == 3
 
 
 def test_a_part_that_returns_its_projections_is_quantized():
@@ -479,8 +479,8 @@ def test_of_a_part_or_layout_of_a_parameter_the_parameter_is_kept(fn, recipe):
     x = X[:3, :5]
     fast = fp8jax.transform(fn, [fp8jax.Rule(".*", recipe)])
     given = functools.partial(fast, states=fast.init(STACK, x))
-    kept = {shape for _, shape in residuals(lambda w: loss(given)(w, x), STACK) if WIDTH in shape}
-    assert {shape for shape in kept if not {3, 5} <= {*shape} and 15 not in shape} == {STACK.shape}
+    saved = {shape for _, shape in residuals(lambda w: loss(given)(w, x), STACK) if WIDTH in shape}
+    assert {shape for shape in saved if not {3, 5} <= {*shape} and 15 not in shape} == {STACK.shape}
     want, got = (jax.grad(loss(f))(STACK, x) for f in (fn, given))
     assert 0 < relative(got, want) < 0.25
 
@@ -530,14 +530,14 @@ def in_a_loop(p, x):
 
 @pytest.mark.usefixtures("inspected")
 @pytest.mark.parametrize(
-    ("fn", "recipe", "kept", "made"),
+    ("fn", "recipe", "saved", "made"),
     [
         (as_they_lie, "te_current", 2, 2), (as_outputs_by_inputs, "te_current", 2, 2),
         (jax.checkpoint(as_they_lie), "te_current", 0, 2), (in_a_loop, "te_current", 0, 0),
         (as_they_lie, "te_delayed", 0, 0),
     ],
 )  # fmt: skip
-def test_outside_of_loops_both_copies_of_a_weight_are_made_at_once_on_a_gpu(fn, recipe, kept, made, monkeypatch):
+def test_outside_of_loops_both_copies_of_a_weight_are_made_at_once_on_a_gpu(fn, recipe, saved, made, monkeypatch):
     """The same bits: one copy of each is kept, whichever way it lies, and only where a gradient is wanted."""
     fast = fp8jax.transform(fn, [fp8jax.Rule(".*", recipe)])
     given = functools.partial(fast, states=fast.init(P, X))
@@ -552,7 +552,7 @@ def test_outside_of_loops_both_copies_of_a_weight_are_made_at_once_on_a_gpu(fn, 
     monkeypatch.setattr(weights, "on_one_device", lambda: True)
     after, got = run()
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert after - before == kept
+    assert after - before == saved
     passes = []
     count = lambda *args, **how: passes.append(how) or quantize_weight(*args, **how)  # noqa: E731
     monkeypatch.setattr(weights, "quantize_weight", count)
@@ -612,8 +612,8 @@ def test_experts_by_groups_of_tokens():
     assert [e.path for e in explained.skipped] == ["choose"]
     want, got = (jax.jit(jax.grad(loss(f)))(p, X) for f in (experts, fast))
     assert 0 < relative(got, want) < 0.25
-    kept = residuals(jax.jit(functools.partial(fast, p)), X)
-    assert {d for d, s in kept if s == (32, INNER)} == {"uint8"}
+    saved = residuals(jax.jit(functools.partial(fast, p)), X)
+    assert {d for d, s in saved if s == (32, INNER)} == {"uint8"}
 
 
 def test_experts_as_one_batched_product():
@@ -778,9 +778,9 @@ def test_nothing_is_computed_to_explain():
 def test_fewer_bytes_are_kept():
     """Codes in place of 16-bit inputs; nothing of what activations make again."""
     fn = lambda p, x: jax.nn.silu(x @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)  # noqa: E731
-    kept = lambda f: [r for r in residuals(jax.jit(functools.partial(f, P)), X) if len(r[1]) > 2]  # noqa: E731
-    assert {d for d, s in kept(fn) if s[-1] == INNER} == {"bfloat16"}
-    assert {d for d, s in kept(fp8jax.transform(fn, "coat")) if s[-1] == INNER} == {"uint8"}
+    saved = lambda f: [r for r in residuals(jax.jit(functools.partial(f, P)), X) if len(r[1]) > 2]  # noqa: E731
+    assert {d for d, s in saved(fn) if s[-1] == INNER} == {"bfloat16"}
+    assert {d for d, s in saved(fp8jax.transform(fn, "coat")) if s[-1] == INNER} == {"uint8"}
 
 
 def asks(p, x):
