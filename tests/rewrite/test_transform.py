@@ -692,9 +692,9 @@ def test_effects_leaks_and_lines():
     lines = {e.line for e in fast.explain(P, X).quantized}
     assert all(re.search(r"test_transform.py:\d+ \(mlp\)", line) for line in lines)
     # The line of a product that is replaced is its products' own, and its scope.
-    text = jax.jit(jax.named_scope("block")(fast)).lower(P, X).compile().as_text()
-    assert re.search(r"block/fp8jax:e4m3\*e4m3/(\S+/)?dot_general", text)
-    assert text.count('test_transform.py"') > 2
+    lowered = jax.jit(jax.named_scope("block")(fast)).lower(P, X)
+    assert re.search(r"block/fp8jax:e4m3\*e4m3/(\S+/)?dot_general", lowered.compile().as_text())
+    assert lowered.as_text(debug_info=True).count('test_transform.py"') > 2
 
 
 def test_lines_of_functions_that_jax_has_traced_before():
