@@ -46,6 +46,9 @@ SMALL, MEDIUM = Setting(), Setting(dim=1024, layers=5, heads=8, mlp_dim=2816, le
 BLOCK_SCALED_SETTING = PlainSetting(
     dim=384, layers=7, heads=6, mlp_dim=1024, batch=32, steps=400, warmup=40, valid=512, valid_fraction=0.03
 )
+BLOCK_SCALED_MEDIUM = dataclasses.replace(
+    BLOCK_SCALED_SETTING, dim=896, heads=7, mlp_dim=2432, length=1024, batch=16, valid=160
+)
 MIXTURE = dataclasses.replace(
     BLOCK_SCALED_SETTING, dim=768, layers=6, heads=12, mlp_dim=768, length=1024, batch=16, steps=300, warmup=30,
     valid=256, experts=16, experts_per_token=4,
@@ -199,6 +202,13 @@ STUDIES = {
         "nvfp4 keeps the first and last of the seven blocks in bf16; the arm 'all blocks' does not. 'no part' has "
         "no rotation, rounds to nearest, has 1x16 scales of weights, and all blocks in e2m1. GPUs before Blackwell "
         "decode the codes to bf16.",
+    ),
+    "block_scaled_medium": Study(
+        "Loss of MXFP8 and NVFP4 relative to bf16, with 69 M parameters", "recipe_parity_block_scaled_medium",
+        "parity_block_scaled_medium", BLOCK_SCALED_MEDIUM, ("mxfp8", "nvfp4", "coat"),
+        about="nvfp4 keeps the first and last of the seven blocks in bf16. GPUs before Blackwell decode the codes to "
+            "bf16.",
+        seeds=8,
     ),
     "experts": Study(
         "Loss of a mixture of experts, relative to bf16", "recipe_parity_experts", "parity_experts", MIXTURE,

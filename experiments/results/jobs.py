@@ -177,8 +177,9 @@ SETTLED = (
 DERIVED = (
     *(Job(page, ("experiments.papers.parity", "--study", name, "--judge", "--results"), 5, gpus=0)
       for name, page in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals"),
-                         ("block_scaled", "recipe_parity_block_scaled"), ("experts", "recipe_parity_experts"),
-                         ("head", "recipe_parity_head"),
+                         ("block_scaled", "recipe_parity_block_scaled"),
+                         ("block_scaled_medium", "recipe_parity_block_scaled_medium"),
+                         ("experts", "recipe_parity_experts"), ("head", "recipe_parity_head"),
                          ("fixed_batch", "fixed_batch"))),
     *(Job(f"recipe_errors_{size}",
           ("experiments.papers.recipe_errors", "--size", size, "--presets", "--results"), 5, gpus=0)
@@ -204,6 +205,7 @@ TRAINED = (
     *seeds("intervals", 150, ("bf16", "moss_interval_1", "moss_interval_100", "moss", "moss_interval_2000")),
     *seeds("block_scaled", 100, ("bf16", "mxfp8", "nvfp4", "coat", "mxfp8, rounded down", "nvfp4, no rotation",
                                  "nvfp4, nearest", "nvfp4, 1x16 weights", "nvfp4, all blocks", "nvfp4, no part")),
+    *seeds("block_scaled_medium", 200, ("bf16", "mxfp8", "nvfp4", "coat")),
     *seeds("head", 100, ("bf16", "coat_fast", "coat_fast, 8-bit head")),
     *seeds("experts", 150, ("bf16", "coat", "coat_fast", "deepseek", "int8_fallback")),
     Job("parity_recipe_errors_13m", ("experiments.papers.recipe_errors", "--size", "13m", "--results"), 600),
