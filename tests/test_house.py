@@ -154,6 +154,24 @@ print(time.process_time() - start)
     assert min(float(run.stdout) for run in done) < 1
 
 
+def test_kernels_that_are_imported_late_cause_no_retrace():
+    """JAX retraces every function after a new user context: a first step that imports one would compile twice."""
+    modules = [".".join(path.with_suffix("").parts) for path in FILES if path.parts[0] in ("fp8jax", "pallas_kernels")]
+    code = f"""
+import importlib
+import fp8jax, jax
+
+def refuse(default=None):
+    raise AssertionError("a user context after the import of fp8jax")
+
+jax.make_user_context = refuse
+for name in {modules}:
+    importlib.import_module(name.removesuffix(".__init__"))
+"""
+    assert any(name.startswith("pallas_kernels.matmul") for name in modules)
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 def test_examples_in_docstrings_run():
     attempted = 0
     for path in FILES:

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import call_mosaic
+from pallas_kernels.dispatch.multiprocessors import available_sms
 from pallas_kernels.matmul.hopper_epilogue import COLUMN_LAYOUT as COLUMN_LAYOUT
 from pallas_kernels.matmul.hopper_epilogue import (
     NO_SCALES,
@@ -51,21 +52,6 @@ MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232
 FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 Interpret = plgpu.InterpretGPUParams | None
-
-
-# Number of multiprocessors that kernels leave free, inside of `with reserved_sms(count):`. Another value causes a
-# retrace.
-reserved_sms: Any = jax.make_user_context(0)
-
-
-def available_sms() -> int:
-    """Return the multiprocessor count of the target device (132 if unknown), minus `reserved_sms`."""
-    if abstract := jax.sharding.get_abstract_mesh().abstract_device:
-        count = int(abstract.num_cores or 132)
-    else:
-        device = jax.devices()[0]
-        count = int(device.core_count) if device.platform == "gpu" else 132
-    return max(count - int(reserved_sms.value), 2)
 
 
 def mean_tiles_per_sm(m: int, n: int, tile: Tile) -> float:

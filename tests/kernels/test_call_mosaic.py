@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.dispatch import call_mosaic
-from pallas_kernels.matmul import hopper, matmul_block_mosaic, matmul_int8_mosaic, matmul_mosaic, matmul_mx_mosaic
+from pallas_kernels.dispatch import call_mosaic, multiprocessors
+from pallas_kernels.matmul import matmul_block_mosaic, matmul_int8_mosaic, matmul_mosaic, matmul_mx_mosaic
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="Mosaic's kernels need jax 0.11")
 
@@ -41,7 +41,7 @@ def _fallback(a, b, a_scale, b_scale, codes, scale, used):
 
 def _left(count):
     def program(a, b):
-        with hopper.reserved_sms(count):
+        with multiprocessors.reserved_sms(count):
             return matmul_mosaic.matmul(a, b)
 
     return program

@@ -18,6 +18,7 @@ from fp8jax.ops.matmul.hopper import HOPPER, strip_residual
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.quantize import transpose
+from pallas_kernels.dispatch.multiprocessors import reserved_sms
 
 KernelName = Literal["codes", "block", "int8 block", "bf16"]
 
@@ -166,7 +167,6 @@ def multiply_rows(
     """Return `grouped_matmul` by a kernel, for groups of rows within these bounds; all but arrays are static."""
     from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul
     from pallas_kernels.matmul.grouped_mosaic import grouped_matmul
-    from pallas_kernels.matmul.hopper import reserved_sms
 
     scale = row_scale = column_scale = None
     if isinstance(w, DeferredMatrices):
@@ -250,7 +250,6 @@ def multiply_tokens(
     from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul_dw
     from pallas_kernels.matmul.grouped_int8_mosaic import grouped_int8_block_matmul_dw
     from pallas_kernels.matmul.grouped_mosaic import grouped_matmul_dw
-    from pallas_kernels.matmul.hopper import reserved_sms
 
     is_k_major = True
     if all(isinstance(x, UnpaddedRows) and find_spec(x) is None for x in (a, b)):

@@ -20,6 +20,7 @@ from fp8jax.ops.dispatch.choice import Choice, capability, current_target, missi
 from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
 from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.microscaling import fold_microscales, is_foldable
+from pallas_kernels.dispatch.multiprocessors import reserved_sms
 
 
 def is_shardable(*operands: Any) -> bool:
@@ -288,8 +289,6 @@ def run(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _call_kernel(kernel_name: KernelName, fast: bool, n_reserved: int, dtype: DTypeLike, a: Any, b: QTensor) -> Array:
     """Call a kernel under jit: lowering Mosaic is slow, and equal products of a program are then lowered once."""
-    from pallas_kernels.matmul.hopper import reserved_sms
-
     with reserved_sms(n_reserved):
         # Without the barrier, XLA duplicates the call if a loop saves the result (dynamic slice fusion).
         return lax.optimization_barrier(_run_kernel(kernel_name, fast, dtype, a, b))
