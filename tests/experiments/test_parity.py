@@ -139,6 +139,7 @@ def test_pages_of_the_runs_that_are_there_give_the_rows_of_their_results_files(t
     root = Path(__file__).parents[2] / "results"
     for name, page in (("recipes", "h100/recipe_parity"), ("intervals", "h100/recipe_parity_intervals"),
                        ("fixed_batch", "h200/fixed_batch"), ("block_scaled", "h200/recipe_parity_block_scaled"),
+                       ("block_scaled_medium", "h200/recipe_parity_block_scaled_medium"),
                        ("experts", "h200/recipe_parity_experts"), ("head", "h200/recipe_parity_head")):  # fmt: skip
         study = STUDIES[name]
         runs, _ = parity.read(study, root)
