@@ -57,6 +57,9 @@ ONE_GPU = (
           "bf16", "coat_fast"),
     bench("models", 390, "--models", "llama1b", "--rounds", "3", "--arm", "bf16", "te_current", "coat", "coat_fast",
           "coat_fast, 8-bit head", "prequantized:coat_fast", file="models_more"),
+    # torch.compile takes four minutes for it.
+    bench("models", 350, "--models", "llama1b", "--rounds", "2", "--torch", "torchao rowwise", "--arm", "bf16",
+          "coat_fast", file="models_rowwise"),
     *(bench("models", seconds, "--models", name, "--rounds", "3", file=f"models_{name}")
       for name, seconds in (("vitl", 170), ("vitl_cudnn", 150), ("gpt350m", 110), ("gpt124m", 90),
                             ("llama1b_dots", 200), ("llama1b_linen", 130), ("llama1b_equinox", 175))),
