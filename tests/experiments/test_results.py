@@ -265,8 +265,8 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys, tmp_path):
     assert "FP8JAX_COMMIT='main' is not a commit hash" in capsys.readouterr().err
 
 
-def test_it_takes_little_more_than_an_hour_of_one_gpu():
-    assert sum(job.seconds for job in runner.ONE_GPU) <= 90 * 60
+def test_it_takes_100_minutes_of_one_gpu():
+    assert sum(job.seconds for job in runner.ONE_GPU) <= 100 * 60
     names = [job.name for jobs in (*runner.JOBS.values(), runner.DERIVED) for job in jobs]
     assert len(set(names)) == len(names)
     assert all(job.gpus == width for width, jobs in runner.JOBS.items() for job in jobs)
