@@ -61,6 +61,7 @@ from fp8jax.rewrite.primitives import (
 )
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
+from fp8jax.rewrite.routers import ROUTER_LAYER_REASON
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
 from fp8jax.rewrite.states import (
     LoopLevel,
@@ -119,11 +120,13 @@ def plan(
     reasons = reasons if rules.has_default else {}
     # A layer whose result is also used elsewhere is no output head.
     other_paths = {p.path for p in matmuls if p.node not in reasons}
-    heads = {p.path: reasons[p.node] for p in matmuls if p.node in reasons}
+    router_layers = {node: reason for node, reason in reasons.items() if reason == ROUTER_LAYER_REASON}
+    heads = {p.path: reasons[p.node] for p in matmuls if p.node in reasons and p.node not in router_layers}
     heads = {path: why for path, why in heads.items() if why != OUTPUT_HEAD_REASON or path not in other_paths}
     skipped: dict[Node, str] = {}
     if rules.has_default:
         heads_and_edges = _find_edges(matmuls, rules) | {p.node: heads[p.path] for p in matmuls if p.path in heads}
+        heads_and_edges = router_layers | heads_and_edges
         skipped = dict.fromkeys(_narrow_products(matmuls, heads_and_edges), NARROW_REASON) | heads_and_edges
     for p in matmuls:
         p.choice = choose(p, rules, call_info, {p.path: skipped[p.node]} if p.node in skipped else {})
