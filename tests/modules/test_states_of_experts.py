@@ -125,7 +125,7 @@ def test_a_call_that_stacks_layers_is_listed_and_warned_of(recipe, dot):
     if recipe == "moss":  # its bounds are measured
         assert not fp8jax.explain(quantized, X).skipped_layers
         return
-    with pytest.warns(UserWarning, match=r"of the FLOPs .* stay in 16 bits.* stacks (the )?parameters"):
+    with pytest.warns(UserWarning, match=r"of the FLOPs .* stay in 16 bits.*stacks (the )?parameters"):
         y = quantized(X)
     assert 0 < relative(y, model(X)) < 0.1
     rows = fp8jax.explain(quantized, X)
