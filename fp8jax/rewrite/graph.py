@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax.rewrite import primitives
-from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES, Equation
+from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES, SLICING_PRIMITIVES, Equation
 
 if TYPE_CHECKING:
     from fp8jax.rewrite.run import Interpreter
@@ -285,13 +285,14 @@ class ModifiedWeight(NamedTuple):
 
 def find_modified_weight(value: Value) -> ModifiedWeight | None:
     """The parameter that a value is, after data have changed it or gathered from it; None for other values."""
-    size, visited, todo = value.aval.size, set[Value](), [value]
+    visited, todo, is_sliced = set[Value](), [value], False
     while todo:
         value = todo.pop()
+        size = value.aval.size
         is_gather = value.kind == "gather" and value.node is not None
         source = value.node.operands[0] if is_gather and value.node is not None else value
         if source.weight is not None and source.aval.ndim > (2 if is_gather else 1):
-            return ModifiedWeight(source.weight.path, is_gather)
+            return ModifiedWeight(source.weight.path, is_gather or is_sliced)
         is_elementwise = value.node is not None and value.kind in (
             *_ELEMENTWISE_UPDATES,
             *CASTS,
@@ -301,7 +302,12 @@ def find_modified_weight(value: Value) -> ModifiedWeight | None:
         )
         operands = value.node.operands if value.node is not None and is_elementwise else []
         operands = operands if value.enclosing_value is None else [value.enclosing_value]
-        todo += [operand for operand in operands if operand.aval.size == size and operand not in visited]
+        operands = [operand for operand in operands if operand.aval.size == size]
+        # Under jax.vmap a branch of lax.switch reads its matrix from stacked ones, which the index of the token masks.
+        if value.node is not None and value.kind in SLICING_PRIMITIVES:
+            operands = [v for v in value.node.operands[:1] if strip_layout(v).kind == "select_n"]
+            is_sliced = is_sliced or bool(operands)
+        todo += [operand for operand in operands if operand not in visited]
         visited.update(todo)
     return None
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value, direct_sources, search, strip_layout
 from fp8jax.rewrite.primitives import CONCAT_PRIMITIVES, LAYOUTS, PRODUCTS, SELECTION_PRIMITIVES, SLICING_PRIMITIVES
+from fp8jax.rewrite.routers import ROUTER_LAYER_REASON, Scores, find_router_layers, is_linear
 
 # Casts, layouts, slices and functions of one value, under which a head's result is still its result.
 _TRANSPARENT = (
@@ -46,6 +47,8 @@ _ELEMENTWISE_FUNCTIONS = (
     "min",
     "erf",
 )
+# Further functions in norms, such as that of a projection in a cosine router.
+_NORMALIZATIONS = ("reduce_sum", "reduce_max", "rsqrt", "pow")
 # The operands that are values, not conditions or indices.
 _VALUE_OPERANDS = {"select_n": slice(1, None), "gather": slice(0, 1), "dynamic_slice": slice(0, 1)}
 MIN_OUTPUTS = 16
@@ -146,14 +149,20 @@ class Flow:
         self._sources: dict[Value, frozenset[Node] | None] = {}
 
     def find_heads(self) -> dict[Node, str]:
-        """The matmuls that are heads or routers, with the reason.
+        """The matmuls that are heads or of routers, with the reason.
 
         A result with the shape of a floating-point input is not an output: the function may be a part of a model, such
         as an MLP. If every other matmul would be an output head, none is, as for projections that are returned.
         """
         reasons = dict[Node, str]()
-        for node, name in self._selection_heads():
-            reasons.setdefault(node, _SELECTION_REASON.format(name))  # the first reader in the program
+        router_scores = list[Scores]()
+        for scores, name, is_over_outputs in self._selections():
+            for node in scores.products & self._products:
+                reasons.setdefault(node, _SELECTION_REASON.format(name))  # the first reader in the program
+            if is_over_outputs:
+                router_scores.append(scores)
+        router_layers = find_router_layers(self._graph, self._products, router_scores)
+        reasons = dict.fromkeys(router_layers, ROUTER_LAYER_REASON) | reasons
         data_arguments = [v for v in self._argument_values if v.is_data]
         # If the arguments are all parameters, the arrays that the function closes over count as its inputs.
         data_arguments = data_arguments or [
@@ -170,27 +179,31 @@ class Flow:
             reasons |= dict.fromkeys(returned, OUTPUT_HEAD_REASON)
         return reasons
 
-    def _selection_heads(self) -> Iterator[tuple[Node, str]]:
-        denominators = {
-            strip_layout(node.operands[-1], _FORWARDED)
-            for node in self._graph.walk_nested()
-            if node.kind in ("div", "log")
-        }
-        for node in self._graph.walk_nested():
+    def _selections(self) -> Iterator[tuple[Scores, str, bool]]:
+        """What each selection reads, its name, and whether it may be among the outputs of the matmuls before.
+
+        A softmax over another axis than that of the outputs may be attention to tokens.
+        """
+        nodes = list(self._graph.walk_nested())
+        denominators = {strip_layout(node.operands[-1], _FORWARDED) for node in nodes if node.kind in ("div", "log")}
+        matmuls = self._products | {node for node in nodes if is_linear(node)}
+        for node in nodes:
             if node.kind in SELECTION_PRIMITIVES:
-                yield from (
-                    (product, SELECTION_PRIMITIVES[node.kind])
-                    for product in elementwise_sources(node.operands[0], self._products)
-                )
+                values = elementwise_values(node.operands[0], matmuls)
+                yield _scores(values, matmuls), SELECTION_PRIMITIVES[node.kind], True
             if (
                 node.kind == "exp"
                 and (shifted := strip_layout(node.operands[0], _FORWARDED)).kind == "sub"
                 and shifted.node is not None
             ):
                 scores, largest = shifted.node.operands
-                found = self._source_products(scores)
-                if found and found == self._products_of_max(largest):
-                    yield from ((product, "softmax") for product in found)
+                if (reduction := self._find_max(largest)) is not None:
+                    found = self._source_products(scores)
+                    if not found or found != self._source_products(reduction.operands[0]):
+                        found = self._normalized_products(scores, reduction, matmuls)
+                    if found:
+                        values = elementwise_values(scores, matmuls, _NORMALIZATIONS)
+                        yield Scores(found, values), "softmax", _is_over_outputs(reduction, found)
             # A softmax without subtracted maximum: the sum is a divisor, or its logarithm is taken.
             if (
                 node.kind == "reduce_sum"
@@ -200,7 +213,27 @@ class Flow:
             ):
                 is_last_axis = tuple(node.eqn.params["axes"]) == (exponentials.aval.ndim - 1,)
                 found = self._source_products(exponentials.node.operands[0]) if is_last_axis else None
-                yield from ((product, "softmax") for product in found or ())
+                if found:
+                    values = elementwise_values(exponentials.node.operands[0], matmuls)
+                    yield Scores(found, values), "softmax", _is_over_outputs(node, found)
+
+    def _normalized_products(self, scores: Value, reduction: Node, matmuls: Collection[Node]) -> frozenset[Node] | None:
+        """The matmuls that a softmax's input is computed from by norms, noise and the like; None for other data.
+
+        Args:
+            reduction: computes the largest score.
+        """
+        if strip_layout(reduction.operands[0], _FORWARDED) is not strip_layout(scores, _FORWARDED):
+            return None
+        values = elementwise_values(scores, matmuls, _NORMALIZATIONS)
+        found = _scores(values, matmuls).products
+        leaves = [v for v in values if not _elementwise_operands(v, matmuls, _NORMALIZATIONS)] if found else []
+        floats = [v for v in leaves if v.node not in found and jnp.issubdtype(v.dtype, jnp.floating)]
+        if not found or any(value.kind in PRODUCTS for value in floats):
+            return None
+        # Noise is computed from random keys, which are integers.
+        inputs = [v for v in search(floats, direct_sources) if v.node is None and v.is_data]
+        return None if any(jnp.issubdtype(v.dtype, jnp.floating) for v in inputs) else found
 
     def _source_products(self, value: Value) -> frozenset[Node] | None:
         """The matmuls whose result a value is, up to biases, scales and the like; None for other data."""
@@ -227,22 +260,17 @@ class Flow:
         sources = [self._source_products(operand) for operand in operands]
         return None if node.kind in _SCALINGS and sum(bool(e) for e in sources) > 1 else _union(sources)
 
-    def _products_of_max(self, value: Value) -> frozenset[Node] | None:
-        """The matmuls of whose result a value is the maximum."""
+    def _find_max(self, value: Value) -> Node | None:
+        """The node that computes a maximum over an axis, before layouts and maxima with constants."""
         value = strip_layout(value, _FORWARDED)
         node = value.node
-        if node is None or not value.is_data:
+        if node is None or not value.is_data or node.kind == "reduce_max":
+            return node if value.is_data else None
+        if node.kind not in ("max", "select_n"):
             return None
-        if node.kind == "reduce_max":
-            return self._source_products(node.operands[0])
-        if node.kind in ("max", "select_n"):
-            sources = [
-                self._products_of_max(o)
-                for o in node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))]
-                if o.is_data
-            ]
-            return next((each for each in sources if each), None)
-        return None
+        operands = node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))]
+        found = [self._find_max(operand) for operand in operands if operand.is_data]
+        return next((each for each in found if each), None)
 
     def _inner_products(self) -> set[Node]:
         """The matmuls on whose results later matmuls depend."""
@@ -250,22 +278,44 @@ class Flow:
         return {v.node for v in search(read, direct_sources) if v.node is not None and v.node in self._products}
 
 
+def elementwise_values(value: Value, products: Collection[Node], further_kinds: Sequence[str] = ()) -> frozenset[Value]:
+    """A value and the data that it is computed from elementwise, or by `further_kinds`, back to results of matmuls."""
+    start = [value] if value.is_data else []
+    return frozenset(search(start, lambda v: _elementwise_operands(v, products, further_kinds)))
+
+
+def _elementwise_operands(value: Value, products: Collection[Node], further_kinds: Sequence[str]) -> list[Value]:
+    """The data that an elementwise function, or one of `further_kinds`, computes a value from."""
+    node = value.node
+    if node is None:
+        sources = direct_sources(value)
+    elif node.bodies and node not in products:
+        sources = [body.outputs[node.results.index(value)] for body in node.bodies]
+    elif node.kind == "optimization_barrier":
+        sources = [node.operands[node.results.index(value)]]
+    elif node in products or node.kind not in (*_TRANSPARENT, *_ELEMENTWISE_FUNCTIONS, *further_kinds):
+        sources = []
+    else:
+        sources = node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))]
+    return [source for source in sources if source.is_data]
+
+
 def elementwise_sources(value: Value, products: Collection[Node]) -> set[Node]:
     """The matmuls that a value is computed from elementwise. Noise, masks and sums over its elements are ignored."""
+    return set(_scores(elementwise_values(value, products), products).products)
 
-    def step(value: Value) -> list[Value]:
-        node = value.node
-        if node is None:
-            return direct_sources(value)
-        if node.bodies and node not in products:
-            return [body.outputs[node.results.index(value)] for body in node.bodies]
-        if node.kind == "optimization_barrier":
-            return [node.operands[node.results.index(value)]]
-        is_elementwise = node.kind in (*_TRANSPARENT, *_ELEMENTWISE_FUNCTIONS) and node not in products
-        return node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))] if is_elementwise else []
 
-    found = search([value], lambda v: [source for source in step(v) if source.is_data]) if value.is_data else []
-    return {v.node for v in found if v.node is not None and v.node in products}
+def _scores(values: frozenset[Value], products: Collection[Node]) -> Scores:
+    """Values before a selection, with the matmuls among `products` that they are computed from."""
+    return Scores(frozenset(v.node for v in values if v.node is not None and v.node in products), values)
+
+
+def _is_over_outputs(reduction: Node, products: Collection[Node]) -> bool:
+    """Whether a reduction may be over the outputs of matmuls, or over those of each head or group."""
+    *others, size = reduction.operands[0].shape
+    sides = {node: next((i for i, value in enumerate(node.operands[:2]) if not value.is_data), 1) for node in products}
+    is_last_axis = tuple(reduction.eqn.params["axes"]) == (len(others),)
+    return is_last_axis and size > 1 and all(count_outputs(node, side) % size == 0 for node, side in sides.items())
 
 
 def count_outputs(node: Node, side: int) -> int:

@@ -61,6 +61,7 @@ from fp8jax.rewrite.primitives import (
 )
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
+from fp8jax.rewrite.routers import ROUTER_LAYER_REASON
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
 from fp8jax.rewrite.states import (
     LoopLevel,
@@ -119,11 +120,13 @@ def plan(
     reasons = reasons if rules.has_default else {}
     # A layer whose result is also used elsewhere is no output head.
     other_paths = {p.path for p in matmuls if p.node not in reasons}
-    heads = {p.path: reasons[p.node] for p in matmuls if p.node in reasons}
+    router_layers = {node: reason for node, reason in reasons.items() if reason == ROUTER_LAYER_REASON}
+    heads = {p.path: reasons[p.node] for p in matmuls if p.node in reasons and p.node not in router_layers}
     heads = {path: why for path, why in heads.items() if why != OUTPUT_HEAD_REASON or path not in other_paths}
     skipped: dict[Node, str] = {}
     if rules.has_default:
         heads_and_edges = _find_edges(matmuls, rules) | {p.node: heads[p.path] for p in matmuls if p.path in heads}
+        heads_and_edges = router_layers | heads_and_edges
         skipped = dict.fromkeys(_narrow_products(matmuls, heads_and_edges), NARROW_REASON) | heads_and_edges
     for p in matmuls:
         p.choice = choose(p, rules, call_info, {p.path: skipped[p.node]} if p.node in skipped else {})
@@ -131,6 +134,7 @@ def plan(
     levels = _find_levels(matmuls)
     rows = _find_rows(matmuls, levels, call_info)
     _skip_unsupported_products(matmuls, levels, rows, call_info)
+    _skip_other_state_axes(matmuls, levels, rows, call_info)
     error = reject_unsupported_precision(matmuls)
     unsplit_paths: list[str] = []
     for p in matmuls:
@@ -307,6 +311,11 @@ def _skip_unsupported_products(
             and call_info.state_axes.get(p.weight.path) != layer_axis_sizes(levels[p.node])
         ):
             reason = f"has batch axes or groups, for each of which {names} scaling would need a state"
+            if p.concatenated and p.node in levels:
+                reason = (
+                    f"stacks the parameters of several layers, and {names} scaling keeps the states in these; store "
+                    "them as one parameter, or use a recipe with current scaling, such as te_current"
+                )
         elif p.node not in rows and _is_selected_by_index(p, levels[p.node]):
             reason = (
                 f"selects its matrix by a computed index, and {names} scaling keeps a state for each matrix; use "
@@ -315,6 +324,39 @@ def _skip_unsupported_products(
         elif linear.needs_weight_bounds and not _has_bounds_of_parameter(p):
             reason = "computes its matrix from the parameter, but automatic scaling tracks only the parameter itself"
         if reason:
+            p.is_unsupported, p.choice = True, LayerChoice(None, reason)
+
+
+def _skip_other_state_axes(
+    matmuls: list[WeightMatmul],
+    levels: dict[Node, tuple[LoopLevel, ...]],
+    rows: Mapping[Node, StateRows],
+    call_info: CallInfo,
+) -> None:
+    """Leave products that need a state of other axes than further products with the same parameter.
+
+    The products with most FLOPs keep the state. A bound on the parameter, unlike a statistic, is measured for the
+    others, which are removed from `levels`.
+    """
+    groups = collections.defaultdict[str, dict[tuple[int, ...], list[WeightMatmul]]](dict)
+    for p in matmuls:
+        if p.choice.linear is not None and p.choice.linear.stateful_strategies and p.node in levels:
+            axes = rows[p.node].sizes if p.node in rows else layer_axis_sizes(levels[p.node])
+            groups[p.weight.path].setdefault(axes, []).append(p)
+    for path, by_axes in groups.items():
+        counts = {axes: sum(flops(p.node, p.enclosing) for p in products) for axes, products in by_axes.items()}
+        stored_axes = (call_info.state_axes or {}).get(path)
+        kept_axes = max(counts, key=lambda axes: (axes == stored_axes, counts[axes]))
+        for p in (p for axes, products in by_axes.items() if axes != kept_axes for p in products):
+            linear = p.choice.linear
+            assert linear is not None
+            if not observed_operands(linear):
+                del levels[p.node]
+                continue
+            reason = (
+                f"reads its parameter in another way than {by_axes[kept_axes][0].node.line()}, stacked or alone, but "
+                f"{scaling_names(linear)} scaling keeps one state; use a recipe with current scaling, as te_current"
+            )
             p.is_unsupported, p.choice = True, LayerChoice(None, reason)
 
 

@@ -99,6 +99,41 @@ def test_concatenated_experts_have_the_states_of_the_first_parameter(recipe):
     assert 0 < relative(fp8jax.nnx.quantize_weights(model)(X), want) < 0.1
 
 
+class ListedExperts(nnx.Module):
+    """A list of layers whose kernels the call stacks; one layer is called, too."""
+
+    def __init__(self, dot):
+        self.experts = nnx.List([nnx.Linear(WIDTH, INNER, use_bias=False, rngs=nnx.Rngs(i)) for i in range(EXPERTS)])
+        self.dot = dot
+
+    def __call__(self, x):
+        return self.dot(x, jnp.stack([expert.kernel[...] for expert in self.experts])) + self.experts[0](x)
+
+
+STACKING = {
+    "grouped": lambda x, w: lax.ragged_dot(x, w, jnp.array([8, 0, 16, 8])),
+    "batched": lambda x, w: jnp.einsum("ecd,edf->ecf", x.reshape(EXPERTS, -1, WIDTH), w).reshape(-1, INNER),
+    "mapped": lambda x, w: jax.vmap(lambda w: x @ w)(w).sum(0),
+}
+
+
+@pytest.mark.parametrize("dot", STACKING)
+@pytest.mark.parametrize("recipe", few(RECIPES, "te_delayed"))
+def test_a_call_that_stacks_layers_is_listed_and_warned_of(recipe, dot):
+    model = ListedExperts(STACKING[dot])
+    quantized = fp8jax.nnx.quantize(model, recipe)
+    if recipe == "moss":  # its bounds are measured
+        assert not fp8jax.explain(quantized, X).skipped_layers
+        return
+    with pytest.warns(UserWarning, match=r"of the FLOPs .* stay in 16 bits.*stacks (the )?parameters"):
+        y = quantized(X)
+    assert 0 < relative(y, model(X)) < 0.1
+    rows = fp8jax.explain(quantized, X)
+    assert {row.path for row in rows.quantized_layers} == {"experts/0"}
+    assert {row.path for row in rows.skipped_layers} == {f"experts/{i}" for i in range(EXPERTS)}
+    assert all("stacks" in row.reason and "te_current" in row.reason for row in rows.skipped_layers)
+
+
 def test_an_expert_of_nnx_without_tokens_keeps_its_state():
     """Tokens choose the first two experts alone; maxima of microbatches are maxima."""
     model = fp8jax.nnx.quantize(NnxBlock(), "te_delayed")

@@ -155,3 +155,13 @@ def switched(p, x):
     most = jnp.argmax(jnp.bincount(chosen.reshape(-1), length=EXPERTS))
     branch = lambda i: lambda x: (jax.nn.silu(x @ p["gate"][i]) * (x @ p["up"][i])) @ p["down"][i]  # noqa: E731
     return share_of_each(p, x)[:, most][:, None] * lax.switch(most, [branch(i) for i in range(EXPERTS)], x)
+
+
+def switch_tokens(p, x):
+    """A branch for each expert, which the index of the token selects."""
+    weights, chosen = route(p, x)
+    branches = [
+        lambda x, i=i: (jax.nn.silu(x @ p["gate"][i]) * (x @ p["up"][i])) @ p["down"][i] for i in range(EXPERTS)
+    ]
+    token = lambda x, w, experts: sum(w[k] * lax.switch(experts[k], branches, x) for k in range(CHOSEN))  # noqa: E731
+    return jax.vmap(token)(x, weights, chosen)

@@ -38,6 +38,7 @@ LEFT = {
     ),
     "gathered": (experts.gathered, P, "data modify or select the matrix"),
     "indexed": (experts.indexed, P, "data modify or select the matrix"),
+    "switched tokens": (experts.switch_tokens, P, "data modify or select the matrix"),
 }
 
 

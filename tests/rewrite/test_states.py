@@ -299,9 +299,38 @@ def test_bad_states():
     states = fast.init(P, X)
     with pytest.raises(ValueError, match="of down keeps a state, but the passed states have none"):
         fast(P, X, states={"up": states["up"]})
-    fn = lambda p, x: jnp.sum(scanned(p, x)) + jnp.sum(jnp.einsum("btd,ldf->btlf", x, p["up"]))  # noqa: E731
-    with pytest.raises(ValueError, match=r"the parameter has one state\. Exclude one"):
-        fp8jax.transform(fn, DELAYED).init(STACKED, X)
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, "int8_fallback", "moss"])
+def test_products_that_read_a_parameter_in_different_ways_have_one_state(recipe):
+    """As one of stacked matrices, and alone or all as one. The products with fewer FLOPs are left or measured."""
+    several = fp8jax.recipes.moss() if recipe == "moss" else recipe
+    lists = {"w": list(STACK_OF_4)}
+
+    def fn(p, x):
+        w = jnp.stack(p["w"])
+        h = jnp.tanh(jnp.einsum("etd,edf->etf", x, w))
+        return h.sum(0) + x[0, :2].sum(0) @ p["w"][0]
+
+    x = jax.random.normal(jax.random.key(3), (4, 8, WIDTH))
+    fast = fp8jax.transform(fn, several)
+    rows = fast.explain(lists, x)
+    alone = [row.reason for row in rows.skipped if row.path == "w/0"]
+    if recipe == "moss":
+        assert not alone
+    else:
+        assert len(alone) == 1
+        assert alone[0].startswith("reads its parameter in another way")
+    states = fast.init(lists, x)
+    loss = lambda y: jnp.sum(jnp.sin(y / 4))  # noqa: E731
+    y, (grads, _) = jax.value_and_grad(lambda p, states: loss(fast(p, x, states=states)), (0, 1))(lists, states)
+    exact, exact_grads = jax.value_and_grad(lambda p: loss(fn(p, x)))(lists)
+    assert 0 < relative(y, exact) < 0.1
+    assert 0 < relative(grads, exact_grads) < 0.15
+
+    whole = lambda p, x: (scanned(p, x), jnp.einsum("btd,ldf->btlf", x, p["up"]))  # noqa: E731
+    fast = fp8jax.transform(whole, several)
+    assert 0 < relative(fast(STACKED, X, states=fast.init(STACKED, X)), whole(STACKED, X)) < 0.1
 
 
 def test_states_are_stacked_for_abstract_parameters():

@@ -1,0 +1,190 @@
+"""Finds the matmuls of routers before their scores, such as the first layers of an MLP.
+
+Scores are what a softmax, top_k, argmax or sort reads. The scores of a router select or weight other values, such as
+tokens or the outputs of experts. Those of an output head do not: a loss or the caller reads them.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from fp8jax.rewrite import primitives
+from fp8jax.rewrite.graph import Graph, Node, Value, direct_sources, search, strip_layout
+from fp8jax.rewrite.primitives import CASTS, GROUPED_KINDS, IDENTITY_PRIMITIVES, PRODUCTS, RESHAPES
+
+ROUTER_LAYER_REASON = "a layer of a router: only routing scores depend on its result"
+
+
+class Scores(NamedTuple):
+    """The scores that a selection reads.
+
+    Attributes:
+        products: the last matmuls before them.
+        values: the scores, and all values between them and the results of these matmuls.
+    """
+
+    products: frozenset[Node]
+    values: frozenset[Value]
+
+
+def is_linear(node: Node) -> bool:
+    """Whether a node is a matmul of data with a value that is no data, such as a normalized parameter."""
+    return node.kind == "dot_general" and sum(value.is_data for value in node.operands) == 1
+
+
+def find_router_layers(graph: Graph, products: Collection[Node], selections: Sequence[Scores]) -> set[Node]:
+    """The matmuls among `products` whose results lead only to the scores of routers, without the last matmuls."""
+    found = _sole_sources(graph, products, selections)
+    if not found:
+        return found
+    uses = _Uses(graph)
+    return _sole_sources(graph, products, [scores for scores in selections if _steers(scores, uses)])
+
+
+def _sole_sources(graph: Graph, products: Collection[Node], selections: Sequence[Scores]) -> set[Node]:
+    """The matmuls whose results lead only to these scores, without those that end in them."""
+    values = {value for scores in selections for value in scores.values}
+    last = {node for scores in selections for node in scores.products}
+    sources = {value.node for value in search(values, direct_sources) if value.node is not None} - last
+    candidates = sources & set(products)
+    if candidates:
+        live = _live_values(graph, values)
+        candidates = {node for node in candidates if live.isdisjoint(node.results)}
+    return candidates
+
+
+def _live_values(graph: Graph, scores: Collection[Value]) -> set[Value]:
+    """The values on which an output depends other than through the scores, and operands of matmuls of data with data.
+
+    A router has no attention, so the layers before such a matmul are none of a router.
+    """
+    carries: dict[Value, Value] = {}
+    producers: dict[Value, Node] = {}
+    todo = list(graph.outputs)
+    for node in graph.walk_nested():
+        producers |= dict.fromkeys(node.results, node)
+        for body in node.bodies:
+            carries |= dict(_carries(node, body))
+        if node.kind in PRODUCTS and not is_linear(node):
+            todo += node.operands
+    live = set[Value]()
+    while todo:
+        value = todo.pop()
+        if value in live or value in scores:
+            continue
+        live.add(value)
+        todo += [] if value.enclosing_value is None else [value.enclosing_value]
+        todo += [carries[value]] if value in carries else []
+        node = producers.get(value)
+        if node is None:
+            continue
+        if not node.bodies:
+            todo += node.operands
+            continue
+        todo += [body.outputs[node.results.index(value)] for body in node.bodies]
+        read_inside = {inner.enclosing_value for body in node.bodies for inner in body.inputs}
+        todo += [operand for operand in node.operands if operand not in read_inside]
+    return live
+
+
+def _carries(node: Node, body: Graph) -> Iterator[tuple[Value, Value]]:
+    """The inputs of a loop's body that later iterations replace, each with the output that replaces it."""
+    programs = primitives.sub_jaxprs(node.eqn)
+    program = programs[min(node.bodies.index(body), len(programs) - 1)]
+    return ((body.inputs[i], body.outputs[output]) for i, output in program.carry_outputs.items())
+
+
+class _Uses:
+    """The nodes that read each value, and the values that are computed from it, in a graph and its sub-jaxprs.
+
+    Later iterations of a loop are left out, in which all values may depend on the scores of the first.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.readers: dict[Value, list[Node]] = {}
+        self._next: dict[Value, list[Value]] = {}
+        for node in graph.walk_nested():
+            for operand in node.operands:
+                self.readers.setdefault(operand, []).append(node)
+            for body in node.bodies:
+                for value in body.inputs:
+                    self._add(value.enclosing_value, value)
+                for output, result in zip(body.outputs, node.results, strict=False):
+                    self._add(output, result)
+
+    def _add(self, source: Value | None, value: Value) -> None:
+        if source is not None:
+            self._next.setdefault(source, []).append(value)
+
+    def computed_from(self, value: Value) -> list[Value]:
+        results = [v for node in self.readers.get(value, ()) if not _enters(node, value) for v in node.results]
+        return [*self._next.get(value, ()), *results]
+
+
+def _enters(node: Node, value: Value) -> bool:
+    """Whether an operand of a node is an input of its bodies."""
+    return any(inner.enclosing_value is value for body in node.bodies for inner in body.inputs)
+
+
+def _steers(scores: Scores, uses: _Uses) -> bool:
+    """Whether scores select or weight values that have the source of the scores but do not depend on these."""
+    own = scores.values.union(*(node.results for node in scores.products))
+    operands = [value for node in scores.products for value in node.operands]
+    sources = {value for value in search(operands, direct_sources) if _is_float_data(value)}
+    visited, todo = set(own), list(own)
+    while todo:
+        value = todo.pop()
+        for node in uses.readers.get(value, ()):
+            if _selects_matrices(node, value):
+                return True
+            for steered in _steered_values(node, value):
+                if steered in visited or not _is_float_data(steered):
+                    continue
+                ancestors = search([steered], direct_sources)
+                if own.isdisjoint(ancestors) and not sources.isdisjoint(ancestors):
+                    return True
+        new = [v for v in uses.computed_from(value) if v not in visited]
+        visited.update(new)
+        todo += new
+    return False
+
+
+def _is_float_data(value: Value) -> bool:
+    return value.is_data and value.aval.ndim > 0 and bool(jnp.issubdtype(value.dtype, jnp.floating))
+
+
+def _selects_matrices(node: Node, index: Value) -> bool:
+    """Whether a value is the index of matrices that a node gathers from stacked ones, as those of experts."""
+    if node.kind not in ("gather", "dynamic_slice") or index not in node.operands[1:]:
+        return False
+    sizes = node.eqn.params["slice_sizes"]
+    return node.operands[0].weight is not None and sum(n > 1 for n in sizes) > 1
+
+
+def _steered_values(node: Node, score: Value) -> list[Value]:
+    """The operands of a node that a value computed from scores selects, orders or weights, as whole rows.
+
+    Scores of heads only select or weight single numbers, such as the loss of a token.
+    """
+    kind, operands, params = node.kind, node.operands, node.eqn.params
+    others = [value for value in operands if value is not score]
+    if kind in ("gather", "dynamic_slice"):
+        return operands[:1] if score in operands[1:] and math.prod(params["slice_sizes"]) > 1 else []
+    if kind.startswith("scatter"):
+        return operands[2:] if score is operands[1] and params["dimension_numbers"].update_window_dims else []
+    if kind == "dynamic_update_slice":
+        return operands[1:2] if score in operands[2:] else []
+    if kind == "cond":
+        return operands[1:] if score is operands[0] else []
+    if kind in GROUPED_KINDS:
+        return operands[:1] if score in operands[2:] else []
+    if kind in ("mul", "div", "select_n"):
+        size = strip_layout(score, (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES)).aval.size
+        return [value for value in others if size < value.aval.size]
+    if kind == "dot_general":
+        contract, batch = params["dimension_numbers"]
+        num_summed = [len(contract[i]) + len(batch[i]) for i in range(2)]
+        return [v for v, n in zip(operands, num_summed, strict=True) if v is not score and v.aval.ndim > n]
+    return []
