@@ -113,6 +113,26 @@ def test_nothing_is_written_to_what_a_link_leads_to(tmp_path):
     assert precious.read_text() == "mine"
 
 
+def test_a_file_is_whole_on_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+    path, events = tmp_path / "result.json", []
+    path.write_text("old")
+    (tmp_path / "result.partial").write_text("remains of a kill")
+    replace = os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(os.fstat(descriptor).st_size))
+    monkeypatch.setattr(os, "replace", lambda *args: events.append(path.read_text()) or replace(*args))
+    files.write_text(path, "new text")
+    assert events == [len("new text"), "old"]
+    assert {x.name: x.read_text() for x in tmp_path.iterdir()} == {"result.json": "new text"}
+
+    def fail(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(DiskError, match=r"result\.json cannot be written \(No space left on device\)"):
+        files.write_text(path, "newer text")
+    assert path.read_text() == "new text"
+
+
 @pytest.mark.parametrize("kind", ["file", "link to a folder", "link to nothing"])
 def test_what_is_no_folder_where_orbax_writes_is_named(tmp_path, kind):
     (tmp_path / "elsewhere").mkdir()

@@ -215,6 +215,21 @@ def test_a_bit_that_changes_in_the_files_is_found_or_changes_nothing(tmp_path):
     assert len(found[CONFIG]) > 100
 
 
+def test_a_save_that_is_killed_leaves_no_weights_or_the_old_ones(tmp_path, monkeypatch):
+    before = adapters("layers/mlp/up", layers=2)
+    save(tmp_path / "old", before)
+
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", kill)
+    for folder in ("old", "new"):
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path / folder, adapters("layers/mlp/down", layers=2))
+    assert set(load(tmp_path / "old")) == set(before)
+    assert not (tmp_path / "new" / WEIGHTS).exists()
+
+
 def test_damage_names_the_tensor_and_an_intended_change_is_read(tmp_path):
     before = adapters("layers/mlp/up", layers=2)
     save(tmp_path, before)
