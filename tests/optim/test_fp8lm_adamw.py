@@ -91,6 +91,25 @@ def test_a_step_is_adamws_up_to_the_rounding_of_what_it_stores(master, digit):
         jax.tree.map(np.testing.assert_array_equal, params, held)
 
 
+@pytest.mark.parametrize(
+    ("size", "rate", "decay", "grad_scale"),
+    [(0.01, -1e6, 0.0, 1.0), (1e3, 1.0, 4.0, 1.0), (1.0, 0.01, 0.1, -1e4)],
+    ids=["negative rate", "large decay", "negative factor"],
+)
+def test_scales_fit_weights_and_moments_for_any_sign_and_decay(size, rate, decay, grad_scale):
+    """Scales that are too small would saturate what is stored. The gradient is in codes, of known amax, and exact."""
+    w, g = (jax.random.normal(jax.random.key(i), (16, 40)) for i in range(2))
+    tx = fp8jax.fp8lm_adamw(rate, B1, B2, EPS, weight_decay=decay, min_size=0)
+    params, codes = {"w": (size * w).astype(jnp.bfloat16)}, fp8jax.quantize(g, "e4m3")
+    new, state = jax.jit(tx.step)({"w": codes}, tx.init(params), params, grad_scale=jnp.float32(grad_scale))
+    before, g = np.asarray(params["w"], np.float64), grad_scale * values(codes)
+    want = before - rate * (g / (np.abs(g) + EPS) + decay * before)
+    np.testing.assert_allclose(values(state.master["w"]), want, rtol=2e-3, atol=2e-3 * np.abs(want).max())
+    np.testing.assert_allclose(np.asarray(new["w"], np.float64), want, rtol=6e-3, atol=6e-3 * np.abs(want).max())
+    np.testing.assert_allclose(values(state.mu["w"]), (1 - B1) * g, rtol=0.07, atol=1e-3 * np.abs(g).max())
+    np.testing.assert_allclose(values(state.nu["w"]), (1 - B2) * g**2, rtol=2e-3, atol=1e-6 * (g**2).max())
+
+
 def test_update_goes_where_step_does():
     tx = TX()
     params, grads = problem()
