@@ -11,6 +11,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax import QTensor
+from fp8jax.ops.optimizers import fp8lm
 
 RATE, B1, B2, EPS, DECAY = 0.01, 0.9, 0.95, 1e-8, 0.1
 TX = functools.partial(fp8jax.fp8lm_adamw, RATE, B1, B2, EPS, weight_decay=DECAY, min_size=0)
@@ -108,6 +109,27 @@ def test_scales_fit_weights_and_moments_for_any_sign_and_decay(size, rate, decay
     np.testing.assert_allclose(np.asarray(new["w"], np.float64), want, rtol=6e-3, atol=6e-3 * np.abs(want).max())
     np.testing.assert_allclose(values(state.mu["w"]), (1 - B1) * g, rtol=0.07, atol=1e-3 * np.abs(g).max())
     np.testing.assert_allclose(values(state.nu["w"]), (1 - B2) * g**2, rtol=2e-3, atol=1e-6 * (g**2).max())
+
+
+@pytest.mark.parametrize("fmt", [fp8jax.formats.E4M3, fp8jax.formats.FP16], ids=str)
+def test_scales_are_finite_powers_of_two_with_room_for_rounding(fmt):
+    """A sum in fp32 may exceed its bound by some roundings. A bound that is not finite must not spoil the others."""
+    bounds = jnp.float32([0, 1e-45, 1e-30, 1, fmt.max, fmt.max * (1 - 2.0**-22), 2 * fmt.max, 3.4e38, jnp.inf, jnp.nan])
+    scale = np.asarray(fp8lm.pow2_scale_from_bound(bounds, fmt), np.float64)
+    assert np.isfinite(scale).all()
+    assert (np.frexp(scale)[0] == 0.5).all()
+    exact = np.asarray(bounds, np.float64)[1:8]
+    assert (scale[1:8] * fmt.max >= np.minimum(exact * (1 + 2.0**-21), 2.0**128 * (1 - 2.0**-24))).all()
+    assert (scale[2:7] * fmt.max <= 2 * exact[1:6] * (1 + 2.0**-19)).all()
+    assert (scale[8:] * fmt.max >= np.finfo(np.float32).max / (1 + 2.0**-10)).all()
+
+
+def test_a_change_that_is_not_finite_is_visible():
+    """The copy that the caller has is kept only if a weight exceeds its bound by a finite value."""
+    tx = fp8jax.fp8lm_adamw(3e38, weight_decay=10.0, min_size=0)
+    params = {"w": jnp.ones((16, 40), jnp.bfloat16)}
+    new, _ = jax.jit(tx.step)({"w": jnp.ones((16, 40))}, tx.init(params), params)
+    assert not np.isfinite(np.asarray(new["w"], np.float32)).any()
 
 
 def test_update_goes_where_step_does():
