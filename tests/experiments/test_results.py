@@ -86,6 +86,15 @@ def test_what_failed_or_has_no_room_is_left_and_told(job, planted, capsys):
     assert "left: good" not in printed
 
 
+def test_a_job_may_take_twice_its_time_but_no_more_than_the_budget(job, planted, monkeypatch):
+    limits = {}
+    monkeypatch.setattr(runner, "run", lambda job, folder, log, limit, *_: limits.update({job.name: limit}) or "ended")
+    planted([job("short", seconds=5.0), job("long", seconds=300.0), job("last", seconds=400.0)], "--budget", "500")
+    assert limits["short"] == 120
+    assert 490 < limits["long"] <= 500
+    assert 490 < limits["last"] <= 500
+
+
 # Writes when it started and ended, and what it was given; waits until its fellows are there.
 SEEN = """import json, os, pathlib, sys, time
 there, fellows, folder = pathlib.Path({there!r}), {fellows}, sys.argv[1]

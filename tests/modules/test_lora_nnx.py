@@ -86,6 +86,17 @@ def test_adapters_alone_are_parameters(trained):
     assert losses[-1] < losses[0] - 1
 
 
+def test_adapters_of_one_shape_start_differently():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.q, self.v = (nnx.Linear(32, 32, rngs=rngs) for _ in range(2))
+
+    quantized = fp8jax.nnx.quantize(Two(nnx.Rngs(0)), "te_current")
+    models = [fp8jax.nnx.lora(quantized, rank=4, alpha=8, rngs=rngs) for rngs in (jax.random.key(1), jax.random.key(2))]
+    factors = [np.asarray(a.a) for model in models for a in fp8jax.nnx.adapters(model).values()]
+    assert len({factor.tobytes() for factor in factors}) == 4
+
+
 def test_weights_are_codes_of_a_byte_and_stay_so(trained):
     model, *_ = trained
     for layer in (model.layers.q, model.layers.o, model.layers.up, model.layers.down):

@@ -176,6 +176,17 @@ def test_an_adapter_starts_as_peft_s_does():
     assert a.std() == pytest.approx(3**-0.5, rel=0.05)
 
 
+def test_adapters_of_one_shape_start_differently():
+    params = {"q": {"kernel": W}, "v": {"kernel": W}, "layers": {"kernel": jnp.stack([W, W])}}
+    adapters = fp8jax.lora.init(KEYS[0], params, rank=4, alpha=8, targets=".*")
+    factors = [adapters["q/kernel"].a, adapters["v/kernel"].a, *adapters["layers/kernel"].a]
+    assert len({np.asarray(factor).tobytes() for factor in factors}) == 4
+    again = fp8jax.lora.init(KEYS[0], params, rank=4, alpha=8, targets=".*")
+    np.testing.assert_array_equal(again["v/kernel"].a, adapters["v/kernel"].a)
+    other = fp8jax.lora.init(KEYS[1], params, rank=4, alpha=8, targets=".*")
+    assert (np.asarray(other["v/kernel"].a) != np.asarray(adapters["v/kernel"].a)).any()
+
+
 def test_dropout_drops_inputs_of_the_adapter_alone_and_is_unbiased():
     w = fp8jax.freeze(jnp.zeros_like(W))
     x = jnp.ones((4000, INPUTS))

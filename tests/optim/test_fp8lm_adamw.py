@@ -11,7 +11,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax import QTensor
-from fp8jax.ops.optimizers import fp8lm
+from fp8jax.ops.optimizers import fp8lm, leaf
 
 RATE, B1, B2, EPS, DECAY = 0.01, 0.9, 0.95, 1e-8, 0.1
 TX = functools.partial(fp8jax.fp8lm_adamw, RATE, B1, B2, EPS, weight_decay=DECAY, min_size=0)
@@ -122,6 +122,27 @@ def test_scales_are_finite_powers_of_two_with_room_for_rounding(fmt):
     assert (scale[1:8] * fmt.max >= np.minimum(exact * (1 + 2.0**-21), 2.0**128 * (1 - 2.0**-24))).all()
     assert (scale[2:7] * fmt.max <= 2 * exact[1:6] * (1 + 2.0**-19)).all()
     assert (scale[8:] * fmt.max >= np.finfo(np.float32).max / (1 + 2.0**-10)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+def test_a_copy_within_the_rounding_of_its_master_is_not_a_change(dtype):
+    master = jnp.float32([1, -1.5, 2.0**-20, 1000])
+    half = np.float32(jnp.finfo(dtype).eps / 2) * 2.0 ** np.floor(np.log2(np.abs(master)))
+    half = np.maximum(half, np.float32(2.0**-25) if dtype == jnp.float16 else 0)
+    # Copies in fp32 stand for those of `dtype`, which lie no finer; a change that is added rounds once more.
+    for share, is_kept in ((1.03, True), (-1.03, True), (1.1, False), (-1.1, False)):
+        copy = master + np.float32(share) * half
+        found = leaf.reconcile_master(master, _Copy(copy, dtype))
+        np.testing.assert_array_equal(found, master if is_kept else copy)
+
+
+class _Copy:
+    def __init__(self, values, dtype):
+        self.values, self.dtype = values, dtype
+
+    def astype(self, dtype):
+        assert dtype == jnp.float32
+        return self.values
 
 
 def test_a_change_that_is_not_finite_is_visible():
