@@ -184,6 +184,31 @@ def test_merged_models_have_parameters_again(trained):
         fp8jax.nnx.merge_lora(merged)
 
 
+def test_sharding_and_parameters_of_ones_own_survive_adapting_and_merging():
+    """Codes lie transposed, so only their annotation waits for the merge; Flax's own LoRA is a parameter like any."""
+    zeros, normal = nnx.initializers.zeros_init(), nnx.initializers.lecun_normal()
+    inits = {
+        "kernel_init": nnx.with_partitioning(normal, (None, "x")),
+        "bias_init": nnx.with_partitioning(zeros, ("x",)),
+    }
+
+    class Annotated(nnx.Module):
+        def __init__(self, rngs):
+            self.q, self.own = nnx.Linear(32, 48, **inits, rngs=rngs), nnx.LoRA(32, 4, 48, rngs=rngs)
+
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        quantized = fp8jax.nnx.quantize(Annotated(nnx.Rngs(0)), "te_current")
+        adapted = fp8jax.nnx.lora(quantized, rank=4, alpha=8, rngs=nnx.Rngs(1))
+        merged = fp8jax.nnx.merge_lora(adapted)
+    assert list(fp8jax.nnx.adapters(adapted)) == ["q/kernel"]
+    assert "out_sharding" not in adapted.q.kernel.get_metadata()
+    assert adapted.q.bias.get_metadata()["out_sharding"] == ("x",)
+    for name in ("kernel", "bias"):
+        assert getattr(merged.q, name).get_metadata() == getattr(quantized.q, name).get_metadata()
+    assert set(shapes(nnx.state(merged, nnx.LoRAParam))) == {"own/lora_a", "own/lora_b"}
+
+
 def test_adapters_in_peft_s_files(trained, tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     model, *_ = trained
