@@ -2,11 +2,15 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import fp8jax
-from fp8jax.core.recipe import Comm, Linear, Optimizer, Recipe, Weights
+from fp8jax.core import scaling
+from fp8jax.core.recipe import Comm, Context, Linear, Optimizer, Recipe, Weights
+from fp8jax.ops.dispatch import choice
 from fp8jax.ops.products.linear import ScalingState
 
 BLOCK = "int8:block32"
@@ -41,3 +45,44 @@ DELAYED = Linear("e4m3", "e4m3", "e5m2", scaling="delayed")
 def test_settings_that_contradict_each_other_are_refused(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
+
+
+PARAMS = {"w": jnp.ones((4, 128))}
+
+
+def update(tx, grads, params=PARAMS):
+    return jax.eval_shape(lambda: tx.update(grads, tx.init(params), params))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Comm("e4m3", auto_scale=True), "auto_scale applies only to comm.form 'one_phase'"),
+        (lambda: Context("e4m3:channel"), "'e4m3:channel' must have scales along the channels"),
+        (lambda: scaling.find_scaling("none"), "'none' is not a known scaling; use one of current, "),
+        (lambda: fp8jax.recipes.for_shapes(DELAYED), "for_shapes expects a Recipe .*, got Linear"),
+        (lambda: fp8jax.recipes.device(-1), "unknown compute capability; .* got -1"),
+        (lambda: fp8jax.rms_norm(jnp.ones((2, 4)), jnp.ones(3), recipe="coat"),
+         r"scale \(channels,\), got \(2, 4\) and \(3,\)"),
+        (lambda: fp8jax.layer_norm(jnp.ones((2, 4)), jnp.ones(4), jnp.ones(5), recipe="coat"),
+         r"bias \(channels,\), got \(2, 4\) and \(5,\)"),
+        (lambda: fp8jax.rms_norm(jnp.float32(1), recipe="coat"), r"got \(\) and None"),
+        (lambda: fp8jax.with_clipping(1.0, optax.adam(1e-3)), "with `step`, got .* Clip others with optax.chain"),
+        (lambda: fp8jax.compressed_adamw(1e-3, mu="fp32", nu="bf16", impl="triton"), "mu is 'fp32' and nu is 'bf16'"),
+        (lambda: update(fp8jax.compressed_adamw(1e-3), {"w": None}), r"gradient of \['w'\] is None"),
+        (lambda: update(fp8jax.fp8lm_adamw(1e-3), {"w": None}), r"gradient of \['w'\] is None"),
+        (lambda: choice.target(capability=9).__enter__(), "use 80 for an A100 or 90 for an H200, got 9"),
+        (lambda: choice.target(free_multiprocessors=65).__enter__(), r"must be in \[0, 64\], got 65"),
+        (lambda: choice.missing_triton("quantization.quantise_triton"), "no kernel pallas_kernels.*quantise_triton"),
+    ],
+)  # fmt: skip
+def test_invalid_input_is_refused_with_its_value(make, message):
+    with pytest.raises((ValueError, TypeError, ModuleNotFoundError), match=message):
+        make()
+
+
+def test_moments_with_another_expansion_are_refused():
+    """Their codes, scales and exponents have the same dtypes."""
+    stored, other = (fp8jax.compressed_adamw(1e-3, min_size=0, expand=expand) for expand in (True, "coat"))
+    with pytest.raises(ValueError, match=r"mu of \['w'\] is stored with expand=True, .* has 'coat'. Convert the state"):
+        jax.eval_shape(lambda: other.update(PARAMS, stored.init(PARAMS), PARAMS))

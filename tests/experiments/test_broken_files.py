@@ -99,7 +99,7 @@ def test_json_that_is_nested_too_deep_is_damaged_wherever_it_is_read(argv, finis
     assert lock._read_owner(tmp_path / "config.json") == "another process"
 
 
-def test_nothing_is_written_to_what_a_link_leads_to(tmp_path):
+def test_nothing_is_written_to_what_a_link_leads_to(tmp_path, monkeypatch):
     """In a folder that others may write to, a link can lead to any file of this user."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
@@ -108,9 +108,35 @@ def test_nothing_is_written_to_what_a_link_leads_to(tmp_path):
     files.write_text(tmp_path / "config.json", "new")
     assert (tmp_path / "config.json").read_text() == "new"
     assert not (tmp_path / "config.json").is_symlink()
+    # The other user creates the link again when it has just been removed.
+    (tmp_path / "config.partial").symlink_to(precious)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda *_, **__: None)
+        with pytest.raises(DiskError, match=r"cannot be written \(File exists\)"):
+            files.write_text(tmp_path / "config.json", "newer")
     with pytest.raises(DiskError, match=r"log\.txt cannot be written \(Too many levels of symbolic links\)"):
         report.Details(report.make_console()).keep(tmp_path / "log.txt")
     assert precious.read_text() == "mine"
+
+
+def test_a_file_is_whole_on_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+    path, events = tmp_path / "result.json", []
+    path.write_text("old")
+    (tmp_path / "result.partial").write_text("remains of a kill")
+    replace = os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(os.fstat(descriptor).st_size))
+    monkeypatch.setattr(os, "replace", lambda *args: events.append(path.read_text()) or replace(*args))
+    files.write_text(path, "new text")
+    assert events == [len("new text"), "old"]
+    assert {x.name: x.read_text() for x in tmp_path.iterdir()} == {"result.json": "new text"}
+
+    def fail(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(DiskError, match=r"result\.json cannot be written \(No space left on device\)"):
+        files.write_text(path, "newer text")
+    assert path.read_text() == "new text"
 
 
 @pytest.mark.parametrize("kind", ["file", "link to a folder", "link to nothing"])

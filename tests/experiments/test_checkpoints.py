@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+import tempfile
 import threading
+import types
 from typing import NamedTuple
 
 import jax
@@ -285,6 +287,33 @@ def test_a_save_that_fails_names_the_newest_that_is_there(tmp_path, monkeypatch)
         with pytest.raises(DiskError, match=r"\(\[Errno 13\] Permission denied; "):
             checkpoints.close()
     checkpoints.close()
+
+
+def test_a_save_in_the_background_that_fails_is_an_error_of_the_next_call(tmp_path):
+    save(tmp_path / "checkpoints", 1)
+    failed = types.SimpleNamespace(result=raising(ValueError("No space left on device")))
+    with Checkpoints(tmp_path / "checkpoints", 2) as checkpoints:
+        for call in (
+            lambda: checkpoints.save(2, make(2), loader={}, config={}),
+            lambda: checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, pytest.fail),
+        ):
+            checkpoints._save = failed
+            with pytest.raises(DiskError, match=r"No space left on device; .*the newest is of step 1\. Fix this"):
+                call()
+        checkpoints._save = failed
+        with pytest.raises(DiskError, match="No space left"):
+            checkpoints.close()
+
+
+def test_links_to_readable_steps_are_removed(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    save(tmp_path / "checkpoints", 1, 2)
+    (tmp_path / "checkpoints" / "2" / "_CHECKPOINT_METADATA").write_text("[]")
+    with Checkpoints(tmp_path / "checkpoints", 2) as checkpoints:
+        assert list((tmp_path / "temporary").glob("checkpoints-*"))
+        assert checkpoints.latest() == 2
+    assert not list((tmp_path / "temporary").glob("checkpoints-*"))
 
 
 def raising(error):

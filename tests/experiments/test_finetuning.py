@@ -19,9 +19,6 @@ from experiments.text.records import TextRecord
 from experiments.train import cli, config, start
 from experiments.train.adapters import PEFT_NAMES
 from experiments.train.optimizer import make_optimizer
-from tests.rows import slow
-
-pytestmark = pytest.mark.slow
 
 pytest.importorskip("safetensors")
 pytest.importorskip("jinja2")
@@ -172,7 +169,8 @@ FLAGS = (  # noqa: SIM905 (a command line reads best as one)
 ).split()
 
 
-@pytest.mark.parametrize("lora", [[], slow(["--lora-rank", "4"])], ids=["whole", "adapters"])
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [[], ["--lora-rank", "4"]], ids=["whole", "adapters"])
 def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, capsys, lora):
     name = "tuned_lora" if lora else "tuned"
     argv = [*FLAGS, "--init", str(checkpoint), "--data", str(talks), "--out", str(out), "--run", name,
@@ -223,6 +221,7 @@ def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, ca
     assert ("trained adapters" in capsys.readouterr().err) == bool(lora)
 
 
+@pytest.mark.slow
 def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, tmp_path, capsys):
     import fp8jax
     from experiments.hub import load, save

@@ -260,6 +260,45 @@ def test_a_process_whose_peer_died_before_it_joined_ends_as_if_it_died_later(mon
     assert "waited 0.1 s (--patience) for the others. Start all of them again" in capsys.readouterr().err
 
 
+def test_jax_is_told_who_joins_and_how_long_it_may_wait(monkeypatch):
+    given, where = {}, {"coordinator_address": "127.0.0.1:7"}
+    stop, settings = signals.StopSignals(), config.Run(coordinator="auto", patience=30)
+    monkeypatch.setattr(hosts, "_place", lambda _: hosts._Place("node0:9", 1, 4, [2, 3]))
+    monkeypatch.setattr(hosts, "_relay", lambda place, silence, who: where)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: given.update(kwargs, notice=stop.notice))
+    hosts.join(settings, stop)
+    assert "after 30 s (--patience); a second signal ends it now" in given.pop("notice")
+    assert stop.notice == ""
+    times = {"initialization_timeout": 90, "heartbeat_timeout_seconds": 40, "shutdown_timeout_seconds": 30}
+    assert given == where | times | {"num_processes": 4, "process_id": 1, "local_device_ids": [2, 3]}
+
+    def fail(text):
+        def initialize(**_):
+            raise RuntimeError(text)
+
+        return initialize
+
+    for text, line in (("\nno route\nto it", r"\(no route\)"), ("", r"\(RuntimeError\)")):
+        monkeypatch.setattr(jax.distributed, "initialize", fail(text))
+        with pytest.raises(errors.UserError, match=f"process 1 of 4 cannot join the others {line}; set --coordinator"):
+            hosts.join(settings, stop)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_reaches_the_coordinator_through_its_relay_and_ends_with_it(monkeypatch, number):
+    ended, seen = threading.Event(), []
+    monkeypatch.setattr(hosts, "_relayed", None)
+    monkeypatch.setattr(hosts, "end", lambda *args: seen.extend(args) or ended.set())
+    where = hosts._relay(hosts._Place(f"localhost:{port()}", number, 2), 60, "process")
+    assert set(where) == {"coordinator_address", *([] if number else ["coordinator_bind_address"])}
+    assert len(set(where.values())) == len(where)
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in where.values())
+    hosts._relayed.stdin.close()
+    assert ended.wait(60)
+    assert seen[:2] == [hosts.GONE, False]
+    assert f"process {number} of 2 ends: another one has ended, or cannot be reached (its relay" in seen[2]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -22,8 +22,6 @@ from experiments.text import chat
 from experiments.text.tokenizer import Bytes
 from tests.experiments import hub_cases as cases
 
-pytestmark = pytest.mark.slow
-
 SMALL = LlamaConfig(vocab=256, dim=16, layers=2, heads=2, kv_heads=1, mlp_dim=32)
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -62,6 +60,7 @@ def spelling(folder):
     return spelled.to_str(), tokenizer.ends(folder), begins
 
 
+@pytest.mark.slow
 def test_a_bit_that_changes_in_any_file_is_found_or_changes_nothing(folder):
     whole, found = content(folder), dict[str, int]()
     for path in sorted(folder.iterdir()):

@@ -15,8 +15,6 @@ from experiments.train.adapters import PEFT_NAMES, by_path
 from fp8jax.lora import Adapter, merge_adapter
 from fp8jax.ops.products.peft_files import CONFIG, WEIGHTS
 
-pytestmark = pytest.mark.slow
-
 safetensors = pytest.importorskip("safetensors.numpy")
 # Written by peft 0.21.2 (`save_pretrained`) of a Llama of 2 layers, rank-stabilised; what its `merge_and_unload` added
 # to the weights of q in the second layer and of down in the first, (outputs, inputs), in merged.npz.
@@ -95,7 +93,7 @@ def changed(folder, **fields):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = "),
         ({"layers_to_transform": [1]}, "layers_to_transform = "),
         ({"a_setting_of_tomorrow": 1}, "a_setting_of_tomorrow = 1"),
-        ({"init_lora_weights": "pissa"}, "'pissa' changes the base"),
+        ({"init_lora_weights": "pissa"}, "'pissa' also changes the base"),
         ({"r": 3}, r"has r=3; model\.layers\.\{\}\.(self_attn.q_proj|mlp.down_proj) has 2"),
         ({"r": "many"}, "cannot be read"),
     ],
@@ -215,6 +213,21 @@ def test_a_bit_that_changes_in_the_files_is_found_or_changes_nothing(tmp_path):
     header = 8 + int.from_bytes(weights[:8], "little")
     assert set(range(0, len(weights), 7)) - set(found[WEIGHTS]) <= set(range(header))
     assert len(found[CONFIG]) > 100
+
+
+def test_a_save_that_is_killed_leaves_no_weights_or_the_old_ones(tmp_path, monkeypatch):
+    before = adapters("layers/mlp/up", layers=2)
+    save(tmp_path / "old", before)
+
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", kill)
+    for folder in ("old", "new"):
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path / folder, adapters("layers/mlp/down", layers=2))
+    assert set(load(tmp_path / "old")) == set(before)
+    assert not (tmp_path / "new" / WEIGHTS).exists()
 
 
 def test_damage_names_the_tensor_and_an_intended_change_is_read(tmp_path):

@@ -94,6 +94,8 @@ def test_other_files_that_are_not_regular_are_told_apart(tmp_path):
     (tmp_path / "a").write_bytes("é\r\nb".encode())
     (tmp_path / "b").symlink_to("a")
     assert (read_bytes(tmp_path / "b"), read_text(tmp_path / "b")) == ("é\r\nb".encode(), "é\nb")
+    (tmp_path / "a").write_bytes(b"a\rb\r\n\rc\n")
+    assert read_text(tmp_path / "b") == "a\nb\n\nc\n"
 
 
 def test_a_template_that_is_none_is_named(tmp_path):

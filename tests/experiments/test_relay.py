@@ -10,8 +10,6 @@ import pytest
 
 from experiments.train import relay
 
-pytestmark = pytest.mark.slow
-
 
 def answer(one):
     with one:

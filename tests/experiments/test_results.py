@@ -86,6 +86,15 @@ def test_what_failed_or_has_no_room_is_left_and_told(job, planted, capsys):
     assert "left: good" not in printed
 
 
+def test_a_job_may_take_twice_its_time_but_no_more_than_the_budget(job, planted, monkeypatch):
+    limits = {}
+    monkeypatch.setattr(runner, "run", lambda job, folder, log, limit, *_: limits.update({job.name: limit}) or "ended")
+    planted([job("short", seconds=5.0), job("long", seconds=300.0), job("last", seconds=400.0)], "--budget", "500")
+    assert limits["short"] == 120
+    assert 490 < limits["long"] <= 500
+    assert 490 < limits["last"] <= 500
+
+
 # Writes when it started and ended, and what it was given; waits until its fellows are there.
 SEEN = """import json, os, pathlib, sys, time
 there, fellows, folder = pathlib.Path({there!r}), {fellows}, sys.argv[1]
@@ -215,9 +224,20 @@ def test_studies_are_those_that_pages_are_made_of():
 
 
 def test_a_job_is_killed_at_the_limit_with_its_children(tmp_path, job):
-    code = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
-    problem = runner.run(job("slow", code=code), tmp_path, tmp_path / "slow.log", 1.0)
-    assert problem == "killed after 1 s"
+    code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    problem = runner.run(job("slow", code=code), tmp_path, tmp_path / "slow.log", 2.0)
+    assert problem == "killed after 2 s"
+    assert ends((tmp_path / "slow.log").read_text().strip())
+
+
+def ends(pid):
+    """Whether a process ends soon. One that init has not yet seen is dead, too."""
+    status = Path(f"/proc/{pid}/stat")
+    for _ in range(100):
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
 
 
 # A run whose only job tells its number and sleeps.
@@ -242,14 +262,7 @@ def test_a_run_that_is_ended_takes_its_jobs_with_it(monkeypatch, tmp_path):
         time.sleep(0.05)
     process.terminate()
     assert process.wait(30) == 128 + signal.SIGTERM
-    status = Path(f"/proc/{pid.read_text()}/stat")
-    for _ in range(100):
-        # One that init has not yet seen is dead, too.
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
-            break
-        time.sleep(0.05)
-    else:
-        raise AssertionError("the job lives on")
+    assert ends(pid.read_text())
     with runner.ending_together():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before

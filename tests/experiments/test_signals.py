@@ -87,6 +87,17 @@ def test_the_first_signal_is_a_flag_and_is_heard_of_once(monkeypatch, capfd):
     assert signal.getsignal(signal.SIGTERM) == default
 
 
+def test_handlers_of_before_are_there_again_afterwards():
+    before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+    for signum in (None, signal.SIGINT):
+        with StopSignals() as stop:
+            assert signal.getsignal(signal.SIGTERM) not in before
+            if signum is not None:
+                signal.raise_signal(signum)
+            assert stop.signum == signum
+        assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
+
+
 def test_a_signal_that_came_before_training_began_stops_it_before_any_file_is_made(argv, out, monkeypatch, capsys):
     early = StopSignals()
     early.signum = signal.SIGTERM

@@ -128,6 +128,17 @@ def test_a_trace_of_a_run_that_ends_in_it_is_whole(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_a_trace_begins_after_the_untraced_steps_and_ends_after_its_own(tmp_path, monkeypatch):
+    events = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, **_: events.append(folder))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: events.append("stop"))
+    with speed.Trace(tmp_path, 3) as trace:
+        for step in range(8):
+            events.append(step)
+            trace.before(step, jax.numpy.ones(3))
+    assert events == [0, 1, 2, str(tmp_path), 3, 4, 5, "stop", 6, 7]
+
+
 def test_runs_of_before_these_settings_resume(tmp_path):
     old = config.Config().mathematics()
     for name in ("schedule", "decay", "field", "init", "base", "lora_rank", "lora_alpha"):

@@ -131,8 +131,10 @@ def test_what_a_kernel_depends_on_is_in_its_key(monkeypatch, tmp_path, caplog):
         kernel_cache_triton.load_or_compile(parts, make)
     assert kernel_cache_triton.load_or_compile(("source", 90), make) == {"number": 0}
     assert len(made) == 3
-    monkeypatch.setattr(kernel_cache_triton.triton, "__version__", "0")
-    assert kernel_cache_triton.load_or_compile(("source", 90), make) == {"number": 3}
+    modules = kernel_cache_triton.triton, kernel_cache_triton.jax_triton, kernel_cache_triton.jaxlib.version
+    for number, module in enumerate(modules, 3):
+        monkeypatch.setattr(module, "__version__", "0")
+        assert kernel_cache_triton.load_or_compile(("source", 90), make) == {"number": number}
     for content in ("", "[]", '{"made": 1}', "\0"):
         caplog.clear()
         for path in tmp_path.iterdir():
@@ -142,6 +144,22 @@ def test_what_a_kernel_depends_on_is_in_its_key(monkeypatch, tmp_path, caplog):
             assert kernel_cache_triton.load_or_compile(("source", 90), make) == {"number": number}
         assert "is damaged" in caplog.text
         assert kernel_cache_triton.load_or_compile(("source", 90), make) == {"number": number}
+
+
+def test_a_kernel_is_whole_before_others_see_it(monkeypatch, tmp_path):
+    from pallas_kernels.dispatch import kernel_cache_triton
+
+    seen, replace = [], os.replace
+
+    def watch(source, target):
+        seen.append((json.loads(pathlib.Path(source).read_text())["made"], pathlib.Path(target).exists()))
+        replace(source, target)
+
+    monkeypatch.setenv("FP8JAX_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(os, "replace", watch)
+    kernel_cache_triton.load_or_compile(("source", 90), lambda: {"number": 7})
+    assert seen == [({"number": 7}, False)]
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_folder_is_that_of_the_variable_or_of_jax_or_the_users(monkeypatch, tmp_path, caplog):

@@ -86,6 +86,17 @@ def test_adapters_alone_are_parameters(trained):
     assert losses[-1] < losses[0] - 1
 
 
+def test_adapters_of_one_shape_start_differently():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.q, self.v = (nnx.Linear(32, 32, rngs=rngs) for _ in range(2))
+
+    quantized = fp8jax.nnx.quantize(Two(nnx.Rngs(0)), "te_current")
+    models = [fp8jax.nnx.lora(quantized, rank=4, alpha=8, rngs=rngs) for rngs in (jax.random.key(1), jax.random.key(2))]
+    factors = [np.asarray(a.a) for model in models for a in fp8jax.nnx.adapters(model).values()]
+    assert len({factor.tobytes() for factor in factors}) == 4
+
+
 def test_weights_are_codes_of_a_byte_and_stay_so(trained):
     model, *_ = trained
     for layer in (model.layers.q, model.layers.o, model.layers.up, model.layers.down):
@@ -171,6 +182,31 @@ def test_merged_models_have_parameters_again(trained):
     assert relative(merged(T), model(T)) < 0.1
     with pytest.raises(ValueError, match="the model has no adapters"):
         fp8jax.nnx.merge_lora(merged)
+
+
+def test_sharding_and_parameters_of_ones_own_survive_adapting_and_merging():
+    """Codes lie transposed, so only their annotation waits for the merge; Flax's own LoRA is a parameter like any."""
+    zeros, normal = nnx.initializers.zeros_init(), nnx.initializers.lecun_normal()
+    inits = {
+        "kernel_init": nnx.with_partitioning(normal, (None, "x")),
+        "bias_init": nnx.with_partitioning(zeros, ("x",)),
+    }
+
+    class Annotated(nnx.Module):
+        def __init__(self, rngs):
+            self.q, self.own = nnx.Linear(32, 48, **inits, rngs=rngs), nnx.LoRA(32, 4, 48, rngs=rngs)
+
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        quantized = fp8jax.nnx.quantize(Annotated(nnx.Rngs(0)), "te_current")
+        adapted = fp8jax.nnx.lora(quantized, rank=4, alpha=8, rngs=nnx.Rngs(1))
+        merged = fp8jax.nnx.merge_lora(adapted)
+    assert list(fp8jax.nnx.adapters(adapted)) == ["q/kernel"]
+    assert "out_sharding" not in adapted.q.kernel.get_metadata()
+    assert adapted.q.bias.get_metadata()["out_sharding"] == ("x",)
+    for name in ("kernel", "bias"):
+        assert getattr(merged.q, name).get_metadata() == getattr(quantized.q, name).get_metadata()
+    assert set(shapes(nnx.state(merged, nnx.LoRAParam))) == {"own/lora_a", "own/lora_b"}
 
 
 def test_adapters_in_peft_s_files(trained, tmp_path):

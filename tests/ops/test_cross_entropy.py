@@ -14,7 +14,7 @@ from jax import P
 from jax.experimental import checkify
 
 import fp8jax
-from fp8jax.ops.losses import head
+from fp8jax.ops.losses import cross_entropy, head
 from fp8jax.recipes import Linear
 from tests.distance import relative
 from tests.programs import count, dots
@@ -240,6 +240,17 @@ def test_chunks_have_a_gibibyte_and_a_half_by_default():
     # More chunks than that only where none has 8,192 tokens.
     assert loops(16384, 4000, "te_current") == 2
     assert loops(1 << 20, 128256, "te_current") == 16
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "number"), [((4, 64, 16), 1, 8), ((64, 4, 16), 0, 8), ((8, 8, 16), 1, 2), ((3, 2, 16), 0, 1)]
+)
+def test_chunks_are_of_the_longest_axis_of_tokens(shape, axis, number):
+    """A shorter axis might have fewer tokens than there are chunks."""
+    x = np.arange(np.prod(shape)).reshape(shape)
+    chunks = cross_entropy.TokenChunks.from_array(x, 40, False, tokens_per_chunk=32)
+    assert chunks == (axis, shape[axis], number)
+    np.testing.assert_array_equal(chunks.merge(chunks.split(jnp.asarray(x))), x)
 
 
 MESHES = {

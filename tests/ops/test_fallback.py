@@ -63,6 +63,31 @@ def test_what_is_not_finite_stays_visible_and_no_other_block_sees_it():
     np.testing.assert_array_equal(np.asarray(pair.dequantize())[~lost], np.asarray(clean.dequantize())[~lost])
 
 
+def test_a_block_falls_back_above_the_threshold_alone_and_its_subnormals_are_zero():
+    x = np.zeros((32, 96), np.float32)
+    x[0, 0] = x[1, 40] = -8.0
+    x[2, 70] = np.nextafter(np.float32(8), np.float32(9))
+    x[3, 71] = 1e-40
+    pair, _ = fallback.quantize(x, "int8:block32", 8.0)
+    np.testing.assert_array_equal(pair.fallback_mask, [[False, False, True]])
+    assert np.asarray(pair.dequantize())[3, 71] == 0
+    subnormal, _ = fallback.quantize(np.full((32, 32), 1e-40, np.float32), "int8:block32", -1.0)
+    np.testing.assert_array_equal(subnormal.fallback_mask, [[True]])
+    np.testing.assert_array_equal(subnormal.dequantize(), np.zeros((32, 32)))
+
+
+def test_residuals_of_blocks_that_do_not_fall_back_are_never_read():
+    pair, _ = fallback.quantize(outliers((64, 96)), "int8:block32", 50.0)
+    used = np.asarray(pair.fallback_mask)
+    rest = pair.residual
+    undefined = dataclasses.replace(
+        rest,
+        codes=jnp.where(np.kron(used, np.ones((32, 32), bool)), rest.codes, 77),
+        scale=jnp.where(used, rest.scale, jnp.nan),
+    )
+    np.testing.assert_array_equal(pair._replace(residual=undefined).dequantize(), pair.dequantize())
+
+
 def test_what_is_saved_is_unbiased_under_the_same_scales():
     x = outliers((32, 64))
     run = jax.jit(lambda key: fallback.quantize(x, "int8:block32", 1.0, key=key))

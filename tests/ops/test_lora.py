@@ -176,6 +176,25 @@ def test_an_adapter_starts_as_peft_s_does():
     assert a.std() == pytest.approx(3**-0.5, rel=0.05)
 
 
+def test_the_adapter_of_the_transposed_weight_adds_the_transposed_matrix():
+    stack = fp8jax.lora.Adapter(*(jnp.stack([x, 2 * x]) for x in (ADAPTER.a, ADAPTER.b)), alpha=ADAPTER.alpha)
+    for adapter in (ADAPTER, stack):
+        assert adapter.T.shape == (*adapter.shape[:-2], *adapter.shape[:-3:-1])
+        assert adapter.T.scale == adapter.scale
+        np.testing.assert_allclose(adapter.T.a @ adapter.T.b, (adapter.a @ adapter.b).mT, rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_of_one_shape_start_differently():
+    params = {"q": {"kernel": W}, "v": {"kernel": W}, "layers": {"kernel": jnp.stack([W, W])}}
+    adapters = fp8jax.lora.init(KEYS[0], params, rank=4, alpha=8, targets=".*")
+    factors = [adapters["q/kernel"].a, adapters["v/kernel"].a, *adapters["layers/kernel"].a]
+    assert len({np.asarray(factor).tobytes() for factor in factors}) == 4
+    again = fp8jax.lora.init(KEYS[0], params, rank=4, alpha=8, targets=".*")
+    np.testing.assert_array_equal(again["v/kernel"].a, adapters["v/kernel"].a)
+    other = fp8jax.lora.init(KEYS[1], params, rank=4, alpha=8, targets=".*")
+    assert (np.asarray(other["v/kernel"].a) != np.asarray(adapters["v/kernel"].a)).any()
+
+
 def test_dropout_drops_inputs_of_the_adapter_alone_and_is_unbiased():
     w = fp8jax.freeze(jnp.zeros_like(W))
     x = jnp.ones((4000, INPUTS))
@@ -199,6 +218,8 @@ def test_an_array_as_the_base_has_no_gradient():
         (lambda: fp8jax.lora.init_adapter(KEY, W.shape, 0, 1), "from 1 to 160, got 0"),
         (lambda: fp8jax.lora.init_adapter(KEY, W.shape, 161, 1), "from 1 to 160, got 161"),
         (lambda: fp8jax.lora.init_adapter(KEY, W.shape, 4, 0), "alpha .* positive and finite, got 0"),
+        (lambda: fp8jax.lora.init_adapter(KEY, W.shape, 4, float("inf")), "alpha .* positive and finite, got inf"),
+        (lambda: fp8jax.lora.init_adapter(KEY, W.shape, 4, float("nan")), "alpha .* positive and finite, got nan"),
         (
             lambda: fp8jax.lora.linear(X, W.T[:, :INPUTS], ADAPTER, recipe="bf16"),
             r"does not fit the weight, \(160, 256\)",

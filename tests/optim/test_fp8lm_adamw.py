@@ -11,6 +11,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax import QTensor
+from fp8jax.ops.optimizers import fp8lm, leaf
 
 RATE, B1, B2, EPS, DECAY = 0.01, 0.9, 0.95, 1e-8, 0.1
 TX = functools.partial(fp8jax.fp8lm_adamw, RATE, B1, B2, EPS, weight_decay=DECAY, min_size=0)
@@ -89,6 +90,67 @@ def test_a_step_is_adamws_up_to_the_rounding_of_what_it_stores(master, digit):
         found = fp8jax.master_weights(new, params)
         held = fp8jax.params_from_master(new) if master is None else fp8jax.split_master_weights(found, master)[0]
         jax.tree.map(np.testing.assert_array_equal, params, held)
+
+
+@pytest.mark.parametrize(
+    ("size", "rate", "decay", "grad_scale"),
+    [(0.01, -1e6, 0.0, 1.0), (1e3, 1.0, 4.0, 1.0), (1.0, 0.01, 0.1, -1e4)],
+    ids=["negative rate", "large decay", "negative factor"],
+)
+def test_scales_fit_weights_and_moments_for_any_sign_and_decay(size, rate, decay, grad_scale):
+    """Scales that are too small would saturate what is stored. The gradient is in codes, of known amax, and exact."""
+    w, g = (jax.random.normal(jax.random.key(i), (16, 40)) for i in range(2))
+    tx = fp8jax.fp8lm_adamw(rate, B1, B2, EPS, weight_decay=decay, min_size=0)
+    params, codes = {"w": (size * w).astype(jnp.bfloat16)}, fp8jax.quantize(g, "e4m3")
+    new, state = jax.jit(tx.step)({"w": codes}, tx.init(params), params, grad_scale=jnp.float32(grad_scale))
+    before, g = np.asarray(params["w"], np.float64), grad_scale * values(codes)
+    want = before - rate * (g / (np.abs(g) + EPS) + decay * before)
+    np.testing.assert_allclose(values(state.master["w"]), want, rtol=2e-3, atol=2e-3 * np.abs(want).max())
+    np.testing.assert_allclose(np.asarray(new["w"], np.float64), want, rtol=6e-3, atol=6e-3 * np.abs(want).max())
+    np.testing.assert_allclose(values(state.mu["w"]), (1 - B1) * g, rtol=0.07, atol=1e-3 * np.abs(g).max())
+    np.testing.assert_allclose(values(state.nu["w"]), (1 - B2) * g**2, rtol=2e-3, atol=1e-6 * (g**2).max())
+
+
+@pytest.mark.parametrize("fmt", [fp8jax.formats.E4M3, fp8jax.formats.FP16], ids=str)
+def test_scales_are_finite_powers_of_two_with_room_for_rounding(fmt):
+    """A sum in fp32 may exceed its bound by some roundings. A bound that is not finite must not spoil the others."""
+    bounds = jnp.float32([0, 1e-45, 1e-30, 1, fmt.max, fmt.max * (1 - 2.0**-22), 2 * fmt.max, 3.4e38, jnp.inf, jnp.nan])
+    scale = np.asarray(fp8lm.pow2_scale_from_bound(bounds, fmt), np.float64)
+    assert np.isfinite(scale).all()
+    assert (np.frexp(scale)[0] == 0.5).all()
+    exact = np.asarray(bounds, np.float64)[1:8]
+    assert (scale[1:8] * fmt.max >= np.minimum(exact * (1 + 2.0**-21), 2.0**128 * (1 - 2.0**-24))).all()
+    assert (scale[2:7] * fmt.max <= 2 * exact[1:6] * (1 + 2.0**-19)).all()
+    assert (scale[8:] * fmt.max >= np.finfo(np.float32).max / (1 + 2.0**-10)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+def test_a_copy_within_the_rounding_of_its_master_is_not_a_change(dtype):
+    master = jnp.float32([1, -1.5, 2.0**-20, 1000])
+    half = np.float32(jnp.finfo(dtype).eps / 2) * 2.0 ** np.floor(np.log2(np.abs(master)))
+    half = np.maximum(half, np.float32(2.0**-25) if dtype == jnp.float16 else 0)
+    # Copies in fp32 stand for those of `dtype`, which lie no finer; a change that is added rounds once more.
+    for share, is_kept in ((1.03, True), (-1.03, True), (1.1, False), (-1.1, False)):
+        copy = master + np.float32(share) * half
+        found = leaf.reconcile_master(master, _Copy(copy, dtype))
+        np.testing.assert_array_equal(found, master if is_kept else copy)
+
+
+class _Copy:
+    def __init__(self, values, dtype):
+        self.values, self.dtype = values, dtype
+
+    def astype(self, dtype):
+        assert dtype == jnp.float32
+        return self.values
+
+
+def test_a_change_that_is_not_finite_is_visible():
+    """The copy that the caller has is kept only if a weight exceeds its bound by a finite value."""
+    tx = fp8jax.fp8lm_adamw(3e38, weight_decay=10.0, min_size=0)
+    params = {"w": jnp.ones((16, 40), jnp.bfloat16)}
+    new, _ = jax.jit(tx.step)({"w": jnp.ones((16, 40))}, tx.init(params), params)
+    assert not np.isfinite(np.asarray(new["w"], np.float32)).any()
 
 
 def test_update_goes_where_step_does():
