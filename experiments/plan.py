@@ -1,7 +1,7 @@
 """Predicts memory and communication of a training step: python -m experiments.plan --model 13b
 
-It needs jax-triton, but no GPU, and creates no arrays. Residuals are counted in the program that JAX differentiates for a Hopper GPU
-with flash attention.
+It needs jax-triton, but no GPU, and creates no arrays. Residuals are counted in the program that JAX differentiates for
+a Hopper GPU with flash attention.
 """
 
 import argparse
