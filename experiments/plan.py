@@ -1,7 +1,7 @@
-"""Predicts memory and communication of a training step: `python -m experiments.plan --model 13b`.
+"""Predicts memory and communication of a training step: python -m experiments.plan --model 13b
 
-It needs no GPU and creates no arrays. Residuals are counted in the program that JAX differentiates for a Hopper GPU
-with flash attention.
+It needs jax-triton, but no GPU, and creates no arrays. Residuals are counted in the program that JAX differentiates for
+a Hopper GPU with flash attention.
 """
 
 import argparse
@@ -92,6 +92,9 @@ def saved_per_token(
         shared: devices that share sequences; the result is per device.
         expert: devices that share experts.
         expert_capacity: the option of experiments.train.
+
+    Raises:
+        ValueError: the recipe changes layers, and the packages of its kernels are missing.
     """
     device_llama, boundary = llama, None
     if shared > 1:
@@ -131,6 +134,12 @@ def saved_per_token(
 
     # Weights, rotary tables and other constants are in both counts.
     with choice.target(capability=90), mock.patch.object(jax.nn, "dot_product_attention", attend):
+        if changes_layers(recipe) and (reason := choice.missing_kernels_reason()):
+            packages = " ".join(f'"{requirement}"' for requirement in choice.REQUIREMENTS)
+            raise ValueError(
+                f"the plan of {recipe.name} counts what the GPU kernels save, and {reason}. On this machine, too, run: "
+                f"pip install {packages}"
+            )
         return (count(2) - count(1)) / length
 
 
@@ -246,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--microbatches", 1, "N", "microbatches of a step")
     add("--vocab", 32_000, "N", "entries of the vocabulary")
     parser.add_argument(
-        "--partition", choices=("tensors", "slices"), default="", help="optimizer state is shared along data"
+        "--partition", choices=("tensors", "slices"), default="", help="shard the optimizer state along data"
     )
     add(
         "--expert-capacity",

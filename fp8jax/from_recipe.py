@@ -9,6 +9,7 @@ from jax import Array
 
 from fp8jax import recipes
 from fp8jax.core.recipe import SCALED_MASTER, Recipe
+from fp8jax.optim import checks
 from fp8jax.optim.clipping import with_clipping
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE, ScalarOrSchedule, compressed_adamw
 from fp8jax.optim.fp8lm_adamw import NO_LAYER_AXES, fp8lm_adamw
@@ -66,6 +67,8 @@ def optimizer(
         >>> import fp8jax
         >>> tx = fp8jax.optimizer("coat", 3e-4, weight_decay=0.1, clip=1.0)
     """
+    if clip is not None:
+        checks.check_positive("clip", clip)
     if isinstance(recipe, str):
         recipe = recipes.get(recipe)
     if not isinstance(recipe, Recipe):

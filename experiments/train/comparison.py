@@ -92,10 +92,9 @@ def has_comparable_speeds(spreads: Mapping[str, float], backend: str) -> bool:
 
 def _memory_sentence(result: Result, baseline: Result) -> str:
     ours, theirs = size(_moments(result)), size(_moments(baseline))
-    if ours.split()[1] == theirs.split()[1]:
-        theirs = theirs.split()[0]
     factor = _times(_moments(baseline) / max(_moments(result), 1), " times less")
-    return f"Moments need {ours} instead of {theirs} ({factor}) at {_percent(result, baseline)} loss ({result.recipe})."
+    change = f"{_percent(result, baseline)} validation loss"
+    return f"Moments need {ours} instead of {theirs} ({factor}), at {change} ({result.recipe}, one seed)."
 
 
 def _cpu_sentence(names: Sequence[str], quantized: Mapping[str, str]) -> str:

@@ -221,11 +221,15 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) ->
         UserError: a field differs. The message has old and new values, and the fixes.
     """
     before = _ADDED | with_new_names(saved)
-    changed = [f"{k} was {before.get(k)!r}, now {v!r}" for k, v in now.items() if before.get(k) != v]
+    changed = [
+        "the text of --data differs" if name == "text" else f"{name} was {before.get(name)!r}, now {value!r}"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
     if changed:
         raise UserError(
             f"{where} was trained with another configuration: {'; '.join(changed)}. Use the old values to resume, a "
-            "new --run to train a second run, or --resume never to restart this run"
+            "new --run NAME to train a second run, or --resume never to restart this run"
         )
 
 

@@ -46,7 +46,7 @@ def print_header(
     files = "1 file" if corpus.files == 1 else f"{corpus.files:,} files"
     unit = "rows of records" if isinstance(tokens, packing.Packed) else "tokens"
     counts = f"{_short(len(tokens.train))} {unit}, {_short(len(tokens.valid))} for validation"
-    report.print_text(console, f"  text   {files} of {source}{skipped}: {counts}", 9)
+    report.print_text(console, f"  text   {source} ({files}{skipped}): {counts}", 9)
     parameters = count(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
     name = config.model.init or config.model.model
     report.print_text(

@@ -578,7 +578,8 @@ class Recipe:
         for field in dataclasses.fields(self)[1:-1]:
             if not isinstance(getattr(self, field.name), field.type):  # type: ignore[arg-type]
                 name = field.type.__name__  # type: ignore[union-attr]
-                raise TypeError(f"{field.name} must be of type {name}, not {getattr(self, field.name)!r}")
+                hint = ", such as fp8jax.recipes.HEAD" if field.name == "head" else ""
+                raise TypeError(f"{field.name} must be of type {name}{hint}, not {getattr(self, field.name)!r}")
         scaled = [m for m in ("mu", "nu") if self.optimizer.spec(m) is not None and self.optimizer.group_size is None]
         master, fp8lm_advice = self.weights.master, "Optimizer(mu='e4m3', nu='fp16', group_size=None, expand=False)"
         is_fp8lm = len(scaled) == 2 and self.optimizer.nu == SCALED_MASTER and self.optimizer.mu in ("e4m3", "e5m2")

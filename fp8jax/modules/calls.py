@@ -70,8 +70,11 @@ def wrong_model_message(expectation: str, model: Any) -> str:
         description = (
             f"{kind.__name__}, a module of Flax {library}; use {functions.get(function, functions['quantize'])}"
         )
-    elif "equinox" in bases or "haiku" in bases:
-        description = f"{kind.__name__}, of {'Equinox' if 'equinox' in bases else 'Haiku'}; {_ALTERNATIVES_TEXT}"
+    elif "equinox" in bases:
+        advice = "use fp8jax.filter_transform(loss, rules) for a function of the model and data"
+        description = f"{kind.__name__}, of Equinox; {advice}"
+    elif "haiku" in bases:
+        description = f"{kind.__name__}, of Haiku; {_ALTERNATIVES_TEXT}"
     elif isinstance(model, dict):
         description = f"dict; pass the model, not its parameters. Without Flax, {_ALTERNATIVES_TEXT}"
     else:

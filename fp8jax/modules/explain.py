@@ -18,7 +18,7 @@ from fp8jax.modules import nnx as nnx_modules
 from fp8jax.modules.calls import is_matrix, wrong_model_message
 from fp8jax.modules.compiled import Program, inspect_program
 from fp8jax.rewrite import training
-from fp8jax.rewrite.entries import PlanEntry
+from fp8jax.rewrite.entries import CONVOLUTION_REASON, PlanEntry
 from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import LayerChoice, Rule, Rules, RuleSet, as_rule_set
@@ -36,7 +36,7 @@ _REASONS: tuple[tuple[tuple[type, ...], str], ...] = (
     ),
     (
         (nnx.Conv, nnx.ConvTranspose, nn.Conv, nn.ConvTranspose, nn.ConvLocal),
-        "convolutions are not quantized",
+        CONVOLUTION_REASON,
     ),
 )
 _RECOMPUTE_NOTE = "layers that read the result of a norm or an activation save nothing of it if it is recomputed"
@@ -52,7 +52,7 @@ def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: An
 
     Args:
         model: an NNX or Linen model, as for `fp8jax.nnx.quantize` and `fp8jax.linen.quantize`.
-        rules: as for these functions. Omit them for a quantized NNX model.
+        rules: as for these functions. Omit them for a quantized model.
         sample: arguments of a call of the model, arrays or `jax.ShapeDtypeStruct`. A Linen model needs them, because
             its layers exist only while it runs. An NNX model needs them for the activations between its layers, and
             for output heads and routers.
@@ -66,12 +66,18 @@ def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: An
             rules are missing.
         ValueError: as `quantize`.
     """
-    is_quantized = isinstance(type(model), nnx_modules.QuantizedMeta)
+    linen_settings = getattr(type(model), "_fp8jax_settings", None) if isinstance(model, nn.Module) else None
+    is_quantized = isinstance(type(model), nnx_modules.QuantizedMeta) or linen_settings is not None
     if rules is None:
         usage = "the arguments of a call of a quantized model: explain(model, x)"
         raise TypeError(f"explain needs {usage if is_quantized else 'rules or a recipe: explain(model, rules, x)'}")
     if is_quantized and not isinstance(rules, _RULES_TYPES):
-        return _explain_nnx(model, (rules, *sample), keywords)
+        sample = rules, *sample
+        if linen_settings is None:
+            return _explain_nnx(model, sample, keywords)
+        if linen_settings.bound_path is not None or linen_settings.field_path:
+            raise TypeError("explain expects the whole quantized Linen model, not a submodule of it")
+        return _explain_linen(linen_modules.unquantize(model), linen_settings.rules, sample, keywords)
     if isinstance(model, nnx.Module | nn.Module) and isinstance(rules, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise TypeError(
             f"{type(model).__name__} has no recipe, and explain got an array of shape {rules.shape} instead of rules; "
@@ -165,7 +171,7 @@ def _explain_rules(model: nnx.Module, rules: RuleSet) -> Explanation:
     for path in norms if rules.has_contexts else ():
         choice = rules.choose(path)
         rows.append(PlanEntry(path, type(modules[path]).__name__, (), choice, choice.reason, ""))
-    no_product_reason = "whether a product reads it is known only in a call"
+    no_product_reason = "pass sample inputs to explain, to know whether a matmul reads it"
     rows += _layers_without_product(modules, rules, _nnx_shape, no_product_reason, {row.path for row in rows})
     is_recomputed = any(row.context is not None and row.context.recompute_activations for row in rows)
     notes = [_RECOMPUTE_NOTE] if is_recomputed else []
@@ -200,7 +206,7 @@ def _list_rows(modules: dict[str, Any], rules: RuleSet, plan: CallPlan, find_sha
             kind = type(modules.get(nnx_modules.find_owner(modules, path))).__name__
             rows.append(row._replace(path=path, kind=kind, residual_bytes=None, gain=None, rates_device="", flops=0))
     paths = {row.path for row in rows if row.is_product and row.is_planned}
-    return rows + _layers_without_product(modules, rules, find_shape, "no product of it is in this call", paths)
+    return rows + _layers_without_product(modules, rules, find_shape, "no matmul of it runs in this call", paths)
 
 
 def _layers_without_product(

@@ -235,7 +235,7 @@ def _estimate_group(
     linear = products[0].choice.linear
     assert linear is not None
     codes_seconds = 0.0 if has_shared_codes else quantization_cost(tokens, inputs, linear, rates, producer=producer)
-    device = f"an {rates.device}{', as an estimate' if is_assumed else ''}"
+    device = f"an {rates.device}{' (no measurements for this device)' if is_assumed else ''}"
     return _GroupGain([p.path for p in products], seconds, codes_seconds, tokens, device)
 
 

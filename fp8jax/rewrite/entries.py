@@ -13,6 +13,7 @@ from fp8jax.rewrite.rules import LayerChoice
 
 _UNKNOWN = LayerChoice(None, "")
 LOSS_KIND = "softmax cross-entropy"
+CONVOLUTION_REASON = "convolutions are not quantized"
 
 
 class PlanEntry(NamedTuple):

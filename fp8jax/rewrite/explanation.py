@@ -16,7 +16,7 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.core.tables import fold_paths, sectioned_table, sentence, table
 from fp8jax.rewrite import primitives, unplanned
 from fp8jax.rewrite.call_info import CallInfo
-from fp8jax.rewrite.entries import PlanEntry
+from fp8jax.rewrite.entries import CONVOLUTION_REASON, PlanEntry
 from fp8jax.rewrite.graph import Graph, Node, Value, walk_calls
 from fp8jax.rewrite.operations import ActivationOperation, LossOperation, NormOperation, RaggedOperation
 from fp8jax.rewrite.rules import RuleSet
@@ -122,7 +122,10 @@ class Explanation:
         share = sum(count for count, is_quantized in flops if is_quantized) / total if total else 0
         parts = [f"{layers} {'layer runs' if layers == 1 else 'layers run'} in {_bits(self.quantized_layers)}"]
         if total:
-            parts[0] += f" ({100 * share:.3g} % of the FLOPs of matmuls with parameters)"
+            kinds = (
+                "matmuls and convolutions" if any(row.reason == CONVOLUTION_REASON for row in self.rows) else "matmuls"
+            )
+            parts[0] += f" ({100 * share:.3g} % of the FLOPs of {kinds} with parameters)"
         if contexts:
             count = len(contexts)
             saves = "norm or activation saves" if count == 1 else "norms and activations save"
@@ -141,7 +144,7 @@ class Explanation:
         contexts = [row for row in others if row.context is not None]
         unquantized = [row for row in others if row.context is None]
         layers_first = sorted(unquantized, key=lambda row: not (row.is_product and row.path))
-        sections |= {f"Norms and activations that save {_bits(contexts)}": contexts, "As written": layers_first}
+        sections |= {f"Norms and activations that save {_bits(contexts)}": contexts, "Not quantized": layers_first}
         sections = {title: rows for title, rows in sections.items() if rows}
         if not sections:
             return ""
@@ -189,7 +192,7 @@ def _fold_rows(rows: Sequence[PlanEntry]) -> list[tuple[str, ...]]:
     """The cells of a section of the summary. Rows that differ in the numbers in their paths alone are one."""
     groups: dict[tuple[str, ...], list[PlanEntry]] = {}
     for row in rows:
-        # What is left as written is one row for each reason.
+        # Unquantized layers are one row for each reason.
         location = (str(row.shape) if row.is_quantized else "", "") if row.path else ("", row.line)
         groups.setdefault((row.kind, _hide_numbers(_short_note(row)), *location), []).append(row)
     cells: list[tuple[str, ...]] = []
@@ -256,7 +259,7 @@ def _head_note(entries: Sequence[PlanEntry]) -> str:
     if not heads or not any(entry.linear for entry in entries):
         return ""
     return (
-        f"output head: {', '.join(fold_paths(heads)[:_MAX_LISTED])} stays in 16 bits; a recipe with "
+        f"output head: {', '.join(fold_paths(heads)[:_MAX_LISTED])} in 16 bits; a recipe with "
         "head=fp8jax.recipes.HEAD runs it in 8 bits (docs/howto/functions.md: speed and loss)"
     )
 
@@ -268,7 +271,7 @@ def _rematerialization_note(entries: Sequence[PlanEntry]) -> str:
     if not count:
         return ""
     return (
-        f"{count} of {len(products)} products are recomputed in the backward pass under your jax.checkpoint. Pass "
+        f"{count} of {len(products)} matmuls are recomputed in the backward pass under your jax.checkpoint. Pass "
         "policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable to it, or remove it: norms and activations "
         "of a recipe with a context save only codes"
     )
@@ -319,11 +322,11 @@ def gains_note(entries: Sequence[PlanEntry]) -> str:
     total = 1e3 * sum((entry.gain or 0.0) * entry.runs_per_step for entry in rated)
     gaining = [entry for entry in rated if entry.gain is not None]
     verb = "cost" if total < 0 else "save"
-    note = f"speed: 8 bits {verb} about {abs(total):.2g} ms per step in {_counted(gaining, 'matmul')}"
-    note = f"{note}, by rates of {rated[0].rates_device}"
+    note = f"speed, estimated for {rated[0].rates_device}: 8 bits {verb} about {abs(total):.2g} ms per step"
+    note = f"{note} in {_counted(gaining, 'matmul')}."
     losing = [entry for entry in rated if entry.is_slower]
     if jax.default_backend() == "cpu":
-        note = f"{note} (a CPU has no 8-bit matmuls, so codes save only memory there)"
+        note = f"{note} A CPU has no 8-bit matmuls: codes save only memory there."
     if not losing:
         return note
     paths = fold_paths([entry.path for entry in losing])
@@ -331,7 +334,7 @@ def gains_note(entries: Sequence[PlanEntry]) -> str:
     tokens = " or ".join(f"{n:,}" for n in sorted({entry.tokens for entry in losing}))
     verb = "gains" if len({entry.path for entry in losing}) == 1 else "gain"
     rule = "fp8jax.recipes.for_shapes(recipe) keeps them in 16 bits"
-    return f"{note}; {', '.join(paths[:_MAX_LISTED])}{more} {verb} nothing at {tokens} tokens: {rule}"
+    return f"{note} {', '.join(paths[:_MAX_LISTED])}{more} {verb} nothing at {tokens} tokens: {rule}"
 
 
 def list_rows(

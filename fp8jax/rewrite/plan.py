@@ -171,7 +171,7 @@ def plan(
         grouped.check_names(graph, rules.grouped_products)
     if call_info.requires_product and not matmuls and not unread_paths and not unsupported_paths:
         raise ValueError(
-            f"the function has no product of data with a parameter that a recipe can quantize{_skipped_note(entries)}"
+            f"the function has no matmul of data with a parameter that a recipe can quantize{_skipped_note(entries)}"
         )
     if call_info.checks_rules:
         aliases = unread_paths | {p.path: p.aliases for p in matmuls}
@@ -536,7 +536,7 @@ def _number_uses(
 def _skipped_note(entries: dict[Node, PlanEntry]) -> str:
     """The skipped matmuls as text for an error message."""
     skipped = [f"{e.path or e.kind} ({e.reason}) at {e.line}" for e in entries.values() if e.choice is None]
-    return f"; left as written: {'; '.join(skipped[:6])}" if skipped else ""
+    return f"; not quantized: {'; '.join(skipped[:6])}" if skipped else ""
 
 
 def _unread_layers(graph: Graph, call_info: CallInfo) -> PathAliases:

@@ -88,7 +88,7 @@ class PlannedCall(NamedTuple):
     def warn(self, notices: Notices) -> None:
         """Warn, once for each text, of loops over blocks that are not split, and of FLOPs that stay in 16 bits.
 
-        It warns of these if they are over a tenth of all, although the rules ask for fewer.
+        It warns of these if they are over 10 % of all, and the rules select them.
         """
         _, _, error, share, note = self.plan.program
         if note and not notices.is_silent and note not in notices.texts:
@@ -97,7 +97,7 @@ class PlannedCall(NamedTuple):
         is_known = notices.is_silent or share.text in notices.texts
         if share.is_notable and not error and not is_known:
             notices.texts.add(share.text)
-            text = f"{share.text}. explain lists each product. fp8jax.Rule(path, None) for a parameter silences this"
+            text = f"{share.text}. `explain` lists each matmul. To silence this, exclude them: fp8jax.Rule(path, None)"
             frames.warn(text, UnquantizedWarning)
 
     def _raise_error(self) -> None:

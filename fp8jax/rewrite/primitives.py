@@ -41,8 +41,9 @@ GROUPED_CALL = "grouped_call"
 GROUPED_KINDS = ("ragged_dot_general", GROUPED_CALL)
 # A parameter that is gathered over devices, inside `jax.shard_map`, counts as a parameter.
 GATHER_PRIMITIVES = ("all_gather", "all_gather_invariant")
+CONVOLUTION = "conv_general_dilated"
 PRODUCTS = (
-    *("dot_general", "conv_general_dilated", "scaled_dot", "pallas_call"),
+    *("dot_general", CONVOLUTION, "scaled_dot", "pallas_call"),
     *GROUPED_KINDS,
 )
 SELECTION_PRIMITIVES = {

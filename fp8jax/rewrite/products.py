@@ -12,10 +12,10 @@ from jax import lax
 
 from fp8jax.rewrite import grouped, primitives
 from fp8jax.rewrite.call_info import CallInfo
-from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
+from fp8jax.rewrite.entries import CONVOLUTION_REASON, PlanEntry, WeightMatmul
 from fp8jax.rewrite.graph import Graph, ModifiedWeight, Node, Value, find_modified_weight, source_parameters
 from fp8jax.rewrite.operations import NON_DOT_OPERATIONS
-from fp8jax.rewrite.primitives import GROUPED_CALL, GROUPED_KINDS
+from fp8jax.rewrite.primitives import CONVOLUTION, GROUPED_CALL, GROUPED_KINDS
 from fp8jax.rewrite.rules import LayerChoice, RuleSet
 from fp8jax.rewrite.unplanned import flops, is_complete
 
@@ -93,7 +93,7 @@ def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:
         if p.is_quantized and any(x not in (None, lax.Precision.DEFAULT) for x in precisions):
             rejected.append((p, precision))
             p.is_unsupported = True
-            p.choice = LayerChoice(None, f"asks for precision {precision}, which a quantized product does not support")
+            p.choice = LayerChoice(None, f"asks for precision {precision}, which a quantized matmul does not support")
     if not rejected:
         return ""
     default = jax.config.jax_default_matmul_precision
@@ -105,7 +105,7 @@ def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:
     if len(rejected) == 1:
         ((p, precision),) = rejected
         return (
-            f"{p.path} asks for precision {precision}, which a quantized product does not support, at "
+            f"{p.path} asks for precision {precision}, which a quantized matmul does not support, at "
             f"{p.node.line()}; set its precision to None{unset}, or exclude it with a rule: [{rule}, recipe]"
         )
     groups = collections.defaultdict[tuple[str, str], dict[str, None]](dict)
@@ -117,7 +117,7 @@ def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:
         for (line, asked), group_paths in groups.items()
     ]
     return (
-        f"{len(rejected)} products ask for a precision that a quantized product does not support: {'; '.join(lines)}. "
+        f"{len(rejected)} matmuls ask for a precision that a quantized matmul does not support: {'; '.join(lines)}. "
         f"Set their precision to None{unset}, or exclude them with a rule: [{rule}, recipe]"
     )
 
@@ -140,7 +140,10 @@ def _skipped_entry(
     # A rule may exclude the parameters that its matrix is computed from, such as an embedding's.
     linears = [rules.choose(path, aliases=also).linear for path, *also in paths]
     is_requested = (
-        all(linear is not None for linear in linears) and (bool(linears) or rules.has_default) and not is_complete(node)
+        all(linear is not None for linear in linears)
+        and (bool(linears) or rules.has_default)
+        and node.kind != CONVOLUTION
+        and not is_complete(node)
     )
     is_grouped_candidate = (
         node.has_custom_rule
@@ -192,7 +195,9 @@ def _skip_reason(node: Node, sides: list[int], outer_scope: str) -> str | None:
     if node.kind != "dot_general" and not (
         node.kind in NON_DOT_OPERATIONS and NON_DOT_OPERATIONS[node.kind].supports(node, sides[0])
     ):
-        return f"fp8jax has no {node.kind}{' of this form' if node.kind in NON_DOT_OPERATIONS else ''}"
+        if node.kind in NON_DOT_OPERATIONS:
+            return f"this form of {node.kind} is not supported"
+        return CONVOLUTION_REASON if node.kind == CONVOLUTION else f"{node.kind} is not supported"
     if not jnp.issubdtype(node.operands[1 - sides[0]].dtype, jnp.floating):
         return f"its data are {node.operands[1 - sides[0]].dtype}"
     return None

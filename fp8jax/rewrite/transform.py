@@ -338,7 +338,7 @@ def _hint_static_number(error: Exception, leaves: Sequence[tuple[Any, Any]], par
 def _hint_closed_over_arrays(error: ValueError, consts: Sequence[Any]) -> None:
     """Add a note to an error about missing parameters if the function closes over matrices: maybe its weights."""
     matrix_shapes = [jnp.shape(x) for x in consts if jnp.ndim(x) > 1]
-    if matrix_shapes and "no product of data with a parameter" in str(error):
+    if matrix_shapes and "no matmul of data with a parameter" in str(error):
         error.add_note(
             f"the function closes over {len(matrix_shapes)} matrices, one of shape {matrix_shapes[0]}. A recipe "
             "quantizes only arguments in params=, by default the first one"

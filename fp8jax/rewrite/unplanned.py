@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from fp8jax.ops.quantization.fused_reference import ACTIVATIONS
 from fp8jax.rewrite import activations, norms, primitives
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry
@@ -21,15 +22,15 @@ _MAX_FRACTION = 0.1
 
 
 class UnquantizedWarning(UserWarning):
-    """More than a tenth of a model's FLOPs stay in 16 bits, although the rules ask for fewer."""
+    """More than 10 % of the FLOPs of a model's matmuls stay in 16 bits, although the rules select them."""
 
 
 class UnquantizedShare(NamedTuple):
-    """The matmuls that stay in 16 bits although the rules ask for fewer.
+    """The matmuls that stay in 16 bits although the rules select them.
 
     Attributes:
         fraction: their share of the FLOPs of all matmuls with parameters in a forward pass. Output heads, embeddings,
-            routers and matmuls that a rule excludes are not counted.
+            routers, convolutions and matmuls that a rule excludes are not counted.
         text: the fraction and the reasons, as a sentence; "" if there are none.
     """
 
@@ -62,7 +63,7 @@ def _node_flops(node: Node) -> float:
     numbers = node.eqn.params.get("dimension_numbers")
     if node.kind == "dot_general":
         return math.prod(result) * math.prod(left[i] for i in numbers[0][0])
-    if node.kind == "conv_general_dilated":
+    if node.kind == primitives.CONVOLUTION:
         return math.prod(result) * math.prod(right) / max(right[numbers.rhs_spec[0]], 1)
     return math.prod(result) * left[-1] if left else 0
 
@@ -102,13 +103,13 @@ def _summarize_share(quantized_flops: float, entries: Sequence[PlanEntry]) -> Un
     rest = f"; and {len(notes) - _MAX_LISTED} other reasons" if len(notes) > _MAX_LISTED else ""
     fraction = lost / (lost + quantized_flops)
     figure = f"{min(100 * fraction, 99):.2g} %" if fraction < 1 else "all"
-    head = f"{figure} of the FLOPs in products with parameters stay in 16 bits, although the rules ask for fewer"
+    head = f"{figure} of the FLOPs of matmuls with parameters stay in 16 bits, although the rules select them"
     return UnquantizedShare(fraction, f"{head}: {'; '.join(notes[:_MAX_LISTED])}{rest}")
 
 
 def _count_note(group: Sequence[PlanEntry]) -> str:
     paths = list(dict.fromkeys(entry.path for entry in group if entry.path))
-    count = f"{len(group)} product{'s' if len(group) > 1 else ''}"
+    count = f"{len(group)} matmul{'s' if len(group) > 1 else ''}"
     more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
     return f"{count} of {', '.join(paths[:2])}{more}" if paths else count
 
@@ -136,8 +137,8 @@ _BY_ELEMENT = (
     *RESHAPES,
 )
 _MAX_DISTANCE = 12  # steps from a statistic or nonlinear function to a reader of the result
-_NO_CONTEXT_REASON = "no rule has a recipe with a context, which determines what norms and activations save"
-_UNREAD_REASON = "no product of a recipe reads its result as it is"
+_NO_CONTEXT_REASON = "the rules quantize matmuls only: no recipe has a context"
+_UNREAD_REASON = "no quantized matmul reads its result directly"
 
 
 class _Program:
@@ -223,7 +224,7 @@ def _norm_entry(program: _Program, node: Node) -> PlanEntry | None:
     elif is_modulated:
         reason = "data scale or shift its result, as in adaLN"
     elif is_read_by_recipe and not is_known:
-        reason = "fp8jax knows no norm of this form"
+        reason = "not a recognized form of norm"
     return PlanEntry(path, kind, squares[0].operands[0].shape, None, reason, node.line())
 
 
@@ -274,9 +275,9 @@ def _activation_entry(program: _Program, node: Node) -> PlanEntry | None:
     if not program.rules.has_contexts:
         reason = _NO_CONTEXT_REASON
     elif "(" not in label:
-        reason = "fp8jax knows no activation of this form"
+        reason = f"not a recognized activation ({', '.join(ACTIVATIONS)})"
     elif is_read_by_recipe:
-        reason = "no product of a rule with a context reads its plain result; dropout, for example, changes it"
+        reason = "no quantized matmul with a context reads its result directly; dropout, for example, changes it"
     return PlanEntry("", label, value.shape, None, reason, node.line())
 
 

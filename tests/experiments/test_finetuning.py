@@ -177,7 +177,7 @@ def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, ca
             "--recipe", "te_current", *lora]  # fmt: skip
     assert cli.main(argv) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "1 file of" in printed
+    assert "(1 file)" in printed
     assert "40 of 1 files" in (out / name / "log.txt").read_text()
     folder = out / name / "te_current"
     whole = json.loads((folder / "result.json").read_text())["result"]

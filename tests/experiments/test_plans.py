@@ -84,6 +84,16 @@ def test_the_command_plans_a_model_that_fits_no_machine_here(capsys, monkeypatch
     assert "use --mesh data=2 or more" in capsys.readouterr().err
 
 
+def test_a_plan_without_kernels_is_refused(capsys, monkeypatch):
+    """Without jax-triton a trace for a GPU saves what XLA would, several times as much."""
+    monkeypatch.setattr(plan.choice, "missing_kernels_reason", lambda: "jax-triton cannot be imported")
+    assert plan.main(["--model", "5m", "--recipe", "coat"]) == 2
+    error = capsys.readouterr().err
+    assert "jax-triton cannot be imported" in error
+    assert 'pip install "jax-triton' in error
+    assert plan.main(["--model", "5m", "--recipe", "bf16"]) == 0
+
+
 def test_every_option_of_the_command_arrives(capsys, monkeypatch):
     """`of` gets what is asked for, and the tokens of a microbatch on a device; its plan is what is printed."""
     requests, real = [], plan.of

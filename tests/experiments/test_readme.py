@@ -23,7 +23,7 @@ STATED = (
     "one mantissa bit less than e4m3, which costs 6 dB",
     "`nvfp4` is at least 10 dB below e4m3",
     # What programs that were compiled for an H200 count, each beside its command; no card measured them.
-    "needs 12 GB by XLA's count",
+    "needs 12 GB (XLA's count",
     # Of a host's memory, by a test's own run.
     "2.72 GB at the peak for 2.21 GB of weights in shards of 0.5 GB",
 )

@@ -115,7 +115,7 @@ def test_a_run_on_lines_packs_and_resumes_and_a_broken_line_loses_nothing(argv, 
     flags = [*argv[:where], *argv[where + 2 :], "--data", str(path), "--recipe", "bf16", "--valid-fraction", "0.2"]
     assert cli.main([*flags, "--run", "lines"]) == 0
     header = " ".join(capsys.readouterr().out.split())
-    assert f"text 1 file of {path}" in header
+    assert f"text {path} (1 file)" in header
     assert "rows of records" in header
     whole = json.loads((out / "lines" / "bf16" / "result.json").read_text())["result"]
     folder = out / "lines" / "bf16"
@@ -133,7 +133,7 @@ def test_a_run_on_lines_packs_and_resumes_and_a_broken_line_loses_nothing(argv, 
     assert again["valid_loss"] == whole["valid_loss"]
     write(path, *lines, {"text": "one more"})
     assert cli.main([*flags, "--run", "lines"]) == 2
-    assert "text was" in capsys.readouterr().err
+    assert "the text of --data differs" in capsys.readouterr().err
 
 
 def test_conversations_need_a_checkpoint(argv, tmp_path, capsys):

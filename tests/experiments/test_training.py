@@ -139,7 +139,7 @@ def test_output_has_plan_estimate_progress_and_table(argv, finished, out, capsys
     shown, log = capsys.readouterr().out, (out / "shown" / "log.txt").read_text()
     for text in (
         "8 of 64 tokens", "already trained for 8 steps", "step 4/8 mean_loss ", "tokens/s ", "valid 8/8 loss ",
-        "coat_optimizer writes:", "vs bf16", "times less) at ", "loss.png",
+        "coat_optimizer writes:", "vs bf16", "times less), at ", "loss.png",
     ):  # fmt: skip
         assert text in shown, text
     assert shown.splitlines().index("") == 5  # lines of the header

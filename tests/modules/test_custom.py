@@ -143,7 +143,7 @@ def test_what_is_no_model_of_flax_is_refused_with_what_to_do(take):
     call = function.get(take, fp8jax.explain)
     do = "use fp8jax.transform(fn, rules) for any function of parameters, or call fp8jax.linear(x, w, recipe=...)"
     for given, message in (
-        (EQUINOX(), f"Linear, of Equinox; {do}"),
+        (EQUINOX(), "Linear, of Equinox; use fp8jax.filter_transform(loss, rules)"),
         (lambda x: x, f"function. Without Flax, {do}"),
         ({"w": 1}, f"dict; pass the model, not its parameters. Without Flax, {do}"),
         (nnx.Linear, "the class Linear; pass an instance"),
@@ -154,5 +154,5 @@ def test_what_is_no_model_of_flax_is_refused_with_what_to_do(take):
 
 def test_an_equinox_model_is_told_what_to_do():
     equinox = pytest.importorskip("equinox")
-    with pytest.raises(TypeError, match=r"not MLP, of Equinox; use fp8jax\.transform"):
+    with pytest.raises(TypeError, match=r"not MLP, of Equinox; use fp8jax\.filter_transform"):
         fp8jax.nnx.quantize(equinox.nn.MLP(2, 2, 2, 1, key=KEY), TE)

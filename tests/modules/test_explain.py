@@ -33,7 +33,7 @@ def test_a_report_on_an_nnx_model():
     assert fp8jax.explain(model, fp8jax.Rule(".*", TE)).notes == ()
     narrow = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 1, rngs=nnx.Rngs(1)))
     (last,) = fp8jax.explain(narrow, TE).skipped_layers
-    assert last.reason == "the recipe; whether a product reads it is known only in a call"
+    assert last.reason == "the recipe; pass sample inputs to explain, to know whether a matmul reads it"
     jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(model)))
     assert report.program is None
     assert len(report.quantized_layers) == 6 * LAYERS
@@ -322,6 +322,22 @@ def test_wrong_arguments_are_refused():
         fp8jax.explain(fp8jax.transform(lambda p, x: x @ p, "coat"), jnp.ones((4, 4)), jnp.ones((2, 4)))
 
 
+class Encoder(nn.Module):
+    encoder: nn.Module
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.encoder(x)
+
+
+def test_a_quantized_linen_model_needs_no_rules():
+    model, x = Encoder(nn.Dense(8)), jnp.ones((2, 8))
+    rules = [fp8jax.Rule("encoder", "te_delayed"), "coat"]
+    quantized = fp8jax.linen.quantize(model, rules)
+    assert fp8jax.explain(quantized, x).details == fp8jax.explain(model, rules, x).details
+    with pytest.raises(TypeError, match="whole quantized Linen model, not a submodule"):
+        fp8jax.explain(quantized.encoder, x)
+
+
 @pytest.mark.parametrize("make", [lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), lambda: nn.Dense(4)])
 def test_layers_with_a_state_are_explained(make):
     report = fp8jax.explain(make(), fp8jax.recipes.te_delayed(), jnp.ones((2, 8)))
@@ -358,7 +374,7 @@ def test_layers_that_ask_for_a_precision_are_marked(model, recipe):
     assert set(reasons) == {"wi", "wo"}
     assert all("asks for precision" in reason for reason in reasons.values())
     (note,) = report.notes
-    assert note.startswith("a call raises ValueError: 2 products ask for a precision")
+    assert note.startswith("a call raises ValueError: 2 matmuls ask for a precision")
     assert re.search(r"wi.* for precision .*test_explain.py:\d+ ", note)
     assert "fp8jax.Rule('wi|wo', None)" in note
 

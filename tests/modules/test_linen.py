@@ -254,7 +254,7 @@ def test_wrong_models_are_refused():
         fp8jax.linen.quantize(fp8jax.linen.quantize(Stack(), TE), TE)
     with pytest.raises(ValueError, match="asks for precision"):
         fp8jax.linen.quantize(nn.Dense(4, precision="highest"), TE).init(KEY, X)
-    with pytest.raises(ValueError, match="no product of data with a parameter"):
+    with pytest.raises(ValueError, match="no matmul of data with a parameter"):
         fp8jax.linen.quantize(nn.LayerNorm(), TE).init(KEY, X)
 
 

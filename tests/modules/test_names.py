@@ -107,7 +107,7 @@ def test_what_is_no_model_is_told_what_takes_it():
         (nnx.Linear, "f takes, not the class Linear; pass an instance"),
         ({}, "f takes, not dict; pass the model, not its parameters. Without Flax, use fp8jax"),
         (3, "f takes, not int. Without Flax, use fp8jax.transform"),
-        (other["equinox"], "f takes, not Mlp, of Equinox; use fp8jax.transform"),
+        (other["equinox"], "f takes, not Mlp, of Equinox; use fp8jax.filter_transform"),
         (other["haiku"], "f takes, not Mlp, of Haiku; use fp8jax.transform"),
     ):
         assert calls.wrong_model_message("f takes", model).startswith(said)

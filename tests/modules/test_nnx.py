@@ -332,7 +332,7 @@ def test_a_product_of_a_layers_own_is_quantized_and_another_precision_refused():
     rngs, x = nnx.Rngs(0), jnp.ones((2, 4))
     own = nnx.Linear(4, 4, dot_general=lambda *a, **k: 2 * jax.lax.dot_general(*a), rngs=rngs)
     assert dots(lambda x: fp8jax.nnx.quantize(own, TE)(x), x) == [("float8_e4m3fn",) * 2]
-    with pytest.raises(ValueError, match="no product of data with a parameter that a recipe can quantize"):
+    with pytest.raises(ValueError, match="no matmul of data with a parameter that a recipe can quantize"):
         fp8jax.nnx.quantize(nnx.Einsum("ab,bc->ac", (4, 4), einsum_op=lambda *a, **k: a[1], rngs=rngs), TE)(x)
     with pytest.raises(ValueError, match=r"asks for precision .*HIGHEST"):
         fp8jax.nnx.quantize(nnx.Linear(4, 4, precision="highest", rngs=rngs), TE)(x)

@@ -78,9 +78,9 @@ def test_each_model_says_once_what_share_stays_in_16_bits_and_why(of):
     for _ in range(2):  # the second model is another one, of the same class
         call, gradient, jitted = of()
         (warned,) = said(call, gradient, jitted, call, gradient)
-        assert str(warned.message).startswith(f"{100 * share:.2g} % of the FLOPs in products with parameters")
+        assert str(warned.message).startswith(f"{100 * share:.2g} % of the FLOPs of matmuls with parameters")
         assert re.search(
-            r"1 product .*data are multiplied by a value computed from cut; .*test_shares.py:\d+ ", str(warned.message)
+            r"1 matmul .*data are multiplied by a value computed from cut; .*test_shares.py:\d+ ", str(warned.message)
         )
         assert warned.filename == __file__
     assert not said(*of(3)[:2])  # less than a tenth
@@ -95,7 +95,7 @@ def test_explain_prints_the_share_and_says_nothing_else():
         lambda: fp8jax.transform(loss, "coat").explain(P, X),
     ):
         assert not said(lambda explained=explained: texts.append(" ".join(str(explained()).split())))
-        assert "75 % of the FLOPs in products with parameters stay in 16 bits, although" in texts[-1]
+        assert "75 % of the FLOPs of matmuls with parameters stay in 16 bits, although" in texts[-1]
     model = fp8jax.nnx.quantize(Nnx(), "coat")
     fp8jax.explain(model, X)
     assert len(said(lambda: model(X))) == 1  # explain has not said it in its place
@@ -161,25 +161,25 @@ def test_ordinary_models_say_nothing(make):
     assert not said(lambda: jax.eval_shape(model.apply, params, sample))
 
 
-class Convolved(nn.Module):
-    """A vision transformer's first lines with patches of few channels: below a tenth of its blocks."""
+class ConvNet(nn.Module):
+    """A network in which convolutions have most of the FLOPs."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(64, (2, 2), (2, 2), name="patches")(x).reshape(len(x), -1, 64)
-        for _ in range(2):
-            x = x + nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
-        return nn.Dense(1000, name="head")(x.mean(1))
+        x = nn.Conv(64, (3, 3), name="conv")(x).reshape(len(x), -1, 64)
+        return nn.Dense(64)(nn.Dense(256)(x))
 
 
-def test_convolutions_count_with_their_own_flops():
-    x = jnp.ones((2, 8, 8, 3))
-    model = fp8jax.linen.quantize(Convolved(), "coat")
-    variables = jax.eval_shape(Convolved().init, KEY, x)
-    assert not said(lambda: jax.eval_shape(model.apply, variables, x))
-    params = jax.tree.map(lambda s: jnp.zeros(s.shape), variables)
-    explained = fp8jax.transform(lambda p, x: Convolved().apply(p, x), "coat").explain(params, x)
-    (patches,) = [e for e in explained.skipped if e.is_unsupported]
-    assert patches.flops == 2 * 2 * 16 * (2 * 2 * 3) * 64
-    blocks = 2 * 2 * 2 * 16 * 2 * 64 * 256
-    assert explained.unquantized_note.startswith(f"{100 * patches.flops / (patches.flops + blocks):.2g} % of the FLOPs")
+def test_convolutions_are_counted_and_not_warned_of():
+    x = jnp.ones((2, 8, 8, 32))
+    model = fp8jax.linen.quantize(ConvNet(), "coat")
+    params = jax.tree.map(lambda s: jnp.zeros(s.shape), jax.eval_shape(ConvNet().init, KEY, x))
+    assert not said(lambda: jax.eval_shape(model.apply, params, x))
+    hidden, conv, head = 64 * 256, 3 * 3 * 32 * 64, 256 * 64  # multiplications for each pixel
+    expected = f"({100 * hidden / (hidden + conv + head):.3g} % of the FLOPs of matmuls and convolutions"
+    transformed = fp8jax.transform(lambda p, x: ConvNet().apply(p, x), "coat")
+    for explained in (fp8jax.explain(ConvNet(), "coat", x), transformed.explain(params, x)):
+        assert expected in str(explained)
+        assert not explained.unquantized_note
+        (row,) = [row for row in explained.rows if row.path.endswith("conv")]
+        assert row.reason == "convolutions are not quantized"

@@ -122,7 +122,7 @@ def test_constants_of_a_head_or_a_norm_stay_its_constants():
 
 
 def test_one_array_in_place_of_parameters_is_a_batch_by_mistake():
-    with pytest.raises(ValueError, match="has no product of data with a parameter"):
+    with pytest.raises(ValueError, match="has no matmul of data with a parameter"):
         fp8jax.transform(lambda x: mlp(P, x), "coat")(X)
     weight = lambda w: jnp.mean((X @ w) ** 2)  # noqa: E731
     assert [e.path for e in fp8jax.transform(weight, "te_current").explain(P["up"]).quantized] == [""]

@@ -159,18 +159,18 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
         .split("; ")[0]
         .endswith("6 GiB of saved inputs")
     )
-    gained = "speed: 8 bits save about 2.8 ms per step in 2 matmuls, by rates of an H100"
+    gained = "speed, estimated for an H100: 8 bits save about 2.8 ms per step in 2 matmuls"
     text = explanation.gains_note(parts)
     assert text.startswith(gained)
-    assert text.endswith("; b gains nothing at 512 tokens: fp8jax.recipes.for_shapes(recipe) keeps them in 16 bits")
+    assert text.endswith(" b gains nothing at 512 tokens: fp8jax.recipes.for_shapes(recipe) keeps them in 16 bits")
     assert explanation.gains_note(parts[:1]).startswith(gained.replace("2.8", "3").replace("2 matmuls", "1 matmul"))
     assert explanation.gains_note(parts[2:3]) == explanation.residual_bytes_note(parts[3:]) == ""
     many = [parts[1]._replace(path=f"p{name}{i}", tokens=1024) for name in "abcde" for i in range(4)] + parts[:2]
-    named = "; pa{0..3}, pb{0..3}, pc{0..3}, pd{0..3} and 2 more gain nothing at 512 or 1,024 tokens"
+    named = " there. pa{0..3}, pb{0..3}, pc{0..3}, pd{0..3} and 2 more gain nothing at 512 or 1,024 tokens"
     assert named in explanation.gains_note(many)
-    assert "; pa0 gains nothing at 1,024 tokens" in explanation.gains_note(many[:1] * 2)
+    assert " there. pa0 gains nothing at 1,024 tokens" in explanation.gains_note(many[:1] * 2)
     explained = explanation.Explanation(tuple(parts))
-    assert "1 of 2 products are recomputed in the backward pass" in str(explained)
+    assert "1 of 2 matmuls are recomputed in the backward pass" in str(explained)
     names = [line.split()[0] for line in explained.details.splitlines()]
     assert names == ["path", "a", "b", "norm", "head"]
     assert "recomputed in the backward pass" not in str(explanation.Explanation(tuple(parts[1:])))

@@ -118,6 +118,6 @@ def test_answers_are_the_policys_own_and_equal_ones_are_one():
 
 def test_explain_tells_of_products_that_are_computed_again():
     text = str(counted(None)[2].explain(P, X))
-    assert "3 of 3 products are recomputed in the backward pass" in text
+    assert "3 of 3 matmuls are recomputed in the backward pass" in text
     for policy in ("none", POLICIES.dots_saveable):
         assert "recomputed in the backward pass" not in str(counted(policy)[2].explain(P, X))

@@ -75,14 +75,14 @@ def rows(fn, recipe="coat", *args):
             "n",
             "its mean is over the axes (1, 2) of 3, not over the last one",
         ),
-        (lambda p, x: jnp.abs(rms(x) * p["n"]), "RMSNorm", "n", "no product of a recipe reads its result as it is"),
+        (lambda p, x: jnp.abs(rms(x) * p["n"]), "RMSNorm", "n", "no quantized matmul reads its result directly"),
         (
             lambda p, x: x + rms(x @ p["up"] @ p["down"]) * p["n"],
             "RMSNorm",
             "n",
-            "no product of a recipe reads its result as it is",
+            "no quantized matmul reads its result directly",
         ),
-        (lambda p, x: jnp.sin(layer_norm(x)), "LayerNorm", "", "no product of a recipe reads its result as it is"),
+        (lambda p, x: jnp.sin(layer_norm(x)), "LayerNorm", "", "no quantized matmul reads its result directly"),
     ],
     ids=["adaLN", "adaRMS", "groups", "vmap", "abs", "after a residual sum", "no parameter"],
 )
@@ -97,19 +97,23 @@ def test_a_norm_that_is_taken_is_listed_once_and_without_a_context_with_that_rea
     taken = fp8jax.transform(fn, "coat").explain(P, X)
     assert [e.kind for e in taken.rows] == [e.kind for e in taken.entries] == ["RMSNorm", "dot_general"]
     ((kind, path, why),) = rows(fn, "te_current")
-    assert (kind, path, why.split(",")[0]) == ("RMSNorm", "n", "no rule has a recipe with a context")
+    assert (kind, path, why.split(",")[0]) == (
+        "RMSNorm",
+        "n",
+        "the rules quantize matmuls only: no recipe has a context",
+    )
 
 
 @pytest.mark.parametrize(
     ("act", "label", "why"),
     [
-        (jax.nn.relu, "relu", "fp8jax knows no activation of this form"),
-        (jax.nn.softplus, "softplus", "fp8jax knows no activation of this form"),
-        (jax.nn.elu, "elu", "fp8jax knows no activation of this form"),
-        (jnp.tanh, "tanh", "fp8jax knows no activation of this form"),
-        (lambda h: jnp.maximum(h, 0) ** 2, "relu", "fp8jax knows no activation of this form"),
-        (lambda h: jnp.abs(jax.nn.silu(h)), "silu(x)", "no product of a recipe reads its result as it is"),
-        (lambda h: jnp.abs(h * jax.nn.gelu(h[..., ::-1])), "gelu_tanh(gate) * up", "no product of a recipe reads its"),
+        (jax.nn.relu, "relu", "not a recognized activation (silu, gelu, gelu_tanh)"),
+        (jax.nn.softplus, "softplus", "not a recognized activation (silu, gelu, gelu_tanh)"),
+        (jax.nn.elu, "elu", "not a recognized activation (silu, gelu, gelu_tanh)"),
+        (jnp.tanh, "tanh", "not a recognized activation (silu, gelu, gelu_tanh)"),
+        (lambda h: jnp.maximum(h, 0) ** 2, "relu", "not a recognized activation (silu, gelu, gelu_tanh)"),
+        (lambda h: jnp.abs(jax.nn.silu(h)), "silu(x)", "no quantized matmul reads its result directly"),
+        (lambda h: jnp.abs(h * jax.nn.gelu(h[..., ::-1])), "gelu_tanh(gate) * up", "no quantized matmul reads its"),
     ],
     ids=["relu", "softplus", "elu", "tanh", "relu squared", "silu and more", "a GLU and more"],
 )
