@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from jax import Array, lax
 from jax.interpreters import mlir, partial_eval
+from jax.typing import DTypeLike
 from jax_triton import triton_lib
 
 from pallas_kernels.dispatch import kernel_cache_triton, launch_triton
@@ -26,6 +27,17 @@ kernel_cache_triton.install()
 launch_triton.install()
 IS_BEFORE_04 = "out_shape" in inspect.signature(jax_triton.triton_call).parameters
 _TARGET = "triton_kernel_call_ffi"
+
+
+def bitcast_bytes(x: Array, dtype: DTypeLike) -> Array:
+    """Return an array of one-byte elements as another dtype of one byte; wider arrays are unchanged.
+
+    If a nested function reads the bits of a transposed constant, XLA (jaxlib 0.11) returns those of the constant before
+    it was transposed. XLA reshapes the constant correctly, hence the additional axis.
+    """
+    if x.dtype.itemsize > 1:
+        return x
+    return lax.squeeze(lax.bitcast_convert_type(lax.expand_dims(x, [0]), dtype), [0])
 
 
 def call(

@@ -13,6 +13,7 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels.dispatch import call_triton
+from pallas_kernels.dispatch.call_triton import bitcast_bytes
 from pallas_kernels.nonlinear import operations_triton as operations
 from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import quantize_triton
@@ -147,5 +148,5 @@ def quantize_cotangents(
         ROW_CODING=rows.constants, COLUMN_CODING=columns.constants, DTYPE=PLAIN_DTYPES.index(z.dtype),
         TWO_Z_LOSS=two_z_loss, LABEL_WEIGHT=label_weight, OTHER_WEIGHT=other_weight,
     )  # fmt: skip
-    first, second = (jax.lax.bitcast_convert_type(x, c.dtype) for x, c in zip(codes, (rows, columns), strict=True))
+    first, second = (bitcast_bytes(x, c.dtype) for x, c in zip(codes, (rows, columns), strict=True))
     return first, second

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels.dispatch.call_triton import bitcast_bytes
 from pallas_kernels.nonlinear import operations_triton as ops
 from pallas_kernels.nonlinear.operations_triton import Operation
 from pallas_kernels.quantization import codec_triton as codec
@@ -141,7 +142,7 @@ def encode_activation_residuals(
         OUT_CODING=scaling.Coding("token", dtype).constants,
     )  # fmt: skip
     residuals = [
-        (storage.bytes_to_codes(outputs[2 * i], coding.dtype), outputs[2 * i + 1]) if coding and is_saved[i] else None
+        (bitcast_bytes(outputs[2 * i], coding.dtype), outputs[2 * i + 1]) if coding and is_saved[i] else None
         for i in range(3)
     ]
-    return residuals, jax.lax.bitcast_convert_type(outputs[-2], dtype), outputs[-1]
+    return residuals, bitcast_bytes(outputs[-2], dtype), outputs[-1]

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels.dispatch.call_triton import bitcast_bytes
 from pallas_kernels.nonlinear import operations_triton as ops
 from pallas_kernels.nonlinear.operations_triton import Operation
 from pallas_kernels.quantization import codec_triton as codec
@@ -149,8 +150,8 @@ def encode_activation_residuals(
         _encode_residuals, [gate, gate if up is None else up, scale], shapes, tiles, launch, compute_capability,
         OPERATION=operation, RESIDUAL_CODING=coding.constants, OUT_CODING=result_coding,
     )  # fmt: skip
-    codes = [storage.bytes_to_codes(outputs[2 * i], coding.dtype) for i in range(3)]
-    result_codes = storage.bytes_to_codes(outputs[-1], result[1]) if result else None
+    codes = [bitcast_bytes(outputs[2 * i], coding.dtype) for i in range(3)]
+    result_codes = bitcast_bytes(outputs[-1], result[1]) if result else None
     return (
         [(codes[i], outputs[2 * i + 1]) if is_saved[i] else None for i in range(3)],
         jnp.max(outputs[-2]),

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels.dispatch.call_triton import bitcast_bytes
 from pallas_kernels.nonlinear import operations_triton as ops
 from pallas_kernels.nonlinear.operations_triton import Operation
 from pallas_kernels.quantization import codec_triton as codec
@@ -204,7 +205,7 @@ def row_statistics(
     has_gradient = gradient is not None
     amax, dots = quantize_triton.call(
         _row_statistics,
-        [storage_bytes(gate_up), *(_PLACEHOLDER if x is None else x for x in (scales, gradient))],
+        [bitcast_bytes(gate_up, jnp.uint8), *(_PLACEHOLDER if x is None else x for x in (scales, gradient))],
         [jax.ShapeDtypeStruct((m,), jnp.float32), jax.ShapeDtypeStruct((m if has_gradient else 1,), jnp.float32)],
         -(-m // launch.block_m), launch, compute_capability, shape=(m, n), OPERATION=operation, BACKWARD=has_gradient,
         CODING=scaling.NO_CODING,
@@ -243,8 +244,8 @@ def encode(
         RESIDUAL_CODING=coding.constants if coding else scaling.NO_CODING,
         RESULT_CODING=scaling.Coding("tensor", dtype).constants,
     )  # fmt: skip
-    residuals = None if coding is None else (storage.bytes_to_codes(codes, coding.dtype), scales)
-    return residuals, jax.lax.bitcast_convert_type(result, dtype)
+    residuals = None if coding is None else (bitcast_bytes(codes, coding.dtype), scales)
+    return residuals, bitcast_bytes(result, dtype)
 
 
 def quantize_cotangents(
@@ -276,17 +277,13 @@ def quantize_cotangents(
     tokens = blocks.shape[1] * BLOCK
     launch = launch or QuantizeLaunch(64, _block_n(n, 128, 16), 16 if n % 128 == 0 else 8)
     shapes = [jax.ShapeDtypeStruct(s, jnp.uint8) for s in ((m, 2 * n), (2 * n, tokens), (n, tokens))]
+    scales = _PLACEHOLDER if scales is None else scales
     rows, columns, result = quantize_triton.call(
         _quantize_cotangents,
-        [storage_bytes(gate_up), _PLACEHOLDER if scales is None else scales, gradient, blocks, factor, result_factor],
+        [bitcast_bytes(gate_up, jnp.uint8), scales, gradient, blocks, factor, result_factor],
         shapes, tokens // launch.block_m * (n // launch.block_n), launch, compute_capability, shape=(m, n),
         TOKENS=tokens, BLOCK_SIZE=BLOCK, OPERATION=operation, CODING=scaling.Coding("tensor", dtype).constants,
         RESULT_CODING=scaling.Coding("tensor", result_dtype).constants,
     )  # fmt: skip
-    cast = jax.lax.bitcast_convert_type
+    cast = bitcast_bytes
     return Cotangents(cast(rows, dtype), cast(columns, dtype), cast(result, result_dtype))
-
-
-def storage_bytes(x: Array) -> Array:
-    """Return 8-bit codes as bytes, and other arrays unchanged."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels.dispatch.call_triton import bitcast_bytes
 from pallas_kernels.nonlinear import operations_triton as ops
 from pallas_kernels.nonlinear.operations_triton import Operation
 from pallas_kernels.quantization import codec_triton as codec
@@ -202,9 +203,9 @@ def forward(
         _forward, inputs, shapes, programs, launch, compute_capability, EPS=eps, OPERATION=operation,
         RESIDUAL_CODING=coding.constants if coding else scaling.NO_CODING, OUT_CODING=result_coding, BY_ROW=by_row,
     )  # fmt: skip
-    quantized: Any = storage.bytes_to_codes(result_codes, result[1]) if result else None
+    quantized: Any = bitcast_bytes(result_codes, result[1]) if result else None
     quantized = (quantized, row_scale) if by_row else quantized
-    input_codes = (storage.bytes_to_codes(codes, coding.dtype), scales) if coding else (None, None)
+    input_codes = (bitcast_bytes(codes, coding.dtype), scales) if coding else (None, None)
     return *input_codes, rstd, mean if operation.centered else None, jnp.max(tile_amax), quantized
 
 
@@ -239,7 +240,7 @@ def backward(
     sums = [jax.ShapeDtypeStruct((programs, n) if p else (1, 1), jnp.float32)
             for p in (operation.has_scale, operation.has_bias)]  # fmt: skip
     scales, *optional = (jnp.ones((1, 1), jnp.float32) if p is None else p for p in (scales, weight, residual))
-    first = codes if operation.reads_arrays else storage.bytes_to_codes(codes, jnp.uint8)
+    first = codes if operation.reads_arrays else bitcast_bytes(codes, jnp.uint8)
     inputs = [first, scales, dy, rstd, *optional]
     rows_per_step = 2 if rows % 2 == 0 and block_n < 2048 else 1
     bytes_per_element = (

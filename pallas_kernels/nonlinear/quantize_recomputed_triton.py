@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels.dispatch.call_triton import bitcast_bytes
 from pallas_kernels.nonlinear import operations_triton as ops
 from pallas_kernels.nonlinear.operations_triton import Operation
 from pallas_kernels.quantization import quantize_triton
@@ -330,7 +331,7 @@ def quantize(
         RESULT_CODING=scaling.Coding("tensor", result_coding[1]).constants if result_coding else scaling.NO_CODING,
     )  # fmt: skip
     types = (dtype, dtype, dtype, dtype, result_coding and result_coding[1])
-    codes = [jax.lax.bitcast_convert_type(x, d) if w else None
+    codes = [bitcast_bytes(x, d) if w else None
               for x, d, w in zip(outputs[:5], types, (rows, columns, rows, columns, result_coding),
                   strict=True)]  # fmt: skip
     pairs: list[Any] = [(codes[2 * i], codes[2 * i + 1]) for i in range(len(kinds))]
@@ -374,10 +375,10 @@ def quantize_and_predict(
         BY_ROW=by_row,
     )  # fmt: skip
     axis = 0 if by_row else None
-    return jax.lax.bitcast_convert_type(codes, dtype), [jnp.max(x, axis) for x in tile_amax[: 1 + is_pair]]
+    return bitcast_bytes(codes, dtype), [jnp.max(x, axis) for x in tile_amax[: 1 + is_pair]]
 
 
 def operand_arrays(operands: Operands) -> list[Array]:
     """Return all operands, codes as bytes, with one element for a missing one."""
     arrays: list[Any] = [_PLACEHOLDER if x is None else x for x in operands]
-    return [jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in arrays]
+    return [bitcast_bytes(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in arrays]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels.dispatch.call_triton import bitcast_bytes
 from pallas_kernels.nonlinear import operations_triton as ops
 from pallas_kernels.nonlinear.operations_triton import Operation
 from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands, operand_arrays, result_kinds
@@ -68,9 +69,9 @@ def requantize_if(
     """
     inputs: list[Any] = [*operand_arrays(operands), scale.reshape(1, 1), condition.reshape(1).astype(jnp.int32)]
     (requantized,) = quantize_triton.call(
-        _requantize_if, [*inputs, jax.lax.bitcast_convert_type(codes, jnp.uint8)],
+        _requantize_if, [*inputs, bitcast_bytes(codes, jnp.uint8)],
         [jax.ShapeDtypeStruct(codes.shape, jnp.uint8)], NUM_PROGRAMS, QuantizeLaunch(32, 128, 4), compute_capability,
         aliases={len(inputs): 0}, OPERATION=operation, KINDS=result_kinds(kinds),
         CODING=scaling.Coding("tensor", codes.dtype).constants, PROGRAMS=NUM_PROGRAMS,
     )  # fmt: skip
-    return jax.lax.bitcast_convert_type(requantized, codes.dtype)
+    return bitcast_bytes(requantized, codes.dtype)

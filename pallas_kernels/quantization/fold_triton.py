@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels.dispatch.call_triton import bitcast_bytes
 from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import quantize_triton
 from pallas_kernels.quantization import scaling_triton as scaling
@@ -110,9 +111,9 @@ def fold_codes(
     block_n = min(max(triton.next_power_of_2(n), GROUP), 4096)
     launch = quantize_triton.QuantizeLaunch(max(8192 // block_n, 1), block_n, num_warps)
     shapes: list[Any] = [jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((m, 1), jnp.float32)]
-    inputs = [jax.lax.bitcast_convert_type(codes, jnp.uint8), exponents, outer_scale]
+    inputs = [bitcast_bytes(codes, jnp.uint8), exponents, outer_scale]
     folded, scale = quantize_triton.call(
         _fold, inputs, shapes, -(-m // launch.block_m), launch, compute_capability,
         GROUP_SIZE=GROUP, GROUPS_POW2=triton.next_power_of_2(groups), BY_ROW=outer_scale.shape[0] > 1,
     )  # fmt: skip
-    return jax.lax.bitcast_convert_type(folded, codes.dtype), scale
+    return bitcast_bytes(folded, codes.dtype), scale

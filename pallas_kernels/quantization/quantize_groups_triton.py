@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels.dispatch.call_triton import bitcast_bytes
 from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import quantize_triton
 from pallas_kernels.quantization import scaling_triton as scaling
@@ -181,7 +182,7 @@ def quantize_groups(
         jax.ShapeDtypeStruct(placeholder if rows is None else (num_rows, n), jnp.uint8),
         jax.ShapeDtypeStruct(placeholder if columns is None else (n, num_tokens), jnp.uint8),
     ]
-    source = jax.lax.bitcast_convert_type(x, jnp.uint8) if is_copy else x
+    source = bitcast_bytes(x, jnp.uint8) if is_copy else x
     index_or_placeholder = jnp.zeros(1, jnp.int32) if index is None else index.astype(jnp.int32)
     grid = num_tokens // launch.block_m * -(-n // launch.block_n)
     outputs = quantize_triton.call(
@@ -190,7 +191,6 @@ def quantize_groups(
         ROW_CODING=constants[0], COLUMN_CODING=constants[1],
     )  # fmt: skip
     row_codes, column_codes = (
-        None if c is None else jax.lax.bitcast_convert_type(codes, c.dtype)
-        for c, codes in zip((rows, columns), outputs, strict=True)
+        None if c is None else bitcast_bytes(codes, c.dtype) for c, codes in zip((rows, columns), outputs, strict=True)
     )
     return row_codes, column_codes

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels.dispatch.call_triton import bitcast_bytes
 from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import quantize_triton
 from pallas_kernels.quantization import scaling_triton as scaling
@@ -134,7 +135,7 @@ def quantize_rows(
         GROUP_SIZE=GROUP, HAS_OUTER_SCALE=outer_scale is not None, BY_ROW=outer_scales.size > 1,
         CODING=coding.constants,
     )  # fmt: skip
-    return jax.lax.bitcast_convert_type(codes, coding.dtype), scales
+    return bitcast_bytes(codes, coding.dtype), scales
 
 
 def _block_widths(columns: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels.dispatch import call_triton
+from pallas_kernels.dispatch.call_triton import bitcast_bytes
 from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization import strided_tiles_triton as strided_tiles
@@ -428,7 +429,7 @@ def _output_shapes(coding: Coding | None, shape: tuple[int, int], writes_codes: 
 def _to_quantized(coding: Coding | None, outputs: Any, has_computed_scale: bool) -> Quantized | None:
     if coding is None:
         return None
-    codes = jax.lax.bitcast_convert_type(outputs[0], coding.dtype)
+    codes = bitcast_bytes(outputs[0], coding.dtype)
     scale = outputs[1] if has_computed_scale or coding.kind in ("group", "block") else None
     if scale is not None and _has_transposed_scales(coding):
         scale = jnp.swapaxes(scale, -1, -2)

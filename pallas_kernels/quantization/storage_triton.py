@@ -94,11 +94,6 @@ def code_shapes(shape: tuple[int, int], coding: Coding | None) -> list[jax.Shape
     return [jax.ShapeDtypeStruct((m, n // 4 * 5) if coding.is_packed else shape, jnp.uint8), scales]
 
 
-def bytes_to_codes(x: Array, dtype: Any) -> Array:
-    """Return bytes as codes of a dtype of one byte; other dtypes are unchanged."""
-    return jax.lax.bitcast_convert_type(x, dtype) if jnp.dtype(dtype).itemsize == 1 else x
-
-
 def result_coding(result: tuple[Array | None, Any] | None) -> tuple[scaling.CodingConstants, Any]:
     """Return the coding and storage dtype of a result from its scale and dtype: codes, codes per row, or values."""
     if result is None:

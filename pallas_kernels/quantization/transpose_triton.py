@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels.dispatch.call_triton import bitcast_bytes
 from pallas_kernels.quantization import quantize_triton
 from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization import strided_tiles_triton as strided_tiles
@@ -69,10 +70,10 @@ def transpose(
     launch = QuantizeLaunch(num_warps=16)
     grid = -(-x.shape[0] // launch.block_m) * -(-x.shape[1] // launch.block_n)
     shape = jax.ShapeDtypeStruct(x.shape[::-1], jnp.uint8)
-    codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
+    codes = bitcast_bytes(x, jnp.uint8)
     coding = scaling.NO_CODING if factor is None else scaling.Coding("tensor", x.dtype).constants
     factor = jnp.ones((1, 1), jnp.float32) if factor is None else factor
     (transposed,) = quantize_triton.call(
         _transpose, [codes, factor], [shape], grid, launch, compute_capability, CODING=coding
     )
-    return jax.lax.bitcast_convert_type(transposed, x.dtype)
+    return bitcast_bytes(transposed, x.dtype)

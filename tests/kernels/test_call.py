@@ -33,6 +33,16 @@ def test_calls_of_jax_triton_are_such_that_xla_records_into_command_buffers(monk
     assert re.search(r'backend_config = \{opaque = "', text)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8])
+def test_kernels_read_the_codes_of_a_transposed_constant(monkeypatch, dtype):
+    from pallas_kernels.quantization import quantize_triton, transpose_triton
+
+    monkeypatch.setattr(quantize_triton, "call", lambda kernel, inputs, *_, **__: (inputs[0].T,))
+    codes = jax.random.normal(jax.random.key(0), (6, 10)).astype(dtype)
+    found = jax.jit(lambda: jax.jit(lambda x: jax.jit(transpose_triton.transpose)(x.T))(codes))()
+    assert (found == codes).all()
+
+
 def test_calls_of_others_stay_as_jax_triton_makes_them():
     import jax_triton
 
