@@ -77,15 +77,15 @@ def _live_values(graph: Graph, scores: Collection[Value]) -> set[Value]:
         live.add(value)
         todo += [] if value.enclosing_value is None else [value.enclosing_value]
         todo += [carries[value]] if value in carries else []
-        node = producers.get(value)
-        if node is None:
+        producer = producers.get(value)
+        if producer is None:
             continue
-        if not node.bodies:
-            todo += node.operands
+        if not producer.bodies:
+            todo += producer.operands
             continue
-        todo += [body.outputs[node.results.index(value)] for body in node.bodies]
-        read_inside = {inner.enclosing_value for body in node.bodies for inner in body.inputs}
-        todo += [operand for operand in node.operands if operand not in read_inside]
+        todo += [body.outputs[producer.results.index(value)] for body in producer.bodies]
+        read_inside = {inner.enclosing_value for body in producer.bodies for inner in body.inputs}
+        todo += [operand for operand in producer.operands if operand not in read_inside]
     return live
 
 

@@ -277,10 +277,10 @@ def quantize_cotangents(
     tokens = blocks.shape[1] * BLOCK
     launch = launch or QuantizeLaunch(64, _block_n(n, 128, 16), 16 if n % 128 == 0 else 8)
     shapes = [jax.ShapeDtypeStruct(s, jnp.uint8) for s in ((m, 2 * n), (2 * n, tokens), (n, tokens))]
-    scales = _PLACEHOLDER if scales is None else scales
+    row_scales = _PLACEHOLDER if scales is None else scales
     rows, columns, result = quantize_triton.call(
         _quantize_cotangents,
-        [bitcast_bytes(gate_up, jnp.uint8), scales, gradient, blocks, factor, result_factor],
+        [bitcast_bytes(gate_up, jnp.uint8), row_scales, gradient, blocks, factor, result_factor],
         shapes, tokens // launch.block_m * (n // launch.block_n), launch, compute_capability, shape=(m, n),
         TOKENS=tokens, BLOCK_SIZE=BLOCK, OPERATION=operation, CODING=scaling.Coding("tensor", dtype).constants,
         RESULT_CODING=scaling.Coding("tensor", result_dtype).constants,
