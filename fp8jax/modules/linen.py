@@ -60,8 +60,9 @@ def quantize(module: Model, rules: Rules) -> Model:
     quantized module, an error names the `variable_axes` that `nn.scan` needs.
 
     A recipe, unlike a rule, does not quantize embeddings, heads and routers. They are found by name, or by a result
-    that is returned or goes into softmax, top_k, argmax or sort. A result with the shape of a floating-point argument
-    is not a head. If only heads would be left, no matmul is a head.
+    that is returned or goes into softmax, top_k, argmax or sort. All layers of a router stay whose results only the
+    scores depend on, as in an MLP. A result with the shape of a floating-point argument is not a head. If only heads
+    would be left, no matmul is a head.
 
     `fp8jax.explain(model, rules, *sample)` lists every matmul. A call raises if its rules match nothing.
 

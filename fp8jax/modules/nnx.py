@@ -243,7 +243,8 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     whole parameter uses the first state. Matmuls with other batch axes run as written.
 
     A recipe, unlike a rule, does not quantize embeddings, output heads and routers. These are found by name, or by
-    their result: it is returned (heads), or goes into softmax, top_k or argmax (routers).
+    their result: it is returned (heads), or goes into softmax, top_k or argmax (routers). All layers of a router stay
+    whose results only the scores depend on, as in an MLP.
 
     Args:
         model: any NNX module; it is not changed.

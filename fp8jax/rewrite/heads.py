@@ -14,7 +14,13 @@ import jax.numpy as jnp
 
 from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value, direct_sources, search, strip_layout
 from fp8jax.rewrite.primitives import CONCAT_PRIMITIVES, LAYOUTS, PRODUCTS, SELECTION_PRIMITIVES, SLICING_PRIMITIVES
-from fp8jax.rewrite.routers import ROUTER_LAYER_REASON, Scores, find_router_layers, is_linear
+from fp8jax.rewrite.routers import (
+    ROUTER_LAYER_REASON,
+    Scores,
+    find_expert_weights,
+    find_router_layers,
+    is_linear,
+)
 
 # Casts, layouts, slices and functions of one value, under which a head's result is still its result.
 _TRANSPARENT = (
@@ -161,6 +167,9 @@ class Flow:
                 reasons.setdefault(node, _SELECTION_REASON.format(name))  # the first reader in the program
             if is_over_outputs:
                 router_scores.append(scores)
+        for scores in find_expert_weights(self._graph, list(self._sigmoids())):
+            reasons |= dict.fromkeys(scores.products & self._products, _SELECTION_REASON.format("sigmoid")) | reasons
+            router_scores.append(scores)
         router_layers = find_router_layers(self._graph, self._products, router_scores)
         reasons = dict.fromkeys(router_layers, ROUTER_LAYER_REASON) | reasons
         data_arguments = [v for v in self._argument_values if v.is_data]
@@ -216,6 +225,12 @@ class Flow:
                 if found:
                     values = elementwise_values(exponentials.node.operands[0], matmuls)
                     yield Scores(found, values), "softmax", _is_over_outputs(node, found)
+
+    def _sigmoids(self) -> Iterator[tuple[Value, Scores]]:
+        """The results of sigmoids, with what they read."""
+        for node in self._graph.walk_nested():
+            if node.kind == "logistic" and (found := self._source_products(node.operands[0])):
+                yield node.results[0], Scores(found, elementwise_values(node.operands[0], found))
 
     def _normalized_products(self, scores: Value, reduction: Node, matmuls: Collection[Node]) -> frozenset[Node] | None:
         """The matmuls that a softmax's input is computed from by norms, noise and the like; None for other data.

@@ -43,6 +43,74 @@ def find_router_layers(graph: Graph, products: Collection[Node], selections: Seq
     return _sole_sources(graph, products, [scores for scores in selections if _steers(scores, uses)])
 
 
+def find_expert_weights(graph: Graph, sigmoids: Sequence[tuple[Value, Scores]]) -> list[Scores]:
+    """The scores of sigmoids that are the weights of a sum over experts.
+
+    A sigmoid whose result scales each channel or head is a gate, and no router.
+
+    Args:
+        sigmoids: results of sigmoids, with what these read.
+    """
+    uses = _Uses(graph) if sigmoids else None
+    return [scores for value, scores in sigmoids if uses is not None and _weights_experts(value, scores, uses)]
+
+
+def _weights_experts(sigmoid: Value, scores: Scores, uses: "_Uses") -> bool:
+    """Whether weights that are computed from a sigmoid alone are factors in a sum over its last axis, the experts."""
+    num_experts, size = sigmoid.shape[-1] if sigmoid.shape else 1, sigmoid.aval.size
+    if num_experts < 2:
+        return False
+    source = _Source(scores)
+    visited, todo = {sigmoid}, [sigmoid]
+    while todo:
+        value = todo.pop()
+        new = list(uses.inside_of_loops(value))
+        for node in uses.readers.get(value, ()):
+            others = [v for v in node.operands if v not in visited and _is_float_data(v)]
+            steered = [v for v in _steered_values(node, value) if v in others]
+            # A loop over experts has a slice of the weights.
+            is_expert = node.kind == "mul" and _base_size(value) * num_experts == size
+            is_sum = node.kind == "mul" and any(_sums(reader, num_experts) for reader in uses.readers_of(node))
+            is_sum = is_sum or (node.kind == "dot_general" and _has_no_free_axes(node, value))
+            if (is_expert or is_sum) and any(map(source.is_bypassed_by, steered)):
+                return True
+            if not others and not node.bodies and node.kind not in PRODUCTS:
+                new += node.results
+        todo += [v for v in new if v not in visited]
+        visited.update(new)
+    return False
+
+
+def _sums(node: Node, num_experts: int) -> bool:
+    """Whether a node sums over an axis of this size."""
+    return node.kind == "reduce_sum" and num_experts in [node.operands[0].shape[i] for i in node.eqn.params["axes"]]
+
+
+def _has_no_free_axes(node: Node, value: Value) -> bool:
+    contract, batch = node.eqn.params["dimension_numbers"]
+    side = node.operands.index(value)
+    return len(contract[side]) + len(batch[side]) == value.aval.ndim
+
+
+def _base_size(value: Value) -> int:
+    """The size of a value before casts and broadcasts."""
+    return int(strip_layout(value, (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES)).aval.size)
+
+
+class _Source:
+    """The data that scores are computed from."""
+
+    def __init__(self, scores: Scores) -> None:
+        self.scores = scores.values.union(*(node.results for node in scores.products))
+        operands = [value for node in scores.products for value in node.operands]
+        self._sources = {value for value in search(operands, direct_sources) if _is_float_data(value)}
+
+    def is_bypassed_by(self, value: Value) -> bool:
+        """Whether a value is computed from the same data, but not from the scores."""
+        ancestors = search([value], direct_sources)
+        return self.scores.isdisjoint(ancestors) and not self._sources.isdisjoint(ancestors)
+
+
 def _sole_sources(graph: Graph, products: Collection[Node], selections: Sequence[Scores]) -> set[Node]:
     """The matmuls whose results lead only to these scores, without those that end in them."""
     values = {value for scores in selections for value in scores.values}
@@ -118,9 +186,17 @@ class _Uses:
         if source is not None:
             self._next.setdefault(source, []).append(value)
 
+    def readers_of(self, node: Node) -> list[Node]:
+        """The nodes that read a result of a node."""
+        return [reader for value in node.results for reader in self.readers.get(value, ())]
+
+    def inside_of_loops(self, value: Value) -> list[Value]:
+        """The inputs of sub-jaxprs that a value is, and the results of nodes with sub-jaxprs whose output it is."""
+        return self._next.get(value, [])
+
     def computed_from(self, value: Value) -> list[Value]:
         results = [v for node in self.readers.get(value, ()) if not _enters(node, value) for v in node.results]
-        return [*self._next.get(value, ()), *results]
+        return [*self.inside_of_loops(value), *results]
 
 
 def _enters(node: Node, value: Value) -> bool:
@@ -130,21 +206,14 @@ def _enters(node: Node, value: Value) -> bool:
 
 def _steers(scores: Scores, uses: _Uses) -> bool:
     """Whether scores select or weight values that have the source of the scores but do not depend on these."""
-    own = scores.values.union(*(node.results for node in scores.products))
-    operands = [value for node in scores.products for value in node.operands]
-    sources = {value for value in search(operands, direct_sources) if _is_float_data(value)}
-    visited, todo = set(own), list(own)
+    source = _Source(scores)
+    visited, todo = set(source.scores), list(source.scores)
     while todo:
         value = todo.pop()
         for node in uses.readers.get(value, ()):
-            if _selects_matrices(node, value):
+            steered = [v for v in _steered_values(node, value) if v not in visited and _is_float_data(v)]
+            if _selects_matrices(node, value) or any(map(source.is_bypassed_by, steered)):
                 return True
-            for steered in _steered_values(node, value):
-                if steered in visited or not _is_float_data(steered):
-                    continue
-                ancestors = search([steered], direct_sources)
-                if own.isdisjoint(ancestors) and not sources.isdisjoint(ancestors):
-                    return True
         new = [v for v in uses.computed_from(value) if v not in visited]
         visited.update(new)
         todo += new
@@ -181,8 +250,7 @@ def _steered_values(node: Node, score: Value) -> list[Value]:
     if kind in GROUPED_KINDS:
         return operands[:1] if score in operands[2:] else []
     if kind in ("mul", "div", "select_n"):
-        size = strip_layout(score, (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES)).aval.size
-        return [value for value in others if size < value.aval.size]
+        return [value for value in others if _base_size(score) < value.aval.size]
     if kind == "dot_general":
         contract, batch = params["dimension_numbers"]
         num_summed = [len(contract[i]) + len(batch[i]) for i in range(2)]

@@ -393,7 +393,8 @@ def transform(
         rules: a `Recipe` or a preset's name, for all matmuls but those of embeddings, output heads and routers. Or a
             sequence of `fp8jax.Rule`, which such a recipe may follow; the first match wins. A rule matches a
             parameter's path, joined by "/", without a last step such as "kernel" or "w": "layers/mlp/up". The result of
-            a head is returned or goes into a softmax; that of a router goes into softmax, top_k, argmax or sort. A
+            a head is returned or goes into a softmax; that of a router goes into softmax, top_k, argmax or sort, or
+            only such scores depend on it. A
             recipe that quantizes no matmul, such as "bf16", changes nothing. A `fp8jax.GroupedProduct` among the rules
             names a function with a custom derivative that computes a grouped product.
         params: the arguments with parameters, by position or name. The default is the first argument. If there are
