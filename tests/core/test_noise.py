@@ -27,6 +27,16 @@ def test_noise_is_even_over_sixteen_bits():
     assert np.abs(counts - 4096).max() < 310
 
 
+def test_neighbours_have_noise_of_their_own():
+    drawn = np.asarray(noise.counter_noise(words(*SEED), (128, 128)), np.float64)
+    for axis in range(2):
+        for distance in (1, 2, 3, 4, 8):
+            a, b = np.split(np.moveaxis(drawn, axis, 0), [distance])[1], np.moveaxis(drawn, axis, 0)[:-distance]
+            assert fraction_equal(a, b) < 1e-3
+            # Five standard deviations of some 16,000 independent pairs are 0.04.
+            assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.04
+
+
 def test_either_word_of_the_seed_changes_the_noise():
     drawn = noise.counter_noise(words(*SEED), (32, 40))
     for other in (SEED + np.asarray([1, 0], np.uint32), SEED + np.asarray([0, 1], np.uint32)):

@@ -345,7 +345,7 @@ def test_memory_is_that_of_the_moment_that_holds_most():
         assert found.memory == always | rows | {"gathered weights": 77.0, "runtime": 1.5e9}
     for mesh, peak, codes, runtime in (
         ({}, "backward pass", 0, 0.6e9), ({"fsdp": 2}, "reduction", 2, 1.5e9),
-        ({"tensor": 2}, "backward pass", 0, 1.5e9),
+        ({"tensor": 2}, "backward pass", 0, 1.5e9), ({"expert": 2}, "reduction", 2, 1.5e9),
     ):  # fmt: skip
         found = fp8jax.dist.plan(params, recipe, mesh, layer_axes=1, tensor_dims=2, unsharded=0.0)
         cut = whole / (mesh.get("fsdp", 1) * mesh.get("tensor", 1))

@@ -26,7 +26,7 @@ def mapped(function, ins, out, count=4):
 
 
 @pytest.mark.parametrize(
-    "name", ["te_current", slow("coat"), "deepseek", slow("switchback"), slow("jetfire"), "int8_block", "moss"]
+    "name", [slow("te_current"), "coat", "deepseek", slow("switchback"), slow("jetfire"), "int8_block", "moss"]
 )
 def test_gathered_codes_are_those_of_the_whole_weight(name):
     scale = jnp.float32(0.01) if name == "moss" else None

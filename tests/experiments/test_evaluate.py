@@ -165,6 +165,9 @@ def test_texts_are_read_whole_and_files_that_are_none_passed_over_unless_they_ar
     assert of(tmp_path) == {str(text): (text.read_text(),)}
     with pytest.raises(UserError, match=r"b\.txt"):
         of(text, none)
+    text.unlink()
+    with pytest.raises(UserError, match=rf"--data {tmp_path}: no text in it"):
+        of(tmp_path)
     records.write_text(json.dumps({"text": "x"}) + "\n")
     for name, field, value in (("data", "data", (str(records),)), ("model", "init", "folder")):
         part = dataclasses.replace(getattr(trained.config, name), **{field: value})

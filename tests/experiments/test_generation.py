@@ -1,6 +1,7 @@
 """Text from checkpoints: the cache of keys and values, how tokens are chosen, and the command line."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -116,6 +117,27 @@ class Counted(TokenChoice):
     def __call__(self, logits, key):
         jax.debug.callback(lambda: self.times.append(1))
         return super().__call__(logits, key)
+
+
+def test_a_sample_without_a_cache_draws_each_token_anew_at_its_temperature():
+    calls = functools.partial(sampling.sample, prompt=[3, 1], length=42)
+
+    def logits(params, tokens):
+        return jnp.broadcast_to(params, (*tokens.shape, params.size))
+
+    uniform = calls(logits, jnp.zeros(50), key=jax.random.key(0))
+    assert (uniform[:2], len(uniform)) == ([3, 1], 42)
+    assert len(set(uniform[2:])) > 15
+    assert calls(logits, jnp.zeros(50), key=jax.random.key(0)) == uniform
+    assert calls(logits, jnp.zeros(50), key=jax.random.key(1)) != uniform
+    # The second token is e^3 times as probable, at a temperature of 100 hardly more so, at 0.1 alone.
+    shares = [np.mean(calls(logits, jnp.float32([0, 3]), key=jax.random.key(2), temperature=t)[2:]) for t in (0.1, 100)]
+    assert shares[0] == 1
+    assert 0.2 < shares[1] < 0.8
+    # Each token is drawn from the logits at the place before it.
+    assert calls(lambda _, tokens: 1e4 * jax.nn.one_hot((tokens + 1) % 5, 5), None, key=jax.random.key(3))[:6] == [
+        3, 1, 2, 3, 4, 0,
+    ]  # fmt: skip
 
 
 def test_seeds_give_texts_and_ends_end_them():

@@ -244,6 +244,43 @@ def test_numbers_that_cannot_be_are_refused_with_the_file(folder, field, value):
         content(folder)
 
 
+def test_a_tokenizer_that_is_missing_or_damaged_is_named(folder):
+    (folder / "spiece.model").write_bytes(b"x")
+    for path in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
+        path.unlink()  # digests of the files beside it, too
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read \("):
+        tokenizer.read(folder, SMALL.vocab)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing; spiece\.model is not read: save it again"):
+        tokenizer.read(folder, SMALL.vocab)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "pass either --run with --recipe, or --model"),
+        (["--run", "x", "--model", "x"], "pass either --run with --recipe, or --model"),
+        (["--run", "x"], "--run needs --recipe"),
+        (["--model", "x", "--recipe", "moss"], "--recipe requires --run"),
+        (["--model", "x", "--activations"], "--activations requires --eight"),
+        (["--model", "x", "--activations", "--eight", "deepseek"], "--activations requires --eight"),
+        *(
+            (["--model", "x", "--shard-gb", x], f"--shard-gb must be positive and finite, got {x}")
+            for x in ("nan", "inf")
+        ),
+        (["--model", "nobody/nothing"], "nor a model in the local cache"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_one_line_and_a_code(tmp_path, capsys, flags, message):
+    assert command.main(["--out", str(tmp_path / "out"), *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_folders_from_before_there_were_experts_are_what_they_were():
     """What is compared of a model without experts has no new fields."""
     for case, has_experts in (("llama3", False), ("mixtral", True)):

@@ -109,18 +109,10 @@ def test_a_checkpoint_is_written_in_8_bits(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "pass either --run with --recipe, or --model"),
         (["--run", "RUN", "--model", "x"], "pass either --run with --recipe, or --model"),
         (["--run", "RUN"], "--run needs --recipe"),
         (["--run", "RUN", "--recipe", "coat"], "has checkpoints of moss, te_current"),
         (["--run", "RUN", "--recipe", "moss", "--eight", "recipe-deepseek"], "recipe moss has one scale per tensor"),
-        (["--model", "x", "--recipe", "moss"], "--recipe requires --run"),
-        (["--model", "x", "--activations"], "--activations requires --eight"),
-        *(
-            (["--model", "x", "--shard-gb", x], f"--shard-gb must be positive and finite, got {x}")
-            for x in ("nan", "inf")
-        ),
-        (["--model", "nobody/nothing"], "nor a model in the local cache"),
     ],
 )
 def test_wrong_input_is_one_line_and_a_code(run, tmp_path, capsys, flags, message):

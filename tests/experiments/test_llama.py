@@ -12,6 +12,7 @@ from flax import nnx
 
 from experiments.models import llama, sizes
 from experiments.models.llama import Block, Llama, LlamaConfig
+from experiments.models.rope import RopeScaling
 from experiments.train.config import Model
 
 TINY = LlamaConfig(vocab=50, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
@@ -65,6 +66,18 @@ def test_unknown_size_is_an_error_that_lists_the_sizes():
         ("dim", 12, "even head size"),
         ("vocab", -1, "vocab must be at least 1, got -1"),
         ("norm", "none", "norm must be rms or layer or layer_bias, got 'none'"),
+        ("channels", 0, "channels must be at least 1 or None, got 0"),
+        ("window", 0, "window must be at least 1 or None, got 0"),
+        ("learned_positions", -1, "learned_positions must be at least 0, got -1"),
+        ("experts", 1, "experts must be 0, for one MLP, or at least 2, got 1"),
+        ("experts_per_token", 1, "experts_per_token must be from 0 to experts 0, got 1"),
+        (
+            "rope_scaling",
+            RopeScaling(0.0, 1.0, 4.0, 64),
+            r"rope_scaling needs factor > 0, .* got RopeScaling\(factor=0",
+        ),
+        ("rope_scaling", RopeScaling(8.0, 4.0, 4.0, 64), "0 < low < high"),
+        ("rope_scaling", RopeScaling(8.0, 1.0, 4.0, 0), "original_length > 0"),
     ],
 )
 def test_impossible_shapes_are_errors_that_name_the_value(field, value, message):

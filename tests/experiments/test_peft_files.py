@@ -117,6 +117,8 @@ def test_files_that_are_damaged_or_of_another_model_are_named(tmp_path):
             load(folder)
 
     refused(r"lacks lora_A of model\.layers\.1\.self_attn\.q_proj", **{k: x for k, x in tensors.items() if k != name})
+    later = {k.replace("layers.1.", "layers.2."): x for k, x in tensors.items()}
+    refused(r"adapters for the layers \[0, 2\], not for every layer from 0 on", **later)
     refused("several shapes", **tensors | {name: np.zeros((2, 3), np.float32)})
     refused(
         "is not the name of a known adapter", **tensors | {"transformer.h.0.attn.c_attn.lora_A.weight": tensors[name]}
@@ -129,6 +131,11 @@ def test_files_that_are_damaged_or_of_another_model_are_named(tmp_path):
     mixed = adapters("layers/mlp/up") | adapters("layers/mlp/gate", rank=2)
     with pytest.raises(ValueError, match="different ranks"):
         save(tmp_path, mixed)
+    with pytest.raises(ValueError, match="there are no adapters"):
+        save(tmp_path, {})
+    flat = dataclasses.replace(mixed["layers/mlp/up"], a=np.zeros((16, 4)), b=np.zeros((4, 8)))
+    with pytest.raises(ValueError, match=r"adapter of layers/mlp/up is stacked 0 times, but its name is .*\{\}"):
+        save(tmp_path, {"layers/mlp/up": flat})
 
 
 def test_adapters_of_a_training_state_are_found_by_their_layers():

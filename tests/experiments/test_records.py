@@ -35,6 +35,15 @@ def test_lines_rows_and_texts_are_read_with_their_places(tmp_path):
     assert not records.among([str(tmp_path / "b.txt")])
 
 
+def test_files_without_texts_and_named_ones_that_are_none_are_refused(tmp_path):
+    (tmp_path / "c.bin").write_bytes(b"\0\1")
+    (tmp_path / "blank.txt").write_text(" \n")
+    with pytest.raises(UserError, match=r"c\.bin: the file is binary or not UTF-8; convert it, or exclude it"):
+        records.read([str(tmp_path / "c.bin")], "text")
+    with pytest.raises(UserError, match=f"--data {tmp_path}: there is no text or conversation in 2 files"):
+        records.read([str(tmp_path)], "text")
+
+
 def test_line_breaks_within_texts_end_no_line(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "a\\u2028b\u2028c"}', {"text": "second"})
     found = records.read([path], "text")[0]

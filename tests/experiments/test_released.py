@@ -115,6 +115,8 @@ def test_what_is_refused():
         config.Config(optim=dataclasses.replace(optim, microbatches=2)).validate()
     with pytest.raises(UserError, match="omit --lora-rank"):
         config.Config(optim=optim, lora=config.Lora(lora_rank=2)).validate()
+    with pytest.raises(UserError, match=r"so steps cannot be skipped\. Use --on-bad-step rewind or stop"):
+        config.Config(optim=optim, run=config.Run(on_bad_step="skip")).validate()
     for name in ("te_delayed", "moss", "int8_fallback"):
         with pytest.raises(UserError, match="has scalings with a state"):
             make_optimizer(config.Config(optim=optim), fp8jax.recipes.get(name))

@@ -63,6 +63,21 @@ def test_a_bad_step_leaves_all_bits_and_a_good_one_is_that_of_the_optimizer(name
     assert tuple(map(int, fp8jax.get_bad_steps(state))) == (3, 0)
 
 
+def test_the_wrapped_optimizer_gets_the_loss_and_other_arguments_too():
+    seen = {}
+
+    def update(updates, state, params=None, **extra_args):
+        seen.update(extra_args)
+        return updates, state
+
+    tx = fp8jax.skip_bad_steps(optax.GradientTransformationExtraArgs(optax.init_empty_state, update))
+    tx.update(GRADS, tx.init(PARAMS), PARAMS, value=jnp.float32(2.0), grad=3)
+    assert seen == {"value": 2, "grad": 3}
+    seen.clear()
+    tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    assert seen == {}
+
+
 def test_a_step_that_the_caller_leaves_out_is_not_counted_and_a_factor_that_is_not_finite_is_bad():
     tx = fp8jax.skip_bad_steps(INNER["compressed_adamw"]())
     state = tx.init(PARAMS)
@@ -104,6 +119,8 @@ def test_a_jump_is_a_loss_above_the_median_plus_spreads_of_the_last_good_losses(
 def test_losses_that_are_all_equal_have_a_spread_of_half_a_step_of_bf16():
     monitor = bad_steps.init_monitor()._replace(losses=jnp.full(128, 2.0), loss_count=jnp.int32(200))
     np.testing.assert_allclose(bad_steps.loss_limit(monitor, 6.0), 2 + 6 * 2 / 256, rtol=1e-6)
+    negative = monitor._replace(losses=-monitor.losses)
+    np.testing.assert_allclose(bad_steps.loss_limit(negative, 6.0), -2 + 6 * 2 / 256, rtol=1e-6)
     few_losses = monitor._replace(loss_count=jnp.int32(63))
     assert np.isinf(bad_steps.loss_limit(few_losses, 6.0))
 

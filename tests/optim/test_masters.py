@@ -183,13 +183,15 @@ def test_small_changes_are_kept(make, off):
 MOVED = 1 - (1 - 1e-5 * 2**8) ** 20
 
 
-def test_each_step_of_any_optimizer_has_its_own_noise():
+def test_each_step_and_parameter_of_any_optimizer_has_its_own_noise():
     tx = fp8jax.compress_state(optax.lion(1e-5, weight_decay=0.0), min_size=1024, master="bf16+stochastic")
-    own = {"w": jnp.ones((32, 256), jnp.bfloat16)}
+    own = {"w": jnp.ones((32, 256), jnp.bfloat16), "v": jnp.ones((32, 256), jnp.bfloat16), "wide": jnp.ones((32, 256))}
     state, update = jax.jit(tx.init)(own), jax.jit(tx.update)
     for _ in range(20):
-        changes, state = update({"w": jnp.ones_like(own["w"])}, state, own)
+        changes, state = update(jax.tree.map(jnp.ones_like, own), state, own)
         own = optax.apply_updates(own, changes)
+    np.testing.assert_allclose(1 - own["wide"], 2e-4, rtol=1e-2)  # rounded by no bf16
+    assert np.mean(np.asarray(own["w"]) != np.asarray(own["v"])) > 0.5 * 2 * MOVED * (1 - MOVED)
     moved = 1 - np.asarray(own["w"], np.float64)
     np.testing.assert_allclose(moved.mean(), 2e-4, rtol=6 / np.sqrt(np.count_nonzero(moved)))
     assert np.count_nonzero(moved) == pytest.approx(MOVED * moved.size, rel=0.3)

@@ -196,8 +196,9 @@ def test_limits_that_do_not_exist_are_refused_and_updates_beyond_a_limit_are_cut
         fp8jax.max_adam_step(1e-3, 1.0)
     with pytest.raises(ValueError, match="add both to static_args"):
         jax.eval_shape(lambda b2: fp8jax.max_adam_step(1e-3, b2=b2)(1, 0.0), 0.95)
-    with pytest.raises(ValueError, match="interval must be a positive number of steps, not 0"):
-        fp8jax.track_weight_amax(0)
+    for interval in (0, -1, 2.5, float("nan")):
+        with pytest.raises(ValueError, match=f"interval must be a positive number of steps, not {interval}"):
+            fp8jax.track_weight_amax(interval)
     tx = fp8jax.track_weight_amax(limit=lambda count, bounds: 0.5 + 0 * bounds)
     params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
     updates = {"w": jnp.array([[0.1, 0.7, -9], [jnp.nan, jnp.inf, 0.5]]), "b": jnp.full(3, 9.0)}
@@ -294,6 +295,36 @@ def test_reset_bounds_are_those_of_all_shards():
 
     found = jax.shard_map(reset, mesh=mesh, in_specs=(whole, rows), out_specs=rows, check_vma=False)(state, params)
     np.testing.assert_array_equal(found, [3, 3])
+
+    def update(updates, params):
+        tx = fp8jax.track_weight_amax(axis_name="fsdp")
+        state = tx.init(params)
+        return jnp.stack([bounds["w"] for bounds in (state.bounds, tx.update(updates, state, params)[1].bounds)])
+
+    updates = {"w": jnp.asarray([[0.5, -0.5], [0.25, 4.0]])}
+    found = jax.shard_map(lambda *args: update(*args)[None], mesh=mesh, in_specs=(rows, rows), out_specs=rows)
+    np.testing.assert_allclose(found(updates, params), [[3, 7], [3, 7]], rtol=1e-6)
+
+
+def test_without_a_first_moment_a_step_is_bounded_by_the_second_alone():
+    """One gradient after none: v is 1 - b2 of its square, over 1 - b2^t."""
+    limit, counts = fp8jax.max_adam_step(1.0, b1=0.0, b2=0.95), np.arange(5)
+    found = [float(limit(jnp.int32(count), jnp.float32(0))) for count in counts]
+    np.testing.assert_allclose(found, np.sqrt((1 - 0.95 ** (counts + 1.0)) / 0.05), rtol=2e-3)
+
+
+def test_arrays_that_no_linear_layer_quantizes_are_not_tracked():
+    shapes = {"w": jnp.ones((4, 4)), "table": jnp.ones((4, 4), jnp.int32), "bias": jnp.ones(4)}
+    bounds = fp8jax.track_weight_amax().init(shapes).bounds
+    assert [name for name, bound in bounds.items() if not isinstance(bound, optax.MaskedNode)] == ["w"]
+
+
+def test_a_negative_rate_moves_weights_as_far():
+    """As for `optax.scale_by_adam`, whose updates go uphill."""
+    bounds, count = jnp.float32([0.5, 2.0]), jnp.int32(3)
+    down, up = (fp8jax.max_adam_step(rate, b2=0.95, weight_decay=0.1)(count, bounds) for rate in (0.1, -0.1))
+    assert (down > 0.1).all()
+    np.testing.assert_array_equal(up, down)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from fp8jax.core import blocks, formats, noise
+from fp8jax.core import blocks, noise
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import Choice, capability, choose_impl, missing_triton, record_choice, run
@@ -91,7 +91,7 @@ def make_fallback_tensor(x: Array, base: QTensor, fallback_mask: Array) -> Fallb
     """Return the `FallbackTensor` of `x`. Blocks outside the mask have residual codes 0 and scale 1."""
     block = base.spec.block_shape(x.shape)
     x = x.astype(jnp.float32)
-    remainder = jnp.where(jnp.abs(x) < formats.TINY, 0, x) - base.dequantize()
+    remainder = x - base.dequantize()
     element_mask = blocks.broadcast_blocks(fallback_mask, x.shape, block)
     return FallbackTensor(
         base, quantize_with_scale(jnp.where(element_mask, remainder, 0), base.spec, None), fallback_mask
