@@ -47,7 +47,7 @@ def written(function, *shapes):
     return call, re.sub(r"\\([0-9A-F]{2})", lambda of: chr(int(of[1], 16)), code)
 
 
-def made(function, *shapes):
+def compiled_ptx(function, *shapes):
     """The PTX of a program's only kernel as Triton makes it, without lines."""
     compiled = []
     with pytest.MonkeyPatch.context() as patch:
@@ -96,7 +96,7 @@ def test_parameters_are_the_operands_then_integers_then_results():
 
 @pytest.mark.parametrize("program", [(turned, BYTES), (sums, X)], ids=["transpose", "add"])
 def test_the_machine_code_is_that_of_tritons_own_but_for_integers(program, tmp_path):
-    ours, tritons = instructions(written(*program)[1], tmp_path), instructions(made(*program), tmp_path)
+    ours, tritons = instructions(written(*program)[1], tmp_path), instructions(compiled_ptx(*program), tmp_path)
     if program[0] is turned:
         assert ours == tritons
         return

@@ -51,7 +51,7 @@ def linear(inner=WIDTH, outer=INNER, seed=0, **kinds):
     return nnx.Linear(inner, outer, rngs=nnx.Rngs(seed), **kinds)
 
 
-def found(model, *sample, **keywords) -> list[str]:
+def found_activations(model, *sample, **keywords) -> list[str]:
     """The activations that are known in a call."""
     parts = fp8jax.explain(model, COAT, *sample, **keywords).context_entries
     return [part.kind for part in parts if not part.kind.endswith("Norm")]
@@ -62,11 +62,11 @@ def both(model):
     return (fp8jax.nnx.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
 
 
-def assert_same(got, want):
+def assert_same(actual, expected):
     def plain(x):
         return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
 
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(plain(a), plain(b)), got, want)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(plain(a), plain(b)), actual, expected)
 
 
 class Short(nnx.Module):

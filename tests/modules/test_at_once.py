@@ -103,9 +103,9 @@ def test_a_block_computes_what_it_did_from_codes_made_once_and_keeps_none_of_the
     )
     counted = kernels(True)
     layer, *args = block(RECIPES[name])
-    got = three(layer, *args)
+    actual = three(layer, *args)
     assert counted == CALLS[name]
-    for a, b, c in zip(exact, without, got, strict=True):
+    for a, b, c in zip(exact, without, actual, strict=True):
         assert 0 < distance(c, a) < 1.05 * distance(b, a) + 0.003
     after = residual_memory(layer, *args)
     # Codes of the attention's output are all that is left of them.
@@ -137,7 +137,7 @@ def test_in_linen_likewise(kernels):
     kernels(False)
     exact, without = three(model.apply, params, x), three(layer, params, x)
     counted = kernels(True)
-    got = three(layer, params, x)
+    actual = three(layer, params, x)
     assert counted == {
         "forward": 1,
         "encode_activation_residuals": 1,
@@ -145,7 +145,7 @@ def test_in_linen_likewise(kernels):
         "quantize_and_predict": 1,
         "backward": 1,
     }
-    for a, b, c in zip(exact, without, got, strict=True):
+    for a, b, c in zip(exact, without, actual, strict=True):
         assert distance(c, a) < 1.05 * distance(b, a) + 0.003
 
 

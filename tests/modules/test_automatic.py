@@ -36,16 +36,16 @@ def task(microbatches=1):
 
 def layers(state):
     """(bound, largest magnitude) of each kernel of a state, (layers,) each, by path."""
-    weights, found = jax.tree.leaves_with_path(state.params["layers"]), {}
+    weights, results = jax.tree.leaves_with_path(state.params["layers"]), {}
     for path, w in weights:
         if path[-1].key == "kernel":
             node = state.model_state["layers"]
             for key in path[:-1]:
                 node = node[key.key]
             (bound,) = jax.tree.leaves(node)
-            found[jax.tree_util.keystr(path)] = np.asarray(bound), np.abs(np.asarray(w)).max((-2, -1))
-    assert len(found) == 7
-    return found
+            results[jax.tree_util.keystr(path)] = np.asarray(bound), np.abs(np.asarray(w)).max((-2, -1))
+    assert len(results) == 7
+    return results
 
 
 def reductions(jaxpr, shapes, depth=0):
@@ -136,8 +136,8 @@ def test_a_layer_takes_the_scale_of_its_bound_and_measures_loaded_weights():
     fp8jax.nnx.update_weight_amax_bounds(quantized, fp8jax.get_weight_amax_bounds(optimizer.opt_state))
     bound, moved = float(jnp.abs(w).max()) + 0.5, quantized.kernel[...]
     np.testing.assert_allclose(quantized.dot_general.automatic_w[...], bound, rtol=1e-6)
-    held = fp8jax.quantize_weight(moved, recipe=PART, scale=quantized.dot_general.automatic_w[...] / 448)
-    np.testing.assert_allclose(quantized(x), fp8jax.linear(x, moved, recipe=PART, quantized=held), rtol=1e-6)
+    prequantized = fp8jax.quantize_weight(moved, recipe=PART, scale=quantized.dot_general.automatic_w[...] / 448)
+    np.testing.assert_allclose(quantized(x), fp8jax.linear(x, moved, recipe=PART, quantized=prequantized), rtol=1e-6)
     quantized.kernel[...] = 10 * moved
     fp8jax.nnx.reset_weight_amax_bounds(quantized)
     np.testing.assert_array_equal(quantized.dot_general.automatic_w[...], jnp.abs(10 * moved).max())
@@ -217,8 +217,8 @@ def test_linen_layers_are_given_bounds_one_a_layer():
     _, state = tx.update(grads, tx.init(params), params)
     after = fp8jax.linen.update_weight_amax_bounds(scaling, fp8jax.get_weight_amax_bounds(state))
     assert jax.tree.structure(after) == jax.tree.structure(scaling)
-    want = largest + np.abs(np.asarray(jax.tree.leaves(grads)[1])).max((-2, -1))
-    np.testing.assert_allclose(jax.tree.leaves(after)[0], want, rtol=1e-6)
+    expected = largest + np.abs(np.asarray(jax.tree.leaves(grads)[1])).max((-2, -1))
+    np.testing.assert_allclose(jax.tree.leaves(after)[0], expected, rtol=1e-6)
     again = fp8jax.linen.reset_weight_amax_bounds(after, jax.tree.map(lambda p: 2 * p, params))
     np.testing.assert_array_equal(jax.tree.leaves(again)[0], 2 * largest)
     with pytest.raises(ValueError, match="has automatic scaling: pass the collections 'fp8jax_scaling' from"):
@@ -242,11 +242,11 @@ def test_shards_of_a_weight_have_one_bound():
 
         if axis is not None:
             two_steps = jax.shard_map(two_steps, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-        given = (w, grads) if place is None else jax.device_put((w, grads), NamedSharding(mesh, place))
-        results.append(np.asarray(jax.jit(two_steps)(*given)))
+        operands = (w, grads) if place is None else jax.device_put((w, grads), NamedSharding(mesh, place))
+        results.append(np.asarray(jax.jit(two_steps)(*operands)))
     assert results[2].shape == (4,)
-    for found in results[1:]:
-        np.testing.assert_allclose(found, np.broadcast_to(results[0], found.shape), rtol=1e-6)
+    for actual in results[1:]:
+        np.testing.assert_allclose(actual, np.broadcast_to(results[0], actual.shape), rtol=1e-6)
     assert results[0] > float(Automatic().measure_amax(w))
 
 

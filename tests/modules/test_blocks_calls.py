@@ -19,7 +19,7 @@ from tests.modules.residuals import (
     X,
     assert_same,
     both,
-    found,
+    found_activations,
     kept_by,
     linear,
     wide,
@@ -82,9 +82,9 @@ class Chooses(nnx.Module):
 def test_each_call_is_recognised_by_itself():
     model = Chooses()
     tanh, silu = ([f"{f}(x)"] * 2 for f in ("gelu_tanh", "silu"))
-    assert [found(model, X, how) for how in (None, True, 1)] == [tanh, silu, tanh]
-    assert found(model, X, which=(1,)) == tanh[1:]
-    assert found(model, X, which=(1, 1)) == tanh
+    assert [found_activations(model, X, how) for how in (None, True, 1)] == [tanh, silu, tanh]
+    assert found_activations(model, X, which=(1,)) == tanh[1:]
+    assert found_activations(model, X, which=(1, 1)) == tanh
     quantized, written = both(model)
     for how, which in itertools.product((True, 1), ((0, 1), (0, 0))):
         assert_same(quantized(X, how, which=which), written(X, how, which=which))
@@ -104,7 +104,7 @@ def test_layers_that_modules_share_keep_codes_in_both():
             return self.inner(x) + self.down(jax.nn.silu(self.up(x)))
 
     model = Outer()
-    assert found(model, X) == ["gelu_tanh(x)", "silu(x)"]
+    assert found_activations(model, X) == ["gelu_tanh(x)", "silu(x)"]
     quantized, written = both(model)
     assert relative(quantized(X), written(X)) < 1e-3
     assert 0 == wide(quantized, X) < wide(written, X)
@@ -161,8 +161,8 @@ def test_layers_inside_other_programs_are_known():
     def half_inside(m, x):
         return m.down(nnx.gelu(jax.jit(lambda x: m.up(x))(x)))
 
-    assert found(Several(), X) == ["gelu_tanh(x)", "silu(gate) * up", "silu(gate) * up"]
-    assert [found(m, X) for m in (Short(half_inside), Jitted(), Checkpointed())] == [["gelu_tanh(x)"]] * 3
+    assert found_activations(Several(), X) == ["gelu_tanh(x)", "silu(gate) * up", "silu(gate) * up"]
+    assert [found_activations(m, X) for m in (Short(half_inside), Jitted(), Checkpointed())] == [["gelu_tanh(x)"]] * 3
     for model in (Several(), Short(half_inside), Jitted(), Checkpointed()):
         quantized, written = both(model)
         for _ in range(2):
@@ -227,7 +227,7 @@ def test_functions_that_jax_has_traced_aside_keep_codes_in_the_call():
     stacked = nnx.vmap(Stacked)(nnx.Rngs(0).split(2))
     for run, inner in ((lambda m, x: jitted(m.inner, x), Short(plain)), (lambda m, x: scanned(x, m.inner), stacked)):
         model = Above(run, inner)
-        assert found(model, X) == ["gelu_tanh(x)"]
+        assert found_activations(model, X) == ["gelu_tanh(x)"]
         quantized, written = both(model)
         few, many = (
             sum(d != "uint8" and s[-1:] == (INNER,) and len(s) > 2 for d, s in kept_by(m, X))
@@ -314,4 +314,4 @@ def test_what_no_gradient_needs_is_not_kept_anyway():
 
 
 def test_a_product_beside_an_activation_hides_it_not():
-    assert found(Beside(weighed), X) == ["silu(x)"]
+    assert found_activations(Beside(weighed), X) == ["silu(x)"]

@@ -53,13 +53,15 @@ def test_norms_of_linen_compute_what_they_did_and_keep_codes(kinds):
     quantized = fp8jax.linen.quantize(model, whole(COAT))
     assert jax.tree.structure(quantized.init(jax.random.key(0), x)) == jax.tree.structure(variables)
 
-    def found(recipe, capture="norm"):
+    def intermediate(recipe, capture="norm"):
         copy = model if recipe is None else fp8jax.linen.quantize(model, whole(recipe))
         _, state = copy.apply(variables, x, capture_intermediates=True, mutable="intermediates")
         return state["intermediates"][capture]["__call__"][0]
 
-    np.testing.assert_allclose(*(np.asarray(found(r), np.float32) for r in (None, COAT)), rtol=2.0**-7, atol=1e-5)
-    assert found(COAT).dtype == found(None).dtype
+    np.testing.assert_allclose(
+        *(np.asarray(intermediate(r), np.float32) for r in (None, COAT)), rtol=2.0**-7, atol=1e-5
+    )
+    assert intermediate(COAT).dtype == intermediate(None).dtype
     saved = {
         name: [s for d, s in residuals(lambda p, x, m=m: m.apply(p, x), variables, x) if d == "uint8"]
         for name, m in (("linear", fp8jax.linen.quantize(model, whole(LINEAR_ONLY))), ("lean", quantized))

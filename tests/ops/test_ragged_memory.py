@@ -44,9 +44,11 @@ def over_tiles(sizes, tokens, body, result):
 
 
 def multiply_rows(x, w, sizes, transposed=False):
-    def body(group, at, own, y):
+    def body(group, at, rows, y):
         product = lax.dynamic_slice_in_dim(x, at, TILE) @ (w[group].T if transposed else w[group])
-        return lax.dynamic_update_slice_in_dim(y, jnp.where(own, product, lax.dynamic_slice_in_dim(y, at, TILE)), at, 0)
+        return lax.dynamic_update_slice_in_dim(
+            y, jnp.where(rows, product, lax.dynamic_slice_in_dim(y, at, TILE)), at, 0
+        )
 
     return over_tiles(sizes, x.shape[0], body, jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), x.dtype))
 
@@ -60,8 +62,8 @@ def lean_dot(x, w, sizes):
 def lean_bwd(saved, dy):
     x, w, sizes = saved
 
-    def body(group, at, own, dw):
-        a, b = (jnp.where(own, lax.dynamic_slice_in_dim(m, at, TILE), 0) for m in (x, dy))
+    def body(group, at, rows, dw):
+        a, b = (jnp.where(rows, lax.dynamic_slice_in_dim(m, at, TILE), 0) for m in (x, dy))
         return dw.at[group].add(a.T @ b)
 
     dw = over_tiles(sizes, x.shape[0], body, jnp.zeros_like(w))

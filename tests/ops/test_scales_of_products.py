@@ -19,8 +19,8 @@ M, N, K = (np.float32(v) for v in (1 + 2.0**-10, 3 + 2.0**-11, 5 + 2.0**-9))
 def products(recipe, quantized=False):
     """y, dx and dw of 1x1 matrices; each number alone gives its scale, and so is the largest code."""
     x, w, dy = (jnp.full((1, 1), v) for v in (M, N, K))
-    held = fp8jax.quantize_weight(w, recipe=recipe) if quantized else None
-    y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe, quantized=held), x, w)
+    prequantized = fp8jax.quantize_weight(w, recipe=recipe) if quantized else None
+    y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe, quantized=prequantized), x, w)
     return np.array([float(a[0, 0]) for a in (y, *back(dy))])
 
 
@@ -56,9 +56,9 @@ def test_every_operand_has_the_scale_of_its_own_history(saved):
         y, back = jax.vjp(
             lambda x, w, state=state: fp8jax.scaled_linear(x, w, state, jnp.zeros([]), recipe=part)[0], x, w
         )
-        found = np.array([float(a[0, 0]) for a in (y, *back(dy))])
+        actual = np.array([float(a[0, 0]) for a in (y, *back(dy))])
         exact = np.array([float(a) * float(b) for a, b in ((M, N), (K, N), (M, K))])
-        np.testing.assert_allclose(found, exact * np.where(clipped, 0.25, 1), rtol=1e-6)
+        np.testing.assert_allclose(actual, exact * np.where(clipped, 0.25, 1), rtol=1e-6)
 
 
 def test_an_input_made_again_has_the_saved_scale_only_where_it_is_quantized_so():
@@ -88,8 +88,8 @@ def test_rounding_of_an_input_that_is_saved_in_another_format_is_that_of_both():
     """The weight's gradient reads what is saved, quantized again: of a number with 2 bits only e4m3 shows e5m2."""
     x, w, dy = jnp.array([[448.0, 26.0]]), jnp.eye(2), jnp.array([[1.0, 0.0]])
     cases = [("same", "e4m3", 26.0), ("e5m2", "e4m3", 24.0), ("same", "e5m2", 24.0), ("e4m3:group1", "e4m3", 26.0)]
-    for saved, x_wgrad, want in cases:
+    for saved, x_wgrad, expected in cases:
         part = dataclasses.replace(PART, x_residual=saved, x_wgrad=x_wgrad)
         y, back = jax.vjp(lambda w, part=part: fp8jax.linear(x, w, recipe=part), w)
-        assert float(back(dy)[0][1, 0]) == pytest.approx(want, rel=1e-6)
+        assert float(back(dy)[0][1, 0]) == pytest.approx(expected, rel=1e-6)
         assert float(y[0, 1]) == pytest.approx(26.0, rel=1e-6)

@@ -40,17 +40,17 @@ def exported(name, shape):
     few(fp8jax.recipes.NAMES, "coat_fast", "te_delayed", "deepseek", "int8_fallback"),
 )
 def test_every_recipe_is_exported(name):
-    found = exported(name, "batch, 64")
-    assert str(found.out_avals[1].shape[0]) == "batch"
+    actual = exported(name, "batch, 64")
+    assert str(actual.out_avals[1].shape[0]) == "batch"
 
 
 @pytest.mark.parametrize("name", ["int8_block", slow("deepseek")])
 def test_an_exported_program_computes_what_the_program_of_a_batch_does(name):
     """Scales and noise are those of the number that the dimension gets."""
-    found = exported(name, "batch, 64")
+    actual = exported(name, "batch, 64")
     for batch in BATCHES:
         x = jax.random.normal(jax.random.key(2), (batch, 64))
-        for a, b in zip(jax.tree.leaves(found.call(x, W)), jax.tree.leaves(step(name)(x, W)), strict=True):
+        for a, b in zip(jax.tree.leaves(actual.call(x, W)), jax.tree.leaves(step(name)(x, W)), strict=True):
             # The sums of a block that is as long as all are made in another order.
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(b))))
 

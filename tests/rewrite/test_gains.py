@@ -56,7 +56,7 @@ def explained(recipe, dim, inner, tokens, kv=256):
         return fp8jax.transform(layer, recipe).explain(p, jax.ShapeDtypeStruct((1, tokens, dim), jnp.bfloat16))
 
 
-def taken(explanation):
+def quantized_paths(explanation):
     return {entry.path for entry in explanation.quantized if entry.is_product}
 
 
@@ -64,22 +64,22 @@ def test_what_is_small_is_left_in_16_bits_and_told(one_known_device):
     """Small square products whose input no norm makes lose, and all at few tokens. k and v of grouped queries lose by
     themselves, and q gains more."""
     text = explained(SHAPES, 2048, 5632, 16384)
-    assert taken(text) == {*"qkvo", "gate", "up", "down"}
+    assert quantized_paths(text) == {*"qkvo", "gate", "up", "down"}
     assert "; gains about " in next(
         entry.reason for entry in text.quantized if entry.path == "down" and entry.is_product
     )
     assert " us with q, v" in next(entry.reason for entry in text.quantized if entry.path == "k")
     small = explained(SHAPES, 1024, 4096, 16384, kv=1024)
-    assert taken(small) == {*"qkv", "gate", "up", "down"}
+    assert quantized_paths(small) == {*"qkv", "gate", "up", "down"}
     assert "gains nothing at 16,384 tokens: 53 us slower in 8 bits" in str(small)
     none = explained(SHAPES, 1024, 4096, 1024, kv=1024)
-    assert taken(none) == set()
+    assert quantized_paths(none) == set()
     assert "estimated for an H100: 8 bits save about 0 ms per step in 0 matmuls" in str(none)
 
 
 def test_of_other_recipes_it_is_told_what_would_be_better_left(one_known_device):
     text = explained("te_current", 1024, 4096, 16384, kv=1024)
-    assert len(taken(text)) == 7
+    assert len(quantized_paths(text)) == 7
     assert ". o gains nothing at 16,384 tokens: fp8jax.recipes.for_shapes(recipe)" in str(text)
     total = sum(entry.gain * entry.runs_per_step for entry in text.entries if entry.gain is not None)
     assert f"8 bits save about {1e3 * total:.2g} ms per step in 7 matmuls. A CPU has no" in str(text)
@@ -117,19 +117,22 @@ def test_those_that_read_an_array_are_decided_together_and_loops_and_stacks_are_
             return fp8jax.transform(fn, recipe).explain(p, jax.ShapeDtypeStruct(x, jnp.bfloat16))
 
     wide = explain_shapes(both, SHAPES, (1, 16384, 2048), wide=(2048, 8192), thin=(2048, 128))
-    assert taken(wide) == {"wide", "thin"}
+    assert quantized_paths(wide) == {"wide", "thin"}
     alone = [fp8jax.Rule("wide", None), fp8jax.Rule(".*", SHAPES)]
-    assert taken(explain_shapes(both, alone, (1, 16384, 2048), wide=(2048, 8192), thin=(2048, 128))) == set()
+    assert quantized_paths(explain_shapes(both, alone, (1, 16384, 2048), wide=(2048, 8192), thin=(2048, 128))) == set()
     none = explain_shapes(both, SHAPES, (1, 512, 2048), wide=(2048, 256), thin=(2048, 128))
-    assert taken(none) == set()
+    assert quantized_paths(none) == set()
     assert " us with thin slower in 8 bits" in next(entry.reason for entry in none.entries if entry.path == "wide")
     # Codes that another makes in any case cost nothing.
     x, shapes = (1, 8192, 1024), {"wide": (1024, 4096), "thin": (1024, 128)}
-    assert taken(explain_shapes(both, SHAPES, x, **shapes)) == set()
-    assert taken(explain_shapes(both, [fp8jax.Rule("thin", "te_current"), fp8jax.Rule(".*", SHAPES)], x, **shapes)) == {
-        *shapes
-    }
-    assert taken(explain_shapes(both, [fp8jax.Rule("thin", None), fp8jax.Rule(".*", SHAPES)], x, **shapes)) == set()
+    assert quantized_paths(explain_shapes(both, SHAPES, x, **shapes)) == set()
+    assert quantized_paths(
+        explain_shapes(both, [fp8jax.Rule("thin", "te_current"), fp8jax.Rule(".*", SHAPES)], x, **shapes)
+    ) == {*shapes}
+    assert (
+        quantized_paths(explain_shapes(both, [fp8jax.Rule("thin", None), fp8jax.Rule(".*", SHAPES)], x, **shapes))
+        == set()
+    )
     (loop,) = (
         entry
         for entry in explain_shapes(looped, "te_current", (1, 16384, 2048), w=(2048, 2048)).entries
@@ -144,7 +147,7 @@ def test_those_that_read_an_array_are_decided_together_and_loops_and_stacks_are_
 def test_a_device_without_rates_is_taken_for_an_h100(one_known_device):
     p = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in ("q", "k", "v", "o", "gate", "up", "down")}
     text = fp8jax.transform(layer, SHAPES).explain(p, jax.ShapeDtypeStruct((1, 16384, 1024), jnp.bfloat16))
-    assert taken(text) == {*"qkv", "gate", "up", "down"}
+    assert quantized_paths(text) == {*"qkv", "gate", "up", "down"}
     assert "estimated for an H100 (no measurements for this device): 8 bits" in str(text)
     assert cost_model.current_rates() == (RATES, True)
     with choice.target(capability=90):

@@ -159,7 +159,7 @@ NO_NORMS = {
 }
 
 
-def found(fn):
+def replaced_kinds(fn):
     """What is replaced besides products."""
     return [entry.kind for entry in fp8jax.transform(fn, KEEPS).explain(P, X).entries if not entry.is_product]
 
@@ -167,7 +167,7 @@ def found(fn):
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *NORMS])
 def test_found_by_what_it_computes(name):
     fn = {**ACTIVATIONS, **NORMS}[name]
-    (kind,) = found(fn)
+    (kind,) = replaced_kinds(fn)
     assert kind.startswith(("silu", "gelu") if name in ACTIVATIONS else ("RMSNorm", "LayerNorm"))
     assert ("LayerNorm" in kind) == ("layer norm" in name)
     assert ("gelu(" in kind) == (name in ("gelu", "gelu by erf"))
@@ -187,14 +187,14 @@ def test_found_by_what_it_computes(name):
 
 @pytest.mark.parametrize("name", [*NO_ACTIVATIONS, *NO_NORMS])
 def test_left_as_written(name):
-    assert found({**NO_ACTIVATIONS, **NO_NORMS}[name]) == []
+    assert replaced_kinds({**NO_ACTIVATIONS, **NO_NORMS}[name]) == []
 
 
 def test_an_activation_that_cannot_be_probed_is_named(monkeypatch):
     monkeypatch.setitem(fused_reference.ACTIVATIONS, "sine", lambda x: x * jnp.sin(x))
     message = r"(?s)the activation .* sin .*fp8jax.rewrite.probes does not evaluate"
     with pytest.raises(NotImplementedError, match=message):
-        found(ACTIVATIONS["silu(g) * u"])
+        replaced_kinds(ACTIVATIONS["silu(g) * u"])
 
 
 def test_an_activation_of_someone_elses(monkeypatch):
@@ -202,7 +202,7 @@ def test_an_activation_of_someone_elses(monkeypatch):
     quick = lambda x: x * sigmoid(1.702 * x)  # noqa: E731
     monkeypatch.setitem(fused_reference.ACTIVATIONS, "quick_gelu", quick)
     fn = NO_ACTIVATIONS["quick gelu"]
-    assert found(fn) == ["quick_gelu(gate) * up"]
+    assert replaced_kinds(fn) == ["quick_gelu(gate) * up"]
     fast = fp8jax.transform(fn, KEEPS)
     want, got = (jax.grad(lambda p, f=f: jnp.sum(jnp.sin(f(p, X))))(P) for f in (fn, fast))
     assert all(relative(got[name], want[name]) < 0.06 for name in ("gate", "up", "down"))

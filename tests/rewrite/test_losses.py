@@ -20,7 +20,7 @@ RECIPE = fp8jax.recipes.coat_fast(head=fp8jax.recipes.HEAD)
 losses = optax.softmax_cross_entropy_with_integer_labels
 
 
-def taken(x, labels):
+def label_logits(x, labels):
     return jnp.take_along_axis(x, labels[..., None], -1)
 
 
@@ -34,7 +34,7 @@ def zeroed(labels):
 
 def smoothed(z, labels):
     log_probs = log_softmax(z)
-    return -jnp.mean(0.9 * taken(log_probs, labels)[..., 0] + 0.1 * log_probs.mean(-1))
+    return -jnp.mean(0.9 * label_logits(log_probs, labels)[..., 0] + 0.1 * log_probs.mean(-1))
 
 
 # Writings with the mean over all tokens, of which the first has the label 0 in place of -100.
@@ -44,15 +44,15 @@ WHOLE = {
     "mapped": lambda z, y: jax.vmap(losses)(z, y).mean(),
     "one-hot": lambda z, y: optax.softmax_cross_entropy(z, one_hot(y, VOCABULARY)).mean(),
     "one sum over all": lambda z, y: -jnp.sum(one_hot(y, VOCABULARY) * log_softmax(z)) / y.size,
-    "log_softmax": lambda z, y: -taken(log_softmax(z), y).mean(),
+    "log_softmax": lambda z, y: -label_logits(log_softmax(z), y).mean(),
     "indexed": lambda z, y: -log_softmax(z.reshape(-1, VOCABULARY))[jnp.arange(y.size), y.reshape(-1)].mean(),
     "indexed in a vmap": lambda z, y: -jax.vmap(jax.vmap(lambda z, y: log_softmax(z)[y]))(z, y).mean(),
-    "logsumexp": lambda z, y: (logsumexp(z, -1) - taken(z, y)[..., 0]).mean(),
+    "logsumexp": lambda z, y: (logsumexp(z, -1) - label_logits(z, y)[..., 0]).mean(),
     "its own maximum": lambda z, y: (
-        jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1)) + z.max(-1) - taken(z, y)[..., 0]
+        jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1)) + z.max(-1) - label_logits(z, y)[..., 0]
     ).mean(),
-    "no maximum": lambda z, y: (jnp.log(jnp.exp(z).sum(-1)) - taken(z, y)[..., 0]).mean(),
-    "logarithm of softmax": lambda z, y: -jnp.log(taken(softmax(z), y)).mean(),
+    "no maximum": lambda z, y: (jnp.log(jnp.exp(z).sum(-1)) - label_logits(z, y)[..., 0]).mean(),
+    "logarithm of softmax": lambda z, y: -jnp.log(label_logits(softmax(z), y)).mean(),
     "z-loss": lambda z, y: (losses(z, y) + 1e-3 * logsumexp(z, -1) ** 2).mean(),
     "smoothing": smoothed,
 }
@@ -230,16 +230,18 @@ OTHER = {
     "its own choice": (lambda p, z, y: losses(z, z.argmax(-1)).mean(), False),
     "one of two maxima has no gradient": (
         lambda p, z, y: (
-            jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1)) + lax.stop_gradient(z.max(-1)) - taken(z, y)[..., 0]
+            jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1))
+            + lax.stop_gradient(z.max(-1))
+            - label_logits(z, y)[..., 0]
         ).mean(),
         False,
     ),
     "no gradient of logsumexp": (
-        lambda p, z, y: (lax.stop_gradient(logsumexp(z, -1)) - taken(z, y)[..., 0]).mean(),
+        lambda p, z, y: (lax.stop_gradient(logsumexp(z, -1)) - label_logits(z, y)[..., 0]).mean(),
         False,
     ),
     "columns in another order": (lambda p, z, y: losses(z[..., jnp.arange(VOCABULARY)[::-1]], y).mean(), False),
-    "half of it": (lambda p, z, y: (0.5 * logsumexp(z, -1) - taken(z, y)[..., 0]).mean(), False),
+    "half of it": (lambda p, z, y: (0.5 * logsumexp(z, -1) - label_logits(z, y)[..., 0]).mean(), False),
 }
 
 
