@@ -206,5 +206,5 @@ def test_bad_input_is_refused():
     with pytest.raises(UserError, match="--seq-len 20: no document of a split has an answer"):
         packing.pack(silent, 0.2, 20, keep_whole=True)
     learned = Llama(dataclasses.replace(SHAPE, learned_positions=32), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="segments need rotary \(relative\) positions"):
+    with pytest.raises(ValueError, match=r"segments need rotary \(relative\) positions"):
         learned(jnp.zeros((1, 8), jnp.int32), jnp.ones((1, 8), jnp.int32))
