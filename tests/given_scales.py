@@ -55,14 +55,14 @@ def matrix(
     exact = np.isin(stored / unit, values(fmt)) | (np.abs(stored / unit) >= fmt.max)
     x = np.where(np.isfinite(stored) & (np.abs(stored) >= TINY) & exact, stored, -0.0 * sign)
     assert np.mean(np.abs(x / unit) > float(np.finfo(np.float32).max)) > 0.02  # beyond fp32
-    want = np.clip(x / unit, values(fmt).min(), fmt.max)  # the book of de8 has no -1
-    assert len(np.unique(want)) > 1
+    expected = np.clip(x / unit, values(fmt).min(), fmt.max)  # the book of de8 has no -1
+    assert len(np.unique(expected)) > 1
     if bad:
         for i, value in enumerate([np.nan, np.inf, -np.inf]):
             here = random.random(shape) < 0.03
             here[i, i] = True
-            x, want = np.where(here, value, x), np.where(here, _shown(value, fmt), want)
-    return x.astype(kind), scale, want
+            x, expected = np.where(here, value, x), np.where(here, _shown(value, fmt), expected)
+    return x.astype(kind), scale, expected
 
 
 def _shown(value: float, fmt: formats.Format) -> float:

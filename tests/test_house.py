@@ -44,14 +44,14 @@ def get_package(parts: tuple[str, ...]) -> str | None:
 
 @functools.cache
 def imports(path: pathlib.Path) -> set[str]:
-    found = set()
+    results = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            results |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} uses a relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            results |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return results
 
 
 def test_imports_follow_the_arrows():
@@ -92,8 +92,8 @@ def test_kernels_import_nothing_else_than_jax_and_triton():
 def test_arguments_of_kernels_have_names():
     for path in FILES:
         if path.parts[0] == "pallas_kernels":
-            found = re.findall(r"\b[A-Z]{2,}\[\d+\]", (ROOT / path).read_text())
-            assert not found, f"{path} takes {found[0]} by its place: give the tuple's class a name for it"
+            matches = re.findall(r"\b[A-Z]{2,}\[\d+\]", (ROOT / path).read_text())
+            assert not matches, f"{path} takes {matches[0]} by its place: give the tuple's class a name for it"
 
 
 def test_models_have_no_word_of_fp8_in_them():

@@ -85,9 +85,9 @@ def size(arrays):
     return sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for dtype, shape in arrays)
 
 
-def assert_equal(got, want):
-    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
-    for a, b in zip(got, want, strict=True):
+def assert_equal(actual, expected):
+    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
@@ -97,15 +97,15 @@ def test_a_block_of_nnx_and_one_by_hand(name):
     graph, state = nnx.split(fp8jax.nnx.quantize(nnx.merge(GRAPH, STATE), recipe))
     fast, swapped = fp8jax.transform(as_written, recipe), lambda p, x: nnx.merge(graph, p)(x)
     assert size(saved_arrays(fast, PARAMS, X)) == size(saved_arrays(swapped, nnx.to_pure_dict(state), X))
-    got = gradients(fast, PARAMS, X)
+    actual = gradients(fast, PARAMS, X)
     if name != "te_current":
         hand = functools.partial(by_hand, recipe=recipe)
         assert saved_arrays(fast, PARAMS, X) == saved_arrays(hand, PARAMS, X)
-        assert_equal(got, gradients(hand, PARAMS, X))
+        assert_equal(actual, gradients(hand, PARAMS, X))
     else:
-        assert_equal(got, gradients(swapped, nnx.to_pure_dict(state), X))
+        assert_equal(actual, gradients(swapped, nnx.to_pure_dict(state), X))
     for leaf in (0, 1):
-        assert 0 < relative(got[leaf], gradients(as_written, PARAMS, X)[leaf]) < 0.2
+        assert 0 < relative(actual[leaf], gradients(as_written, PARAMS, X)[leaf]) < 0.2
 
 
 class LinenBlock(nn.Module):
@@ -166,9 +166,9 @@ def test_stochastic_rounding_draws_the_same():
 def test_products_are_of_eight_bits():
     fast = fp8jax.transform(as_written, "coat")
     assert [e.path for e in fast.explain(PARAMS, X).quantized if not e.is_product] == ["n1", "n2", "down"]
-    found = dots(jax.grad(lambda p, x: jnp.sum(fast(p, x).astype(jnp.float32))), PARAMS, X)
-    assert found.count(("float8_e4m3fn", "float8_e4m3fn")) == 7  # forward
-    assert found.count(("float8_e5m2", "float8_e4m3fn")) == found.count(("float8_e4m3fn", "float8_e5m2")) == 7
+    actual = dots(jax.grad(lambda p, x: jnp.sum(fast(p, x).astype(jnp.float32))), PARAMS, X)
+    assert actual.count(("float8_e4m3fn", "float8_e4m3fn")) == 7  # forward
+    assert actual.count(("float8_e5m2", "float8_e4m3fn")) == actual.count(("float8_e4m3fn", "float8_e5m2")) == 7
 
 
 @pytest.mark.parametrize("around", [jax.checkpoint, lambda f: lambda x: jax.lax.cond(x[0, 0, 0] < 99, f, jnp.sin, x)])

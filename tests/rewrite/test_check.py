@@ -31,14 +31,14 @@ def layers(p, x):
 
 @pytest.mark.parametrize("recipe", ["coat", "te_delayed", "jetfire"])
 def test_operations_are_within_the_error_of_their_recipe(recipe):
-    found = fp8jax.transform(layers, recipe).check(P, X)
+    actual = fp8jax.transform(layers, recipe).check(P, X)
     kinds = ["dot_general", "dot_general", "dot_general"]
     if recipe == "coat":
         kinds = ["RMSNorm", *kinds[:2], "silu(gate) * up", *kinds[2:]]
-    assert [d.entry.kind for d in found.deviations] == kinds
-    assert found.first_failure is None, found
-    assert all(d.forward_error > 0 and d.gradient_error > 0 for d in found.deviations if d.entry.is_product)
-    assert "every operation is within its recipe's error" in str(found)
+    assert [d.entry.kind for d in actual.deviations] == kinds
+    assert actual.first_failure is None, actual
+    assert all(d.forward_error > 0 and d.gradient_error > 0 for d in actual.deviations if d.entry.is_product)
+    assert "every operation is within its recipe's error" in str(actual)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -57,8 +57,8 @@ def test_states_of_a_call_give_its_scales(reverse):
     for layer, fails in ((first, True), (1 - first, False)):
         state = states["w"].state
         low = state._replace(x=state.x.at[layer].set(1e-3))
-        found = fast.check(p, X, states={"w": dataclasses.replace(states["w"], state=low)})
-        assert (found.first_failure is not None) == fails, found
+        actual = fast.check(p, X, states={"w": dataclasses.replace(states["w"], state=low)})
+        assert (actual.first_failure is not None) == fails, actual
     with pytest.raises(ValueError, match="keeps a state, but the passed states have none"):
         fast.check(p, X, states={"other": states["w"]})
 
@@ -67,11 +67,11 @@ def test_the_first_that_is_further_off_is_named(monkeypatch):
     """As if an activation had been taken for another, or a norm's eps for a larger one."""
     find = activations.find
     monkeypatch.setattr(activations, "find", lambda v: (a := find(v)) and a._replace(name="gelu"))
-    found = fp8jax.transform(layers, "coat").check(P, X)
-    assert found.first_failure is not None
-    assert (found.first_failure.entry.path, found.first_failure.entry.kind) == ("down", "gelu(gate) * up")
-    assert "unexplained: down gelu(gate) * up: forward" in str(found)
-    assert "test_check.py" in str(found)
+    actual = fp8jax.transform(layers, "coat").check(P, X)
+    assert actual.first_failure is not None
+    assert (actual.first_failure.entry.path, actual.first_failure.entry.kind) == ("down", "gelu(gate) * up")
+    assert "unexplained: down gelu(gate) * up: forward" in str(actual)
+    assert "test_check.py" in str(actual)
     find_norm = norms.find
     monkeypatch.setattr(norms, "find", lambda v: (n := find_norm(v)) and n._replace(eps=0.1))
     first = fp8jax.transform(layers, "coat").check(P, X).first_failure

@@ -61,8 +61,8 @@ def test_a_batch_that_a_loss_closes_over_is_data(loss, batch, same):
     assert len(closed.explain(p).quantized) > 2
     if loss is scanned:  # it takes as long to compile as all others together
         return
-    got, want = jax.jit(jax.value_and_grad(closed))(p), jax.jit(jax.value_and_grad(given))(p, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
+    actual, want = jax.jit(jax.value_and_grad(closed))(p), jax.jit(jax.value_and_grad(given))(p, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), actual, want)
 
 
 def test_a_batch_of_a_trace_around_and_labels_as_an_argument():
@@ -183,8 +183,8 @@ def test_products_of_parameters_that_a_loss_stacks_are_taken(form, expected):
     compiled = {"stacked": expected.items(), "stacked last": [("coat", expected["coat"])]}
     for recipe, (loss, grads) in compiled.get(form, ()):
         fast = fp8jax.transform(FORMS[form], recipe)
-        got, by_block = jax.jit(jax.value_and_grad(fast))(BLOCKS, X)
-        np.testing.assert_allclose(got, loss, rtol=1e-6)
+        actual, by_block = jax.jit(jax.value_and_grad(fast))(BLOCKS, X)
+        np.testing.assert_allclose(actual, loss, rtol=1e-6)
         stacked = tree(jnp.stack)(by_block)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), stacked, grads)
     explained = fp8jax.transform(FORMS[form], "coat").explain(BLOCKS, X)
@@ -204,8 +204,8 @@ def test_packed_projections_of_two_parameters_are_one_product():
     assert (packed.path, packed.concatenated, packed.shape) == ("up", ("down",), (WIDTH, 2 * INNER))
     assert count(fast, "dot_general", p, X) == 2
     want = jax.grad(loss)(p, X)
-    for name, got in jax.grad(fast)(p, X).items():
-        assert np.linalg.norm(got - want[name]) <= 0.1 * np.linalg.norm(want[name]), name
+    for name, actual in jax.grad(fast)(p, X).items():
+        assert np.linalg.norm(actual - want[name]) <= 0.1 * np.linalg.norm(want[name]), name
 
 
 def test_rules_for_stacked_parameters():

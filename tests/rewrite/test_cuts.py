@@ -54,13 +54,13 @@ def splits(fn, recipe="te_current"):
 
 
 def test_on_a_gpu_nothing_is_cut_and_nothing_put_together(monkeypatch):
-    seen, kernel = [], quantize._kernel
-    monkeypatch.setattr(quantize, "_kernel", lambda how, x, *rest: seen.append(x) or kernel(how, x, *rest))
+    calls, kernel = [], quantize._kernel
+    monkeypatch.setattr(quantize, "_kernel", lambda how, x, *rest: calls.append(x) or kernel(how, x, *rest))
     assert splits(packed) == 1  # on several
-    assert not any(isinstance(x, tuple) for x in seen)
+    assert not any(isinstance(x, tuple) for x in calls)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert splits(packed) == 0
-    assert [tuple(y.shape for y in x) for x in seen if isinstance(x, tuple)] == [tuple((48, n) for n in WIDTHS)]
+    assert [tuple(y.shape for y in x) for x in calls if isinstance(x, tuple)] == [tuple((48, n) for n in WIDTHS)]
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,5 @@ def test_under_a_scaling_with_a_state_the_whole_is_cut():
     """Whose first step, without a history, is that of current scaling."""
     fast, current = fp8jax.transform(packed, "te_delayed"), fp8jax.transform(packed, "te_current")
     states = fast.init(P, X)
-    got, want = (jax.grad(loss(f))(P, X) for f in (lambda p, x: fast(p, x, states=states), current))
-    assert all(relative(got[name], want[name]) < 1e-3 for name in P)
+    actual, expected = (jax.grad(loss(f))(P, X) for f in (lambda p, x: fast(p, x, states=states), current))
+    assert all(relative(actual[name], expected[name]) < 1e-3 for name in P)

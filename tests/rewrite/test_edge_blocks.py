@@ -91,8 +91,8 @@ def test_a_loop_over_blocks_leaves_its_first_and_last_iterations_in_16_bits(reve
         weighted = lambda y: jnp.vdot(jnp.sin(y), jnp.linspace(0, 1, y.size).reshape(y.shape))  # noqa: E731
         return jax.jit(jax.value_and_grad(lambda p: sum(map(weighted, f(p, X)))))
 
-    for got, want in zip(jax.tree.leaves(loss(fast)(p)), jax.tree.leaves(loss(one_by_one)(p)), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(jax.tree.leaves(loss(fast)(p)), jax.tree.leaves(loss(one_by_one)(p)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     if not reverse:
         explained = fast.explain(p, X)
         assert [e.reason for e in explained.skipped if e.path == "blocks/up"] == [
@@ -152,10 +152,10 @@ def test_states_of_a_split_loop_have_a_row_for_each_iteration():
 def test_an_iteration_of_several_blocks_leaves_the_numbers_at_its_edges(length, counts, parts):
     """As in models that scan over groups of layers. An edge of several iterations has whole ones."""
     paths = [f"layers/{i}/{name}" for i in range(2) for name in ("up", "down")]
-    found = heads.split_loop(paths, length, counts)
-    assert [(part.size, part.reason, part.edge_numbers) for part in found] == parts
-    assert heads.edge_reason("layers/0/up", found[0]) == found[0].reason
-    assert bool(heads.edge_reason("layers/1/up", found[0])) == (counts[0] > 1 and len(found) > 1)
+    actual = heads.split_loop(paths, length, counts)
+    assert [(part.size, part.reason, part.edge_numbers) for part in actual] == parts
+    assert heads.edge_reason("layers/0/up", actual[0]) == actual[0].reason
+    assert bool(heads.edge_reason("layers/1/up", actual[0])) == (counts[0] > 1 and len(actual) > 1)
 
 
 def test_numbers_of_single_layers_are_no_blocks():
@@ -309,5 +309,5 @@ def test_a_whole_stack_is_found_through_calls_casts_and_other_axes(axis):
     def net(p, x):
         return jax.lax.scan(lambda total, x: (total + layers(p, x), None), jnp.zeros_like(X), jnp.stack([x, x]))[0]
 
-    found = [reason.partition(";")[0] for reason in reasons(net, p)]
-    assert found == ["in the first 1 of 5 blocks", "the recipe", "in the last 1 of 5 blocks"]
+    actual = [reason.partition(";")[0] for reason in reasons(net, p)]
+    assert actual == ["in the first 1 of 5 blocks", "the recipe", "in the last 1 of 5 blocks"]

@@ -45,9 +45,9 @@ def test_equinox_differentiates_it_and_its_values_are_those_of_a_plain_function(
     value, grads = eqx.filter_value_and_grad(fast)(model, X)
     params, rest = eqx.partition(model, eqx.is_inexact_array)
     plain = fp8jax.transform(lambda params, x: loss(eqx.combine(params, rest), x), recipe)
-    want, by_hand = jax.jit(jax.value_and_grad(plain))(params, X)
+    expected, by_hand = jax.jit(jax.value_and_grad(plain))(params, X)
     inside, again = eqx.filter_jit(eqx.filter_value_and_grad(fast))(model, X)
-    np.testing.assert_array_equal([value, inside], [want, want])
+    np.testing.assert_array_equal([value, inside], [expected, expected])
     for each in (grads, again):
         assert jax.tree.structure(each) == jax.tree.structure(by_hand)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), each, by_hand)
@@ -105,12 +105,12 @@ def test_matrices_on_the_left_of_mapped_vectors_are_products_of_all_tokens():
     keys = jax.random.split(jax.random.key(0), len(WEIGHTS))
     p = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, WEIGHTS.items(), strict=True)}
     x = jnp.stack([X, X[::-1]])
-    found = []
+    results = []
     for f in (mapped, at_once):
         step = jax.value_and_grad(fp8jax.transform(f, "coat"))
         assert not [axes for axes in transposed(step, p, x) if len(axes) > 2]
-        found.append((*jax.jit(step)(p, x), count(step, "reduce_sum", p, x)))
-    (value, grads, sums), (want, expected, fewest) = found
+        results.append((*jax.jit(step)(p, x), count(step, "reduce_sum", p, x)))
+    (value, grads, sums), (want, expected, fewest) = results
     assert sums == fewest, "a bias is summed in the pass over its product's cotangent"
     np.testing.assert_allclose(value, want, rtol=1e-6)
     for name in WEIGHTS:

@@ -56,8 +56,10 @@ def values_and_gradients(fn, params):
 
 def assert_near(fn, written, params):
     """A result and the gradient of each parameter and of the input as far from those as written as 8 bits are."""
-    (y, (grads, dx)), (want, (reference, wanted_dx)) = (values_and_gradients(each, params) for each in (fn, written))
-    assert 0 < relative(y, want) < 0.1
+    (y, (grads, dx)), (expected, (reference, wanted_dx)) = (
+        values_and_gradients(each, params) for each in (fn, written)
+    )
+    assert 0 < relative(y, expected) < 0.1
     assert 0 < relative(dx, wanted_dx) < 0.2
     for name in params:
         assert relative(grads[name], reference[name]) < 0.25, name
@@ -90,11 +92,11 @@ def test_values_and_gradients_are_near_those_as_written(name, recipe):
 def test_an_expert_of_small_weights_has_scales_of_its_own(name):
     written = WRITINGS[name][0]
     params = P | {"up": P["up"] * jnp.array([1, 1e-5, 1, 1])[:, None, None]}
-    (_, (grads, dx)), (_, (want, wanted_dx)) = (
+    (_, (grads, dx)), (_, (expected, wanted_dx)) = (
         values_and_gradients(fn, params) for fn in (fp8jax.transform(written, "coat"), written)
     )
     for weight in ("gate", "up", "down"):
-        errors = [relative(a, b) for a, b in zip(grads[weight], want[weight], strict=True)]
+        errors = [relative(a, b) for a, b in zip(grads[weight], expected[weight], strict=True)]
         assert 0 < errors[1] < 2 * np.mean([errors[0], *errors[2:]]), weight
     assert relative(dx, wanted_dx) < 0.2
 
@@ -179,8 +181,8 @@ def test_a_function_that_the_rules_name_is_a_grouped_product(dot, params):
     named = [e for e in explained.quantized if e.is_product and e.path != "mixer"]
     assert {(e.path, e.kind) for e in named} == {(path, name) for path in experts_of(params)}
     ragged = experts.block(experts.sorted_tokens(experts.general_dot if params is TRANSPOSED else lax.ragged_dot))
-    want = jax.jit(fp8jax.transform(ragged, "coat"))(params, X)
-    np.testing.assert_allclose(jax.jit(fast)(params, X), want, rtol=1e-5, atol=1e-6)
+    expected = jax.jit(fp8jax.transform(ragged, "coat"))(params, X)
+    np.testing.assert_allclose(jax.jit(fast)(params, X), expected, rtol=1e-5, atol=1e-6)
     # A rule may leave them.
     left = fp8jax.transform(written, [fp8jax.GroupedProduct(name), fp8jax.Rule("gate|up|down", None), "coat"])
     assert [e.path for e in left.explain(params, X).quantized if e.is_product] == ["mixer"]
@@ -274,8 +276,8 @@ def test_steps_with_states_are_near_those_as_written(name, recipe):
     states = fast.init(params, X)
     for _ in range(2):
         y, grads, states = step(params, states, X, weights)
-    want, (reference, _) = values_and_gradients(written, params)
-    assert 0 < relative(y, want) < 0.1
+    expected, (reference, _) = values_and_gradients(written, params)
+    assert 0 < relative(y, expected) < 0.1
     for path in params:
         assert relative(grads[path], reference[path]) < 0.25, path
 
@@ -315,9 +317,9 @@ def test_each_expert_of_a_batched_product_has_a_delayed_scale_of_its_own():
         weights = WEIGHTS * (x != 0).any((1, 2), keepdims=True)  # no result of an expert without tokens is used
         y, grads, states = step(BATCHED, states, x, weights)
         for e, p in enumerate(params_alone):
-            want, reference, new = step_alone(p, states_alone[e], x[e], weights[e])
+            expected, reference, new = step_alone(p, states_alone[e], x[e], weights[e])
             states_alone[e] = new if x[e].any() else states_alone[e]
-            np.testing.assert_allclose(y[e], want, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(y[e], expected, rtol=1e-5, atol=1e-5)
             for name in BATCHED:
                 np.testing.assert_allclose(grads[name][e], reference[name], rtol=1e-4, atol=1e-4)
     amax = np.abs(np.asarray(INPUTS)).max((1, 2))
@@ -325,8 +327,8 @@ def test_each_expert_of_a_batched_product_has_a_delayed_scale_of_its_own():
     np.testing.assert_allclose(states["gate"].state.x, history, rtol=1e-6)
     for operand in ("x", "dy"):
         for e in (0, 1):
-            got, want = (getattr(each["down"].state, operand) for each in (states, states_alone[e]))
-            np.testing.assert_allclose(got[e], want, rtol=1e-4)
+            actual, expected = (getattr(each["down"].state, operand) for each in (states, states_alone[e]))
+            np.testing.assert_allclose(actual[e], expected, rtol=1e-4)
 
 
 def test_each_expert_of_a_batched_product_has_a_threshold_of_its_own():
@@ -336,8 +338,8 @@ def test_each_expert_of_a_batched_product_has_a_threshold_of_its_own():
         y, grads, states = step(BATCHED, states, x, WEIGHTS)
     # More than 30 % of the blocks of all but the second expert exceed 1, none of the second. It then has no tokens.
     np.testing.assert_allclose(states["gate"].state.x, [1.3**2, 1 / 1.3, 1.3**2, 1.3**2], rtol=1e-6)
-    want, vjp = jax.vjp(lambda p: experts.batched(p, x), BATCHED)
-    assert 0 < relative(y, want) < 0.05
+    expected, vjp = jax.vjp(lambda p: experts.batched(p, x), BATCHED)
+    assert 0 < relative(y, expected) < 0.05
     assert 0 < relative(grads, vjp(WEIGHTS)[0]) < 0.1
 
 
@@ -350,16 +352,16 @@ def test_experts_of_a_list_that_is_stacked_have_the_states_of_an_array():
 
     array = {name: P[name] * jnp.array([1, 1e-5, 1, 3])[:, None, None] for name in ("up", "down")}
     join = lambda p, x: fn({"up": jnp.stack(p["up"]), "down": jnp.array(p["down"])}, x)  # noqa: E731
-    found = []
+    results = []
     for written, p in ((fn, array), (join, {name: list(w) for name, w in array.items()})):
         fast = fp8jax.transform(written, "te_delayed")
         step, states = make_step(fast), fast.init(p, INPUTS)
         for x in (INPUTS, 2 * INPUTS):
             y, grads, states = step(p, states, x, WEIGHTS)
         grads = {name: jnp.stack(list(w)) for name, w in grads.items()}
-        found.append((y, grads, [states[path].state for path in sorted(states)]))
+        results.append((y, grads, [states[path].state for path in sorted(states)]))
     assert sorted(states) == ["down/0", "up/0"]
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 @pytest.mark.slow
@@ -399,9 +401,9 @@ def test_concatenated_experts_have_one_state_in_a_scan_over_layers(form):
     states = fast.init(stacked, INPUTS)
     assert states.keys() == {"gate", "down"}
     _, grads, states = make_step(fast)(stacked, states, INPUTS, WEIGHTS)
-    want = jax.grad(lambda p: jnp.vdot(written(p, INPUTS), WEIGHTS))(stacked)
+    expected = jax.grad(lambda p: jnp.vdot(written(p, INPUTS), WEIGHTS))(stacked)
     for name in stacked:
-        assert 0 < relative(grads[name], want[name]) < 0.25, name
+        assert 0 < relative(grads[name], expected[name]) < 0.25, name
     largest = np.maximum(*(np.abs(np.asarray(stacked[name])).max((2, 3)) for name in ("gate", "up")))
     np.testing.assert_allclose(states["gate"].state.w[..., 0], largest, rtol=1e-6)
     np.testing.assert_allclose(states["gate"].state.x[0, :, 0], np.abs(np.asarray(INPUTS)).max((1, 2)), rtol=1e-6)
@@ -474,8 +476,8 @@ def test_experts_over_devices_observe_what_they_observe_on_one():
         fp8jax.transform(fn, "te_delayed")
         for fn in (over_devices(gathered_tokens), experts.block(experts.sorted_tokens(lax.ragged_dot)))
     )
-    found = [make_step(fn)(P, fn.init(P, X), X, jnp.ones_like(X)) for fn in (fast, alone)]
-    (y, _, states), (want, _, reference) = found
+    actual = [make_step(fn)(P, fn.init(P, X), X, jnp.ones_like(X)) for fn in (fast, alone)]
+    (y, _, states), (want, _, reference) = actual
     assert relative(y, want) < 0.1
     for path in ("gate", "up", "down"):
         state, expected = (each[path].state for each in (states, reference))
@@ -518,10 +520,10 @@ def test_frozen_experts_are_multiplied_as_codes(spec):
     fast = fp8jax.transform(written, "te_current")
     rows = {e.path: e.reason for e in fast.explain(trained | frozen, X).quantized if e.is_product}
     assert {path for path, reason in rows.items() if reason.endswith(f"frozen as {spec}")} == set(frozen)
-    got = values_and_gradients(lambda p, x: fast(p | frozen, x), trained)
-    want = values_and_gradients(lambda p, x: written(P | p, x), trained)
-    assert 0 < relative(got[0], want[0]) < 0.1
-    assert 0 < relative(got[1], want[1]) < 0.2
+    actual = values_and_gradients(lambda p, x: fast(p | frozen, x), trained)
+    expected = values_and_gradients(lambda p, x: written(P | p, x), trained)
+    assert 0 < relative(actual[0], expected[0]) < 0.1
+    assert 0 < relative(actual[1], expected[1]) < 0.2
     # Codes per output cannot be used for the transposed matrix: its values are multiplied in 16 bits.
     stored = {name: fp8jax.freeze(TRANSPOSED[name], "e4m3:token") for name in frozen}
     general = fp8jax.transform(experts.block(experts.sorted_tokens(experts.general_dot)), "te_current")
@@ -540,8 +542,8 @@ def test_a_named_function_in_a_scan_under_remat():
     rules = [fp8jax.GroupedProduct("own_.*"), "te_current"]
     fast, same = fp8jax.transform(layers(experts.own_dot), rules), fp8jax.transform(layers(lax.ragged_dot), rules[1])
     assert {e.path for e in fast.explain(stacked, X).quantized if e.is_product} == {"gate", "up", "down"}
-    got, want = (values_and_gradients(fn, stacked) for fn in (fast, same))
-    assert relative(got, want) < 1e-5
+    actual, expected = (values_and_gradients(fn, stacked) for fn in (fast, same))
+    assert relative(actual, expected) < 1e-5
 
 
 def noisy(scores, other):

@@ -95,8 +95,8 @@ def test_what_each_product_gains_is_told_less_its_part_of_the_codes(one_known_de
         ("down", 4096, 1024, "activation", 1), ("o", 1024, 1024, "", 1),
     ):  # fmt: skip
         codes = cost_model.quantization_cost(16384, inputs, linear, RATES, producer=made) / readers
-        want = cost_model.estimate_gain(16384, inputs, outputs, linear, RATES) - codes
-        assert entries[path].gain == pytest.approx(want), path
+        expected = cost_model.estimate_gain(16384, inputs, outputs, linear, RATES) - codes
+        assert entries[path].gain == pytest.approx(expected), path
         assert (entries[path].runs_per_step, entries[path].tokens) == (1, 16384)
 
 
@@ -295,8 +295,8 @@ def test_layers_that_are_left_advance_no_state(monkeypatch):
     for _ in range(2):
         grads = nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(model)
         optimizer.update(model, fp8jax.nnx.advance_scaling(model, grads))
-    seen = [np.count_nonzero(layer.dot_general.x[...]) for layer in (model.up, model.down, model.proj)]
-    assert seen == [2, 2, 0]
+    recorded = [np.count_nonzero(layer.dot_general.x[...]) for layer in (model.up, model.down, model.proj)]
+    assert recorded == [2, 2, 0]
     assert np.all(model.proj.kernel[...] != before)
 
 

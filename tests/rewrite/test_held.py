@@ -134,8 +134,8 @@ SPELLINGS = {
 def test_spellings_of_a_product_read_the_codes(how):
     fast = fp8jax.transform(SPELLINGS[how], "te_current")
     p, x = {"w": fp8jax.lora.AdaptedWeight(HELD, ADAPTER)}, jnp.abs(X) if how == "choice" else X
-    want = fp8jax.lora.linear(x, HELD, ADAPTER, recipe="te_current")
-    np.testing.assert_allclose(fast(p, x), want, rtol=2e-5, atol=2e-5)
+    expected = fp8jax.lora.linear(x, HELD, ADAPTER, recipe="te_current")
+    np.testing.assert_allclose(fast(p, x), expected, rtol=2e-5, atol=2e-5)
     assert ("float8_e4m3fn",) * 2 in dots(fast, p, x)
     assert "frozen as e4m3:tensor and an adapter of rank 3" in str(fast.explain(p, x))
     narrow = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
@@ -169,9 +169,9 @@ def test_what_reads_no_matrix_reads_the_values(how):
         assert relative(fast(p, X)[0], exact) < 1e-5
     cast = lambda p, x: (fn({"w": p["w"].astype(x.dtype)}, x), x @ p["other"].astype(x.dtype))  # noqa: E731
     narrow = X.astype(jnp.bfloat16)
-    found = jax.jit(fp8jax.transform(cast, "te_current"))(p, narrow)[0]
-    assert found.dtype == jnp.bfloat16
-    assert relative(found, exact) < 0.08
+    actual = jax.jit(fp8jax.transform(cast, "te_current"))(p, narrow)[0]
+    assert actual.dtype == jnp.bfloat16
+    assert relative(actual, exact) < 0.08
 
 
 TURNED = {
@@ -256,8 +256,8 @@ def test_codes_that_are_whole_on_devices_of_a_mesh():
     over = jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
     fast = fp8jax.transform(lambda p, x: over(p["w"], x), "deepseek")
     frozen = fp8jax.freeze(W, "e4m3:block128")
-    want = fp8jax.linear(X, frozen, recipe="deepseek")
-    np.testing.assert_allclose(jax.jit(fast)({"w": frozen}, X), want, rtol=1e-5, atol=1e-5)
+    expected = fp8jax.linear(X, frozen, recipe="deepseek")
+    np.testing.assert_allclose(jax.jit(fast)({"w": frozen}, X), expected, rtol=1e-5, atol=1e-5)
     cut = jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=(P(None, "data"), P()), out_specs=P(None, None, "data"))
     by_values = fp8jax.transform(lambda p, x: (cut(p["w"], x), x @ p["w"]), "deepseek")
     np.testing.assert_allclose(
@@ -319,7 +319,7 @@ def test_codes_lie_in_shards_as_the_weights_do(spec):
         assert codes.addressable_shards[0].data.shape[-1] * 4 == codes.shape[-1], "the inputs are cut, as they were"
     fast = fp8jax.transform(model, "te_current")
     x = jax.device_put(jnp.concatenate([X, X]), jax.NamedSharding(mesh, P("fsdp")))
-    want = gradients(lambda a, x: fast(fp8jax.lora.adapt(whole, a), x), adapters, jnp.concatenate([X, X]))
-    got = gradients(lambda a, x: fast(fp8jax.lora.adapt(base, a), x), adapters, x)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    expected = gradients(lambda a, x: fast(fp8jax.lora.adapt(whole, a), x), adapters, jnp.concatenate([X, X]))
+    actual = gradients(lambda a, x: fast(fp8jax.lora.adapt(base, a), x), adapters, x)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert relative(one, np.asarray(other)) < 2e-2  # a rounding may fall otherwise where a sum has another order

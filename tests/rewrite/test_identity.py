@@ -76,8 +76,8 @@ def manual(x):
 @pytest.mark.parametrize("fn", [loops, manual])
 def test_nested_programs_have_the_same_bits(fn, apart):
     loss = lambda f: lambda x: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(x)))  # noqa: E731
-    want, got = (jax.jit(jax.value_and_grad(loss(f)))(X) for f in (fn, again(fn, apart=apart)))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    expected, actual = (jax.jit(jax.value_and_grad(loss(f)))(X) for f in (fn, again(fn, apart=apart)))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
     if not apart:
         assert text(again(fn), X) == text(fn, X)
 
@@ -87,8 +87,8 @@ def test_loops_without_a_length_have_the_same_bits():
         n = x[0, 0] * 0 + 5
         return lax.while_loop(lambda c: c[1] < n, lambda c: (jnp.sin(c[0]) + n, c[1] + 1), (x, 0.0))
 
-    want, got = jax.jit(fn)(X), jax.jit(again(fn, apart=True))(X)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    expected, actual = jax.jit(fn)(X), jax.jit(again(fn, apart=True))(X)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_a_jit_keeps_its_borders():
@@ -123,8 +123,8 @@ def test_scopes_stay_where_calls_are_taken_apart():
     def names(f):
         other = time.time()  # names are no part of the keys of compiled programs that JAX keeps
         compiled = jax.jit(lambda x: f(x) * other).lower(X).compile()
-        found = re.findall(r'op_name="jit\(<lambda>\)/([^"]+)"', compiled.as_text())
-        return {name for name in found if not name.endswith(")")}  # a call itself is none where it is taken apart
+        matches = re.findall(r'op_name="jit\(<lambda>\)/([^"]+)"', compiled.as_text())
+        return {name for name in matches if not name.endswith(")")}  # a call itself is none where it is taken apart
 
     assert any("block" in name for name in names(fn))
     assert names(fn) == names(again(fn)) == names(again(fn, apart=True))

@@ -47,11 +47,11 @@ FAITHFUL = dataclasses.replace(fp8jax.recipes.coat().context, recompute_activati
 
 def kept_codes(fn, p):
     """Bytes of what is kept as codes, each with the scales after it, and of a norm's fp32 root of each token."""
-    found, total = residuals(fn, p, X), 0
-    for i, (dtype, shape) in enumerate(found):
+    actual, total = residuals(fn, p, X), 0
+    for i, (dtype, shape) in enumerate(actual):
         if dtype != "uint8":
             continue
-        (scale, blocks), after = found[i + 1], found[i + 2]
+        (scale, blocks), after = actual[i + 1], actual[i + 2]
         total += math.prod(shape) + jnp.dtype(scale).itemsize * math.prod(blocks)
         total += 4 * math.prod(after[1]) if after == ("float32", (*shape[:-1], 1)) and scale == "bfloat16" else 0
     return total

@@ -177,9 +177,9 @@ def test_found_by_what_it_computes(name):
         (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(P, X)
         return y, gradients
 
-    (want, expected), (got, gradients) = run(fn), run(fp8jax.transform(fn, KEEPS))
+    (want, expected), (actual, gradients) = run(fn), run(fp8jax.transform(fn, KEEPS))
     # Forward the same, but for the rounding of sums, or of three operations in bf16.
-    assert relative(got, want) < (1e-2 if "cast" in name else 1e-6)
+    assert relative(actual, want) < (1e-2 if "cast" in name else 1e-6)
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
         # e4m3 has steps of 1/8 of what is kept.
         assert relative(a, b) < 0.06 if b.any() else not a.any()
@@ -204,8 +204,8 @@ def test_an_activation_of_someone_elses(monkeypatch):
     fn = NO_ACTIVATIONS["quick gelu"]
     assert replaced_kinds(fn) == ["quick_gelu(gate) * up"]
     fast = fp8jax.transform(fn, KEEPS)
-    want, got = (jax.grad(lambda p, f=f: jnp.sum(jnp.sin(f(p, X))))(P) for f in (fn, fast))
-    assert all(relative(got[name], want[name]) < 0.06 for name in ("gate", "up", "down"))
+    expected, actual = (jax.grad(lambda p, f=f: jnp.sum(jnp.sin(f(p, X))))(P) for f in (fn, fast))
+    assert all(relative(actual[name], expected[name]) < 0.06 for name in ("gate", "up", "down"))
     run = lambda x: fp8jax.glu(x, x, recipe=KEEPS, activation="quick_gelu")  # noqa: E731
     assert chosen(run, jnp.ones((8, 512)), capability=90).reason == "not the kernel: it has no quick_gelu"
 

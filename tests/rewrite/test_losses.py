@@ -108,12 +108,12 @@ def check(function, x, w, labels, weights, targets=None, **terms):
     assert products == [("float8_e4m3fn",) * 2] * 2 + [("float8_e4m3fn", "float8_e5m2")]
     value, (dparams, dx) = run(params, x, labels)
     targets = labels if targets is None else targets
-    want, gradients, bounds = oracle(x, w.T if tied else w, targets, weights, **terms)
-    np.testing.assert_allclose(value, want, rtol=1e-6 if x.dtype == jnp.float32 else 2e-2)
-    found = np.asarray(dx, np.float64).reshape(-1, CHANNELS), np.asarray(dparams["out"].T if tied else dparams["out"])
-    for got, exact, bound in zip(found, gradients, bounds, strict=True):
+    expected, gradients, bounds = oracle(x, w.T if tied else w, targets, weights, **terms)
+    np.testing.assert_allclose(value, expected, rtol=1e-6 if x.dtype == jnp.float32 else 2e-2)
+    actual = np.asarray(dx, np.float64).reshape(-1, CHANNELS), np.asarray(dparams["out"].T if tied else dparams["out"])
+    for result, exact, bound in zip(actual, gradients, bounds, strict=True):
         slack = 1 if x.dtype == jnp.float32 else 1.3
-        assert np.all(np.abs(got - exact) <= slack * bound + 1e-6)
+        assert np.all(np.abs(result - exact) <= slack * bound + 1e-6)
 
 
 @pytest.mark.parametrize("name", few(WHOLE, "optax", "one-hot", "indexed", "z-loss"))
@@ -293,8 +293,8 @@ def test_a_model_may_have_nothing_but_a_head(name):
 
     params, labels = {name: w}, zeroed(labels)
     value, dw = jax.value_and_grad(fp8jax.transform(loss, RECIPE))(params, x, labels)
-    want, exact_dw = jax.value_and_grad(loss)(params, x, labels)
-    assert float(value) == pytest.approx(float(want), rel=0.02)
+    expected, exact_dw = jax.value_and_grad(loss)(params, x, labels)
+    assert float(value) == pytest.approx(float(expected), rel=0.02)
     assert np.linalg.norm(dw[name] - exact_dw[name]) < 0.1 * np.linalg.norm(exact_dw[name])
     with pytest.raises(ValueError, match="no layer is left"):
         fp8jax.transform(loss, "coat_fast")(params, x, labels)

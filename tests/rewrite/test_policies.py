@@ -54,12 +54,12 @@ def counted(policy, recipe="coat", on_gpu=False):
 )
 def test_products_are_computed_once_where_dots_are_kept_and_twice_elsewhere(recipe, on_gpu):
     """On a GPU a product is a branch, which JAX's policies do not look into: each stands there as often."""
-    once, want, _ = counted("none", recipe, on_gpu)
+    once, expected, _ = counted("none", recipe, on_gpu)
     for policy in (POLICIES.dots_saveable, POLICIES.dots_with_no_batch_dims_saveable, POLICIES.everything_saveable):
-        found, grads, _ = counted(policy, recipe, on_gpu)
-        assert found == once
+        actual, grads, _ = counted(policy, recipe, on_gpu)
+        assert actual == once
         if policy is POLICIES.dots_saveable and not on_gpu:
-            for a, b in zip(jax.tree.leaves(grads(P, X)), jax.tree.leaves(want(P, X)), strict=True):
+            for a, b in zip(jax.tree.leaves(grads(P, X)), jax.tree.leaves(expected(P, X)), strict=True):
                 np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     for policy in (None, POLICIES.nothing_saveable, POLICIES.save_only_these_names("other")):
         # The last product's result is not read again.
