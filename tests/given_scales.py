@@ -1,4 +1,4 @@
-"""Matrices whose quotients by given scales are exact codes or lie beyond the format's range, many beyond fp32's."""
+"""Matrices whose quotients by given scales are exact codes or beyond the format's range, many beyond fp32's."""
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +12,7 @@ HUGE = (3.4e38, 1e38, 1e30, 1e4, 64.0)
 
 
 def values(fmt: formats.Format) -> np.ndarray:
-    """What the codes of a format stand for, in float64."""
+    """Returns the decoded values of a format's codes, in float64."""
     if fmt.codebook is not None:
         return np.asarray(fmt.codebook)
     if not fmt.is_float:
@@ -23,7 +23,7 @@ def values(fmt: formats.Format) -> np.ndarray:
 
 
 def spread(scale: np.ndarray, shape: tuple[int, int], block: tuple[int, int]) -> np.ndarray:
-    """Scales of blocks for each element."""
+    """Returns the scale of each element."""
     rows, columns = (np.minimum(np.arange(n) // b, s - 1) for n, b, s in zip(shape, block, scale.shape, strict=True))
     return scale[rows[:, None], columns[None, :]]
 

@@ -1,4 +1,4 @@
-"""The documentation: every public name has a page, every block of code runs, every place is filled."""
+"""The documentation: every public name has a page, every code block runs, every placeholder is filled."""
 
 import os
 import pathlib
@@ -39,7 +39,7 @@ HEADINGS = ("Numerics", "Storage", "Measurements", "When not to use it", "Source
 
 @pytest.fixture(autouse=True)
 def drawn_aside(monkeypatch, tmp_path):
-    """Plots are drawn and shown nowhere, and a mesh that a page sets is its own."""
+    """Suppresses the display of plots, and restores the mesh after a page."""
     matplotlib.use("Agg")
     monkeypatch.chdir(tmp_path)
     before = jax.sharding.get_mesh()
@@ -136,7 +136,7 @@ def test_every_recipe_has_a_page_with_all_its_parts():
 
 
 def step_ratio(recipe):
-    """Speed of a training step on one H200 over bf16, from the results file."""
+    """Returns the speed of a training step on one H200 over bf16, from the results file."""
     (ratio,) = (row["ratio"] for row in figures.results()["step"]["h200"]["rows"]
                 if (row["impl"], row["metric"], row["baseline"]) == (recipe, "step", "bf16, recomputed")
                 and row["case"].startswith("1b, one GPU"))  # fmt: skip

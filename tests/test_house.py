@@ -1,4 +1,4 @@
-"""The packages: imports run one way and in no circle, files stay small, public names have docstrings."""
+"""Packages: one direction of imports without cycles, small files, docstrings of public names."""
 
 import ast
 import doctest
@@ -36,7 +36,7 @@ EXPERIMENTS = (
 
 
 def get_package(parts: tuple[str, ...]) -> str | None:
-    """The package of a module path such as ("fp8jax", "core", "spec"); None for other modules."""
+    """Returns the package of a module path such as ("fp8jax", "core", "spec"); None for other modules."""
     if parts[0] not in ("fp8jax", "pallas_kernels", "experiments"):
         return None
     return parts[1] if parts[0] == "fp8jax" and len(parts) > 1 and parts[1] in RANKS else parts[0]
@@ -142,7 +142,7 @@ def test_a_star_import_takes_the_public_names():
 
 
 def test_an_import_takes_little_more_than_jax_and_optax_do():
-    """Half a second on two idle cores; the bound is loose, since tests run beside others."""
+    """Half a second on two idle cores. The bound is loose, because other tests run at the same time."""
     code = """
 import time
 import jax, optax
@@ -165,7 +165,7 @@ def test_examples_in_docstrings_run():
 
 
 def test_code_in_the_readme_runs():
-    """Every python block of the README runs as it stands, in one namespace, in order."""
+    """Every Python block of the README runs unchanged, in one namespace, in order."""
     text = (ROOT / "README.md").read_text()
     blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
     assert blocks
@@ -175,7 +175,7 @@ def test_code_in_the_readme_runs():
 
 
 def test_defaults_of_dataclasses_can_be_hashed_by_python_3_11():
-    """A mapping proxy cannot: Python 3.11 refuses the class, and with it the import of fp8jax."""
+    """A mapping proxy cannot: Python 3.11 rejects the class, and with it the import of fp8jax."""
     wrong = [
         f"{path}:{field.lineno}"
         for path in FILES

@@ -35,7 +35,7 @@ def task(microbatches=1):
 
 
 def layers(state):
-    """(bound, largest magnitude) of each kernel of a state, (layers,) each, by path."""
+    """Returns (bound, amax) of each kernel of a state, (layers,) each, by path."""
     weights, results = jax.tree.leaves_with_path(state.params["layers"]), {}
     for path, w in weights:
         if path[-1].key == "kernel":
@@ -49,7 +49,7 @@ def layers(state):
 
 
 def reductions(jaxpr, shapes, depth=0):
-    """How deep in conditionals each reduction by maximum over an array of these last two axes stands."""
+    """Returns the nesting depth in conditionals of each maximum over an array with these last two axes."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("reduce_max", "argmax", "reduce_min") and eqn.invars[0].aval.shape[-2:] in shapes:
             yield depth
@@ -64,7 +64,7 @@ def reductions(jaxpr, shapes, depth=0):
 
 @pytest.fixture(scope="module")
 def run():
-    """The states of some steps of training, and the compiled step."""
+    """Returns the states of some training steps, and the compiled step."""
     program = task()
     step, states = jax.jit(program.step), [jax.jit(program.init)()]
     for _ in range(INTERVAL + 2):
@@ -172,7 +172,7 @@ def by_transform(x, w):
 
 
 def by_shards(x, w):
-    """Each device has some of the weight's columns: their scale is that of all."""
+    """Each device has some columns of the weight; their scale is that of the whole weight."""
     fast = fp8jax.transform(lambda w, x: x @ w["w"], [fp8jax.Rule(".*", PART)])
     mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     columns, states = P(None, "model"), fast.init({"w": w}, x)
@@ -251,7 +251,7 @@ def test_shards_of_a_weight_have_one_bound():
 
 
 def test_of_weights_without_a_bound_those_alone_are_measured():
-    """Of a partly frozen model, whose optimizer follows the rest: what has a bound counts as that, unread."""
+    """A partly frozen model whose optimizer tracks the other weights: weights with a bound are not read."""
     layers = [nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2)]
     model = fp8jax.nnx.quantize(nnx.Sequential(*layers), PART)
     x, call = jax.random.normal(jax.random.key(2), (4, 16)), nnx.jit(lambda model, x: model(x))

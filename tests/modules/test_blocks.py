@@ -1,4 +1,4 @@
-"""Activations between layers of NNX models: which are known, what they compute, and what they keep."""
+"""Activations between layers of NNX models: which are recognized, their values and their residuals."""
 
 import dataclasses
 from collections import Counter
@@ -32,7 +32,7 @@ FAITHFUL = dataclasses.replace(COAT, context=Context("e4m3:group16"))
 
 
 class Perceptron(nnx.Module):
-    """Three layers and a function of them and the input."""
+    """Three layers, and a function of them and the input."""
 
     def __init__(self, compute, doubled=False, bias=False) -> None:
         self.a, self.c = linear(outer=2 * INNER if doubled else INNER, use_bias=bias), linear(INNER, WIDTH)
@@ -157,7 +157,7 @@ def test_a_block_that_is_not_known_keeps_codes_by_the_hook():
 
 
 class Decoder(nnx.Module):
-    """A block as in one file of a model: attention, a gated perceptron and dropout, beside each other in one call."""
+    """A block in one call: attention, a gated MLP and dropout."""
 
     def __init__(self, rngs: nnx.Rngs, attend=flash) -> None:
         make = lambda inner, outer: nnx.Linear(inner, outer, dtype=jnp.bfloat16, use_bias=False, rngs=rngs)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Activations of NNX models are known in each call: with its arguments and settings, in its trace, once."""
+"""Activations of NNX models are recognized in each call: with its arguments and settings, in its trace, once."""
 
 import itertools
 import sys
@@ -32,7 +32,7 @@ def plain(m, x):
 
 
 class Dropping(nnx.Module):
-    """A perceptron with dropout, and an activation as an attribute."""
+    """An MLP with dropout, and an activation as an attribute."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up, self.down = linear(), linear(INNER, WIDTH, 1)
@@ -65,7 +65,7 @@ class Changeable:
 
 
 class Chooses(nnx.Module):
-    """Two perceptrons in one module, in a list; arguments say which run, and how."""
+    """Two MLPs in one module, in a list; arguments select which run, and how."""
 
     def __init__(self) -> None:
         self.ups, self.downs = (nnx.List([linear(*s, i) for i in range(2)]) for s in ((WIDTH, INNER), (INNER, WIDTH)))
@@ -170,7 +170,7 @@ def test_layers_inside_other_programs_are_known():
 
 
 class Nested(nnx.Module):
-    """Two layers, and as many modules as are said, in a list or one inside the other."""
+    """Two layers, and a number of modules, in a list or nested."""
 
     runs = 0
 
@@ -185,7 +185,7 @@ class Nested(nnx.Module):
 
 
 def runs(model) -> list[int]:
-    """How often bodies of `Nested` run in a first call and in a second one."""
+    """Returns how often bodies of `Nested` run in a first and in a second call."""
     counts = []
     for _ in range(2):
         Nested.runs = 0
@@ -208,7 +208,7 @@ scanned = nnx.scan(lambda x, inner: inner(x), in_axes=(nnx.Carry, 0), out_axes=n
 
 
 class Above(nnx.Module):
-    """Two layers, and a module between them that a transformed function runs, which outlives the call."""
+    """Two layers, and a module between them that a transformed function runs and that outlives the call."""
 
     def __init__(self, run, inner) -> None:
         self.first, self.last, self.run, self.inner = linear(outer=WIDTH), linear(outer=WIDTH, seed=1), run, inner
@@ -286,7 +286,7 @@ def test_threads_do_not_see_each_other():
 
 
 class Beside(nnx.Module):
-    """Three layers, and what the model computes with them."""
+    """Three layers, and a function of them."""
 
     def __init__(self, compute) -> None:
         self.a, self.b, self.c = (nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=nnx.Rngs(i)) for i in range(3))
@@ -297,7 +297,7 @@ class Beside(nnx.Module):
 
 
 def padded(m, x):
-    """Products keep no factor of a mask that is not differentiated: two layers keep codes of what they read."""
+    """Matmuls save no factor of a mask that is not differentiated: two layers save codes of their inputs."""
     h = jnp.sin(m.a(x))
     real = (jnp.abs(x).sum(-1, keepdims=True) > 0).astype(jnp.bfloat16)
     return m.b(h) + m.c(h * real)

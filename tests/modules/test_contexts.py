@@ -1,4 +1,4 @@
-"""Norms and attentions of NNX models: which are known, what they compute, and what they keep."""
+"""Norms and attention of NNX models: which are recognized, their values and their residuals."""
 
 import dataclasses
 import re
@@ -34,7 +34,7 @@ NORMS = {
 
 
 def shaken(module):
-    """A module whose parameters are no zeros and ones."""
+    """Returns a module with random parameters instead of zeros and ones."""
     params = nnx.state(module, nnx.Param)
     leaves, tree = jax.tree.flatten(params)
     noise = [0.3 * jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
@@ -87,7 +87,7 @@ class OwnNorm(nnx.RMSNorm):
 
 
 def test_norms_that_compute_something_else_are_left_as_written():
-    """Over other axes, with a mask, of another class: their values are kept."""
+    """Other axes, a mask, or another class: values do not change."""
     several = nnx.LayerNorm(WIDTH, reduction_axes=(-2, -1), feature_axes=-1, rngs=nnx.Rngs(0))
     masked = nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0))
     mask = jnp.arange(WIDTH) < 7
@@ -147,7 +147,7 @@ class Gated(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections around attention, with an argument that is no array."""
+    """Projections around attention, with an argument that is not an array."""
 
     def __init__(self, attend) -> None:
         make = lambda: nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))  # noqa: E731

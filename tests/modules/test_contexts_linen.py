@@ -1,4 +1,4 @@
-"""Norms of Linen models: what they compute, and what they keep."""
+"""Norms of Linen models: their values and their residuals."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ class LinenBlock(linen.Module):
 
 
 def whole(recipe):
-    """The recipe for all layers: what the model returns is the result of one that is meant, too."""
+    """Returns rules for all layers, including heads, because the model returns a layer's result."""
     return fp8jax.Rule(".*", recipe)
 
 
@@ -86,7 +86,7 @@ def test_rules_and_explain_know_the_norms_of_linen():
 
 
 class Swiglu(linen.Module):
-    """As most models write it, its layers in setup, with dropout; or one layer for gate and up, in compact."""
+    """As in most models, with layers in setup and dropout; or one compact layer for gate and up."""
 
     split: bool = False
     rate: float = 0.0
@@ -103,7 +103,7 @@ class Swiglu(linen.Module):
 
 
 class Plain(linen.Module):
-    """A perceptron whose layers are made in setup."""
+    """An MLP with layers in setup."""
 
     scale: float | None = None
 
@@ -116,7 +116,7 @@ class Plain(linen.Module):
 
 
 class Layers(linen.Module):
-    """A stack under nn.scan, each layer a checkpoint that keeps what is named."""
+    """A stack under nn.scan; each layer is a checkpoint that saves named values."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -191,7 +191,7 @@ JITTED = linen.jit(Swiglu)
 
 
 class Shared(linen.Module):
-    """A perceptron that is called twice, jitted, and one whose layers lie inside a block beside others."""
+    """An MLP that is called twice, jitted, and one with layers inside another block."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -220,7 +220,7 @@ def test_perceptrons_that_are_shared_jitted_or_written_into_a_block_are_recognis
 
 
 class Remade(linen.Module):
-    """A perceptron beside a layer that is a checkpoint, and one whose first layer is."""
+    """An MLP next to a layer under a checkpoint, and one whose first layer is under a checkpoint."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -241,7 +241,7 @@ def test_activations_of_what_a_checkpoint_gives_are_found():
 
 
 class Chooses(linen.Module):
-    """A perceptron that chooses its activation by an argument, or by its name."""
+    """An MLP that selects its activation by an argument, or by its name."""
 
     @linen.compact
     def __call__(self, x: jax.Array, how: object = None) -> jax.Array:

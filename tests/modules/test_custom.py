@@ -1,4 +1,4 @@
-"""Models of a user's own classes: what is not known is named, and `layers=` makes layers of classes."""
+"""Models of custom classes: unrecognized layers are named, and layers of custom classes are quantized."""
 
 import re
 import warnings
@@ -26,13 +26,13 @@ def eight(fn, *args) -> int:
 
 
 def eight_of(model, x) -> int:
-    """How many products of a call of an NNX model have 8 bits."""
+    """Returns the number of 8-bit matmuls in a call of an NNX model."""
     graph, state = nnx.split(model)
     return eight(lambda state, x: nnx.merge(graph, state, copy=True)(x), state, x)
 
 
 class Own(nnx.Module):
-    """A layer as in Gemma's NNX models or MaxText's DenseGeneral: a class of its own around one matrix."""
+    """A layer as in Gemma's NNX models or MaxText's DenseGeneral: a custom class around one matrix."""
 
     def __init__(self, inner: int, outer: int, how: str, rngs: nnx.Rngs) -> None:
         self.kernel, self.how = nnx.Param(jax.random.normal(rngs.params(), (inner, outer)) / inner**0.5), how

@@ -1,4 +1,4 @@
-"""JAX's default precision in all its spellings goes through every door of a quantized product; another is refused."""
+"""JAX's default precision, in all spellings, is accepted by every quantized matmul; other precisions are refused."""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""Delayed scaling in Linen models: collections of their own, training, evaluation, layers under scan."""
+"""Delayed scaling in Linen models: collections, training, evaluation, layers under scan."""
 
 import dataclasses
 import re
@@ -110,7 +110,7 @@ def test_stacked_layers_have_histories_of_their_own_where_scan_lifts_them():
 
 
 class Around(nn.Module):
-    """A loop around a quantized part."""
+    """A loop around a quantized module."""
 
     inner: nn.Module
     axes: tuple[str, ...] = ("params",)

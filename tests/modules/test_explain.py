@@ -1,4 +1,4 @@
-"""What `explain` says of models, against what is known of them."""
+"""The output of `explain` for models, against their known properties."""
 
 import collections
 import dataclasses
@@ -230,7 +230,7 @@ def test_what_became_of_products_is_told_with_its_reason_and_a_remedy():
     ],
 )
 def test_scales_that_span_tokens_are_those_that_let_the_future_in(x, leaks):
-    """The marks agree with the model: does a change of the last token change what a layer makes of the first?"""
+    """Marks agree with the model: a change of the last token changes a layer's result for the first one."""
     linear = fp8jax.recipes.Linear(x, "e4m3", "e5m2", x_residual="e4m3")
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     report = fp8jax.explain(model, linear)
@@ -245,7 +245,7 @@ def test_scales_that_span_tokens_are_those_that_let_the_future_in(x, leaks):
 
 
 class Odd(nnx.Module):
-    """A convolution, and a matrix of its own."""
+    """A convolution, and a custom matrix."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.conv = nnx.Conv(8, 8, (3,), rngs=rngs)
@@ -345,7 +345,7 @@ def test_layers_with_a_state_are_explained(make):
 
 
 class Precise(nnx.Module):
-    """As umT5: two of three layers ask for all bits."""
+    """As umT5: two of three layers ask for the highest precision."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.wi = nnx.Linear(16, 24, precision="highest", rngs=rngs)

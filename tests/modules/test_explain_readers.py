@@ -1,4 +1,4 @@
-"""What `explain` says of norms whose readers stay as they are, of norms that a model returns, and of biases."""
+"""The output of `explain` for norms with unquantized readers, for returned norms, and for biases."""
 
 import math
 
@@ -51,7 +51,7 @@ def keeps(model, rules):
 
 @pytest.mark.parametrize("make", [Model, LinenModel])
 def test_a_norm_whose_reader_stays_as_it_is_keeps_what_this_reads(make):
-    """It was said to keep nothing but codes."""
+    """Regression: the row listed only codes."""
     expected = {
         "norm": f"{SAVED}; gate saves the result in bfloat16",
         "last": f"{SAVED}; head saves the result in bfloat16",

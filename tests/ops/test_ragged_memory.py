@@ -1,4 +1,4 @@
-"""Memory of experts: temporaries of compiled programs beside a lean form in bf16, and what is saved."""
+"""Memory of experts: temporaries of compiled programs against a minimal bf16 version, and residuals."""
 
 import functools
 
@@ -28,7 +28,7 @@ PARAMS = {
 
 
 def over_tiles(sizes, tokens, body, result):
-    """body(group, first row, rows of the group) for each tile of rows, one after the other."""
+    """Calls body(group, first row, rows of the group) for each tile of rows in order."""
     ends = jnp.cumsum(sizes)
     counts = -(-sizes // TILE)
     tile_ends = jnp.cumsum(counts)
@@ -55,7 +55,7 @@ def multiply_rows(x, w, sizes, transposed=False):
 
 @jax.custom_vjp
 def lean_dot(x, w, sizes):
-    """A grouped product in bf16 that copies no operand."""
+    """A grouped matmul in bf16 that copies no operand."""
     return multiply_rows(x, w, sizes)
 
 

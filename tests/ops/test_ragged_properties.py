@@ -1,4 +1,4 @@
-"""Properties of `fp8jax.ragged_dot` in float64: groups of any size, rows in none, and experts of small values."""
+"""Properties of `fp8jax.ragged_dot` in float64: groups of any size, rows in no group, and experts with small values."""
 
 import functools
 
@@ -44,7 +44,7 @@ def rows_of(sizes):
 
 
 def oracle(x, w, dy, sizes):
-    """In float64; rows in no group are zeros."""
+    """The result in float64; rows in no group are zeros."""
     x, w, dy = (a.astype(np.float64) for a in (x, w, dy))
     y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
     for i, rows in enumerate(rows_of(sizes)):
@@ -71,7 +71,7 @@ def test_groups_of_any_size_whatever_other_rows_hold(sizes, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("small", ["x", "dy", "w", "x, dy and w"])
 def test_an_expert_of_small_values_has_no_larger_errors(small, recipe):
-    """1e-5 of the others: at most twice their relative error."""
+    """Values of 1e-5 of the others: at most twice their relative error."""
     sizes = SIZES["64 to 128 tokens"]
     rows, operands = rows_of(sizes), {"x": X.copy(), "w": W.copy(), "dy": DY.copy()}
     for name in operands:

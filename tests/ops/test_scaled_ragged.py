@@ -1,4 +1,4 @@
-"""`fp8jax.scaled_ragged_dot` by oracles in NumPy: a state for each group, and what each group observes."""
+"""`fp8jax.scaled_ragged_dot` against NumPy: a state and observations for each group."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def init(recipe):
 
 
 def make_step(recipe, sizes=SIZES):
-    """A step: result, gradients and statistics of a product with states."""
+    """Returns a step: result, gradients and statistics of a matmul with states."""
 
     @jax.jit
     def step(x, w, dy, state):
@@ -54,7 +54,7 @@ def make_step(recipe, sizes=SIZES):
 
 
 def rounded(x, amax, dtype):
-    """The values of codes under the scale of an amax, saturated."""
+    """Returns decoded, saturated values with the scale of an amax."""
     largest = np.float32(ml_dtypes.finfo(dtype).max)
     scale = np.maximum(np.float32(amax) * np.float32(1 / largest), np.float32(2.0**-126))
     return np.clip(x / scale, -largest, largest).astype(dtype).astype(np.float64) * scale
@@ -135,7 +135,7 @@ RECIPES = {
 @pytest.mark.parametrize("what", few(["tokens", "cotangents", "weights"], "cotangents"))
 @pytest.mark.parametrize("name", few(RECIPES, "deepseek", "te_delayed"))
 def test_an_expert_of_small_values_has_the_error_of_others(name, what):
-    """At most twice the mean error of the ordinary experts, whatever rows of no group hold."""
+    """At most twice the mean error of ordinary experts, for any content of rows in no group."""
     recipe, sizes = RECIPES[name], np.array([64, 64, 64, 40])
     group = np.repeat(np.arange(GROUPS), sizes)
     rng = np.random.default_rng(1)
@@ -168,7 +168,7 @@ def test_an_expert_of_small_values_has_the_error_of_others(name, what):
 
 @pytest.mark.parametrize("check", few([True, False], True))
 def test_devices_observe_their_own_tokens(check):
-    """Maxima over the devices' statistics are those of all tokens."""
+    """Maxima over the devices' statistics equal those of all tokens."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     state = init(DELAYED)
 
@@ -207,7 +207,7 @@ def test_explicit_meshes_observe_all_tokens(recipe, x_spec, w_spec, y_spec):
 
 
 def test_a_frozen_stack_has_the_result_of_its_values_and_no_gradient():
-    """Neither tokens nor weights are saved, but the codes are."""
+    """Residuals are the codes, neither tokens nor weights."""
     frozen, sizes = fp8jax.freeze(jnp.asarray(W), "e4m3:block128"), jnp.asarray(SIZES)
     numbers = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
     x, dy = (np.where(np.arange(TOKENS)[:, None] < ROWS, m, 0) for m in (X, DY))

@@ -24,7 +24,7 @@ def loss(w, slot, state, x=X, target=T):
 
 
 def step(w, state, x=X, target=T):
-    """Gradient of the weight, and everything that was observed of a step."""
+    """Returns the gradient of the weight, and all observations of a step."""
     (dw, dy), observed = jax.grad(loss, argnums=(0, 1), has_aux=True)(w, jnp.zeros([]), state, x, target)
     return dw, observed._replace(dy=dy)
 

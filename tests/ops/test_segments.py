@@ -1,4 +1,4 @@
-"""Scales of `fp8jax.ragged_dot` are of one group each: groups of any size and scale, rows in none, blocks of tokens."""
+"""Scales of `fp8jax.ragged_dot` are per group: groups of any size and scale, rows in no group, blocks of tokens."""
 
 import functools
 
@@ -39,7 +39,7 @@ RUN = few(RECIPES, "bf16", "coat", "deepseek", "int8_block")
 
 @functools.cache
 def program(name):
-    """The product and its gradients, compiled once for all tests of a recipe."""
+    """Returns the matmul and its gradients, compiled once for all tests of a recipe."""
     linear = RECIPES[name]
     key = jax.random.key(1) if linear.is_stochastic else None
 
@@ -98,7 +98,7 @@ SMALL_RECIPES = few(["coat", "coat_fast", "te_current", "deepseek", "int8_block"
 
 @functools.cache
 def many_groups(name):
-    """The product and its gradients, of groups of 64 to 128 tokens."""
+    """Returns the matmul and its gradients for groups of 64 to 128 tokens."""
     linear = fp8jax.recipes.get(name).linear
     key = jax.random.key(1) if linear.is_stochastic else None
 
@@ -113,7 +113,7 @@ def many_groups(name):
 @pytest.mark.parametrize("name", SMALL_RECIPES)
 @pytest.mark.parametrize("small", ["tokens", "cotangents", "weights"])
 def test_experts_of_small_operands_have_at_most_twice_the_error(name, small):
-    """Groups of 64 to 128 tokens, less than a group of scales, of which every other is 1e-5 of the rest."""
+    """Groups of 64 to 128 tokens, fewer than a group of scales; every second one is 1e-5 of the others."""
     sizes = np.array([64, 128, 100, 77, 91, 66])
     ends, rng = np.cumsum(sizes), np.random.default_rng(3)
     x, w, dy = (rng.normal(size=s).astype(np.float32) for s in ((ends[-1] + 30, 64), (6, 64, 48), (ends[-1] + 30, 48)))
@@ -143,7 +143,9 @@ def of_scale(x, scale):
 
 
 def rounded(x, kind, size):
-    """The values of a group's rows, contracted along them, in e4m3: a scale for `size` rows, or a power beside one."""
+    """Returns values of a group's rows, contracted along rows, in e4m3: one scale for `size` rows, or a power of two
+    under a scale.
+    """
     x, result = x.astype(np.float64), np.zeros(x.shape)
     level = np.max(np.abs(x), axis=0, keepdims=True) / 448
     for start in range(0, len(x), size):
@@ -167,7 +169,7 @@ def rounded(x, kind, size):
     ("e4m3:mx8+token+exact", "mx", 8),
 ])  # fmt: skip
 def test_scales_along_tokens_are_counted_from_each_groups_first_token(spec, kind, size):
-    """Of a product with the identity the weight's gradient is that of the rounded rows."""
+    """In a matmul with the identity, the weight's gradient is that of the rounded rows."""
     rows = RNG.normal(size=(ROWS, INPUTS)).astype(np.float32) * np.exp(3 * RNG.normal(size=(ROWS, 1)))
     linear = Linear("e4m3", "e4m3", "e4m3", x_residual=None, x_wgrad=spec, dy_wgrad=spec)
     w, dy = jnp.ones((4, INPUTS, OUTPUTS)), jnp.asarray(DY)
@@ -181,7 +183,7 @@ def test_scales_along_tokens_are_counted_from_each_groups_first_token(spec, kind
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "uint32", "int32"])
 def test_group_sizes_of_any_integers(dtype):
-    """Also where their sum is beyond their own dtype."""
+    """Also if their sum exceeds their dtype."""
     x, sizes = jnp.ones((400, 8)), np.array([120, 0, 100, 110])
     y = fp8jax.ragged_dot(
         x, jnp.arange(1.0, 5)[:, None, None] * jnp.ones((1, 8, 4)), sizes.astype(dtype), recipe="coat"
@@ -224,7 +226,7 @@ def test_transformations_with_sizes_of_the_program(name):
 
 @pytest.mark.parametrize("recipe", ["coat", slow("coat_fast")])
 def test_experts_of_a_model_whose_buffer_is_not_full(recipe):
-    """Products that share an input, and one whose input is computed again, behind a norm of all rows."""
+    """Matmuls that share an input, and one whose input is recomputed, after a norm of all rows."""
     sizes = jnp.asarray(SIZES)
     shapes = {"gate": (4, 64, 32), "up": (4, 64, 32), "down": (4, 32, 64)}
     p = {name: 0.2 * jax.random.normal(jax.random.key(i), s) for i, (name, s) in enumerate(shapes.items())}

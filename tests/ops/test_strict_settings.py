@@ -178,7 +178,7 @@ default = functools.cache(kinds)
 @pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_strict_setting_of_jax_changes_nothing(setting):
-    """Programs are traced, not run: neither an error, nor another dtype."""
+    """Programs are traced, not run: no error, and the same dtypes."""
     failed = {}
     for name in FEW if setting == "leaks" else TABLE:
         expected = default(name)

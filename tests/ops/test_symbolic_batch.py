@@ -1,4 +1,4 @@
-"""`jax.export` with a batch that has no number yet: every recipe, and the numbers of the program for one that has."""
+"""`jax.export` with a symbolic batch size: every recipe, with the numbers of a program with a fixed size."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ BATCHES = (3, 150)
 
 
 def step(name):
-    """Loss and gradients of a norm and a linear layer."""
+    """Returns loss and gradients of a norm and a linear layer."""
     recipe = fp8jax.recipes.get(name)
     states = recipe.linear.stateful_strategies
     state = fp8jax.init_scaling(recipe, W) if any(part.collects_stats for part in states.values()) else None
@@ -46,7 +46,7 @@ def test_every_recipe_is_exported(name):
 
 @pytest.mark.parametrize("name", ["int8_block", slow("deepseek")])
 def test_an_exported_program_computes_what_the_program_of_a_batch_does(name):
-    """Scales and noise are those of the number that the dimension gets."""
+    """Scales and noise depend on the actual size."""
     actual = exported(name, "batch, 64")
     for batch in BATCHES:
         x = jax.random.normal(jax.random.key(2), (batch, 64))

@@ -1,4 +1,4 @@
-"""Functions that are traced once for all calls that are alike."""
+"""Functions that are traced once for all equal calls."""
 
 import collections
 import functools
@@ -37,7 +37,7 @@ def closing(name, factor=2):
 
 
 def count(*functions, x=None):
-    """How many traces calls of functions in one program take, and what they give."""
+    """Returns the number of traces for calls of functions in one program, and their results."""
     SEEN.clear()
     x = jnp.arange(3.0) if x is None else x
     actual = jax.jit(lambda x: [choice.call_traced_once(f, x) for f in functions])(x)
@@ -104,7 +104,7 @@ def test_under_transformations():
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("recipe", ["coat", "deepseek"])
 def test_products_of_a_kind_share_functions_that_are_compiled_once_on_one_device(recipe, devices):
-    """The third product adds calls and no function. Gradients are the same bits as those of inlined calls."""
+    """The third matmul adds calls but no function. Gradients equal those of inlined calls bitwise."""
     keys = jax.random.split(jax.random.key(0), 4)
     x, *weights = (jax.random.normal(key, (32, 32), jnp.bfloat16) for key in keys)
 
@@ -128,7 +128,7 @@ def test_products_of_a_kind_share_functions_that_are_compiled_once_on_one_device
 
 
 def kernels_in(program, recorded):
-    """How many calls of kernels are lowered of a program: of functions that it calls JAX lowers each once."""
+    """Returns the number of kernel calls in a lowered program. JAX lowers each called function once."""
     count = 0
     for eqn in program.eqns:
         count += eqn.primitive.name == "triton_kernel_call"
@@ -143,8 +143,9 @@ def kernels_in(program, recorded):
 
 @pytest.mark.skipif(bool(h200.missing()), reason="kernels cannot be traced here")
 def test_blocks_of_a_model_share_the_traces_of_kernels(monkeypatch):
-    """As many for four blocks as for two, once JAX knows what else it caches: of kernels, of what the optimizer tells
-    them, and of codes that are decoded; and as many calls of kernels to be lowered."""
+    """Four blocks need as many traces as two, once other caches are filled: of kernels, of the optimizer's
+    observations, and of decoded codes. They lower as many kernel calls.
+    """
     from pallas_kernels.optimizers import adamw_triton
 
     monkeypatch.setattr(jax, "device_count", lambda: 1)

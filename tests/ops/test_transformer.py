@@ -1,4 +1,4 @@
-"""The linear layers of a transformer with what comes before them, as functions."""
+"""The linear layers of a transformer with the operations before them, as functions."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ def draw(seed, *shape, dtype=jnp.bfloat16):
 
 
 def codes(f, *args):
-    """Shapes of the codes that a function keeps, and of 16-bit arrays that are no weights."""
+    """Returns the shapes of codes that a function saves, and of 16-bit arrays that are not weights."""
     saved = residuals(f, *args)
     wide = [s for d, s in saved if d in ("bfloat16", "float32") and len(s) >= 2 and s[0] in (BATCH, BATCH * LENGTH)]
     return sorted(s for d, s in saved if d == "uint8"), sorted(
@@ -59,7 +59,7 @@ def test_a_norm_and_its_readers_keep_one_copy(norm):
 
 
 def test_the_projection_of_attention_keeps_nothing_beside_it():
-    """An operation that keeps its result, as flash attention does, stands in for it."""
+    """An operation that saves its result represents flash attention."""
     z, residual = draw(0, BATCH, LENGTH, HEADS, CHANNELS), draw(1, BATCH, LENGTH, WIDTH)
     w = 0.1 * draw(2, HEADS, CHANNELS, WIDTH)
 
@@ -103,7 +103,7 @@ def test_the_second_half_of_a_perceptron_keeps_its_gate_and_up(gated):
 
 
 def test_a_layer_of_these_functions_under_scan_keeps_what_the_plan_says():
-    """In U = tokens x width x 2 bytes: the norms' inputs, gate and up in codes, and what attention itself keeps."""
+    """In U = tokens x width x 2 bytes: inputs of norms, gate and up as codes, and residuals of attention."""
     layers = 3
     shapes = {name: (WIDTH, WIDTH) for name in "qkvo"}
     shapes |= {"gate": (WIDTH, INNER), "up": (WIDTH, INNER), "down": (INNER, WIDTH)}
@@ -172,7 +172,7 @@ def test_a_residual_taken_from_the_norm_has_the_same_gradients(norm, recipe):
     ids=str,
 )  # fmt: skip
 def test_gradients_of_readers_that_are_mapped_or_not(mapped):
-    """Under vmap, when the input is mapped and when it is not, as where experts read the same tokens."""
+    """Under vmap, with a mapped and an unmapped input, as if experts read the same tokens."""
     plain = dataclasses.replace(BF16, context=COAT.context)
     axes = (0 if mapped[0] else None, [0 if m else None for m in mapped[1:]])
     x = draw(0, *([3] if mapped[0] else []), LENGTH, WIDTH, dtype=jnp.float32)
@@ -186,7 +186,7 @@ def test_gradients_of_readers_that_are_mapped_or_not(mapped):
         return jnp.sum(jax.vmap(one, axes, axis_size=3)(x, weights))
 
     def apart(x, weights):
-        """The same from an input of each reader's own."""
+        """The same with a separate input for each reader."""
 
         def one(x, weights):
             actual = [fp8jax.norm_linear(x, None, [w], recipe=plain)[0] for w in weights]

@@ -222,7 +222,7 @@ def test_optimizer_clips(recipe):
     clipped_params, _ = tx.step(big, tx.init(params), params)
     np.testing.assert_allclose(clipped_params["w"], expected["w"], rtol=1e-4)
     assert np.abs(np.asarray(clipped_params["w"]) - np.asarray(unclipped["w"])).max() > 1e-3
-    with pytest.raises(ValueError, match="max_norm must be positive"):
+    with pytest.raises(ValueError, match="clip must be positive"):
         fp8jax.optimizer(recipe, 1e-2, clip=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Biases of users' products: found where they are added, and part of the product's own rule."""
+"""Biases in users' matmuls: recognized at the addition, and part of the matmul's custom derivative."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ P = {
 
 
 def operations(fn, rules="te_current", params=P, x=X):
-    """The operations of a plan, in the program's order."""
+    """Returns the operations of a plan, in program order."""
     closed = jax.make_jaxpr(fn)(params, x)
     paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in jax.tree.flatten_with_path(params)[0]]
     graph = read(closed, [*paths, None])
@@ -41,7 +41,7 @@ def sine(fn):
 
 
 def test_it_is_the_layer_with_a_bias_bit_by_bit():
-    """Results, and all gradients, as of `fp8jax.linear`; the bias's is summed in fp32."""
+    """Results and all gradients equal those of `fp8jax.linear`; the bias gradient is summed in fp32."""
 
     def written(p, x):
         return x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)
@@ -92,7 +92,9 @@ def test_how_libraries_write_it_is_found():
     ],
 )
 def test_what_is_no_bias_is_left_as_written(fn):
-    """A product that others read, what depends on data, another axis or dtype, another sum, a number, a constant."""
+    """A matmul with other readers, a value that depends on data, another axis or dtype, another sum, a number, a
+    constant.
+    """
     x = X.astype(jnp.float32)
     assert biases(fn, x=x) == [False]
     fast = fp8jax.transform(fn, "te_current")

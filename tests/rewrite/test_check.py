@@ -1,4 +1,4 @@
-"""`Transformed.check`: each operation is compared with what it stands for."""
+"""`Transformed.check` compares each operation with the one that it replaces."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ X = jax.random.normal(jax.random.key(9), (2, 8, WIDTH), jnp.bfloat16)
 
 
 def layers(p, x):
-    """A scan over checkpointed layers, with an effect that has nothing to do with them."""
+    """A scan over checkpointed layers, with an unrelated effect."""
 
     def layer(x, w):
         w = {name: leaf.astype(x.dtype) for name, leaf in w.items()}
@@ -43,7 +43,7 @@ def test_operations_are_within_the_error_of_their_recipe(recipe):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_states_of_a_call_give_its_scales(reverse):
-    """A history of the first layer far below what it reads now saturates the codes; another layer's does not matter."""
+    """A history of the first layer far below its input saturates the codes; that of another layer has no effect."""
 
     def stack(p, x):
         layer = lambda x, w: (jnp.tanh(x @ w.astype(x.dtype)), None)  # noqa: E731
@@ -64,7 +64,7 @@ def test_states_of_a_call_give_its_scales(reverse):
 
 
 def test_the_first_that_is_further_off_is_named(monkeypatch):
-    """As if an activation had been taken for another, or a norm's eps for a larger one."""
+    """As if an activation had been mistaken for another, or a norm's eps for a larger one."""
     find = activations.find
     monkeypatch.setattr(activations, "find", lambda v: (a := find(v)) and a._replace(name="gelu"))
     actual = fp8jax.transform(layers, "coat").check(P, X)
@@ -80,7 +80,7 @@ def test_the_first_that_is_further_off_is_named(monkeypatch):
 
 
 def test_a_wrong_gradient_is_seen(monkeypatch):
-    """The forward values are right, and the derivative is another one."""
+    """The forward values are right, the derivative is wrong."""
     from fp8jax.ops.nonlinear import activation
 
     backward = activation.ActivationBackward.backward

@@ -1,4 +1,4 @@
-"""`fp8jax.filter_transform`: functions of Equinox modules, with numbers and functions among their leaves."""
+"""`fp8jax.filter_transform`: functions of Equinox modules that contain numbers and functions."""
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ WEIGHTS = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER),
 
 
 def mapped(p, x):
-    """A gated perceptron of one token under `jax.vmap`, its matrices on the left, as Equinox has them."""
+    """A gated MLP of one token under `jax.vmap`, with matrices on the left, as in Equinox."""
 
     def one(x):
         return p["down"] @ (jax.nn.silu(p["gate"] @ x + p["bias"]) * (p["up"] @ x))
@@ -96,12 +96,12 @@ def mapped(p, x):
 
 
 def at_once(p, x):
-    """The same of all tokens."""
+    """The same for all tokens."""
     return jnp.mean((x + (jax.nn.silu(x @ p["gate"].T + p["bias"]) * (x @ p["up"].T)) @ p["down"].T) ** 2)
 
 
 def test_matrices_on_the_left_of_mapped_vectors_are_products_of_all_tokens():
-    """No activation and no cotangent is transposed, so that what is known of each is not lost; bias and all."""
+    """No activation or cotangent is transposed, so facts about them are not lost; with bias."""
     keys = jax.random.split(jax.random.key(0), len(WEIGHTS))
     p = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, WEIGHTS.items(), strict=True)}
     x = jnp.stack([X, X[::-1]])

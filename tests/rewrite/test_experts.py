@@ -1,4 +1,4 @@
-"""Experts as users write them: each writing is in 8 bits, or it is listed with a reason and the rest is in 8 bits."""
+"""Experts as users write them: each form is quantized, or listed with a reason while the rest is quantized."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def values_and_gradients(fn, params):
 
 
 def assert_near(fn, written, params):
-    """A result and the gradient of each parameter and of the input as far from those as written as 8 bits are."""
+    """Asserts that result and gradients differ from the unquantized ones by no more than 8-bit errors."""
     (y, (grads, dx)), (expected, (reference, wanted_dx)) = (
         values_and_gradients(each, params) for each in (fn, written)
     )
@@ -104,7 +104,7 @@ def test_an_expert_of_small_weights_has_scales_of_its_own(name):
 @pytest.mark.usefixtures("inspected")
 @pytest.mark.parametrize(("recipe", "form"), [("jetfire", "td,edf->etf"), ("int8_fallback", "etd,edf->etf")])
 def test_gradients_of_equal_experts_are_rounded_by_noise_of_their_own(recipe, form):
-    """Shared tokens and tokens of each, without and with states. The second product is in 16 bits: it adds no noise."""
+    """Shared and separate tokens, with and without states. The second matmul is in 16 bits and adds no noise."""
     up, x = jnp.stack([normal(1, 64, 32)] * 2), normal(2, 64, 64)
     down, x = jnp.ones((2, 32, 4)), jnp.stack([x, x]) if form.startswith("e") else x
 
@@ -118,7 +118,7 @@ def test_gradients_of_equal_experts_are_rounded_by_noise_of_their_own(recipe, fo
 
 
 def test_tokens_are_quantized_before_they_are_gathered_and_the_glu_between_products_in_one_pass():
-    """On a GPU, whose kernels' references run here."""
+    """On a GPU; its kernels' references run here."""
     written = experts.block(experts.sorted_tokens(lax.ragged_dot))
     fast, rows = fp8jax.transform(written, "coat"), X.shape[0] * experts.CHOSEN
     with target(capability=90):
@@ -132,7 +132,7 @@ def test_tokens_are_quantized_before_they_are_gathered_and_the_glu_between_produ
 
 @pytest.mark.parametrize("params", [P, JOINED], ids=["apart", "as one"])
 def test_tokens_and_weights_of_experts_are_quantized_once(params, monkeypatch):
-    """On one GPU the codes of dgrad are made with those of the forward product, and saved in place of the weights."""
+    """On one GPU, codes for dgrad are computed with those for the forward matmul, and saved instead of the weights."""
     monkeypatch.setattr(weights, "on_one_device", lambda: True)
     fast = fp8jax.transform(experts.block(experts.sorted_tokens(lax.ragged_dot)), "coat")
     with target(capability=90):
@@ -199,7 +199,7 @@ def test_a_named_function_is_checked_and_differentiated():
 
 
 def test_a_grouped_product_is_checked_with_states_and_without():
-    """A history of one expert far below what it reads saturates its codes."""
+    """A history of one expert far below its input saturates its codes."""
     sizes, p = jnp.array([3, 0, 20, 9]), {"up": P["up"]}
     fast = fp8jax.transform(lambda p, x: lax.ragged_dot(x, p["up"], sizes), "te_delayed")
     states = fast.init(p, X)
@@ -288,7 +288,7 @@ WEIGHTS = jnp.cos(jnp.arange(INPUTS.size, dtype=jnp.float32)).reshape(INPUTS.sha
 
 
 def make_step(fn):
-    """A step of a function with states: its result, gradients and next states."""
+    """Returns a step of a function with states: result, gradients and next states."""
 
     @jax.jit
     def step(params, states, x, weights):
@@ -410,7 +410,7 @@ def test_concatenated_experts_have_one_state_in_a_scan_over_layers(form):
 
 
 def all_to_all(p, x):
-    """An expert on each device; tokens travel to their experts, with a capacity."""
+    """One expert per device; tokens are sent to their experts, with a capacity."""
     dispatched, weights = experts.dispatch(p, x, x.shape[0])
     inputs = lax.all_to_all(jnp.einsum("td,tkec->ecd", x, dispatched), "e", 0, 1, tiled=True)
     y = lax.all_to_all(experts.batched(p, inputs), "e", 1, 0, tiled=True)
@@ -418,7 +418,7 @@ def all_to_all(p, x):
 
 
 def ring(p, x):
-    """Tokens go round; each device adds what its expert gives them."""
+    """Tokens rotate over devices; each device adds the result of its expert."""
     own = lax.axis_index("e")
     step = [(i, (i + 1) % EXPERTS) for i in range(EXPERTS)]
 
@@ -432,7 +432,7 @@ def ring(p, x):
 
 
 def gathered_tokens(p, x):
-    """All tokens on each device, of which those of its expert come first; the others are in no group."""
+    """Each device has all tokens. Those of its expert come first; the others are in no group."""
     weights, chosen = (lax.all_gather(value, "e", tiled=True) for value in experts.route(p, x))
     is_other = chosen.reshape(-1) != lax.axis_index("e")
     order, sizes = jnp.argsort(is_other), jnp.sum(~is_other)[None]
@@ -444,7 +444,7 @@ def gathered_tokens(p, x):
 
 
 def gathered_weights(p, x):
-    """All experts on each device, with the tokens of the device."""
+    """Each device has all experts, and its own tokens."""
     p = {name: lax.all_gather(w, "e", tiled=True) if w.ndim == 3 else w for name, w in p.items()}
     weights, chosen = experts.route(p, x)
     order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=EXPERTS)
@@ -455,7 +455,7 @@ def gathered_weights(p, x):
 
 
 def over_devices(layer, check_vma=True):
-    """A block whose tokens and experts are on devices."""
+    """A block whose tokens and experts are sharded."""
     mesh = jax.make_mesh((EXPERTS,), ("e",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {name: jax.P("e") if P[name].ndim == 3 else jax.P() for name in P}
     shardings = {"in_specs": (specs, jax.P("e")), "out_specs": jax.P("e")}
@@ -464,7 +464,7 @@ def over_devices(layer, check_vma=True):
 
 @pytest.mark.parametrize("layer", [all_to_all, ring, gathered_tokens])
 def test_experts_over_devices_have_a_state_each(layer):
-    """A state for each device and expert of it."""
+    """A state for each device and each of its experts."""
     fast = fp8jax.transform(over_devices(layer), "te_delayed")
     assert {e.path for e in fast.explain(P, X).quantized if e.is_product} == {"mixer", "gate", "up", "down"}
     assert {s.state.x.shape for path, s in fast.init(P, X).items() if path != "mixer"} == {(EXPERTS, 1, 1024)}
@@ -501,7 +501,7 @@ def test_experts_over_devices_are_in_8_bits(layer, check_vma):
 
 
 def test_parameters_that_devices_gather_have_no_state():
-    """Another layer keeps its own."""
+    """Another layer keeps its state."""
 
     def layer(p, x):
         return jax.nn.silu(x @ lax.all_gather(p["gate"][0], "e", axis=1, tiled=True))[:, :WIDTH]
@@ -513,7 +513,7 @@ def test_parameters_that_devices_gather_have_no_state():
 
 @pytest.mark.parametrize("spec", few(["e4m3:block128", "e4m3:token"], "e4m3:block128"))
 def test_frozen_experts_are_multiplied_as_codes(spec):
-    """Gradients flow through them to the tokens, and nothing of 16 bits is made of them."""
+    """Gradients flow to the tokens without 16-bit copies of the experts."""
     trained = {name: P[name] for name in ("mixer", "router")}
     frozen = {name: fp8jax.freeze(P[name], spec) for name in P if name not in trained}
     written = experts.block(experts.sorted_tokens(lax.ragged_dot))
@@ -551,14 +551,14 @@ def noisy(scores, other):
 
 
 def limited_to_groups(scores, _):
-    """The experts of the best groups alone, as in DeepSeek-V3."""
+    """Only experts of the best groups, as in DeepSeek-V3."""
     grouped = jax.nn.sigmoid(scores).reshape(TOKENS, 8, -1)
     best = lax.top_k(lax.top_k(grouped, 2)[0].sum(-1), 4)[1]
     return jnp.where(jax.nn.one_hot(best, 8).sum(-2)[..., None] > 0, grouped, -jnp.inf).reshape(TOKENS, -1)
 
 
 def balanced(scores, _):
-    """Sinkhorn's iterations."""
+    """Sinkhorn iterations."""
     one = lambda _, m: m / m.sum(0, keepdims=True) / m.sum(1, keepdims=True)  # noqa: E731
     return lax.fori_loop(0, 3, one, jnp.exp(scores))
 
@@ -580,7 +580,7 @@ ROUTERS = {
 @pytest.mark.parametrize("count", [64, 128])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routers_of_many_experts_are_left(name, count):
-    """No name says that it is a router, and it has more outputs than narrow products have."""
+    """A router without a telling name, with more outputs than narrow matmuls have."""
     p = {"in": P["mixer"], "a": normal(6, WIDTH, count), "b": normal(7, WIDTH, count), "out": normal(8, WIDTH, WIDTH)}
 
     def fn(p, x):

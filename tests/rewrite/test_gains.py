@@ -1,4 +1,4 @@
-"""Which products gain by 8 bits, by their shapes and a table of rates."""
+"""Which matmuls gain from 8 bits, by their shapes and a table of rates."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def one_known_device(monkeypatch, tmp_path):
 
 
 def layer(p, x):
-    """The linear layers of a block of a Llama, with grouped queries."""
+    """The linear layers of a Llama block, with grouped queries."""
 
     def norm(x):
         h = x.astype(jnp.float32)
@@ -61,8 +61,9 @@ def quantized_paths(explanation):
 
 
 def test_what_is_small_is_left_in_16_bits_and_told(one_known_device):
-    """Small square products whose input no norm makes lose, and all at few tokens. k and v of grouped queries lose by
-    themselves, and q gains more."""
+    """Small square matmuls whose input does not come from a norm are slower, and all are at few tokens. With grouped
+    queries, k and v alone are slower, and q gains more.
+    """
     text = explained(SHAPES, 2048, 5632, 16384)
     assert quantized_paths(text) == {*"qkvo", "gate", "up", "down"}
     assert "; gains about " in next(
@@ -183,7 +184,7 @@ def test_a_gain_is_that_of_the_products_less_bytes_and_launches():
 
 
 def test_tokens_are_those_of_a_device(one_known_device):
-    """Eight devices that share 16,384 tokens have 2,048 each, where nothing of this width gains."""
+    """Eight devices that share 16,384 tokens have 2,048 each; at this width nothing gains."""
     devices = np.array(jax.devices()[:8])
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
         mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(kind,))
@@ -209,7 +210,7 @@ def test_products_that_are_left_are_those_as_written(one_known_device):
 
 
 class Block(nnx.Module):
-    """A perceptron behind a norm, and a square projection that reads no norm."""
+    """An MLP after a norm, and a square projection without a norm."""
 
     def __init__(self, dim, rngs):
         self.norm = nnx.RMSNorm(dim, rngs=rngs)
@@ -235,7 +236,7 @@ class LinenBlock(nn.Module):
 
 
 class Biased(nnx.Module):
-    """A projection as attention has it."""
+    """A projection as in attention."""
 
     def __init__(self, dim, rngs, bias):
         self.proj = nnx.Linear(dim, dim, use_bias=bias, dtype=jnp.bfloat16, rngs=rngs)
@@ -247,7 +248,7 @@ class Biased(nnx.Module):
 
 
 def test_a_bias_counts(one_known_device, monkeypatch):
-    """Its gradient is part of the pass that makes codes: 4 bytes an element of the result."""
+    """Its gradient is part of the pass that computes codes: 4 bytes per element of the result."""
     gained = {}
     monkeypatch.setattr(explain, "inspect_program", lambda *args: None)
     for bias in (False, True):
@@ -260,7 +261,7 @@ def test_a_bias_counts(one_known_device, monkeypatch):
 
 @pytest.mark.parametrize("recipe", [slow("te_current"), "coat", "te_delayed"])
 def test_flax_models_decide_by_layer(one_known_device, recipe):
-    """At the tokens that a call has: where layers keep a state, those that stay in 16 bits do without."""
+    """At the tokens of a call. In models with states, layers in 16 bits need none."""
     expected = fp8jax.recipes.for_shapes(recipe)
     x = jax.ShapeDtypeStruct((16384, 1024), jnp.bfloat16)
     model = nnx.eval_shape(lambda: Block(1024, nnx.Rngs(0)))
@@ -282,7 +283,7 @@ def test_flax_models_decide_by_layer(one_known_device, recipe):
 
 
 def test_layers_that_are_left_advance_no_state(monkeypatch):
-    """Square ones are left; the others' histories go on, and all weights are trained."""
+    """Square layers stay in 16 bits; histories of the others advance, and all weights are trained."""
     monkeypatch.setattr(
         cost_model, "estimate_gain", lambda tokens, inputs, outputs, *_, **__: 1.0 if inputs != outputs else -1.0
     )
@@ -301,7 +302,7 @@ def test_layers_that_are_left_advance_no_state(monkeypatch):
 
 
 def test_auto_runs_where_nothing_has_8_bit_products(monkeypatch):
-    """On a CPU auto is 8-bit optimizer states: a model is as it was, and explain says why."""
+    """On a CPU, "auto" means 8-bit optimizer states: the model is unchanged, and `explain` gives the reason."""
     model = Block(32, nnx.Rngs(0))
     x = jnp.ones((8, 32), jnp.bfloat16)
     np.testing.assert_array_equal(fp8jax.nnx.quantize(model, "auto")(x), model(x))

@@ -1,4 +1,4 @@
-"""Frozen weights and adapters in the parameters of a transformed function, beside the same written by hand."""
+"""Frozen weights and adapters as parameters of a transformed function, against explicit calls."""
 
 import dataclasses
 import re
@@ -190,7 +190,7 @@ TURNED = {
 
 @pytest.mark.parametrize(("how", "columns"), covering(TURNED, [INNER, WIDTH]))
 def test_a_matrix_that_is_read_transposed_is_multiplied_by_its_codes(how, columns):
-    """(outputs, inputs), as Equinox has them: values, and gradients of inputs and adapter, beside decoded weights."""
+    """(outputs, inputs), as in Equinox: values, and gradients of inputs and adapter, against decoded weights."""
     x = jnp.tile(X, 2)[..., :columns]
     frozen = fp8jax.freeze(W[:, :columns])
     adapter = dataclasses.replace(ADAPTER, b=ADAPTER.b[:, :columns])
@@ -306,7 +306,7 @@ def test_a_parameter_of_several_axes_is_frozen_as_its_matrix(shape, axes):
 
 @pytest.mark.parametrize("spec", ["e4m3", "e4m3:token"])
 def test_codes_lie_in_shards_as_the_weights_do(spec):
-    """As with fsdp: each device holds a part of the codes, and the step is the same."""
+    """As with fsdp: each device has a part of the codes, and the step is the same."""
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     whole, adapters = frozen_with_adapters(spec)
     cut = jax.device_put(PARAMS["layers"], jax.NamedSharding(mesh, P(None, "fsdp")))

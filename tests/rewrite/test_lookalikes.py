@@ -1,6 +1,6 @@
-"""What computes a norm or an activation, in any spelling, is found; what only looks like one is left as written.
+"""Norms and activations are recognized in any spelling; similar functions stay unchanged.
 
-Where something is found, the function is the same and its gradients are those of the codes that are kept of inputs.
+Recognized functions have the same values, and gradients of the codes of their inputs.
 """
 
 import dataclasses
@@ -160,7 +160,7 @@ NO_NORMS = {
 
 
 def replaced_kinds(fn):
-    """What is replaced besides products."""
+    """Returns the kinds of replaced operations besides matmuls."""
     return [entry.kind for entry in fp8jax.transform(fn, KEEPS).explain(P, X).entries if not entry.is_product]
 
 
@@ -198,7 +198,7 @@ def test_an_activation_that_cannot_be_probed_is_named(monkeypatch):
 
 
 def test_an_activation_of_someone_elses(monkeypatch):
-    """Added as CONTRIBUTING says: it is found, keeps codes, and no kernel is taken for it."""
+    """Added as CONTRIBUTING describes: recognized, saves codes, and uses no kernel."""
     quick = lambda x: x * sigmoid(1.702 * x)  # noqa: E731
     monkeypatch.setitem(fused_reference.ACTIVATIONS, "quick_gelu", quick)
     fn = NO_ACTIVATIONS["quick gelu"]
@@ -211,7 +211,7 @@ def test_an_activation_of_someone_elses(monkeypatch):
 
 
 def test_a_scale_by_einsum_is_part_of_its_norm_and_no_product():
-    """So does MaxText write it: a product that contracts nothing, which would be one of codes."""
+    """As in MaxText: an einsum that contracts nothing, which must not be quantized."""
     fast = fp8jax.transform(NORMS["scale by einsum"], "coat")
     text = fast.explain(P, X)
     assert [(e.path, e.kind) for e in text.entries if e.is_product] == [("square", "dot_general")]

@@ -1,4 +1,4 @@
-"""Output heads that run with their softmax cross-entropy, in the writings of users, against float64."""
+"""Output heads that run with their softmax cross-entropy, in users' spellings, against float64."""
 
 import jax
 import jax.export
@@ -72,7 +72,7 @@ def weights_of(labels):
 
 
 def operands(dtype=jnp.float32, tied=False):
-    """Inputs and weights that e4m3 with one scale represents without error, and labels."""
+    """Inputs and weights that e4m3 with one scale represents exactly, and labels."""
     random = np.random.default_rng(0)
     x, w = (random.integers(-7, 8, shape) for shape in ((*SHAPE, CHANNELS), (CHANNELS, VOCABULARY)))
     labels = random.integers(0, VOCABULARY, SHAPE)
@@ -82,7 +82,7 @@ def operands(dtype=jnp.float32, tied=False):
 
 
 def oracle(x, w, labels, weights, smoothing=0.0, z_loss=0.0):
-    """The weighted sum of losses, its gradients, and bounds of their errors with codes of the logits' cotangents."""
+    """Returns the weighted sum of losses, its gradients, and error bounds with codes of the logits' cotangents."""
     x, w = (np.asarray(a, np.float64).reshape(-1, a.shape[-1]) for a in (x, w))
     weights = np.asarray(weights, np.float64).reshape(-1, 1)
     z = x @ w
@@ -97,7 +97,7 @@ def oracle(x, w, labels, weights, smoothing=0.0, z_loss=0.0):
 
 
 def check(function, x, w, labels, weights, targets=None, **terms):
-    """Compare a transformed `function(x, params, labels)` with float64, and look at its head's products."""
+    """Compares a transformed `function(x, params, labels)` with float64, and checks its head's matmuls."""
     tied = w.shape[0] == VOCABULARY
     params = {"out": w}
     transformed = fp8jax.transform(function, RECIPE)
@@ -164,7 +164,7 @@ def test_several_weights_of_a_token_take_the_product():
 
 
 def test_tokens_predict_the_next_ones():
-    """The last token of each sequence has logits, and no loss."""
+    """The last token of each sequence has logits but no loss."""
     x, w, labels = operands()
     labels = zeroed(labels)
     weights = np.broadcast_to(np.arange(SHAPE[1]) < SHAPE[1] - 1, SHAPE) / (SHAPE[0] * (SHAPE[1] - 1))
@@ -173,14 +173,14 @@ def test_tokens_predict_the_next_ones():
 
 
 def test_a_batch_may_be_one_sequence():
-    """JAX takes elements along axes of length 1 by slices, not by batching."""
+    """JAX indexes axes of length 1 by slices, not by batching."""
     x, w, labels = (a[:1] if a.ndim == 3 or a.shape == SHAPE else a for a in operands())
     weights = np.full(labels.shape, 1 / labels.size)
     check(lambda p, x, y: WHOLE["optax"](x @ p["out"], y), x, w, zeroed(labels), weights)
 
 
 def test_a_mapped_head_has_its_weight_on_the_left():
-    """As Equinox writes it, `w @ x` of one token."""
+    """As in Equinox: `w @ x` for one token."""
     x, table, labels = operands(tied=True)
     labels = zeroed(labels)
 
@@ -285,7 +285,7 @@ def test_recipes_that_the_loss_has_no_codes_for_take_the_product(name):
 
 @pytest.mark.parametrize("name", ["head", "table"])
 def test_a_model_may_have_nothing_but_a_head(name):
-    """The recipe's part for heads is in use, under a head's name or another."""
+    """The recipe's `head` is used, for a layer named as a head or not."""
     x, w, labels = operands()
 
     def loss(params, x, labels):

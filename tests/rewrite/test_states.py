@@ -1,4 +1,4 @@
-"""States of scalings: read by calls, observed as gradients through every kind of program, and advanced."""
+"""Scaling states: read by calls, observed as gradients through every kind of program, and advanced."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def largest(x, axis=None):
 
 
 def observed(fn, p, x, recipe=DELAYED, states=None):
-    """The transformed function, its states, and what one differentiated call observes."""
+    """Returns the transformed function, its states, and the observations of one differentiated call."""
     fast = fp8jax.transform(fn, recipe)
     states = fast.init(p, x) if states is None else states
     loss = lambda states, p: jnp.sum(jnp.sin(fast(p, x, states=states)))  # noqa: E731
@@ -112,7 +112,7 @@ def test_stacked_layers_have_states_of_their_own():
 
 
 def test_a_shared_layer_observes_the_largest_of_its_turns():
-    """Cotangents sum, and magnitudes must not."""
+    """Cotangents are summed; magnitudes must be merged by maximum."""
     fn = lambda p, x: lax.fori_loop(0, 3, lambda i, x: x * 0.5 + 0 * mlp(p, x), x)  # noqa: E731
     fast, states, recorded = observed(fn, P, X)
     assert (states["up"].state.x.shape, states["up"].slots[0].x.shape) == ((3,), (3,))
@@ -148,7 +148,7 @@ def test_devices_of_a_mesh_observe_their_own(checked):
 
 
 def test_thresholds_count_blocks():
-    """int8_fallback: counts sum, where magnitudes take the largest."""
+    """int8_fallback: counts are summed, magnitudes are merged by maximum."""
     fast, states, recorded = observed(lambda p, x: mlp(p, x) + mlp(p, x * 100), P, X, "int8_fallback")
     used, blocks = np.sum([slots.x for slots in recorded["up"].slots], 0)
     assert (blocks, used > 0) == (2, True)
@@ -158,7 +158,7 @@ def test_thresholds_count_blocks():
 
 
 def test_uses_are_merged_as_their_scaling_asks():
-    """Of two uses, one in a loop of three turns: counts add up, magnitudes do not."""
+    """Two uses, one in a loop of three iterations: counts are summed, magnitudes are not."""
     linears = DELAYED.linear, fp8jax.recipes.int8_fallback().linear
     uses = [states.WeightUse("w", 0, (states.LoopLevel(False, 3),)), states.WeightUse("w", 1, ())]
     for linear, scalar, expected in ((linears[0], True, 7.0), (linears[1], False, 1 + 2 + 7 + 5)):
@@ -190,7 +190,7 @@ def test_uses_are_merged_as_their_scaling_asks():
 
 
 def test_bounds_of_weights_come_from_the_optimizer():
-    """Automatic scaling: weights have their own scales until bounds are set, and without states."""
+    """Automatic scaling: weights have current scales without states, and until bounds are set."""
     fast = fp8jax.transform(scanned, "moss")
     states = fast.init(STACKED, X)
     np.testing.assert_array_equal(states["up"].state.w, np.zeros(len(STACKED["up"])))
@@ -220,7 +220,7 @@ STACK = jax.random.normal(jax.random.key(2), (3, WIDTH, INNER)) * jnp.array([100
     ids=["scaled", "reversed layers", "rolled experts", "scaled experts"],
 )
 def test_bounds_of_a_parameter_are_none_of_a_matrix_computed_from_it(fn, w):
-    """They would clip it. With a recipe whose other operands have states it stays in 16 bits."""
+    """They would clip it. If other operands of the recipe have states, the matmul stays in 16 bits."""
     x, computed = X.reshape(-1, WIDTH), lambda p, x: fn(p["w"], x)
     fast = fp8jax.transform(computed, "moss")
     states = fast.update_weight_amax_bounds(fast.init({"w": w}, x), {("w",): jnp.asarray(largest(w, (-2, -1)))})
@@ -277,7 +277,9 @@ def test_products_of_parts_of_one_parameter_have_states_of_their_own(fn, recipe)
 
 
 def test_a_computed_index_selects_no_state():
-    """All matrices would share one. Delayed scaling leaves the product in 16 bits, automatic scaling measures it."""
+    """All matrices would share one. Delayed scaling leaves the matmul in 16 bits; automatic scaling measures the
+    weight.
+    """
     fn = lambda p, x: lax.map(lambda i: x @ p["w"][i], jnp.arange(4))  # noqa: E731
     p, x = {"w": STACK_OF_4}, X.reshape(-1, WIDTH)
     (entry,) = fp8jax.transform(fn, DELAYED).explain(p, x).skipped

@@ -1,4 +1,4 @@
-"""`fp8jax.find_faults` and `fp8jax.suggest`: planted faults are named, and the suggested rules mend them."""
+"""`fp8jax.find_faults` and `fp8jax.suggest`: planted faults are found, and the suggested rules fix them."""
 
 import dataclasses
 import re
@@ -38,7 +38,7 @@ def observed_step(fast):
 
 @pytest.mark.usefixtures("inspected")
 def test_scaled_weights_and_a_stuck_scale_are_named_and_mended():
-    """Delayed scales of before: weights that grew by 1e4 saturate; a scale that stays too large loses values."""
+    """Delayed scales: weights that grew by 1e4 saturate; a scale that stays too large loses values."""
     fast = fp8jax.transform(loss_fn, "te_delayed")
     states, params = fast.init(PARAMS, X), jax.tree.map(lambda w: w, PARAMS)
     step = observed_step(fast)
@@ -73,7 +73,7 @@ def test_scaled_weights_and_a_stuck_scale_are_named_and_mended():
 
 
 def test_outliers_get_finer_scales_and_what_nothing_mends_16_bits():
-    """A large token takes the range of its tensor, and of no other group; a large channel takes that of each group."""
+    """A large token uses the range of its tensor but of no other group; a large channel uses that of each group."""
     x = np.array(normal(3, 2, TOKENS, 128))
     x[0, 0] *= 1e8
     x[1, :, 0] *= 1e8
@@ -108,7 +108,7 @@ def test_statistics_of_a_step_decide_which_layers_get_a_rule():
 
 
 def test_4_bits_have_errors_of_their_own():
-    """16 dB and more are no fault of e2m1. Half of the columns are 1e-5 of others: they underflow."""
+    """16 dB and more are no fault in e2m1. Half of the columns are 1e-5 of the others and underflow."""
     x, w = normal(1, 64, 64), normal(2, 64, 64)
     step = jax.jit(fp8jax.telemetry(lambda x, w: fp8jax.linear(x, w, recipe="nvfp4", key=jax.random.key(0))))
     _, statistics = step(x, w)
@@ -120,7 +120,7 @@ def test_4_bits_have_errors_of_their_own():
 
 
 def test_given_rules_stay_and_decide_for_the_other_layers():
-    """Grouped products have errors, too. "bf16" quantizes nothing, and a pattern may be left without a layer."""
+    """Grouped matmuls have errors too. "bf16" quantizes nothing, and a pattern may end up without a layer."""
     x = np.array(normal(3, TOKENS, WIDTH))
     x[0] *= 1e8  # a token of the first expert
     sizes = jnp.array([56, 8])
