@@ -172,13 +172,13 @@ class Soak:
                 raise SoakError(f"{run} exited with code {code}: {output[-500:]}")
 
     def check(self, run: str, layout: Layout = ONE) -> str:
-        """The difference between a finished run's last state and that of an uninterrupted run, or ""."""
+        """Returns how a finished run's last state differs from that of an uninterrupted run, or ""."""
         if layout not in self._expected:
             alone = f"alone_{layout.processes}_{layout.devices}"
             self.finish(alone, layout=layout)
             self._expected[layout] = self.last_state(alone)
-        expected, found = self._expected[layout], self.last_state(run)
-        differ = [name for name in expected if found.get(name) != expected[name]]
+        expected, actual = self._expected[layout], self.last_state(run)
+        differ = [name for name in expected if actual.get(name) != expected[name]]
         return f"{run}: {len(differ)} of {len(expected)} arrays differ, such as {differ[0]}" if differ else ""
 
     def last_state(self, run: str) -> dict[str, str]:
@@ -212,36 +212,36 @@ class Soak:
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], bool], processes: Sequence[subprocess.Popen[str]]) -> bool:
-    """Waits for a condition; False if a process ends before."""
-    until = time.monotonic() + PATIENCE
+    """Waits for a condition. Returns False if a process ends before."""
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         if any(process.poll() is not None for process in processes):
             return False
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise SoakError(f"a run made no progress within {PATIENCE} s")
         time.sleep(PAUSE)
     return True
 
 
 def interrupt(soak: Soak, run: str, moment: str, processes: Sequence[subprocess.Popen[str]], stops: bool) -> bool:
-    """Kills, or stops and continues, one of the processes at a moment; False if they end before."""
-    before = soak.progress(run)
+    """Kills, or stops and continues, one of the processes at a moment. Returns False if they end before."""
+    previous = soak.progress(run)
     conditions = {
         "start": (lambda: True, 2.0),
         "compilation": (lambda: soak.is_compiling(processes), 2.0),
-        "steps": (lambda: soak.progress(run) > before, 0.5),
-        "checkpoint": (lambda: soak.progress(run) > before and soak.is_saving(run), 0.02),
+        "steps": (lambda: soak.progress(run) > previous, 0.5),
+        "checkpoint": (lambda: soak.progress(run) > previous and soak.is_saving(run), 0.02),
     }
-    condition, most = conditions[moment]
+    condition, max_delay = conditions[moment]
     if not wait_for(condition, processes):
         return False
-    time.sleep(soak.random.uniform(0, most))
+    time.sleep(soak.random.uniform(0, max_delay))
     victim = soak.random.choice(processes)
     if victim.poll() is not None:
         return False
@@ -255,12 +255,12 @@ def interrupt(soak: Soak, run: str, moment: str, processes: Sequence[subprocess.
 
 
 def kill_often(soak: Soak, count: int, *layouts: Layout) -> Case:
-    """Runs that are killed or stopped `count` times in all, at each kind of moment in turn.
+    """Kills or stops runs `count` times in all, at each kind of moment in turn.
 
     Args:
-        soak: of the runs.
-        count: kills and stops.
-        layouts: of a run's processes; the next one after each kill. All have as many devices.
+        soak: the folder of the runs.
+        count: number of kills and stops.
+        layouts: processes and devices of a run; each start uses the next one. All have the same number of devices.
     """
     kinds, failures = Counter[str](), list[str]()
     name = ", then ".join(f"{one.processes} process{'es' * (one.processes > 1)} of {one.devices}" for one in layouts)
@@ -288,7 +288,7 @@ def kill_often(soak: Soak, count: int, *layouts: Layout) -> Case:
 
 
 def set_clock_back(soak: Soak) -> Case:
-    """A run that goes on with a clock a day behind, after files of the future."""
+    """Continues a run with a clock that is a day behind, after its files got dates in the future."""
     soak.break_off("clock")
     future = time.time() + 86400
     for path in (soak.folder / "clock").rglob("*"):
@@ -298,7 +298,7 @@ def set_clock_back(soak: Soak) -> Case:
 
 
 def disk_full(soak: Soak) -> Case:
-    """A run with files that cannot grow. It continues when they can grow again."""
+    """Trains on a full disk, and continues on a disk with space."""
     soak.break_off("disk")
     code, output = soak.end(soak.start("disk", program=("-c", FULL_DISK))[0])
     if code != DiskError.exit_code:
@@ -308,7 +308,7 @@ def disk_full(soak: Soak) -> Case:
 
 
 def two_in_one_folder(soak: Soak) -> Case:
-    """A run that is started again while it is under way."""
+    """Starts a run a second time while it is running."""
     (first,) = soak.start("twice")
     wait_for(lambda: soak.progress("twice") > 0, [first])
     first.send_signal(signal.SIGSTOP)  # so that it is not done before the second one has started
@@ -324,7 +324,7 @@ def two_in_one_folder(soak: Soak) -> Case:
 
 
 def many_steps(soak: Soak, steps: int) -> Case:
-    """A long run with telemetry: growth of memory and open files in its second half, and recompilations."""
+    """Measures a long run with telemetry: growth of memory and open files in its second half, and recompilations."""
     every = str(max(steps // 20, 1))
     options = ["--steps", str(steps), "--checkpoint-every", every, "--eval-every", every, "--log-every", every]
     options += ["--telemetry", str(max(steps // 100, 1))]
@@ -338,26 +338,26 @@ def many_steps(soak: Soak, steps: int) -> Case:
     late = np.array([x for x in sizes if x[0] > soak.progress("many") / 2 and all(x)])
     if len(late) < 5:
         return Case("steps with telemetry", steps, "too few steps to see growth")
-    # The least of each part: a checkpoint that is being written takes memory, too.
+    # The minimum of each part, because writing a checkpoint also takes memory.
     floors = np.array([part[np.argmin(part[:, 1])] for part in np.array_split(late, 5)])
     growth, early = float(np.polyfit(floors[:, 0], floors[:, 1], 1)[0]), len(late) // 2
     files = float(np.median(late[early:, 2]) - np.median(late[:early, 2]))
     # The first validation compiles a program, and the end of a run another one.
     compiled = text.partition("\nvalid ")[2].partition(f"\nvalid {steps}/")[0].count("Finished XLA compilation")
-    found = f"{growth:+.0f} bytes a step, {files:+.0f} open files, {compiled} recompilations"
-    failure = "" if growth < GROWTH and files < FILES and not compiled else found
-    return Case("steps with telemetry", steps, failure, f"{late[-1, 1] / 2**20:.0f} MiB, {found}")
+    report = f"{growth:+.0f} bytes a step, {files:+.0f} open files, {compiled} recompilations"
+    failure = "" if growth < GROWTH and files < FILES and not compiled else report
+    return Case("steps with telemetry", steps, failure, f"{late[-1, 1] / 2**20:.0f} MiB, {report}")
 
 
 def _resident(pid: int) -> int:
-    """Bytes of a process in memory; 0 if it has ended."""
+    """Returns the resident bytes of a process, or 0 if it has ended."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     return 0
 
 
 def _open_files(pid: int) -> int:
-    """Files and sockets that a process has open; 0 if it has ended."""
+    """Returns the number of open files and sockets of a process, or 0 if it has ended."""
     with contextlib.suppress(OSError):
         return len(os.listdir(f"/proc/{pid}/fd"))
     return 0
@@ -366,16 +366,21 @@ def _open_files(pid: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the cases, prints their table, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50, help="of one process, of two, and of changing numbers, in all")
-    parser.add_argument("--steps", type=int, default=10_000, help="of the long run")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of kills")
-    parser.add_argument("--results", type=Path, help="folder of results, to write cpu/soak.json to")
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=50,
+        help="number of kills, divided among runs of one process, of two, and of a changing number",
+    )
+    parser.add_argument("--steps", type=int, default=10_000, help="steps of the long run")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments of kills")
+    parser.add_argument("--results", type=Path, help="folder in which to write cpu/soak.json")
     options = parser.parse_args(argv)
     if options.kills < 3 or options.steps < 100:
         parser.error("--kills must be at least 3, and --steps at least 100")
     jax.config.update("jax_platforms", "cpu")
     share = options.kills // 3
-    # Each list in a folder of its own, at the same time.
+    # The lists run at the same time, each in its own folder.
     lists: list[list[Callable[[Soak], Case]]] = [
         [lambda soak: kill_often(soak, options.kills - 2 * share, ONE)],
         [lambda soak: kill_often(soak, share, Layout(2, 1))],

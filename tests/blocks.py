@@ -1,4 +1,4 @@
-"""Runs code that stands in pages: Markdown's python blocks, as they stand, and what they say is printed."""
+"""Runs the Python blocks of Markdown pages, and checks the printed output that they state."""
 
 import ast
 import contextlib
@@ -12,7 +12,7 @@ TOLD = re.compile(r"^print\(.*\)  # (?!type:|noqa)(.+)$")
 
 
 def blocks(text: str) -> list[str]:
-    """The code of a page, in order."""
+    """Returns the code blocks of a page, in order."""
     return BLOCK.findall(text)
 
 

@@ -1,4 +1,4 @@
-"""Matrices whose quotients by given scales are exact codes or lie beyond the format's range, many beyond fp32's."""
+"""Matrices whose quotients by given scales are exact codes or beyond the format's range, many beyond fp32's."""
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +12,7 @@ HUGE = (3.4e38, 1e38, 1e30, 1e4, 64.0)
 
 
 def values(fmt: formats.Format) -> np.ndarray:
-    """What the codes of a format stand for, in float64."""
+    """Returns the decoded values of a format's codes, in float64."""
     if fmt.codebook is not None:
         return np.asarray(fmt.codebook)
     if not fmt.is_float:
@@ -23,7 +23,7 @@ def values(fmt: formats.Format) -> np.ndarray:
 
 
 def spread(scale: np.ndarray, shape: tuple[int, int], block: tuple[int, int]) -> np.ndarray:
-    """Scales of blocks for each element."""
+    """Returns the scale of each element."""
     rows, columns = (np.minimum(np.arange(n) // b, s - 1) for n, b, s in zip(shape, block, scale.shape, strict=True))
     return scale[rows[:, None], columns[None, :]]
 
@@ -55,14 +55,14 @@ def matrix(
     exact = np.isin(stored / unit, values(fmt)) | (np.abs(stored / unit) >= fmt.max)
     x = np.where(np.isfinite(stored) & (np.abs(stored) >= TINY) & exact, stored, -0.0 * sign)
     assert np.mean(np.abs(x / unit) > float(np.finfo(np.float32).max)) > 0.02  # beyond fp32
-    want = np.clip(x / unit, values(fmt).min(), fmt.max)  # the book of de8 has no -1
-    assert len(np.unique(want)) > 1
+    expected = np.clip(x / unit, values(fmt).min(), fmt.max)  # the book of de8 has no -1
+    assert len(np.unique(expected)) > 1
     if bad:
         for i, value in enumerate([np.nan, np.inf, -np.inf]):
             here = random.random(shape) < 0.03
             here[i, i] = True
-            x, want = np.where(here, value, x), np.where(here, _shown(value, fmt), want)
-    return x.astype(kind), scale, want
+            x, expected = np.where(here, value, x), np.where(here, _shown(value, fmt), expected)
+    return x.astype(kind), scale, expected
 
 
 def _shown(value: float, fmt: formats.Format) -> float:

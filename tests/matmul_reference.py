@@ -1,6 +1,6 @@
-"""Pure-JAX references of the matrix-product kernels, for tests: the same arguments and contract, on any device.
+"""Pure-JAX references of the matmul kernels, with the same arguments and contract, on any device.
 
-They decode the operands and multiply in float32, so they are as exact as float32 sums are, and slow on a GPU.
+They decode the operands and multiply in fp32: as exact as fp32 sums, and slow on a GPU.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a program is made of: its products and the bytes that it saves for the backward pass."""
+"""Matmuls and residual bytes of a program."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ jit_long = functools.partial(jax.jit, compiler_options={"xla_backend_optimizatio
 
 
 def chosen(fn: Callable, *args: Any, capability: int | None = None) -> choice.Choice:
-    """What computes the first operation of `fn` that says so, here or on a GPU of this compute capability."""
+    """Returns the implementation of the first operation of `fn`, here or on a GPU of this compute capability."""
     target = contextlib.nullcontext() if capability is None else choice.target(capability=capability)
     with target, choice.record_choices() as choices:
         jax.eval_shape(lambda *args: fn(*args), *args)  # another function each time, so that it is traced
@@ -23,35 +23,35 @@ def chosen(fn: Callable, *args: Any, capability: int | None = None) -> choice.Ch
 
 
 def triton_calls(text: str) -> int:
-    """How often a lowered or compiled program calls Triton kernels, whoever launches them."""
+    """Returns the number of Triton kernel calls in a lowered or compiled program, for both launchers."""
     return len(re.findall(r"""(?:@|custom_call_target=")(?:__gpu\$xla\.gpu\.ptx|triton_kernel_call\w*)[("]""", text))
 
 
 def dots(fn: Callable, *args: Any) -> list[tuple[str, str]]:
-    """Operand dtypes of every product in the jaxpr of `fn`, loops and calls included, once each."""
+    """Returns operand dtypes of every matmul in the jaxpr of `fn`, including loops and calls, once each."""
     return [
         tuple(str(v.aval.dtype) for v in eqn.invars) for eqn in _walk(jax.make_jaxpr(fn)(*args).jaxpr, "dot_general")
     ]
 
 
 def count(fn: Callable, primitive: str, *args: Any) -> int:
-    """How often a primitive stands in the jaxpr of `fn`."""
+    """Returns how often a primitive occurs in the jaxpr of `fn`."""
     return sum(1 for _ in _walk(jax.make_jaxpr(fn)(*args).jaxpr, primitive))
 
 
 def transposed(fn: Callable, *args: Any) -> list[tuple[int, ...]]:
-    """The permutations of all transpositions in the jaxpr of `fn`, loops and calls included, once each."""
+    """Returns the permutations of all transposes in the jaxpr of `fn`, including loops and calls, once each."""
     return [eqn.params["permutation"] for eqn in _walk(jax.make_jaxpr(fn)(*args).jaxpr, "transpose")]
 
 
 def outputs(fn: Callable, dtype: Any, *args: Any) -> list[tuple[int, ...]]:
-    """Shapes of what the conversions to a dtype in the jaxpr of `fn` make, loops and calls included, once each."""
+    """Returns result shapes of casts to a dtype in the jaxpr of `fn`, including loops and calls, once each."""
     casts = _walk(jax.make_jaxpr(fn)(*args).jaxpr, "convert_element_type")
     return [eqn.outvars[0].aval.shape for eqn in casts if eqn.params["new_dtype"] == dtype]
 
 
 def residuals(fn: Callable, *args: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtypes and shapes of what `jax.vjp(fn, *args)` keeps for the backward pass."""
+    """Returns dtypes and shapes of the residuals of `jax.vjp(fn, *args)`."""
     saved = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)
     return [(str(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(saved)]
 
@@ -68,6 +68,6 @@ def _walk(jaxpr: Any, primitive: str) -> Iterator[Any]:
 
 
 def precisions(fn: Callable, *args: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Operand dtypes and precision of every product in the jaxpr of `fn`, loops and calls included, once each."""
+    """Returns operand dtypes and precision of every matmul in the jaxpr of `fn`, with loops and calls, once each."""
     products = _walk(jax.make_jaxpr(fn)(*args).jaxpr, "dot_general")
     return [(tuple(str(v.aval.dtype) for v in eqn.invars), (eqn.params["precision"] or [None])[0]) for eqn in products]

@@ -1,4 +1,4 @@
-"""Rows of tables that tests are run for: those that are run each time, and the others, which are marked slow."""
+"""Rows of parametrized tests: those that always run, and others that are marked slow."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def few(rows: Iterable[Any], *each_time: Any) -> list[Any]:
-    """All rows, of which all but `each_time` are slow: what fails there fails in those, too, but for rare mistakes."""
+    """Returns all rows, and marks all but `each_time` slow. A failure of those usually also fails these."""
     rows = list(rows)
     if unknown := [row for row in each_time if row not in rows]:
         raise ValueError(f"rows {unknown} are none of {rows}")
@@ -19,7 +19,7 @@ def few(rows: Iterable[Any], *each_time: Any) -> list[Any]:
 
 
 def covering(*axes: Iterable[Any]) -> list[Any]:
-    """All combinations of the values of some axes, of which a few with every value of every axis are run each time."""
+    """Returns all combinations of some axes. A few, with every value of every axis, are not marked slow."""
     values = [list(axis) for axis in axes]
     longest = max(map(len, values))
     # Each round of an axis begins one place further on than the axis before, so that pairs of short axes vary, too.

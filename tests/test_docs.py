@@ -1,4 +1,4 @@
-"""The documentation: every public name has a page, every block of code runs, every place is filled."""
+"""The documentation: every public name has a page, every code block runs, every placeholder is filled."""
 
 import os
 import pathlib
@@ -39,7 +39,7 @@ HEADINGS = ("Numerics", "Storage", "Measurements", "When not to use it", "Source
 
 @pytest.fixture(autouse=True)
 def drawn_aside(monkeypatch, tmp_path):
-    """Plots are drawn and shown nowhere, and a mesh that a page sets is its own."""
+    """Suppresses the display of plots, and restores the mesh after a page."""
     matplotlib.use("Agg")
     monkeypatch.chdir(tmp_path)
     before = jax.sharding.get_mesh()
@@ -136,7 +136,7 @@ def test_every_recipe_has_a_page_with_all_its_parts():
 
 
 def step_ratio(recipe):
-    """Speed of a training step on one H200 over bf16, from the results file."""
+    """Returns the speed of a training step on one H200 over bf16, from the results file."""
     (ratio,) = (row["ratio"] for row in figures.results()["step"]["h200"]["rows"]
                 if (row["impl"], row["metric"], row["baseline"]) == (recipe, "step", "bf16, recomputed")
                 and row["case"].startswith("1b, one GPU"))  # fmt: skip
@@ -179,12 +179,12 @@ def test_roles_and_paths_in_pages_lead_somewhere():
 
 
 def test_code_of_other_libraries_is_read_by_python_at_least():
-    found = 0
+    actual = 0
     for path in WRITTEN:
         for block in re.findall(r"^```py\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
             compile(block, path.name, "exec")
-            found += 1
-    assert found >= 5
+            actual += 1
+    assert actual >= 5
 
 
 def test_output_that_a_page_tells_is_checked():
@@ -216,7 +216,7 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
 def test_commands_in_pages_are_those_of_the_program():
     """Modules exist, and flags are fields of a program's settings."""
     sources = "\n".join(path.read_text() for path in (ROOT / "experiments").rglob("*.py"))
-    found = 0
+    actual = 0
     for path in [ROOT / "README.md", *WRITTEN]:
         for line in re.findall(r"python -m (experiments[^\n`#;]*)", path.read_text()):
             module, *words = line.split()
@@ -224,5 +224,5 @@ def test_commands_in_pages_are_those_of_the_program():
             assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), (path.name, line)
             for flag in re.findall(r"--([\w-]+)", " ".join(words)):
                 assert re.search(rf"\b{flag.replace('-', '_')}\b|--{flag}\b", sources), (path.name, flag)
-                found += 1
-    assert found > 10
+                actual += 1
+    assert actual > 10

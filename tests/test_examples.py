@@ -1,4 +1,4 @@
-"""The scripts of examples/ are short, and train."""
+"""The scripts of examples/ are short and train."""
 
 import importlib.util
 import pathlib

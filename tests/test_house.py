@@ -1,4 +1,4 @@
-"""The packages: imports run one way and in no circle, files stay small, public names have docstrings."""
+"""Packages: one direction of imports without cycles, small files, docstrings of public names."""
 
 import ast
 import doctest
@@ -36,7 +36,7 @@ EXPERIMENTS = (
 
 
 def get_package(parts: tuple[str, ...]) -> str | None:
-    """The package of a module path such as ("fp8jax", "core", "spec"); None for other modules."""
+    """Returns the package of a module path such as ("fp8jax", "core", "spec"); None for other modules."""
     if parts[0] not in ("fp8jax", "pallas_kernels", "experiments"):
         return None
     return parts[1] if parts[0] == "fp8jax" and len(parts) > 1 and parts[1] in RANKS else parts[0]
@@ -44,14 +44,14 @@ def get_package(parts: tuple[str, ...]) -> str | None:
 
 @functools.cache
 def imports(path: pathlib.Path) -> set[str]:
-    found = set()
+    results = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            results |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} uses a relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            results |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return results
 
 
 def test_imports_follow_the_arrows():
@@ -92,8 +92,8 @@ def test_kernels_import_nothing_else_than_jax_and_triton():
 def test_arguments_of_kernels_have_names():
     for path in FILES:
         if path.parts[0] == "pallas_kernels":
-            found = re.findall(r"\b[A-Z]{2,}\[\d+\]", (ROOT / path).read_text())
-            assert not found, f"{path} takes {found[0]} by its place: give the tuple's class a name for it"
+            matches = re.findall(r"\b[A-Z]{2,}\[\d+\]", (ROOT / path).read_text())
+            assert not matches, f"{path} takes {matches[0]} by its place: give the tuple's class a name for it"
 
 
 def test_models_have_no_word_of_fp8_in_them():
@@ -142,7 +142,7 @@ def test_a_star_import_takes_the_public_names():
 
 
 def test_an_import_takes_little_more_than_jax_and_optax_do():
-    """Half a second on two idle cores; the bound is loose, since tests run beside others."""
+    """Half a second on two idle cores. The bound is loose, because other tests run at the same time."""
     code = """
 import time
 import jax, optax
@@ -183,7 +183,7 @@ def test_examples_in_docstrings_run():
 
 
 def test_code_in_the_readme_runs():
-    """Every python block of the README runs as it stands, in one namespace, in order."""
+    """Every Python block of the README runs unchanged, in one namespace, in order."""
     text = (ROOT / "README.md").read_text()
     blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
     assert blocks
@@ -193,7 +193,7 @@ def test_code_in_the_readme_runs():
 
 
 def test_defaults_of_dataclasses_can_be_hashed_by_python_3_11():
-    """A mapping proxy cannot: Python 3.11 refuses the class, and with it the import of fp8jax."""
+    """A mapping proxy cannot: Python 3.11 rejects the class, and with it the import of fp8jax."""
     wrong = [
         f"{path}:{field.lineno}"
         for path in FILES

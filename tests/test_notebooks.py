@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom on this machine, draw, and have the outputs of such a run."""
+"""The notebooks run from top to bottom, draw, and have saved outputs of such a run."""
 
 import contextlib
 import importlib.util
@@ -44,7 +44,7 @@ def test_a_notebook_has_the_outputs_of_one_run(path):
 
 
 def test_the_install_cell_has_the_address_of_the_project():
-    """It is written in one place, `project.urls.Repository` of pyproject.toml."""
+    """The address is in one place, `project.urls.Repository` of pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     address = project.get("urls", {}).get("Repository", "")
     cells = {

@@ -1,4 +1,4 @@
-"""What is released: the notes of a version, its name in one place, and workflows that run what a developer runs."""
+"""Releases: notes of a version, its name in one place, and workflows that run the developer's commands."""
 
 import importlib.util
 import pathlib

@@ -414,7 +414,7 @@ def plot_losses(path: Path, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) 
     top.legend()
     if bottom is not None:
         bottom.axhline(0, color="C0", linewidth=1)
-        bottom.set_ylabel(f"% above {next(iter(metrics))}")
+        bottom.set_ylabel(f"relative to {next(iter(metrics))} (%)")
         bottom.grid(alpha=0.3)
     (top if bottom is None else bottom).set_xlabel("step")
     image = io.BytesIO()

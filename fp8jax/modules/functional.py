@@ -166,7 +166,7 @@ def telemetry(step: Callable) -> Callable[..., tuple[Any, rewrite_telemetry.Tele
     """`fp8jax.telemetry` of a function of NNX objects, such as a training step of a model and an optimizer.
 
         step_with_telemetry = nnx.jit(fp8jax.nnx.telemetry(train_step))
-        loss, found = step_with_telemetry(model, optimizer, batch)
+        loss, statistics = step_with_telemetry(model, optimizer, batch)
 
     Args:
         step: a function that changes the variables of its arguments, and returns arrays.
@@ -185,9 +185,9 @@ def telemetry(step: Callable) -> Callable[..., tuple[Any, rewrite_telemetry.Tele
             results = step(*copied_args, **copied_kwargs)
             return results, nnx.state(copies, nnx.Variable)
 
-        (results, changed), found = rewrite_telemetry.telemetry(run_on_copies)(state)
+        (results, changed), statistics = rewrite_telemetry.telemetry(run_on_copies)(state)
         nnx.update((args, kwargs), changed)
-        return results, found
+        return results, statistics
 
     return call
 

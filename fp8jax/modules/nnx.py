@@ -449,16 +449,16 @@ def unquantize(model: Model) -> Model:
 
 
 def suggest(
-    loss_fn: Callable, rules: Rules, model: nnx.Module, *args: Any, found: Telemetry | None = None
+    loss_fn: Callable, rules: Rules, model: nnx.Module, *args: Any, statistics: Telemetry | None = None
 ) -> Suggestion:
     """`fp8jax.suggest` of a function of an NNX model, such as its loss.
 
-        found = fp8jax.nnx.suggest(loss_fn, "coat", model, batch)
-        quantized = fp8jax.nnx.quantize(model, found.rules)
+        suggestion = fp8jax.nnx.suggest(loss_fn, "coat", model, batch)
+        quantized = fp8jax.nnx.quantize(model, suggestion.rules)
 
     Args:
         loss_fn: a function of the model and further arguments.
-        rules, found: as of `fp8jax.suggest`.
+        rules, statistics: as of `fp8jax.suggest`.
         model: the model before `fp8jax.nnx.quantize`; it is not changed.
         args: further arguments of `loss_fn`.
 
@@ -470,7 +470,7 @@ def suggest(
     parts: Any = nnx.split(model, nnx.Param, ...)
     graph, params, others = parts
     call = lambda params, others, *args: loss_fn(nnx.merge(graph, params, others), *args)  # noqa: E731
-    return suggestion.suggest(call, rules, nnx.to_pure_dict(params), others, *args, found=found)
+    return suggestion.suggest(call, rules, nnx.to_pure_dict(params), others, *args, statistics=statistics)
 
 
 def _remove_state_modules(module: nnx.Module) -> None:

@@ -57,12 +57,12 @@ class Suggestion:
         return "\n".join(lines)
 
 
-def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetry | None = None) -> Suggestion:
+def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, statistics: Telemetry | None = None) -> Suggestion:
     """Suggests rules for a function, so that no product has a larger error than its format explains.
 
-        found = fp8jax.suggest(loss_fn, "coat", params, batch)
-        print(found)
-        fast = fp8jax.transform(loss_fn, found.rules)
+        suggestion = fp8jax.suggest(loss_fn, "coat", params, batch)
+        print(suggestion)
+        fast = fp8jax.transform(loss_fn, suggestion.rules)
 
     Runs the function and its gradient on a batch. For each layer with a fault (`fp8jax.find_faults`), these are tried
     in order: the presets "te_current" and "deepseek", then 16 bits. The first one without a fault becomes a rule. On a
@@ -74,7 +74,7 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
         rules: a `Recipe`, a preset's name, or a sequence of rules, as of `fp8jax.transform`.
         params: the parameters.
         args: further arguments of `fn`.
-        found: statistics of a training step of these layers, from `fp8jax.telemetry`. They include errors that scaling
+        statistics: those of a training step of these layers, from `fp8jax.telemetry`. They include errors that scaling
             states cause. None measures this batch, with new states.
 
     Raises:
@@ -89,7 +89,7 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, found: Telemetr
     given = _as_sequence(rules)
     measure = functools.partial(_measure, fn, params, args)
     before, measured = measure(given)
-    faults = find_faults(measured if found is None else found)
+    faults = find_faults(measured if statistics is None else statistics)
     mendable: dict[str, Fault] = {}
     for fault in faults:
         if fault.role in _ROLES and fault.statistic != "nonfinite" and fault.layer in measured:
@@ -133,8 +133,8 @@ def _measure(fn: Callable, params: Any, args: Sequence[Any], rules: Sequence[Any
         return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)(params, states)
 
     with training.suppress_training_checks():
-        ((_, loss), _), found = jax.jit(telemetry(gradient))(params, args, states)
-    return loss, found
+        ((_, loss), _), statistics = jax.jit(telemetry(gradient))(params, args, states)
+    return loss, statistics
 
 
 def _to_scalars(results: Any) -> tuple[Array, Array]:

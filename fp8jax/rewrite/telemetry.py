@@ -32,7 +32,7 @@ _Index = tuple[tuple[str, tuple[tuple[str, tuple[tuple[str, int, tuple[int, ...]
 class Telemetry(Mapping[str, Mapping[str, Mapping[str, Any]]]):
     """Statistics by the path of a layer, the role of a tensor, and name: a pytree of one array.
 
-        found["layers/mlp/up"]["x"]["snr_db"]
+        statistics["layers/mlp/up"]["x"]["snr_db"]
 
     Reading a layer outside of a traced function copies the array to the host once. Values are then NumPy arrays.
 
@@ -74,8 +74,8 @@ def telemetry(fn: Callable) -> Callable[..., tuple[Any, Telemetry]]:
     """A function that returns the results of `fn` and the statistics of the quantized tensors in it.
 
         step_with_telemetry = jax.jit(fp8jax.telemetry(train_step))
-        (params, opt_state, loss), found = step_with_telemetry(params, opt_state, batch)
-        print(found["layers/mlp/up"]["x"]["snr_db"])
+        (params, opt_state, loss), statistics = step_with_telemetry(params, opt_state, batch)
+        print(statistics["layers/mlp/up"]["x"]["snr_db"])
 
     The results are those of `fn`. The program of `fn` itself does not change: call either of the two in a step. `fn`
     may contain transformed functions, quantized Flax models and our operations, in `jax.grad`, scans, checkpoints,
@@ -313,36 +313,36 @@ _MIN_SNR_OF_4_BITS = 12.0
 _MAY_BE_LOST = ("dy", "m")
 
 
-def find_faults(found: Telemetry) -> list[Fault]:
+def find_faults(statistics: Telemetry) -> list[Fault]:
     """The tensors with NaN or Inf, 1 % of values saturated, an SNR below 20 dB (12 dB in 4 bits), or half of them lost.
 
-        for fault in fp8jax.find_faults(found):
+        for fault in fp8jax.find_faults(statistics):
             print(f"step {step}: {fault}")
 
     Args:
-        found: statistics from `fp8jax.telemetry`, concrete.
+        statistics: the second result of a function of `fp8jax.telemetry`, concrete.
 
     Returns:
         A `Fault` for each such tensor, the most serious first. NaN and Inf spread: those of operands are before those
         of gradients, and the fewest first. Lost values of "dy" and "m" do not count.
 
     Raises:
-        TypeError: `found` is not a mapping, or is traced.
+        TypeError: `statistics` is not a mapping, or is traced.
     """
-    if not isinstance(found, Mapping):
+    if not isinstance(statistics, Mapping):
         raise TypeError(
             "find_faults expects the statistics, the second result of a function that fp8jax.telemetry returned, got "
-            f"{type(found).__name__}"
+            f"{type(statistics).__name__}"
         )
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(found)):
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(statistics)):
         raise TypeError("find_faults reads values; call it outside of jax.jit, with the result of the compiled step")
     faults = []
-    for layer, roles in found.items():
-        for role, statistics in roles.items():
-            names = [name for name in _BOUNDS if name in statistics and not (name == "lost" and role in _MAY_BE_LOST)]
-            columns = {name: np.asarray(statistics[name]) for name in names}
+    for layer, roles in statistics.items():
+        for role, values in roles.items():
+            names = [name for name in _BOUNDS if name in values and not (name == "lost" and role in _MAY_BE_LOST)]
+            columns = {name: np.asarray(values[name]) for name in names}
             shape = next((column.shape for column in columns.values()), (0,))
-            bits = np.asarray(statistics.get("bits", np.full(shape, 8)))
+            bits = np.asarray(values.get("bits", np.full(shape, 8)))
             for index in np.ndindex(*shape):
                 values = [(name, float(columns[name][index])) for name in names]
                 first = next((each for each in values if _is_out_of_bounds(*each, float(bits[index]))), None)

@@ -1,4 +1,4 @@
-"""COAT's own range expansion (section 4.2), `expand="coat"`, against a float64 oracle of the paper's formula."""
+"""COAT's range expansion (section 4.2), `expand="coat"`, against the paper's formula in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,14 @@ RANGES = {"e4m3": 448 / 2.0**-9, "e5m2": 57344 / 2.0**-16}
 
 
 def exponents(x, name):
-    """k = log_R_X(R) of each row, in float64."""
+    """Returns k = log_R_X(R) of each row, in float64."""
     size = np.abs(np.asarray(x, np.float64))
     smallest = np.where(size > 0, size, np.inf).min(-1)
     return np.log(RANGES[name]) / np.log(size.max(-1) / smallest)
 
 
 def groups(seed=0, rows=24):
-    """Rows of 128, each some octaves wide, all with exponents within [1/16, 16]."""
+    """Returns rows of 128 values that span some octaves, all with exponents within [1/16, 16]."""
     rng = np.random.default_rng(seed)
     octaves = np.linspace(3, 40, rows)[:, None]
     sign = rng.choice([-1, 1], (rows, 128))
@@ -36,13 +36,13 @@ def test_codes_and_exponents_are_the_papers(name):
     x = groups()
     q = fp8jax.quantize(x, f"{name}:group128+coat")
     q.validate()
-    want = exponents(x, name)
-    got = np.asarray(q.expansion, np.float64)[:, 0]
-    np.testing.assert_allclose(got, want, rtol=2.0**-8)  # bf16 holds 8 bits
+    expected = exponents(x, name)
+    actual = np.asarray(q.expansion, np.float64)[:, 0]
+    np.testing.assert_allclose(actual, expected, rtol=2.0**-8)  # bf16 holds 8 bits
     # Q(f(x)) with k as it is stored; at a tie fp32 may take the neighbour.
     top = float(ml_dtypes.finfo(DTYPES[name]).max)
     size = np.abs(np.asarray(x, np.float64))
-    y = top * (size / size.max(-1, keepdims=True)) ** got[:, None]
+    y = top * (size / size.max(-1, keepdims=True)) ** actual[:, None]
     codes = np.abs(np.asarray(q.codes).astype(np.float64))
     rounded = y.astype(np.float32).astype(DTYPES[name]).astype(np.float64)
     assert np.mean(codes == rounded) > 0.99
@@ -58,11 +58,11 @@ def test_every_step_takes_a_new_exponent_where_ours_keeps_it():
     wider = x * jnp.where(jnp.arange(128) == 0, 1.02, 1.0) ** 2
     wider = wider.at[:, 1].set(x.max(-1) * 1.05)
     words = jnp.asarray([1, 2], jnp.uint32)
-    for how, kept in ((True, True), ("coat", False)):
+    for how, keeps_exponent in ((True, True), ("coat", False)):
         first = quantize_stochastic(x, fp8jax.quantize(x, spec[how]), words)
         second = quantize_stochastic(wider, first, words)
         same = np.asarray(first.expansion == second.expansion)[:, 0]
-        assert same[:4].all() == kept, how
+        assert same[:4].all() == keeps_exponent, how
         if how == "coat":
             np.testing.assert_allclose(
                 np.asarray(second.expansion, np.float64)[:, 0], exponents(wider, "e4m3"), rtol=2.0**-8
@@ -90,9 +90,11 @@ def test_both_moments_of_an_optimizer_have_the_papers_exponents_at_each_step(for
         m, v = (np.asarray(x.dequantize(), np.float64) for x in moments(state))
         m, v = 0.9 * m + 0.1 * g, b2 * v + (1 - b2) * g**2
         _, state = update({"w": jnp.asarray(g, jnp.float32)}, state, params)
-        for got, x in zip(moments(state), (m, v), strict=True):
-            assert got.spec.expand == "coat"
-            np.testing.assert_allclose(np.asarray(got.expansion, np.float64)[:, 0], exponents(x, "e4m3"), rtol=2.0**-7)
+        for actual, x in zip(moments(state), (m, v), strict=True):
+            assert actual.spec.expand == "coat"
+            np.testing.assert_allclose(
+                np.asarray(actual.expansion, np.float64)[:, 0], exponents(x, "e4m3"), rtol=2.0**-7
+            )
 
 
 def test_strings_and_errors():

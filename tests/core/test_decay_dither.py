@@ -1,4 +1,4 @@
-"""Rounding of averages that decay, of expanded groups, and of short groups, against float64."""
+"""Rounding of decaying averages, of expanded groups and of short groups, against float64."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def dithered(x, spec, phase, decay, **options):
 
 
 def test_the_decay_of_an_expanded_value_is_raised_to_its_exponent():
-    """Codes are 1/15 to 1/8 of a value apart: that is undone by a decay of 3 %, and not by one of 11.5 %."""
+    """Codes are 1/15 to 1/8 of a value apart. Rounding to nearest undoes a decay of 3 %, but not one of 11.5 %."""
     exponent = 4
     x = np.exp2(-np.linspace(0, np.log2(RANGE) / exponent, 16, dtype=np.float32))[None]
     nearest = codes(x, "e4m3:group16+expand")
@@ -56,7 +56,7 @@ def test_noise_of_short_groups_counts_full_ones():
 
 
 def test_compressed_groups_decode_within_half_a_code():
-    """A group of 199 octaves has an exponent of 0.08, which raises an error of 1/8 to at most a factor of 5."""
+    """A group of 199 octaves has an exponent of 0.08, which raises a relative error of 1/8 to at most a factor of 5."""
     x = np.logspace(-30, 30, 16, dtype=np.float32)[None] * np.where(np.arange(16) % 3, 1, -1).astype(np.float32)
     spec = QuantSpec.parse("e4m3:group16+expand")
     leaves = encoding.encode(jnp.asarray(x), spec)
@@ -68,25 +68,25 @@ def test_compressed_groups_decode_within_half_a_code():
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_an_infinite_member_takes_no_range_from_its_group(bad):
     x = np.asarray([[2, 1, -1e-3, 1e-4, -1e-6, 0, bad, 1e-7]], np.float32)
-    found = np.asarray(encoding.limit_group_range(jnp.asarray(x), QuantSpec.parse("e4m3:group8+expand"), 1.0))
-    np.testing.assert_array_equal(found, np.where(np.abs(x) < 2 / RANGE, 0, x))
+    actual = np.asarray(encoding.limit_group_range(jnp.asarray(x), QuantSpec.parse("e4m3:group8+expand"), 1.0))
+    np.testing.assert_array_equal(actual, np.where(np.abs(x) < 2 / RANGE, 0, x))
 
 
 def test_small_members_are_raised_where_none_may_become_zero_and_zeros_stay():
     x = np.asarray([[2, -1e-3, 0, 1e-6, -1e-7, 0, 0.5, 0]], np.float32)
     spec = dataclasses.replace(QuantSpec.parse("e4m3:group8+expand"), flush_to_zero=False)
-    found = np.asarray(encoding.limit_group_range(jnp.asarray(x), spec, 1.0))
+    actual = np.asarray(encoding.limit_group_range(jnp.asarray(x), spec, 1.0))
     is_small = (x != 0) & (np.abs(x) < 2 / RANGE)
-    np.testing.assert_allclose(found, np.where(is_small, np.copysign(2 / RANGE, x), x), rtol=1e-6)
+    np.testing.assert_allclose(actual, np.where(is_small, np.copysign(2 / RANGE, x), x), rtol=1e-6)
 
 
 def test_zeros_inf_and_nan_are_rounded_as_they_are():
     y = np.asarray([0, np.inf, np.nan, 3.3], np.float32)
-    found = np.asarray(expansion.debias_for_rounding(jnp.asarray(y), jnp.float32(2), formats.E5M2))
-    np.testing.assert_array_equal(found[:3], y[:3])
+    actual = np.asarray(expansion.debias_for_rounding(jnp.asarray(y), jnp.float32(2), formats.E5M2))
+    np.testing.assert_array_equal(actual[:3], y[:3])
     # Codes around 3.3 are 3 and 3.5. They decode in proportion to their square roots.
     place = (3.3**0.5 - 3**0.5) / (3.5**0.5 - 3**0.5)
-    np.testing.assert_allclose(found[3], 3 + 0.5 * place, rtol=1e-6)
+    np.testing.assert_allclose(actual[3], 3 + 0.5 * place, rtol=1e-6)
 
 
 def test_exponents_of_decaying_averages_stay_within_their_fill():
@@ -95,7 +95,7 @@ def test_exponents_of_decaying_averages_stay_within_their_fill():
     for fill in (0.85, 0.92, 1.0, 1.04, 1.08):
         previous = (fill * np.log2(RANGE) / octaves).astype(ml_dtypes.bfloat16)
         new = (np.log2(RANGE) / octaves).astype(ml_dtypes.bfloat16)
-        found = expansion.decaying_exponents_with_hysteresis(
+        actual = expansion.decaying_exponents_with_hysteresis(
             jnp.asarray(largest), jnp.asarray(smallest), E4M3, jnp.asarray(previous)
         )
-        np.testing.assert_array_equal(np.asarray(found), previous if 0.9 <= fill <= 1.05 else new)
+        np.testing.assert_array_equal(np.asarray(actual), previous if 0.9 <= fill <= 1.05 else new)

@@ -23,17 +23,17 @@ OCP = {"e4m3": (448.0, 2.0**-6, 2.0**-9), "e5m2": (57344.0, 2.0**-14, 2.0**-16),
 
 
 def dtype_of(fmt: formats.Format) -> np.dtype:
-    """The dtype that ml_dtypes has for a format."""
+    """Returns the ml_dtypes dtype of a format."""
     return np.dtype(ml_dtypes.float4_e2m1fn) if fmt is formats.E2M1 else fmt.dtype
 
 
 def all_codes(fmt: formats.Format) -> np.ndarray:
-    """Every code of a format, in its dtype of ml_dtypes."""
+    """Returns every code of a format, in its ml_dtypes dtype."""
     return np.arange(2**fmt.bits, dtype=np.uint8).view(dtype_of(fmt))
 
 
 def values(fmt: formats.Format) -> np.ndarray:
-    """The distinct finite non-negative values of a format, in order, decoded by ml_dtypes."""
+    """Returns the distinct finite non-negative values of a format in order, decoded by ml_dtypes."""
     every = all_codes(fmt).astype(np.float32)
     return np.unique(np.abs(every[np.isfinite(every)]))
 
@@ -91,9 +91,9 @@ def test_stochastic_rounding_is_unbiased_and_takes_a_neighbour(fmt):
     low, high = grid[index], grid[index + 1]
     share, draws = 0.3, 40_000
     x = np.repeat((low + share * (high - low)).astype(np.float32)[:, None], draws, 1)
-    got = np.asarray(fmt.decode(fmt.encode(jnp.asarray(-x), jax.random.key(0))))
-    assert (np.isclose(-got, low[:, None], rtol=1e-6) | np.isclose(-got, high[:, None], rtol=1e-6)).all()
-    went_up = (np.isclose(-got, high[:, None], rtol=1e-6)).mean(1)
+    actual = np.asarray(fmt.decode(fmt.encode(jnp.asarray(-x), jax.random.key(0))))
+    assert (np.isclose(-actual, low[:, None], rtol=1e-6) | np.isclose(-actual, high[:, None], rtol=1e-6)).all()
+    went_up = (np.isclose(-actual, high[:, None], rtol=1e-6)).mean(1)
     # Five standard deviations of a binomial share.
     np.testing.assert_allclose(went_up, share, atol=5 * np.sqrt(share * (1 - share) / draws))
 
@@ -106,14 +106,14 @@ def test_stochastic_rounding_leaves_representable_values_alone(fmt):
 
 @pytest.mark.parametrize("fmt", [formats.FP16, formats.BF16, formats.INT8, formats.INT10], ids=lambda f: f.name)
 def test_the_largest_noise_takes_no_representable_value_up(fmt):
-    """Of fp16 and of ten bits too: in fp32 their sums with noise are rounded up, the largest beyond its format."""
+    """Also in fp16 and int10: their sums with noise are rounded up in fp32, the largest beyond the format."""
     grid = np.arange(2**16, dtype=np.uint16).view(fmt.dtype) if fmt.is_float else np.arange(-fmt.max, fmt.max + 1)
     grid = grid.astype(np.float32)
     # Where bf16's steps are subnormal in fp32, which XLA takes for 0, it has fewer codes.
     grid = grid[np.isfinite(grid) & ((np.abs(grid) >= 2.0**-119) | (grid == 0))]
     for noise in (0.0, 1 - 2.0**-17, 1 - 2.0**-24):
-        drawn = fmt.encode(jnp.asarray(grid), noise=jnp.full(grid.shape, noise, jnp.float32))
-        np.testing.assert_array_equal(np.asarray(fmt.decode(drawn)), grid)
+        samples = fmt.encode(jnp.asarray(grid), noise=jnp.full(grid.shape, noise, jnp.float32))
+        np.testing.assert_array_equal(np.asarray(fmt.decode(samples)), grid)
 
 
 def test_scaled_says_which_formats_lack_the_range_of_fp32():
@@ -139,9 +139,9 @@ def test_integers_round_to_nearest_even_and_are_symmetric():
 
 def test_integers_round_stochastically_without_bias():
     x = jnp.full(40_000, -2.3)
-    got = np.asarray(formats.INT8.encode(x, jax.random.key(0)))
-    assert set(got) == {-3, -2}
-    assert abs(got.mean() + 2.3) < 5 * np.sqrt(0.3 * 0.7 / x.size)
+    actual = np.asarray(formats.INT8.encode(x, jax.random.key(0)))
+    assert set(actual) == {-3, -2}
+    assert abs(actual.mean() + 2.3) < 5 * np.sqrt(0.3 * 0.7 / x.size)
 
 
 def test_e8m0_rounds_and_decodes_as_ml_dtypes_does():
@@ -178,7 +178,7 @@ def test_e8m0_saturates_at_the_largest_power():
 
 @pytest.mark.parametrize("fmt", [formats.DE8, formats.UDE8], ids=lambda f: f.name)
 def test_dynamic_exponent_books_are_those_of_8_bit_adam(fmt):
-    """Facts of the published map: 256 values from -0.9930 (0 unsigned) to 1, with these smallest and largest ones."""
+    """The published map has 256 values from -0.9930 (unsigned: 0) to 1, with these smallest and largest ones."""
     book = np.asarray(fmt.codebook)
     assert len(set(book)) == 256
     assert (np.diff(book) > 0).all()
@@ -200,29 +200,29 @@ def test_code_books_encode_to_the_nearest_value(fmt):
     rng = np.random.default_rng(0)
     sign = rng.choice([-1, 1], 20_000) if fmt.is_signed else 1
     x = (sign * 10.0 ** rng.uniform(-8, 0.3, 20_000)).astype(np.float32)
-    got = np.asarray(fmt.decode(fmt.encode(jnp.asarray(x))), np.float64)
+    actual = np.asarray(fmt.decode(fmt.encode(jnp.asarray(x))), np.float64)
     best = np.abs(book[None] - np.clip(x, -1 if fmt.is_signed else 0, 1)[:, None]).min(1)
-    np.testing.assert_allclose(np.abs(got - np.clip(x, -1, 1)), best, rtol=1e-5, atol=1e-10)
-    drawn = np.asarray(fmt.decode(fmt.encode(jnp.full(40_000, 0.3331), jax.random.key(0))))
-    low, high = np.unique(drawn)
+    np.testing.assert_allclose(np.abs(actual - np.clip(x, -1, 1)), best, rtol=1e-5, atol=1e-10)
+    samples = np.asarray(fmt.decode(fmt.encode(jnp.full(40_000, 0.3331), jax.random.key(0))))
+    low, high = np.unique(samples)
     assert low < 0.3331 < high
-    assert abs(drawn.mean() - 0.3331) < 5 * (high - low) / 2 / np.sqrt(40_000)
+    assert abs(samples.mean() - 0.3331) < 5 * (high - low) / 2 / np.sqrt(40_000)
 
 
 def test_rounding_up_gives_the_next_number_and_keeps_nan():
     bits = np.array([0x7FFFFFFF, -1, 0x7FC00000], np.int32)  # NaN as PTX and others write it
     assert np.isnan(formats.round_up(jnp.asarray(bits.view(np.float32)), formats.get("bf16")).astype(np.float32)).all()
     x = np.array([1.0, 1.0 + 2.0**-20, 3.14159, 1e-30, np.inf], np.float32)
-    found = np.asarray(formats.round_up(jnp.asarray(x), formats.get("bf16")).astype(jnp.float32))
+    actual = np.asarray(formats.round_up(jnp.asarray(x), formats.get("bf16")).astype(jnp.float32))
     nearest = x.astype(jnp.bfloat16).astype(np.float32)
-    want = np.where(
+    expected = np.where(
         nearest < x, np.nextafter(nearest.astype(jnp.bfloat16), jnp.bfloat16(np.inf)).astype(np.float32), nearest
     )
-    np.testing.assert_array_equal(found, want)
+    np.testing.assert_array_equal(actual, expected)
 
 
 def nested(function, constant):
-    """`function(constant.T)`, where a nested function transposes the constant and another one applies `function`."""
+    """Returns `function(constant.T)`: one nested function transposes the constant, another one applies `function`."""
     return jax.jit(lambda: jax.jit(lambda x: jax.jit(function)(x.T))(constant))()
 
 

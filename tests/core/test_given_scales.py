@@ -1,4 +1,4 @@
-"""Given scales, against NumPy: finite values saturate however small the scale is; Inf and NaN stay visible."""
+"""Given scales, against NumPy: finite values saturate for any scale; Inf and NaN stay visible."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ FORMATS = [f.name for f in formats.ALL if f.needs_scale and f.name != "e8m0"]
 
 
 def in_units(q: fp8jax.QTensor) -> np.ndarray:
-    """What the codes stand for, unscaled."""
+    """Returns decoded values before the scale."""
     fmt = formats.get(q.spec.format)
     codes = packing.unpack(q.codes, q.spec.axis, q.shape[-1], fmt.bits) if q.spec.is_packed else q.codes
     if fmt is formats.E2M1:
@@ -45,9 +45,9 @@ def test_finite_values_beyond_the_range_saturate(name, granularity, rounding):
     other = (list(BLOCKS).index(granularity) + FORMATS.index(name) + (rounding == "stochastic")) % 2
     spec = fp8jax.QuantSpec(name, granularity, size, rounding=rounding, scale_format=("fp32", "bf16")[other])
     for first in (0, 1, 3, 5):
-        x, scale, want = given_scales.matrix(fmt, SHAPE, block, first=first, bad=fmt.inf is not None)
+        x, scale, expected = given_scales.matrix(fmt, SHAPE, block, first=first, bad=fmt.inf is not None)
         q = jax.jit(quantize_with_scale, static_argnums=1)(x, spec, scale, key=key)
-        np.testing.assert_array_equal(in_units(q), want)
+        np.testing.assert_array_equal(in_units(q), expected)
         np.testing.assert_array_equal(np.asarray(q.scale, np.float32), np.maximum(scale, np.float32(given_scales.TINY)))
         q.validate()
 
@@ -64,15 +64,15 @@ def test_a_scale_of_zero_counts_as_the_smallest_normal_number(scale):
 @pytest.mark.parametrize("name", ["int8", "int10", "de8", "ude8"])
 def test_only_what_is_not_finite_marks_a_block_of_formats_without_nan(name):
     fmt = formats.get(name)
-    x, scale, want = given_scales.matrix(fmt, (16, 32), (1, 8), bad=False)
+    x, scale, expected = given_scales.matrix(fmt, (16, 32), (1, 8), bad=False)
     x[3, 9], x[7, 31], x[0, 0] = np.nan, np.inf, 3e38
-    want[0, 0] = fmt.max
+    expected[0, 0] = fmt.max
     marked = np.zeros((16, 4), bool)
     marked[3, 1] = marked[7, 3] = True
     q = quantize_with_scale(jnp.asarray(x), f"{name}:group8", scale)
     np.testing.assert_array_equal(np.isnan(q.scale), marked)
     fine = ~np.repeat(marked, 8, 1)
-    np.testing.assert_array_equal(in_units(q)[fine], want[fine])
+    np.testing.assert_array_equal(in_units(q)[fine], expected[fine])
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "fp16"])
@@ -97,8 +97,8 @@ def test_rounding_within_the_range_is_that_of_the_product_with_the_reciprocal():
         fmt = formats.get(name)
         for scale in (2.0**-3, 4.0):
             q = quantize_with_scale(jnp.asarray(x), name, jnp.float32(scale))
-            want = np.clip(x / np.float32(scale), -fmt.max, fmt.max).astype(fmt.dtype)
-            np.testing.assert_array_equal(np.asarray(q.codes).astype(np.float32), want.astype(np.float32))
+            expected = np.clip(x / np.float32(scale), -fmt.max, fmt.max).astype(fmt.dtype)
+            np.testing.assert_array_equal(np.asarray(q.codes).astype(np.float32), expected.astype(np.float32))
 
 
 @pytest.mark.parametrize("spec", ["e4m3", "e5m2:token", "e4m3:group8", "fp16:block8"])
@@ -109,5 +109,5 @@ def test_sharded_programs_have_the_same_codes(spec):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharded = run(jax.device_put(x, jax.NamedSharding(mesh, jax.P("a", "b"))), scale)
     assert len(sharded.codes.sharding.device_set) == 8
-    for got, want in zip(jax.tree.leaves(sharded), jax.tree.leaves(run(x, scale)), strict=True):
-        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8))
+    for actual, expected in zip(jax.tree.leaves(sharded), jax.tree.leaves(run(x, scale)), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual).view(np.uint8), np.asarray(expected).view(np.uint8))

@@ -1,4 +1,4 @@
-"""Granularities, integers, code books and microscaling against oracles in float64 NumPy and ml_dtypes."""
+"""Granularities, integers, code books and microscaling against references in float64 NumPy and ml_dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def normal(*shape: int) -> np.ndarray:
 
 
 def block_maxima(a: np.ndarray) -> np.ndarray:
-    """Largest values of the 4x4 blocks of a (6, 8) array; those of the second row of blocks are short."""
+    """Returns the largest values of the 4x4 blocks of a (6, 8) array. The second row of blocks is partial."""
     return np.array([[a[:4, :4].max(), a[:4, 4:].max()], [a[4:, :4].max(), a[4:, 4:].max()]])
 
 
@@ -42,8 +42,8 @@ def test_int8_at_every_granularity(spec, scale_shape, largest):
     q = fp8jax.quantize(jnp.asarray(x), spec)
     q.validate()
     assert q.scale.shape == scale_shape
-    want = integers(x, largest(np.abs(x)).astype(np.float64) / 127, 127)
-    np.testing.assert_allclose(np.asarray(q.dequantize()), want, rtol=1e-6)
+    expected = integers(x, largest(np.abs(x)).astype(np.float64) / 127, 127)
+    np.testing.assert_allclose(np.asarray(q.dequantize()), expected, rtol=1e-6)
 
 
 def test_the_axis_turns_tokens_channels_and_groups():
@@ -55,10 +55,10 @@ def test_the_axis_turns_tokens_channels_and_groups():
         fp8jax.QuantSpec("e4m3", "group", 4, axis=0, expand=True),
         fp8jax.QuantSpec("e4m3", "mx", 4, axis=-2),
     ):
-        turned = fp8jax.quantize(jnp.asarray(x.T), fp8jax.QuantSpec(**{**vars(spec), "axis": -1}))
+        transposed = fp8jax.quantize(jnp.asarray(x.T), fp8jax.QuantSpec(**{**vars(spec), "axis": -1}))
         q = fp8jax.quantize(jnp.asarray(x), spec)
         q.validate()
-        np.testing.assert_array_equal(np.asarray(q.dequantize()), np.asarray(turned.dequantize()).T)
+        np.testing.assert_array_equal(np.asarray(q.dequantize()), np.asarray(transposed.dequantize()).T)
 
 
 def test_stacked_axes_share_no_scale():
@@ -79,8 +79,8 @@ def test_int10_keeps_ten_bits_in_ten_bits():
     scale = np.concatenate(
         [np.repeat(np.abs(part).max(1, keepdims=True), part.shape[1], 1) for part in (x[:, :128], x[:, 128:])], 1
     )
-    want = integers(x, scale.astype(np.float64) / 511, 511)
-    np.testing.assert_allclose(np.asarray(q.dequantize()), want, rtol=1e-6)
+    expected = integers(x, scale.astype(np.float64) / 511, 511)
+    np.testing.assert_allclose(np.asarray(q.dequantize()), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8])
@@ -185,15 +185,15 @@ def test_nvfp4_is_appendix_b_of_its_paper(spec):
     np.testing.assert_allclose(np.asarray(q.scale), [[outer]], rtol=1e-6)
     # Near a tie the quotient in fp32 may be that of the other code.
     scales = [(largest / 6 / outer * (1 + e)).astype(ml_dtypes.float8_e4m3fn).astype(float) for e in (-3e-7, 0, 3e-7)]
-    found = np.asarray(q.microscale).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    assert (np.stack(scales) == found).any(0).all()
-    assert found[0, 0] == 0
-    unit = np.kron(found, np.ones((16 if square else 1, 16)))[:40, :72] * outer
+    actual = np.asarray(q.microscale).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    assert (np.stack(scales) == actual).any(0).all()
+    assert actual[0, 0] == 0
+    unit = np.kron(actual, np.ones((16 if square else 1, 16)))[:40, :72] * outer
     y = np.divide(x, unit, out=np.zeros(x.shape), where=unit > 0)
     assert np.abs(y).max() <= 6 * 17 / 16  # the scale was rounded down
     near = [np.clip(y * (1 + e), -6, 6).astype(np.float32).astype(ml_dtypes.float4_e2m1fn) for e in (-4e-7, 0, 4e-7)]
-    got = np.asarray(q.dequantize(), np.float64)
-    assert np.isclose(got, np.stack(near).astype(np.float64) * unit, rtol=1e-6, atol=0).any(0).all()
+    result = np.asarray(q.dequantize(), np.float64)
+    assert np.isclose(result, np.stack(near).astype(np.float64) * unit, rtol=1e-6, atol=0).any(0).all()
 
 
 def test_a_value_that_is_not_finite_marks_its_group_alone_under_two_levels():
@@ -231,13 +231,13 @@ def test_microscaled_groups_of_zeros_and_of_all_magnitudes_decode():
     x[4] = 1.2e-36  # its power of two would be one less than the smallest of OCP
     for spec in ("e4m3:mx32", "e4m3:mx32+token", "e4m3:mx32+ocp"):
         q = fp8jax.quantize(jnp.asarray(x), spec)
-        got = np.asarray(q.dequantize())
+        actual = np.asarray(q.dequantize())
         # Zeros leave the largest power of a row to others; OCP knows no such.
         assert set(np.asarray(q.microscale)[[0, 3]].ravel().tolist()) == {127 if "ocp" in spec else 1}
-        assert np.isfinite(got).all()
-        np.testing.assert_array_equal(got[[0, 3]], 0)
-        np.testing.assert_allclose(got[1, 32:], 1e30, rtol=2.0**-3)
-        np.testing.assert_allclose(got[4], 1.2e-36 if "token" in spec else 0, rtol=2.0**-3)
+        assert np.isfinite(actual).all()
+        np.testing.assert_array_equal(actual[[0, 3]], 0)
+        np.testing.assert_allclose(actual[1, 32:], 1e30, rtol=2.0**-3)
+        np.testing.assert_allclose(actual[4], 1.2e-36 if "token" in spec else 0, rtol=2.0**-3)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
@@ -258,9 +258,9 @@ def test_a_group_whose_own_scale_would_be_subnormal_keeps_its_values():
     x = np.zeros((1, 64), np.float32)
     x[0, 0], x[0, 32:] = 1.7, 1.5e-38
     for spec in ("e4m3:mx32", "e4m3:mx32+token"):
-        got = np.asarray(fp8jax.quantize(jnp.asarray(x), spec).dequantize())
-        np.testing.assert_allclose(got[0, 32:], 1.5e-38, rtol=2.0**-4)
-        np.testing.assert_allclose(got[0, 0], 1.7, rtol=2.0**-4)
+        actual = np.asarray(fp8jax.quantize(jnp.asarray(x), spec).dequantize())
+        np.testing.assert_allclose(actual[0, 32:], 1.5e-38, rtol=2.0**-4)
+        np.testing.assert_allclose(actual[0, 0], 1.7, rtol=2.0**-4)
 
 
 @pytest.mark.parametrize("spec", ["int8", "int10:group8", "de8:group8", "ude8:group8"])
@@ -269,17 +269,17 @@ def test_formats_without_nan_mark_the_block_of_a_non_finite_value(spec):
     x[1, 3] = np.nan
     q = fp8jax.quantize(jnp.asarray(x), spec)
     q.validate()
-    got = np.asarray(q.dequantize())
-    assert np.isnan(got[1, :8]).all()
+    actual = np.asarray(q.dequantize())
+    assert np.isnan(actual[1, :8]).all()
     if q.spec.granularity == "group":
-        assert np.isfinite(got[0]).all()
-        assert np.isfinite(got[1, 8:]).all()
+        assert np.isfinite(actual[0]).all()
+        assert np.isfinite(actual[1, 8:]).all()
 
 
 def test_an_unsigned_format_refuses_negative_values_visibly():
-    got = np.asarray(fp8jax.quantize(jnp.array([[1.0, -0.5], [0.5, 0.25]]), "ude8:token").dequantize())
-    assert np.isnan(got[0]).all()
-    np.testing.assert_allclose(got[1], [0.5, 0.25], rtol=0.01)
+    actual = np.asarray(fp8jax.quantize(jnp.array([[1.0, -0.5], [0.5, 0.25]]), "ude8:token").dequantize())
+    assert np.isnan(actual[0]).all()
+    np.testing.assert_allclose(actual[1], [0.5, 0.25], rtol=0.01)
 
 
 @pytest.mark.parametrize("spec", ["de8:group128", "ude8:group128", "de8:group128+expand"])
@@ -302,8 +302,8 @@ def test_given_scales_are_used_and_saturate():
 
 def test_fp16_with_a_scale_spans_fp16_from_its_largest_value():
     x = jnp.array([1e10, 1.0, -1e3])
-    got = np.asarray(fp8jax.quantize(x, "fp16").dequantize())
-    np.testing.assert_allclose(got, x, rtol=2.0**-10, atol=float(x[0]) / 65504 * 2.0**-25)
+    actual = np.asarray(fp8jax.quantize(x, "fp16").dequantize())
+    np.testing.assert_allclose(actual, x, rtol=2.0**-10, atol=float(x[0]) / 65504 * 2.0**-25)
 
 
 @pytest.mark.parametrize(

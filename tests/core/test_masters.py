@@ -1,4 +1,4 @@
-"""Master weights by parts against an oracle in float64, over all magnitudes of fp32."""
+"""Split master weights against a float64 reference, over all magnitudes of fp32."""
 
 import functools
 
@@ -19,12 +19,12 @@ PARTS = [(high, rest) for high in masters.HIGH_FORMATS for rest in masters.REMAI
 
 
 def unit(x, lowest, mantissa):
-    """The distance of floats with so many mantissa bits at the magnitude of x."""
+    """Returns the spacing of floats with that many mantissa bits at the magnitude of x."""
     return 2.0 ** (np.maximum(np.frexp(np.where(x == 0, 1e-300, x))[1] - 1, lowest) - mantissa)
 
 
 def oracle(x, high, rest):
-    """Master, high part and remainder of finite fp32 values, in float64."""
+    """Returns master, high part and remainder of finite fp32 values, in float64."""
     _, lowest, highest, mantissa = FORMATS[high]
     bits, top = 8 * np.dtype(rest).itemsize, 2.0 ** (highest + 1)
     x, sign = np.abs(np.float64(x)), np.where(np.signbit(x), -1.0, 1.0)
@@ -49,19 +49,19 @@ def programs(high, rest):
 def check(x, high, rest):
     split, join = programs(high, rest)
     parts = split(x)
-    found, top = np.asarray(join(parts.high, parts.remainder)), np.asarray(parts.high)
+    actual, top = np.asarray(join(parts.high, parts.remainder)), np.asarray(parts.high)
     left, finite = np.asarray(parts.remainder), np.isfinite(x)
     assert top.dtype == FORMATS[high][0]
     assert left.dtype == rest
     with np.errstate(all="ignore"):
         master, near, expected = (part[finite] for part in oracle(np.where(finite, x, 0), high, rest))
-    np.testing.assert_array_equal(found[finite].astype(np.float64), master)
+    np.testing.assert_array_equal(actual[finite].astype(np.float64), master)
     np.testing.assert_array_equal(top[finite].astype(np.float64), near)
     np.testing.assert_array_equal(left[finite], expected)
-    assert (np.signbit(found) == np.signbit(x))[~np.isnan(x)].all()
-    for y in (found, top.astype(np.float32)):
+    assert (np.signbit(actual) == np.signbit(x))[~np.isnan(x)].all()
+    for y in (actual, top.astype(np.float32)):
         np.testing.assert_array_equal(y[~finite], x[~finite])  # NaN and Inf of both signs
-    again = split(found)
+    again = split(actual)
     np.testing.assert_array_equal(np.asarray(again.remainder), left)
     assert np.asarray(again.high).tobytes() == top.tobytes()
 
@@ -85,7 +85,7 @@ def test_parts_are_those_of_an_oracle(high, rest, bits):
 
 @pytest.mark.parametrize(("high", "rest"), PARTS)
 def test_every_high_part_with_the_ends_of_its_remainders(high, rest):
-    """All 65,536 patterns, at, beside and between both ends: no pair is of two masters, none is missing."""
+    """All 65,536 bit patterns, at, next to and between both ends: pairs and masters correspond one to one."""
     size, dtype = 8 * np.dtype(rest).itemsize, FORMATS[high][0]
     half = 2 ** (size - 1)
     split, join = programs(high, rest)
@@ -105,7 +105,7 @@ def test_every_high_part_with_the_ends_of_its_remainders(high, rest):
 
 
 def test_masters_of_fp16_are_finite_up_to_their_own_range():
-    """Their high part is Inf from 65,520 on, and the remainder says by how much it is too large."""
+    """The high part is Inf from 65,520 on. The remainder contains by how much it is too large."""
     x = np.asarray([65504, 65505.5, 65519.99, 65520, 65535, 65535.99, -65530], np.float32)
     master = masters.split(jnp.asarray(x), jnp.float16, jnp.int16)
     np.testing.assert_array_equal(masters.join(master.high, master.remainder), x)
@@ -114,7 +114,7 @@ def test_masters_of_fp16_are_finite_up_to_their_own_range():
 
 
 def test_what_somebody_sets_to_zero_stays_small():
-    """A pruned weight keeps a remainder: units of the smallest number."""
+    """A pruned weight keeps a remainder in units of the smallest number."""
     for high, rest in PARTS:
         zeros = jnp.array([0.0, -0.0] * 3, FORMATS[high][0])
         value = np.asarray(masters.join(zeros, jnp.array([-128, -128, 0, 0, 127, 127], rest)))

@@ -1,6 +1,7 @@
-"""Formats written by someone else, who adds a constant as CONTRIBUTING says: of 4 bits, of 6 and 12, and of 8.
+"""Formats added as CONTRIBUTING describes: with 4, 6, 8 and 12 bits.
 
-Packing is said by the format: a number of bits that is no byte's is not int10's. Kernels are for the two FP8 dtypes.
+The format defines its packing: a number of bits that is not a byte's is not int10's. Kernels support the two FP8
+dtypes.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ def added(monkeypatch):
 
 
 def nearest(fmt: Format, x: np.ndarray) -> np.ndarray:
-    """The values of the codes nearest to x, which are in units of the format, ties to even, by NumPy and ml_dtypes."""
+    """Returns the nearest code values to x in units of the format, ties to even, by NumPy and ml_dtypes."""
     clipped = np.clip(x, -fmt.max, fmt.max)
     return clipped.astype(np.float32).astype(fmt.dtype).astype(float) if fmt.is_float else np.round(clipped)
 
@@ -56,9 +57,9 @@ def test_codes_are_those_of_the_format(name, how):
     scale = np.broadcast_to(scale, x.shape)
     assert np.abs(x / scale).max() == pytest.approx(fmt.max)
     # Near a tie the quotient in fp32 may be that of the other code.
-    got = np.asarray(q.dequantize(), np.float64) / scale
-    want = np.stack([nearest(fmt, x / scale * (1 + e)) for e in (-2e-7, 0, 2e-7)])
-    assert np.isclose(got, want, rtol=1e-6).any(0).all()
+    actual = np.asarray(q.dequantize(), np.float64) / scale
+    expected = np.stack([nearest(fmt, x / scale * (1 + e)) for e in (-2e-7, 0, 2e-7)])
+    assert np.isclose(actual, expected, rtol=1e-6).any(0).all()
 
 
 @pytest.mark.parametrize("name", NEW)
@@ -71,13 +72,13 @@ def test_what_is_not_finite_stays_visible(name):
 
 @pytest.mark.parametrize("name", NEW)
 def test_products_decode_them_and_layers_refuse_them(name):
-    """No matrix unit takes them: QTensors are decoded to be multiplied, and recipes name the 8-bit formats."""
+    """No matrix unit supports them: matmuls decode QTensors, and recipes list the 8-bit formats."""
     x, w = jax.random.normal(jax.random.key(0), (32, 64)), jax.random.normal(jax.random.key(1), (24, 64))
     a, b = (fp8jax.quantize(y, f"{name}:group16") for y in (x, w))
-    got = matmul.matmul(a, b)
-    want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
+    actual = matmul.matmul(a, b)
+    expected = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     # Decoded to 16 bits, each factor is 2^-9 off at most.
-    np.testing.assert_allclose(got, want, atol=2.0**-7 * np.abs(want).max())
+    np.testing.assert_allclose(actual, expected, atol=2.0**-7 * np.abs(expected).max())
     assert not matmul.has_matmul_codes(a)
     with pytest.raises(ValueError, match="is not supported as a matmul operand"):
         Linear(name, name, name)
@@ -86,13 +87,13 @@ def test_products_decode_them_and_layers_refuse_them(name):
 @pytest.mark.parametrize("name", NEW)
 def test_what_is_kept_for_the_backward_pass_has_their_values(name):
     x, spec = jax.random.normal(jax.random.key(0), (32, 64)), fp8jax.QuantSpec(name, "group", 16)
-    want = np.asarray(fp8jax.quantize(x, spec).dequantize())
+    expected = np.asarray(fp8jax.quantize(x, spec).dequantize())
     np.testing.assert_array_equal(
-        jax.jit(lambda x: residuals.dequantize_residual(residuals.quantize_residual(x, spec)))(x), want
+        jax.jit(lambda x: residuals.dequantize_residual(residuals.quantize_residual(x, spec)))(x), expected
     )
     value, slope = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(fp8jax.save_quantized(x, "kept", spec))))(x)
-    assert float(value) == pytest.approx(np.sin(want.astype(np.float64)).sum(), abs=1e-2)
-    np.testing.assert_allclose(slope, np.cos(want), atol=1e-5)
+    assert float(value) == pytest.approx(np.sin(expected.astype(np.float64)).sum(), abs=1e-2)
+    np.testing.assert_allclose(slope, np.cos(expected), atol=1e-5)
 
 
 def test_what_a_format_cannot_be_is_refused():

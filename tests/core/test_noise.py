@@ -1,4 +1,4 @@
-"""Counter-based noise: each word of a seed, each axis and each parameter changes it, and NaN and Inf stay."""
+"""Counter-based noise: each seed word, each axis and each parameter changes it; NaN and Inf are preserved."""
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ def fraction_equal(a, b):
 
 
 def test_noise_is_even_over_sixteen_bits():
-    drawn = np.asarray(noise.counter_noise(words(*SEED), (256, 256)))
-    assert drawn.min() >= 0
-    assert drawn.max() < 2**16
-    counts = np.bincount(drawn.ravel() >> 12, minlength=16)
+    samples = np.asarray(noise.counter_noise(words(*SEED), (256, 256)))
+    assert samples.min() >= 0
+    assert samples.max() < 2**16
+    counts = np.bincount(samples.ravel() >> 12, minlength=16)
     # Sixteen bins of 4,096 expected draws: five standard deviations are 310.
     assert np.abs(counts - 4096).max() < 310
 
@@ -38,9 +38,9 @@ def test_neighbours_have_noise_of_their_own():
 
 
 def test_either_word_of_the_seed_changes_the_noise():
-    drawn = noise.counter_noise(words(*SEED), (32, 40))
+    samples = noise.counter_noise(words(*SEED), (32, 40))
     for other in (SEED + np.asarray([1, 0], np.uint32), SEED + np.asarray([0, 1], np.uint32)):
-        assert fraction_equal(drawn, noise.counter_noise(words(*other), (32, 40))) < 0.02
+        assert fraction_equal(samples, noise.counter_noise(words(*other), (32, 40))) < 0.02
 
 
 @pytest.mark.parametrize("starts", [(3, 0, 0), (0, 5, 0), (0, 0, 11), (2, 7, 13)], ids=str)

@@ -1,4 +1,4 @@
-"""What a recipe says that it stores: each role in its own format, with bytes that are counted from arrays."""
+"""`Recipe.plan`: the format of each role, with bytes counted from arrays."""
 
 import itertools
 
@@ -48,9 +48,9 @@ PLAN = [
 
 
 def test_a_plan_names_every_role_with_what_it_is_stored_and_computed_in():
-    found = RECIPE.plan()
-    assert [row[:3] for row in found] == [row[:3] for row in PLAN]
-    assert [row[3] for row in found] == pytest.approx([row[3] for row in PLAN], rel=1e-6)
+    actual = RECIPE.plan()
+    assert [row[:3] for row in actual] == [row[:3] for row in PLAN]
+    assert [row[3] for row in actual] == pytest.approx([row[3] for row in PLAN], rel=1e-6)
     lines = [line.split("  ") for line in RECIPE.explain().splitlines()]
     assert lines[0] == ["recipe mine, current scaling"]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines[1:]]
@@ -79,7 +79,7 @@ def test_a_faithful_plan_computes_nothing_again_and_what_is_not_quantized_has_th
 
 def test_blocks_that_fall_back_count_twice_forward_alone():
     part = fp8jax.recipes.int8_fallback().linear
-    plan = {role: (how, size) for role, how, _, size in Recipe("mine", linear=part).plan()}
+    plan = {role: (storage, size) for role, storage, _, size in Recipe("mine", linear=part).plan()}
     one = 1 + 4 / 128**2
     assert plan["forward x"] == ("int8:block128, 10 to 30 % twice", pytest.approx(1.3 * one))
     for role in ("forward w", "wgrad x", "saved linear input"):
@@ -103,12 +103,12 @@ def test_bytes_an_element_are_those_of_a_large_array(text, scale_format):
     scales = {"group": 1 / length, "block": 1 / length**2}.get(spec.granularity, 0.0)
     each = {"fp32": 4, "bf16": 2}[scale_format] + 2 * spec.expand
     micro = {"mx": 1 / length, "nv": 1 / length, "nvblock": 1 / length**2}.get(spec.granularity, 0)
-    want = codes + scales * each + micro
-    assert spec.bytes_per_element == pytest.approx(want, rel=5e-4)
+    expected = codes + scales * each + micro
+    assert spec.bytes_per_element == pytest.approx(expected, rel=5e-4)
     # What `quantize` makes has as many.
     q = jax.eval_shape(lambda x: fp8jax.quantize(x, spec), jnp.ones((64, 256)))
     assert q.nbytes == spec.nbytes((64, 256))
-    assert q.nbytes >= want * 64 * 256 * (1 - 5e-4)
+    assert q.nbytes >= expected * 64 * 256 * (1 - 5e-4)
 
 
 def test_every_operand_of_a_product_is_the_field_of_its_name():

@@ -1,7 +1,7 @@
 """Presets against the papers that they are named after: formats, granularities, rounding, scalings and rates.
 
-Each row is a sentence of a paper, typed from its text and not from our code. Where a preset departs from its paper the
-row says "ours" and why, and the preset's docstring or RESULTS has the same.
+Each row is a statement of a paper, copied from its text and not from our code. If a preset differs from its paper, the
+row says "ours" and why. The preset's docstring or RESULTS says the same.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def int8(kind, size=None, rounding="nearest"):
 
 
 def all_of(forward, backward):
-    """The operands of a layer that quantizes its input and weight once, and its gradient once."""
+    """The operands of a layer that quantizes input, weight and gradient once each."""
     return dict.fromkeys(("x", "w", "w_dgrad", "x_wgrad", "x_residual"), forward) | dict.fromkeys(
         ("dy", "dy_wgrad"), backward
     )
@@ -167,13 +167,13 @@ RATES = {
 
 
 def settings(recipe: Recipe) -> dict:
-    """All fields of a recipe by path, but the operands and the rates of its linear layers."""
-    found = {}
+    """Returns all fields of a recipe by path, except operands and rates of its linear layers."""
+    results = {}
     for part in ("weights", "optimizer", "linear", "context", "comm"):
         for field in dataclasses.fields(getattr(recipe, part)):
             if part != "linear" or field.name not in (*OPERANDS, *(name for name, _ in RATES)):
-                found[f"{part}.{field.name}"] = getattr(getattr(recipe, part), field.name)
-    return found
+                results[f"{part}.{field.name}"] = getattr(getattr(recipe, part), field.name)
+    return results
 
 
 def test_every_preset_has_its_paper():
@@ -187,8 +187,8 @@ def test_operands_are_those_of_the_paper(name):
     linear = fp8jax.recipes.get(name).linear
     for operand in OPERANDS:
         spec = linear.spec(operand)
-        found = spec and (spec.format, spec.granularity, spec.group_size, spec.rounding)
-        assert found == expected[operand], f"{operand} of {name}: {source}"
+        actual = spec and (spec.format, spec.granularity, spec.group_size, spec.rounding)
+        assert actual == expected[operand], f"{operand} of {name}: {source}"
         assert spec is None or (not spec.expand and spec.scale_format == "fp32" and spec.axis == -1)
         if spec is not None and spec.granularity == "mx":
             assert spec.fold_scales == (name != "moss_mx"), "folded into rows, but in moss_mx"
@@ -212,11 +212,11 @@ def test_gradients_of_heads_that_reach_weights_have_the_wider_range_and_sums_all
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_settings_are_those_of_the_paper(name):
-    found = settings(fp8jax.recipes.get(name))
+    actual = settings(fp8jax.recipes.get(name))
     expected = {path: (value, source) for (path, value), source in SETTINGS.get(name, {}).items()}
-    assert expected.keys() <= found.keys()
-    assert found.keys() == UNSAID.keys(), "a new field needs a row"
-    for path, value in found.items():
+    assert expected.keys() <= actual.keys()
+    assert actual.keys() == UNSAID.keys(), "a new field needs a row"
+    for path, value in actual.items():
         reference, source = expected.get(path, (UNSAID[path], "no paper asks for it"))
         assert value == reference, f"{path} of {name}: {source}"
 

@@ -1,4 +1,4 @@
-"""The quantizer against a float64 oracle, its invariants, and `QTensor` under jax's transformations."""
+"""The quantizer against a float64 reference, its invariants, and `QTensor` under JAX transformations."""
 
 import dataclasses
 import functools
@@ -71,12 +71,12 @@ def test_quantize_equals_the_float64_formula(spec, shape):
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32) * 10.0 ** np.random.default_rng(1).uniform(-6, 6)
     q = fp8jax.quantize(jnp.asarray(x), spec)
     q.validate()
-    want = oracle(x, q.spec)
-    got = np.asarray(q.dequantize(), np.float64)
+    expected = oracle(x, q.spec)
+    actual = np.asarray(q.dequantize(), np.float64)
     # fp32 arithmetic may tip a value that lies within its error of a tie to the neighbouring code.
     step = 2.0 ** -formats.get(q.spec.format).mantissa_bits
-    assert (np.abs(got - want) <= 1e-5 * np.abs(want) + 1e-30).mean() > 0.999
-    assert (np.abs(got - want) <= step * 16 * np.abs(want) + 1e-30).all()
+    assert (np.abs(actual - expected) <= 1e-5 * np.abs(expected) + 1e-30).mean() > 0.999
+    assert (np.abs(actual - expected) <= step * 16 * np.abs(expected) + 1e-30).all()
 
 
 NARROW = [QuantSpec(name, "group", 128, scale_format="bf16") for name in ("e4m3", "int8", "int10")]
@@ -84,7 +84,7 @@ NARROW = [QuantSpec(name, "group", 128, scale_format="bf16") for name in ("e4m3"
 
 @pytest.mark.parametrize("spec", ["e4m3", "e4m3:group128", "e5m2:group128", "int8", "int10:group128", *NARROW], ids=str)
 def test_error_is_at_most_half_a_step(spec):
-    """Also of the largest of a group, under scales in bf16."""
+    """Also for the largest value of a group, with scales in bf16."""
     x = jax.random.normal(jax.random.key(0), (16, 384)) * jnp.linspace(0.5, 2, 16)[:, None]
     q = fp8jax.quantize(x, spec)
     fmt = formats.get(q.spec.format)
@@ -124,15 +124,17 @@ def test_special_groups_keep_their_values(spec):
     x = np.stack(list(rows.values())).astype(np.float32)
     q = fp8jax.quantize(jnp.asarray(x), spec)
     q.validate()
-    got = np.asarray(q.dequantize())
-    assert np.isfinite(got).all()
-    np.testing.assert_array_equal(got == 0, x == 0)
-    np.testing.assert_allclose(got[:3], x[:3], rtol=1e-6)
+    actual = np.asarray(q.dequantize())
+    assert np.isfinite(actual).all()
+    np.testing.assert_array_equal(actual == 0, x == 0)
+    np.testing.assert_allclose(actual[:3], x[:3], rtol=1e-6)
     # Half a step of the code, in the expanded domain, moves the value by 2^-(m+1) / k; k here is at least 1/16.
     k = np.asarray(q.expansion, np.float32)
     bound = (1 + 2.0 ** -formats.get(q.spec.format).mantissa_bits) ** (1 / k)
     ratio = np.where(
-        x == 0, 1, np.maximum(got / np.where(x == 0, 1, x), np.where(x == 0, 1, x) / np.where(got == 0, 1, got))
+        x == 0,
+        1,
+        np.maximum(actual / np.where(x == 0, 1, x), np.where(x == 0, 1, x) / np.where(actual == 0, 1, actual)),
     )
     assert (ratio <= bound).all()
 
@@ -160,10 +162,10 @@ def test_a_non_finite_input_is_visible_and_leaves_its_neighbours_alone(spec, bad
     x = np.random.default_rng(0).normal(size=(2, 256)).astype(np.float32)
     clean = np.asarray(fp8jax.quantize(jnp.asarray(np.where(np.arange(256) == 3, 0, x)), spec).dequantize())
     x[:, 3] = bad
-    got = np.asarray(fp8jax.quantize(jnp.asarray(x), spec).dequantize())
-    assert not np.isfinite(got[:, 3]).any()
+    actual = np.asarray(fp8jax.quantize(jnp.asarray(x), spec).dequantize())
+    assert not np.isfinite(actual[:, 3]).any()
     others = np.arange(256) != 3
-    np.testing.assert_array_equal(got[:, others], clean[:, others])
+    np.testing.assert_array_equal(actual[:, others], clean[:, others])
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -254,8 +256,8 @@ def test_qtensor_goes_through_jit_vmap_scan_eval_shape_and_donation(spec):
 def test_sharding_changes_no_code_and_scales_follow_it(shape, sharding):
     x = jax.random.normal(jax.random.key(0), shape)
     quantize = jax.jit(fp8jax.quantize, static_argnums=1)
-    want = quantize(x, "e4m3:group128+expand")
-    decoded = np.asarray(want.dequantize())
+    expected = quantize(x, "e4m3:group128+expand")
+    decoded = np.asarray(expected.dequantize())
     blocks = -(-shape[1] // 128)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
@@ -263,7 +265,7 @@ def test_sharding_changes_no_code_and_scales_follow_it(shape, sharding):
         # Op by op, each of them compiled for eight devices, once.
         for f in (quantize, fp8jax.quantize) if blocks == 8 else (quantize,):
             q = f(sharded, "e4m3:group128+expand")
-            chex.assert_trees_all_equal(jax.device_get(q), jax.device_get(want))
+            chex.assert_trees_all_equal(jax.device_get(q), jax.device_get(expected))
             assert jax.typeof(q.codes).sharding.spec == jax.typeof(sharded).sharding.spec
             last = "x" if sharding == P(None, "x") and blocks % 8 == 0 else None
             first = "x" if sharding == P("x", None) else None
@@ -274,7 +276,7 @@ def test_sharding_changes_no_code_and_scales_follow_it(shape, sharding):
             np.testing.assert_array_equal(np.asarray(values), decoded)
     automatic = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     q = quantize(jax.device_put(x, jax.NamedSharding(automatic, sharding)), "e4m3:group128+expand")
-    chex.assert_trees_all_equal(jax.device_get(q), jax.device_get(want))
+    chex.assert_trees_all_equal(jax.device_get(q), jax.device_get(expected))
 
 
 def test_validate_names_what_is_wrong():
@@ -302,17 +304,17 @@ def test_any_finite_group_decodes_to_finite_values_of_the_same_signs(values, spe
     x = np.asarray([values], np.float32)
     q = fp8jax.quantize(jnp.asarray(x), spec)
     q.validate()
-    got = np.asarray(q.dequantize())
-    assert np.isfinite(got).all()
-    assert (got * np.sign(x) >= 0).all()
+    actual = np.asarray(q.dequantize())
+    assert np.isfinite(actual).all()
+    assert (actual * np.sign(x) >= 0).all()
     if q.spec.expand:
-        np.testing.assert_array_equal(got != 0, x != 0)
+        np.testing.assert_array_equal(actual != 0, x != 0)
     # Below fp32's smallest normal a processor has fewer bits, or none.
-    assert np.abs(got).max() <= np.abs(x).max() * np.float64(1 + 1e-6) + formats.TINY
+    assert np.abs(actual).max() <= np.abs(x).max() * np.float64(1 + 1e-6) + formats.TINY
 
 
 def test_metadata_is_rounded_in_a_way_that_no_compiler_may_skip():
-    """XLA on GPUs removes the cast of an fp32 value to bf16 and back; the codes would then not fit the stored value."""
+    """On GPUs, XLA removes a cast of fp32 to bf16 and back. Codes would then not fit the stored scale."""
     for spec in ("e4m3:group128+expand", fp8jax.QuantSpec("e4m3", "group", 128, scale_format="bf16")):
         assert count(lambda x, spec=spec: fp8jax.quantize(x, spec), "reduce_precision", jnp.ones((4, 128))) >= 1
 
@@ -328,16 +330,18 @@ SCALED = [fmt.name for fmt in formats.ALL if fmt.needs_scale and fmt.name != "e8
     ),
 )
 def test_blocks_up_to_the_largest_numbers_have_the_codes_of_ordinary_ones(name, scale_format):
-    """A power of two changes scales alone, be it 2^127; and what is largest in fp32 has a finite scale."""
+    """A power of two changes only scales, up to 2^127. The largest fp32 numbers have a finite scale."""
     spec = QuantSpec(name, "group", 64, scale_format=scale_format)
     x = np.abs(np.random.default_rng(0).standard_normal((3, 64))).astype(np.float32)
     x *= 0.99 / x.max(-1, keepdims=True)
-    want = quantize(jnp.asarray(x), spec)
+    expected = quantize(jnp.asarray(x), spec)
     for factor in (1, 2):
-        got = quantize(jnp.asarray(x * np.float32(2.0**127) * factor), spec)
-        np.testing.assert_array_equal(np.asarray(got.codes).view(np.uint8), np.asarray(want.codes).view(np.uint8))
+        actual = quantize(jnp.asarray(x * np.float32(2.0**127) * factor), spec)
         np.testing.assert_array_equal(
-            np.float64(np.float32(got.scale)), np.float64(np.float32(want.scale)) * np.float64(2.0**127) * factor
+            np.asarray(actual.codes).view(np.uint8), np.asarray(expected.codes).view(np.uint8)
+        )
+        np.testing.assert_array_equal(
+            np.float64(np.float32(actual.scale)), np.float64(np.float32(expected.scale)) * np.float64(2.0**127) * factor
         )
     for expand in (False, True):
         top = quantize(
@@ -364,7 +368,7 @@ def test_negative_subnormals_count_as_zeros_of_an_unsigned_format(expand, kind):
 
 
 def along(axis, *tensors):
-    """QTensors, joined leaf by leaf, as users' tree maps do it."""
+    """Concatenates QTensors leaf by leaf, as users' tree maps do."""
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis), *tensors)
 
 
@@ -435,23 +439,23 @@ def test_flips_decode_unless_a_block_is_short(spec):
 def test_short_blocks_go_through_tree_maps_of_leading_axes():
     values = [jnp.asarray(normal(4, 100)) * factor for factor in (1, 100)]
     tensors = [fp8jax.quantize(x, "e4m3:group64") for x in values]
-    want = np.stack([q.dequantize() for q in tensors])
+    expected = np.stack([q.dequantize() for q in tensors])
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *tensors)
-    np.testing.assert_array_equal(stacked.dequantize(), want)
-    np.testing.assert_array_equal(jax.tree.map(lambda leaf: leaf[1], stacked).dequantize(), want[1])
-    np.testing.assert_array_equal(jax.vmap(lambda q: q.dequantize())(stacked), want)
+    np.testing.assert_array_equal(stacked.dequantize(), expected)
+    np.testing.assert_array_equal(jax.tree.map(lambda leaf: leaf[1], stacked).dequantize(), expected[1])
+    np.testing.assert_array_equal(jax.vmap(lambda q: q.dequantize())(stacked), expected)
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked)
-    np.testing.assert_array_equal(flat.dequantize(), want.reshape(8, 100))
+    np.testing.assert_array_equal(flat.dequantize(), expected.reshape(8, 100))
     _, each = jax.lax.scan(lambda _, q: (None, q.dequantize()), None, stacked)
-    np.testing.assert_array_equal(each, want)
+    np.testing.assert_array_equal(each, expected)
     # Trees of what has no shape fit those of arrays; so does what was pickled before there were short blocks.
     q = tensors[0]
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, P())
     for other in (dataclasses.replace(q, codes=sharding, scale=sharding), q.shardings(sharding)):
-        np.testing.assert_array_equal(jax.jit(lambda q: q, in_shardings=(other,))(q).dequantize(), want[0])
+        np.testing.assert_array_equal(jax.jit(lambda q: q, in_shardings=(other,))(q).dequantize(), expected[0])
     old = pickle.loads(pickle.dumps(q))
     old.__dict__.pop("short_blocks", None)
     assert jax.tree.structure(old) == jax.tree.structure(q)
-    np.testing.assert_array_equal(old.dequantize(), want[0])
+    np.testing.assert_array_equal(old.dequantize(), expected[0])
     assert jax.tree.structure(q) != jax.tree.structure(fp8jax.quantize(jnp.ones((4, 90)), "e4m3:group64"))

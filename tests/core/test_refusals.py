@@ -1,4 +1,4 @@
-"""Settings of a recipe that contradict each other are refused where they are made, with the value and the fix."""
+"""Contradictory settings of a recipe raise an error at construction, with the value and the fix."""
 
 import dataclasses
 

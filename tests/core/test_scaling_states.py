@@ -1,4 +1,4 @@
-"""Scales of extreme magnitudes, and the states of strategies over several steps, against NumPy in float64."""
+"""Scales of extreme magnitudes, and states of strategies over several steps, against float64 NumPy."""
 
 import dataclasses
 
@@ -71,10 +71,10 @@ def test_a_history_skips_steps_without_values_and_forgets_the_oldest():
 
 def test_an_empty_history_scales_by_the_tensor():
     strategy, x = scaling.Delayed(amax_history_length=2), jnp.asarray([[3.0, -7.0]])
-    own = float(strategy.scale(strategy.init(), x, E4M3))
-    assert own == pytest.approx(7 / 448, rel=1e-6)
-    seen = strategy.update(strategy.init(), jnp.float32(28))
-    assert float(strategy.scale(seen, x, E4M3)) == pytest.approx(28 / 448, rel=1e-6)
+    current_scale = float(strategy.scale(strategy.init(), x, E4M3))
+    assert current_scale == pytest.approx(7 / 448, rel=1e-6)
+    updated = strategy.update(strategy.init(), jnp.float32(28))
+    assert float(strategy.scale(updated, x, E4M3)) == pytest.approx(28 / 448, rel=1e-6)
 
 
 def test_settings_of_strategies_arrive():
@@ -116,12 +116,12 @@ def test_a_bound_grows_as_the_weights_of_its_dtype(fmt):
 
 def test_a_rounded_amax_is_the_next_bf16():
     amax = np.asarray([0, 1, 1 + 2.0**-9, 448, 449.5, TINY, 3e38, np.inf, np.nan], np.float32)
-    found = np.asarray(scaling.TwoStage().reduce_amax(jnp.asarray(amax)))
+    actual = np.asarray(scaling.TwoStage().reduce_amax(jnp.asarray(amax)))
     finite = np.where(np.isfinite(amax), amax, 0)
-    assert (found >= finite).all()
-    assert (found <= finite * (1 + 2.0**-7)).all()
-    np.testing.assert_array_equal(found.astype(BF16.dtype).astype(np.float32), found)
-    assert found[1] == 1
+    assert (actual >= finite).all()
+    assert (actual <= finite * (1 + 2.0**-7)).all()
+    np.testing.assert_array_equal(actual.astype(BF16.dtype).astype(np.float32), actual)
+    assert actual[1] == 1
 
 
 def test_a_power_of_two_times_the_outer_scale_covers_an_amax():

@@ -1,4 +1,4 @@
-"""Tables and sentences fit into the terminal, and lose nothing by it."""
+"""Tables and sentences fit the terminal without losing content."""
 
 import itertools
 import re
@@ -77,7 +77,7 @@ def test_sentences(width):
 
 
 def expand(text):
-    """The paths of a text in brace notation, as a shell expands it."""
+    """Expands a text in brace notation to paths, as a shell does."""
     pieces = []
     for piece in re.split(r"(\{[^}]*\})", text):
         names = []
@@ -101,9 +101,9 @@ def expand(text):
     ],
 )
 def test_folded_paths_stand_for_the_same_paths(paths, folded):
-    found = tables.fold_paths(paths)
-    assert sorted(path for text in found for path in expand(text)) == sorted(set(paths))
-    assert folded is None or found == folded
+    actual = tables.fold_paths(paths)
+    assert sorted(path for text in actual for path in expand(text)) == sorted(set(paths))
+    assert folded is None or actual == folded
 
 
 def test_sections_have_common_columns_and_titles():

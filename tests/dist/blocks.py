@@ -21,11 +21,11 @@ def params(seed: int = 0) -> dict[str, jax.Array]:
     inner = {"gate": (WIDTH, INNER), "up": (WIDTH, INNER), "down": (INNER, WIDTH)}
     shapes = {name: (WIDTH, WIDTH) for name in ("q", "k", "v", "out")} | inner
     keys = jax.random.split(jax.random.key(seed), len(shapes))
-    drawn = {
+    samples = {
         name: jax.random.normal(key, shape) / shape[0] ** 0.5
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
-    return drawn | {name: 1 + jax.random.normal(keys[i], (WIDTH,)) / 8 for i, name in enumerate(("norm1", "norm2"))}
+    return samples | {name: 1 + jax.random.normal(keys[i], (WIDTH,)) / 8 for i, name in enumerate(("norm1", "norm2"))}
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -12,15 +12,15 @@ _ELEMENTS = {"f8E4M3FN": 1, "f8E5M2": 1, "ui8": 1, "i8": 1, "bf16": 2, "f16": 2,
 def asked_for(function: Any, *args: Any) -> list[tuple[str, str, int]]:
     """(kind, dtype, bytes of the operand on a device) of each collective that a program asks XLA for, in order."""
     text = jax.jit(function).lower(*args).as_text()
-    found = []
+    results = []
     for kind, rest in re.findall(rf'"stablehlo\.({"|".join(KINDS)})"(.*?\) -> [^\n]*)', text, re.DOTALL):
         operand = re.findall(r": \((?:tensor<([^>]*)>)", rest)[-1]
         *dims, dtype = operand.split("x")
         size = _ELEMENTS[dtype]
         for dim in dims:
             size *= int(dim)
-        found.append((kind, dtype, size))
-    return found
+        results.append((kind, dtype, size))
+    return results
 
 
 def compiled(function: Any, *args: Any) -> list[tuple[str, str]]:

@@ -97,11 +97,13 @@ def test_products_over_devices_are_those_of_rounded_rows(wire, case):
     sizes = SIZES[case]
     unused = experts_of(sizes) == EXPERTS
     x, dy = np.where(unused[..., None], np.nan, X), np.where(unused[..., None], np.nan, DY)
-    got = value_and_gradients(wire)(x, W, sizes, dy)
-    for one, want in zip(
-        got, oracle(np.where(unused[..., None], 0, X), W, np.where(unused[..., None], 0, DY), sizes, wire), strict=True
+    actual = value_and_gradients(wire)(x, W, sizes, dy)
+    for one, expected in zip(
+        actual,
+        oracle(np.where(unused[..., None], 0, X), W, np.where(unused[..., None], 0, DY), sizes, wire),
+        strict=True,
     ):
-        np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_gradients_of_results_travel_in_the_format_of_gradients():
@@ -109,12 +111,12 @@ def test_gradients_of_results_travel_in_the_format_of_gradients():
     combine = lambda y, sizes: TokenExchange.from_sizes(sizes[0], "expert", ROWS).combine(y[0], "te_current")[None]  # noqa: E731
     y = jnp.zeros((4, 4 * ROWS, OUTPUTS))
     _, back = jax.vjp(lambda y: mapped(combine)(y, UNEVEN), y)
-    (found,) = jax.jit(back)(DY)
+    (actual,) = jax.jit(back)(DY)
     sent = rounded(np.where(experts_of(UNEVEN)[..., None] < EXPERTS, DY, 0), "e4m3", UNEVEN, ml_dtypes.float8_e5m2)
     for device in range(4):  # has the rows of two experts, those of the first device first
         experts = experts_of(UNEVEN)
-        want = np.concatenate([sent[experts == expert] for expert in (2 * device, 2 * device + 1)])
-        np.testing.assert_allclose(found[device, : len(want)], want, rtol=1e-6)
+        expected = np.concatenate([sent[experts == expert] for expert in (2 * device, 2 * device + 1)])
+        np.testing.assert_allclose(actual[device, : len(expected)], expected, rtol=1e-6)
 
 
 def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
@@ -166,14 +168,14 @@ def test_codes_and_scales_are_all_that_travels_to_experts(wire, widths):
     text = jax.jit(both).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.all_to_all" not in text
     sent = re.findall(r"custom_call @ragged_all_to_all.*? : \(tensor<(\d+)x(\d+)x(\w+)>", text)
-    found = sorted((dtype, int(rows), int(width) * (1 if dtype == "ui8" else 4)) for rows, width, dtype in sent)
+    actual = sorted((dtype, int(rows), int(width) * (1 if dtype == "ui8" else 4)) for rows, width, dtype in sent)
     dtype = "f32" if wire in ("fp32", "nvfp4") else "ui8"
     # Experts' devices send arrays as long as what they may have received, of which their rows travel.
     back = [("f32", 4 * ROWS, 4 * INPUTS), ("f32", 4 * ROWS, 4 * OUTPUTS)]
-    assert found == sorted([(dtype, ROWS, width) for width in widths] + back)
+    assert actual == sorted([(dtype, ROWS, width) for width in widths] + back)
     # XLA for CPUs exchanges as many rows between each two devices.
     on_cpu = [one[1:] for one in programs.asked_for(both, *operands) if one[0] == "all_to_all"]
-    assert sorted(on_cpu) == sorted((dtype, 4 * ROWS * width) for dtype, _, width in found)
+    assert sorted(on_cpu) == sorted((dtype, 4 * ROWS * width) for dtype, _, width in actual)
     forward, backward = (expert_collectives(ROWS, width, 4, wire, "fp32") for width in (INPUTS, OUTPUTS))
     assert [forward[0].nbytes, backward[1].nbytes] == [ROWS * width for width in widths]
     assert [x[-1].sent_bytes for x in (forward, backward)] == [2 * ROWS * 4 * w * 3 / 4 for w in (INPUTS, OUTPUTS)]
@@ -225,14 +227,14 @@ def test_experts_are_shared_beside_fsdp_and_tensor_axes():
         return jnp.sum(function(*args, UNEVEN) * X / 9), function(*args, UNEVEN)
 
     with jax.default_matmul_precision("highest"):
-        found = [
+        actual = [
             jax.jit(jax.value_and_grad(functools.partial(run, function), argnums=(0, 1, 2, 3), has_aux=True))(
                 X, *weights
             )
             for function in (over_devices, on_one_device)
         ]
-    for one, want in zip(*map(jax.tree.leaves, found), strict=True):
-        assert relative(one, want) < 1e-5
+    for one, expected in zip(*map(jax.tree.leaves, actual), strict=True):
+        assert relative(one, expected) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ def test_a_layer_gathers_its_codes_again_in_the_backward_pass(name, mesh):
         return jnp.mean(fp8jax.linear(x, w.astype(jnp.bfloat16), recipe=recipe).astype(jnp.float32) ** 2)
 
     want_w, want_x = jax.jit(jax.grad(whole_loss, argnums=(0, 1)))(w, x)
-    for found, want in ((dw, want_w), (dx, want_x)):
-        error = np.linalg.norm(np.float32(found) - np.float32(want)) / np.linalg.norm(np.float32(want))
+    for actual, expected in ((dw, want_w), (dx, want_x)):
+        error = np.linalg.norm(np.float32(actual) - np.float32(expected)) / np.linalg.norm(np.float32(expected))
         assert error < 0.1  # scales of gradients are those of each device's part of the batch
 
 
@@ -77,13 +77,13 @@ def test_what_is_not_cut_over_all_axes_or_has_one_axis_comes_back_as_it_is(mesh)
     weights = {"whole": W, "bias": W[:, 0], "cut": W.astype(jnp.bfloat16)}
     specs = {"whole": P(), "bias": P("fsdp"), "cut": P("fsdp")}
     run = mapped(mesh, functools.partial(gather_weights, axes="fsdp", specs=specs), (specs,), specs | {"cut": P()})
-    found = jax.jit(run)(weights)
+    actual = jax.jit(run)(weights)
     for name in ("whole", "bias"):
-        np.testing.assert_array_equal(found[name], weights[name])
-    assert found["cut"].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(actual[name], weights[name])
+    assert actual["cut"].dtype == jnp.bfloat16
     wide = functools.partial(gather_weights, axes="fsdp", specs=P("fsdp"), dtype=jnp.float32)
     assert jax.eval_shape(mapped(mesh, wide, P("fsdp"), P()), weights["cut"]).dtype == jnp.float32
-    assert (found["cut"] != weights["cut"]).any()
+    assert (actual["cut"] != weights["cut"]).any()
     both = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     for cut, rows in ((P("data"), 64), (P(("data", "fsdp")), 256)):
         gather = functools.partial(gather_weights, axes=("data", "fsdp"), specs=cut)
@@ -96,8 +96,8 @@ def test_a_recipes_weights_are_quantized_along_inputs_layer_by_layer(mesh):
     layers = jnp.stack([W, 1e-6 * W])
     for how, one in ((part, fp8jax.QuantSpec("e4m3", "group", 32, axis=-2)), ("te_current", fp8jax.QuantSpec("e4m3"))):
         gather = functools.partial(gather_weights, axes="fsdp", wire_format=how, specs=P(None, None, "fsdp"))
-        found = jax.jit(mapped(mesh, gather, P(None, None, "fsdp"), P()))(layers)
-        np.testing.assert_array_equal(found, jnp.stack([fp8jax.quantize(w, one).dequantize() for w in layers]))
+        actual = jax.jit(mapped(mesh, gather, P(None, None, "fsdp"), P()))(layers)
+        np.testing.assert_array_equal(actual, jnp.stack([fp8jax.quantize(w, one).dequantize() for w in layers]))
 
 
 def test_gradients_of_gathered_weights_travel_as_asked(mesh):
@@ -130,13 +130,13 @@ def test_gradients_of_gathered_weights_travel_as_asked(mesh):
 def test_whole_tensors_go_to_the_device_that_has_least():
     rng = np.random.default_rng(0)
     tree = {i: jax.ShapeDtypeStruct((int(n),), jnp.float16) for i, n in enumerate(rng.integers(1, 1000, 60))}
-    found = partition(tree, 8)
+    actual = partition(tree, 8)
     loads = np.zeros(8, int)
-    for i, owner in found.owner.items():
+    for i, owner in actual.owner.items():
         loads[owner] += 2 * tree[i].shape[0]
-    assert tuple(loads) == found.loads
+    assert tuple(loads) == actual.loads
     assert max(loads) - min(loads) <= max(2 * x.shape[0] for x in tree.values())
-    assert 1 <= found.imbalance < 1.05
+    assert 1 <= actual.imbalance < 1.05
     # Graham's bound for the largest first: 4/3 - 1/(3 m) of the best, here of three tensors for two devices.
     assert partition({"a": 3, "b": 3, "c": 2, "d": 2, "e": 2}, 2, nbytes=int).loads == (7, 5)
     assert partition({"one": 8}, 4, nbytes=int).loads == (8, 0, 0, 0)

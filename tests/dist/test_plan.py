@@ -19,9 +19,9 @@ SHAPES = {"layers": (3, 40, 96), "w": (64, 128), "odd": (5, 1001), "norm": (128,
 STACKED = {"layers": 1, "w": 0, "odd": 0, "norm": 0, "one": 0}
 
 
-def totals(found):
+def totals(actual):
     sums = {}
-    for one in found:
+    for one in actual:
         key = one.kind, one.dtype, one.devices
         sums[key] = sums.get(key, 0) + one.times * one.nbytes
     return sums
@@ -69,10 +69,10 @@ def test_collectives_are_read_from_programs_with_loops_and_every_form_of_groups(
         return jax.lax.all_gather(x, "a", tiled=True)
 
     run = jax.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P(), check_vma=False)
-    found = collectives(jax.jit(run).lower(jax.ShapeDtypeStruct((64, 16), jnp.float32)).compile().as_text())
-    assert sorted(found) == [
+    actual = collectives(jax.jit(run).lower(jax.ShapeDtypeStruct((64, 16), jnp.float32)).compile().as_text())
+    assert sorted(actual) == [
         Collective("all-gather", "f32", 1024, 4, 1), Collective("all-reduce", "f32", 1024, 2, 5)]  # fmt: skip
-    assert sum(x.sent_bytes for x in found) == 3 * 1024 + 5 * 1024
+    assert sum(x.sent_bytes for x in actual) == 3 * 1024 + 5 * 1024
     text = """
 ENTRY %main (p: f32[8]) -> f32[8] {
   %a = ((u8[64]{0}), u8[512]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}
@@ -106,15 +106,15 @@ def test_bytes_that_a_device_sends(kind, devices, sent):
 def test_planned_states_are_as_large_as_the_arrays(name):
     params = {"w": jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32)}
     recipe = fp8jax.recipes.get(name)
-    found = fp8jax.dist.plan(params, recipe, {"fsdp": 4}, unsharded=2.0 * 1024**2)
+    actual = fp8jax.dist.plan(params, recipe, {"fsdp": 4}, unsharded=2.0 * 1024**2)
     state = fp8jax.state_bytes(jax.eval_shape(fp8jax.optimizer(recipe, 1e-3).init, params))
     for role, part in (("mu", "first moments"), ("nu", "second moments")):
-        assert found.memory[part] == pytest.approx(state[role] / 4, rel=1e-5)
+        assert actual.memory[part] == pytest.approx(state[role] / 4, rel=1e-5)
     master = state["other"] / 4 if name == "fp8_lm" else 0
-    assert found.memory.get("master weights", 0) == pytest.approx(master, rel=1e-5)
-    assert found.memory["parameters"] == 1024**2 * (2 if name == "fp8_lm" else 4)
-    assert found.total == sum(found.memory.values())
-    assert f"{found.total / 1e9:.2f} GB" in found.table()
+    assert actual.memory.get("master weights", 0) == pytest.approx(master, rel=1e-5)
+    assert actual.memory["parameters"] == 1024**2 * (2 if name == "fp8_lm" else 4)
+    assert actual.total == sum(actual.memory.values())
+    assert f"{actual.total / 1e9:.2f} GB" in actual.table()
 
 
 def test_weight_related_volume_falls_as_fp8_lm_says():
@@ -266,10 +266,10 @@ def test_what_travels_is_what_the_sizes_of_the_parameters_say(case):
     shared = {"w": 2, "mid": -1, "embed": -1, "norm": -1}
     crossings = [Collective("all-reduce", "f32", 50, 2, 2)] if tensor > 1 else []
     mesh = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    found = fp8jax.dist.plan(
+    actual = fp8jax.dist.plan(
         params, recipe, mesh, layer_axes=stacked, tensor_dims=shared, activation_collectives=crossings
     )
-    assert totals(found.collectives) == EXCHANGED[case]
+    assert totals(actual.collectives) == EXCHANGED[case]
 
 
 # Of te_current's, by kind, dtype and devices, over data=2: what partitions change, of parameters held in fp32.
@@ -300,14 +300,14 @@ def test_a_partition_shares_what_the_optimizer_holds(partition, fsdp):
     params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in LAYERS.items()}
     stacked, mesh = {"w": 1, "mid": 0, "embed": 0, "norm": 0}, {"data": 2, "fsdp": fsdp}
     plan = lambda recipe, **how: fp8jax.dist.plan(params, recipe, mesh, layer_axes=stacked, **how)  # noqa: E731
-    found = plan("bf16", partition=partition)
+    actual = plan("bf16", partition=partition)
     kinds = [*PARTITIONED["slices", 1], *OF_SUMS, ("reduce-scatter", "bf16", 4), ("reduce-scatter", "bf16", 8)]
-    assert {key: n for key, n in totals(found.collectives).items() if key in kinds} == PARTITIONED[partition, fsdp]
+    assert {key: n for key, n in totals(actual.collectives).items() if key in kinds} == PARTITIONED[partition, fsdp]
     parts = dataclasses.replace(fp8jax.recipes.coat(), weights=Weights(master="bf16+int8"))
-    found, alone = plan(parts, partition=partition), plan(parts)
+    actual, alone = plan(parts, partition=partition), plan(parts)
     shared = {"first moments", "second moments", "remainders of weights"}
     for name, size in alone.memory.items():
-        assert found.memory[name] == (size / 2 if partition and name in shared else size)
+        assert actual.memory[name] == (size / 2 if partition and name in shared else size)
     with pytest.raises(ValueError, match="partition 'rows' is unknown; use 'tensors' or 'slices'"):
         plan("bf16", partition="rows")
 
@@ -315,18 +315,18 @@ def test_a_partition_shares_what_the_optimizer_holds(partition, fsdp):
 def test_thin_layers_are_coded_where_all_are_reduced_together():
     """A layer's gradient is too small for codes; with factors, which are of a whole gradient, it is no layer's."""
     params, plain = {"w": jax.ShapeDtypeStruct((4, 32, 64), jnp.float32)}, fp8jax.recipes.te_current()
-    for comm, want in (
+    for comm, expected in (
         (Comm("e4m3", "one_phase"), {("reduce-scatter", "f32", 4): 4 * 8192}),
         (Comm("e4m3", "one_phase", auto_scale=True),
          {("reduce-scatter", "f8e4m3fn", 4): 8192, ("all-reduce", "f32", 4): 4 * 4}),
     ):  # fmt: skip
-        found = fp8jax.dist.plan(params, dataclasses.replace(plain, comm=comm), {"fsdp": 4}, layer_axes=1)
-        summed = [one for one in found.collectives if one.kind != "all-gather"]
-        assert totals(summed) == want
+        actual = fp8jax.dist.plan(params, dataclasses.replace(plain, comm=comm), {"fsdp": 4}, layer_axes=1)
+        summed = [one for one in actual.collectives if one.kind != "all-gather"]
+        assert totals(summed) == expected
     # Of fewer rows than devices each has one.
     thin = {"w": jax.ShapeDtypeStruct((2, 8192), jnp.float32)}
-    found = fp8jax.dist.plan(thin, dataclasses.replace(plain, comm=Comm("e4m3")), {"data": 2, "fsdp": 4})
-    assert totals(found.collectives)["all-to-all", "u8", 2] == 8192
+    actual = fp8jax.dist.plan(thin, dataclasses.replace(plain, comm=Comm("e4m3")), {"data": 2, "fsdp": 4})
+    assert totals(actual.collectives)["all-to-all", "u8", 2] == 8192
 
 
 def test_memory_is_that_of_the_moment_that_holds_most():
@@ -339,24 +339,24 @@ def test_memory_is_that_of_the_moment_that_holds_most():
         (1.0, "reduction", {"gradients": 4 * whole / 4, "codes of gradients": 2 * whole / 4}),
     ):
         mesh = {"data": 2, "fsdp": 4}
-        found = fp8jax.dist.plan(params, recipe, mesh, activations=activations, logits=5.0, **options)
+        actual = fp8jax.dist.plan(params, recipe, mesh, activations=activations, logits=5.0, **options)
         always = dict.fromkeys(("parameters", "first moments", "second moments", "sums of gradients"), 4 * whole / 4)
-        assert found.peak == peak
-        assert found.memory == always | rows | {"gathered weights": 77.0, "runtime": 1.5e9}
+        assert actual.peak == peak
+        assert actual.memory == always | rows | {"gathered weights": 77.0, "runtime": 1.5e9}
     for mesh, peak, codes, runtime in (
         ({}, "backward pass", 0, 0.6e9), ({"fsdp": 2}, "reduction", 2, 1.5e9),
         ({"tensor": 2}, "backward pass", 0, 1.5e9), ({"expert": 2}, "reduction", 2, 1.5e9),
     ):  # fmt: skip
-        found = fp8jax.dist.plan(params, recipe, mesh, layer_axes=1, tensor_dims=2, unsharded=0.0)
+        actual = fp8jax.dist.plan(params, recipe, mesh, layer_axes=1, tensor_dims=2, unsharded=0.0)
         cut = whole / (mesh.get("fsdp", 1) * mesh.get("tensor", 1))
-        want = dict.fromkeys(("parameters", "first moments", "second moments", "gradients"), 4 * cut)
-        want |= {"codes of gradients": codes * cut} if codes else {}
-        assert (found.peak, found.memory) == (peak, want | ({"gathered weights": 0.0} if "fsdp" in mesh else {})
+        expected = dict.fromkeys(("parameters", "first moments", "second moments", "gradients"), 4 * cut)
+        expected |= {"codes of gradients": codes * cut} if codes else {}
+        assert (actual.peak, actual.memory) == (peak, expected | ({"gathered weights": 0.0} if "fsdp" in mesh else {})
                                               | {"runtime": runtime})  # fmt: skip
     weights = dataclasses.replace(recipe.weights, master="bf16+int8", compute="bf16")
-    found = fp8jax.dist.plan(params, dataclasses.replace(recipe, weights=weights), {}, microbatches=2).memory
+    actual = fp8jax.dist.plan(params, dataclasses.replace(recipe, weights=weights), {}, microbatches=2).memory
     parts = {"parameters": 2, "remainders of weights": 1, "gradients": 2, "sums of gradients": 4}
-    assert {name: size for name, size in found.items() if name in parts} == {k: n * whole for k, n in parts.items()}
+    assert {name: size for name, size in actual.items() if name in parts} == {k: n * whole for k, n in parts.items()}
     with pytest.raises(TypeError, match="expects a Recipe"):
         fp8jax.dist.plan(params, BLOCKS, {})
     for axis in ("data", "fsdp", "tensor"):

@@ -118,16 +118,16 @@ def test_sums_of_codes_are_exact_in_any_order(count):
     """Those of thousands of codes of e4m3 do not fit into fp32 on the way: they are summed as integers."""
     rng = np.random.default_rng(0)
     codes = rng.integers(1, 126, (count, 64)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
-    want = codes.astype(np.float64).sum(0).astype(np.float32)
+    expected = codes.astype(np.float64).sum(0).astype(np.float32)
     fmt = fp8jax.formats.get("e4m3")
     for order in (np.arange(count), rng.permutation(count)):
-        np.testing.assert_array_equal(sum_codes(jnp.asarray(codes[order]), fmt), want)
+        np.testing.assert_array_equal(sum_codes(jnp.asarray(codes[order]), fmt), expected)
     whole = rng.integers(-127, 128, (count, 64), dtype=np.int8)
-    found = sum_codes(jnp.asarray(whole), fp8jax.formats.get("int8"))
-    np.testing.assert_array_equal(found, whole.sum(0, dtype=np.int64))
+    actual = sum_codes(jnp.asarray(whole), fp8jax.formats.get("int8"))
+    np.testing.assert_array_equal(actual, whole.sum(0, dtype=np.int64))
     codes[3, 7] = np.nan
-    found = np.asarray(sum_codes(jnp.asarray(codes), fmt))
-    np.testing.assert_array_equal(np.isnan(found), np.arange(64) == 7)
+    actual = np.asarray(sum_codes(jnp.asarray(codes), fmt))
+    np.testing.assert_array_equal(np.isnan(actual), np.arange(64) == 7)
 
 
 def test_layers_that_are_stacked_have_scales_of_their_own(mesh, gradients):
@@ -263,8 +263,8 @@ def test_factors_follow_saturation_and_come_back_slowly(mesh):
     unit = (np.abs(alike).max() / np.float32(448)) / start
     codes = (alike / unit).astype(ml_dtypes.float8_e4m3fn).astype(np.float64).sum(0)
     assert (np.abs(codes) > 448).mean() > 0.1
-    want = np.clip(codes, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * unit / DEVICES
-    np.testing.assert_allclose(means["alike"], want, rtol=1e-6)
+    expected = np.clip(codes, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * unit / DEVICES
+    np.testing.assert_allclose(means["alike"], expected, rtol=1e-6)
     assert factors.saturated["apart"] == 0
     np.testing.assert_allclose(factors.mu["apart"], start * 2 ** (1 / 1000), rtol=1e-6)
     for _ in range(3):
@@ -344,10 +344,10 @@ def test_accumulated_gradients_unused_parameters_and_a_checked_shard_map(mesh):
         specs = {"in_specs": (P(), P(AXES)), "out_specs": P()}
         return jax.jit(jax.shard_map(functools.partial(step, check), mesh=mesh, check_vma=check, **specs))(params, x)
 
-    want, unchecked, checked = jax.grad(loss)(params, x), reduced(False), reduced(True)
+    expected, unchecked, checked = jax.grad(loss)(params, x), reduced(False), reduced(True)
     assert not np.asarray(checked["unused"]).any()
     np.testing.assert_array_equal(checked["w"], unchecked["w"])
-    error = np.linalg.norm(checked["w"] - want["w"]) / np.linalg.norm(want["w"])
+    error = np.linalg.norm(checked["w"] - expected["w"]) / np.linalg.norm(expected["w"])
     assert 1e-4 < error < 2**-4
 
 
@@ -446,12 +446,12 @@ def test_sums_that_leave_the_range_are_the_largest_code_in_either_reduction(name
     unit = np.abs(g).max() * np.float32(1 / fmt.max)
     total = (g * (1 / unit)).astype(fmt.dtype).astype(np.float64).sum(0)
     assert (total > fmt.max).mean() > 0.2
-    want = np.clip(total, -fmt.max, fmt.max).astype(fmt.dtype).astype(np.float64) * unit / DEVICES
+    expected = np.clip(total, -fmt.max, fmt.max).astype(fmt.dtype).astype(np.float64) * unit / DEVICES
     whole = on_each(mesh, functools.partial(all_reduce_gradients, **settings))
     part = on_each(mesh, functools.partial(reduce_scatter_gradients, specs=P(AXES), **settings), (P(AXES), WHOLE))
     for reduce in (whole, part):
         mean, new = jax.jit(reduce)(g)
-        np.testing.assert_allclose(np.asarray(mean), want, rtol=1e-6)
+        np.testing.assert_allclose(np.asarray(mean), expected, rtol=1e-6)
         assert float(new.saturated) == pytest.approx((total >= fmt.max).mean(), abs=0.02)
 
 
@@ -471,6 +471,6 @@ def test_a_nan_code_shows_in_a_sum_of_any_length(name, count):
     fmt = fp8jax.formats.get(name)
     values = np.ones((count, 5), np.float32)
     values[count - 1, 2] = np.nan
-    found = np.asarray(sum_codes(jnp.asarray(values.astype(fmt.dtype)), fmt))
-    np.testing.assert_array_equal(np.isnan(found), np.arange(5) == 2)
-    np.testing.assert_array_equal(found[[0, 1, 3, 4]], count)
+    actual = np.asarray(sum_codes(jnp.asarray(values.astype(fmt.dtype)), fmt))
+    np.testing.assert_array_equal(np.isnan(actual), np.arange(5) == 2)
+    np.testing.assert_array_equal(actual[[0, 1, 3, 4]], count)

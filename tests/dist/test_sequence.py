@@ -65,18 +65,18 @@ def test_a_gathered_sequence_is_what_a_product_of_the_whole_reads(spec, devices)
     whole = jax.jit(functools.partial(operand_of, spec=fp8jax.QuantSpec.parse(spec)))
     for x in (X, X.astype(jnp.bfloat16)):
         np.testing.assert_array_equal(np.asarray(jax.jit(run)(x)), np.asarray(whole(x)))
-    found = [one for one in programs.asked_for(run, X) if one[0] == "all_gather"]
-    assert ("all_gather", "ui8", X.size // devices) in found
-    assert sum(size for *_, size in found) <= X.size // devices * (1 + 4 / 32)
+    actual = [one for one in programs.asked_for(run, X) if one[0] == "all_gather"]
+    assert ("all_gather", "ui8", X.size // devices) in actual
+    assert sum(size for *_, size in actual) <= X.size // devices * (1 + 4 / 32)
 
 
 def test_a_recipes_codes_are_gathered_under_its_own_scales():
     """COAT's are rounded up to bf16."""
     part = fp8jax.recipes.coat().linear
-    want = operand_of(X, part.spec("x"), "two_stage")
-    assert (want != operand_of(X, part.spec("x"))).any()
+    expected = operand_of(X, part.spec("x"), "two_stage")
+    assert (expected != operand_of(X, part.spec("x"))).any()
     run = mapped(functools.partial(gather_sequence, axes="tensor", wire_format=part))
-    np.testing.assert_array_equal(np.asarray(jax.jit(run)(X)), np.asarray(want))
+    np.testing.assert_array_equal(np.asarray(jax.jit(run)(X)), np.asarray(expected))
 
 
 def test_a_sequence_is_cut_over_several_axes():
@@ -92,10 +92,10 @@ def test_a_sequence_is_cut_over_several_axes():
 
     run = jax.shard_map(both, mesh=two, in_specs=cut, out_specs=(WHOLE, cut, cut), check_vma=False)
     whole, scattered, codes = jax.jit(run)(X)
-    want = jax.jit(functools.partial(operand_of, spec=fp8jax.QuantSpec.parse("e4m3")))(X)
-    np.testing.assert_array_equal(np.asarray(whole), np.asarray(want))
-    np.testing.assert_allclose(np.asarray(scattered), 8 * np.asarray(want), rtol=2.0**-7)
-    assert relative(np.asarray(codes), sum(4.0**i for i in range(8)) * np.asarray(want)) < ROUNDING
+    expected = jax.jit(functools.partial(operand_of, spec=fp8jax.QuantSpec.parse("e4m3")))(X)
+    np.testing.assert_array_equal(np.asarray(whole), np.asarray(expected))
+    np.testing.assert_allclose(np.asarray(scattered), 8 * np.asarray(expected), rtol=2.0**-7)
+    assert relative(np.asarray(codes), sum(4.0**i for i in range(8)) * np.asarray(expected)) < ROUNDING
     grads = jax.jit(jax.grad(lambda x: jnp.sum(run(x)[0] * X)))(X)
     np.testing.assert_allclose(np.asarray(grads), np.asarray(X), rtol=2.0**-7)
 
@@ -130,8 +130,8 @@ def test_a_layer_reads_the_gathered_codes_themselves(name):
     def apart(x, w):
         return fp8jax.linear(gather_sequence(x, "tensor", recipe), w, recipe=recipe, key=key)
 
-    got, want = (jax.jit(mapped(f, ins, COLUMNS, 2))(x, w) for f in (layer, apart))
-    assert relative(got, want) < 2.0**-7  # scales of what was decoded to bf16
+    actual, expected = (jax.jit(mapped(f, ins, COLUMNS, 2))(x, w) for f in (layer, apart))
+    assert relative(actual, expected) < 2.0**-7  # scales of what was decoded to bf16
     if recipe.linear.x_residual == "same":
         dtype = fp8jax.formats.get(recipe.linear.spec("x").format).dtype
         made = outputs(mapped(layer, ins, COLUMNS, 2), dtype, x, w)
@@ -144,7 +144,7 @@ def test_parts_of_a_sum_are_rounded_once_under_scales_that_all_share(spec, devic
     spec = fp8jax.QuantSpec.parse(spec)
     parts = jax.random.normal(jax.random.key(4), (devices, 2, 64, 64)) * X
     run = mapped(lambda x: scatter_sequence(x[0], "tensor", spec), P("tensor"), CUT, devices)
-    got = jax.jit(run)(parts)
+    actual = jax.jit(run)(parts)
     fmt, values = spec.format, np.asarray(parts, np.float32)
     groups = {"token": 64, "tensor": 0}.get(spec.granularity, spec.group_size)
     split = values.reshape(devices, 2, 64, -1, groups) if groups else values.reshape(devices, 1, 1, 1, -1)
@@ -153,8 +153,8 @@ def test_parts_of_a_sum_are_rounded_once_under_scales_that_all_share(spec, devic
     units = split * (np.float32(1) / scale)
     dtype = fp8jax.formats.get(fmt).dtype
     codes = np.rint(units) if fmt == "int8" else units.astype(dtype).astype(np.float64)
-    want = (codes.astype(np.float64) * scale).sum(0).reshape(2, 64, 64)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * float(largest.max()))
+    expected = (codes.astype(np.float64) * scale).sum(0).reshape(2, 64, 64)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6 * float(largest.max()))
 
 
 def pair(f, x, t):
@@ -172,18 +172,18 @@ def trees(recipe, sums, devices, check=True):
     """Result, gradient of the input and of each weight: of devices, of one, and of one in fp32."""
     p, (x, t) = blocks.params(), jax.random.normal(jax.random.key(9), (2, 1, 64, blocks.WIDTH))
     layer = functools.partial(blocks.parallel_layer, recipe=recipe, sums=sums)
-    got = pair(mapped(layer, (blocks.SPECS, CUT), CUT, devices, check), x, t)(p, x)
-    assert got[0].sharding.spec == CUT
+    actual = pair(mapped(layer, (blocks.SPECS, CUT), CUT, devices, check), x, t)(p, x)
+    assert actual[0].sharding.spec == CUT
     names = sorted(p)
-    made = (got, on_one_device(recipe), on_one_device(fp8jax.recipes.bf16()))
+    made = (actual, on_one_device(recipe), on_one_device(fp8jax.recipes.bf16()))
     return [(tree[0], tree[1][1], *(tree[1][0][name] for name in names)) for tree in made]
 
 
 @pytest.mark.parametrize("devices", [slow(2), slow(4), 8])
 def test_a_layer_in_bf16s_form_is_that_of_one_device(devices):
     """Exact but for the order of sums: here in fp32 throughout, result and all gradients, norms' scales included."""
-    found, one, _ = trees(fp8jax.recipes.bf16(), None, devices)
-    assert max(relative(a, b) for a, b in zip(found, one, strict=True)) < order(blocks.INNER)
+    actual, one, _ = trees(fp8jax.recipes.bf16(), None, devices)
+    assert max(relative(a, b) for a, b in zip(actual, one, strict=True)) < order(blocks.INNER)
 
 
 @pytest.mark.parametrize("devices", [slow(2), slow(4), 8])
@@ -195,14 +195,14 @@ def test_codes_of_a_layer_do_not_depend_on_the_mesh(devices):
     weights' gradients that read a gathered gradient quantize it along tokens: what one device rounds once has been
     rounded along channels before.
     """
-    (got, of_x, *found), (want, want_x, *one), _ = trees(FINE, "fp32", devices)
-    tokens = [relative(a, b) for a, b in zip(got[0], want[0], strict=True)]
+    (result, of_x, *actual), (expected, want_x, *one), _ = trees(FINE, "fp32", devices)
+    tokens = [relative(a, b) for a, b in zip(result[0], expected[0], strict=True)]
     assert np.median(tokens) < order(blocks.INNER)
     # Two roundings apart, in four tokens.
     flipped = 2**0.5 * ROUNDING * (4 / len(tokens)) ** 0.5
-    assert max(relative(got, want), relative(of_x, want_x)) < flipped
+    assert max(relative(result, expected), relative(of_x, want_x)) < flipped
     # Between two roundings and one lie three.
-    for name, a, b in zip(sorted(blocks.SPECS), found, one, strict=True):
+    for name, a, b in zip(sorted(blocks.SPECS), actual, one, strict=True):
         assert relative(a, b) < (3**0.5 * ROUNDING if name in ("out", "down") else flipped), name
 
 
@@ -219,11 +219,11 @@ def test_a_layer_in_8_bits_is_as_far_from_fp32_as_on_one_device(name, devices):
     """
     added = (2 * ROUNDING) ** 2
     trio = trees(fp8jax.recipes.get(name), None, devices, check=False)
-    for got, one, exact in zip(*trio, strict=True):
-        found, from_exact, of_one = (relative(a, b) ** 2 for a, b in ((got, one), (got, exact), (one, exact)))
+    for result, one, exact in zip(*trio, strict=True):
+        actual, from_exact, of_one = (relative(a, b) ** 2 for a, b in ((result, one), (result, exact), (one, exact)))
         chance = 3 * (2 / exact.size) ** 0.5
         assert from_exact < (of_one + added) * (1 + chance) + chance * of_one
-        assert found < (of_one + from_exact + added) * (1 + chance)
+        assert actual < (of_one + from_exact + added) * (1 + chance)
 
 
 def perceptron(x, up, down, recipe, sums=None):
@@ -247,35 +247,35 @@ def moved(recipe, sums, devices=8):
 def test_a_compiled_program_moves_codes_and_little_else(devices):
     """Forward and backward a gather and a scatter: a byte an element, and fp32 scales."""
     size, tokens = 2 * 64 * 128, 2 * 64
-    found = sorted(moved(fp8jax.recipes.deepseek(), None, devices))
+    actual = sorted(moved(fp8jax.recipes.deepseek(), None, devices))
     gather, scatter = (
         [Collective("all-gather", "f32", 4 * tokens // devices, devices),
          Collective("all-gather", "u8", size // devices, devices)],
         [Collective("all-reduce", "f32", 4 * tokens, devices), Collective("all-to-all", "u8", size, devices)],
     )  # fmt: skip
-    scales = [one for one in found if one.kind == "all-reduce"]
+    scales = [one for one in actual if one.kind == "all-reduce"]
     assert sum(one.nbytes for one in scales) == 2 * 4 * tokens  # XLA may join them
-    assert [one for one in found if one not in scales] == sorted(gather * 2 + scatter[1:] * 2)
+    assert [one for one in actual if one not in scales] == sorted(gather * 2 + scatter[1:] * 2)
     plain = moved(fp8jax.recipes.bf16(), None, devices)
-    for recipe, seen in ((fp8jax.recipes.deepseek(), found), (fp8jax.recipes.bf16(), plain)):
+    for recipe, recorded in ((fp8jax.recipes.deepseek(), actual), (fp8jax.recipes.bf16(), plain)):
         each = sequence_collectives(tokens, 128, devices, recipe, "fp32")
         each = [one._replace(times=1) for one in each for _ in range(one.times)]
         sums, others = ([one for one in each if (one.kind == "all-reduce") == is_sum] for is_sum in (True, False))
-        assert sorted(others) == sorted(one for one in seen if one.kind != "all-reduce")
-        assert sum(one.nbytes for one in sums) == (0 if seen is plain else 2 * 4 * tokens)
+        assert sorted(others) == sorted(one for one in recorded if one.kind != "all-reduce")
+        assert sum(one.nbytes for one in sums) == (0 if recorded is plain else 2 * 4 * tokens)
     assert {(one.kind, one.dtype) for one in plain} == {("all-gather", "f32"), ("reduce-scatter", "f32")}
-    ratio = sum(one.sent_bytes for one in plain) / sum(one.sent_bytes for one in found)
+    ratio = sum(one.sent_bytes for one in plain) / sum(one.sent_bytes for one in actual)
     assert 3.5 < ratio < 4
 
 
 def test_planned_crossings_count_what_is_gathered_again_and_powers_of_two():
     """Of 16 tokens of 128 channels on a device: a byte for each 32 beside the codes, and 4 for each token's scale."""
-    found = sequence_collectives(
+    actual = sequence_collectives(
         128, 128, 8, fp8jax.QuantSpec.parse("e4m3:mx32+token+exact"), times=3, forward_gathers=2
     )
     codes, scales = ("all-gather", "u8", 16 * (128 + 4), 8), ("all-gather", "f32", 4 * 16, 8)
     parts = [("all-to-all", "u8", 128 * 128, 8), ("all-reduce", "f32", 4 * 128, 8)]
-    assert found == [Collective(*one, times) for times in (6, 3) for one in (codes, scales)] + [
+    assert actual == [Collective(*one, times) for times in (6, 3) for one in (codes, scales)] + [
         Collective(*one, 6) for one in parts]  # fmt: skip
     one = sequence_collectives(128, 128, 8, "e4m3")  # a tensor's scale is a number, and not counted
     assert [x[:3] for x in one] == [("all-gather", "u8", 2048)] * 2 + [("all-to-all", "u8", 16384)]
@@ -331,10 +331,10 @@ def test_codes_are_gathered_again_under_a_checkpoint():
 def test_nan_is_seen_wherever_its_scale_reaches():
     x = X.at[1, 40, 3].set(jnp.nan)
     for how, reached in (("e4m3:token", 64), ("e4m3", 1), ("int8", X.size)):
-        got = jax.jit(mapped(functools.partial(gather_sequence, axes="tensor", wire_format=how)))(x)
+        actual = jax.jit(mapped(functools.partial(gather_sequence, axes="tensor", wire_format=how)))(x)
         whole = operand_of(x, fp8jax.QuantSpec.parse(how))
-        np.testing.assert_array_equal(np.isnan(got), np.isnan(whole))
-        assert 1 <= np.isnan(got).sum() <= reached
+        np.testing.assert_array_equal(np.isnan(actual), np.isnan(whole))
+        assert 1 <= np.isnan(actual).sum() <= reached
     parts = jnp.stack([x, *[X] * 7])
     run = mapped(lambda x: scatter_sequence(x[0], "tensor"), P("tensor"), CUT)
     assert np.isnan(jax.jit(run)(parts)).sum() == 64
@@ -417,6 +417,6 @@ def test_under_plain_jit_codes_travel_where_they_are_constrained_themselves(spec
 
     sent = []
     for f in (codes, array):
-        found = collectives(jax.jit(f).lower(x, w).compile().as_text())
-        sent.append({one.dtype for one in found if one.nbytes >= x.size // 8})
+        actual = collectives(jax.jit(f).lower(x, w).compile().as_text())
+        sent.append({one.dtype for one in actual if one.nbytes >= x.size // 8})
     assert sent == [{"s8"}, {"f32"}]

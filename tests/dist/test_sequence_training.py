@@ -95,9 +95,9 @@ def parallel(recipe):
 def test_a_model_trains_over_both_axes_as_on_one_device(name):
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=fp8jax.recipes.Comm("e4m3"))
     step = parallel(recipe)
-    found, want = train(step), train(alone(recipe))
-    assert want[-1] < want[0] / 10
-    np.testing.assert_allclose(found, want, rtol=0.1)
+    actual, expected = train(step), train(alone(recipe))
+    assert expected[-1] < expected[0] / 10
+    np.testing.assert_allclose(actual, expected, rtol=0.1)
     params = init()
     tokens, targets = next(batches())
     program = step.lower(params, TX.init(params), tokens, targets).compile().as_text()

@@ -98,11 +98,11 @@ def test_products_over_devices_are_those_of_rounded_tokens(wire, devices, axis_t
         unused = ~((chosen >= 0) & (chosen < EXPERTS)).any(1)[:, None]
         x, dy = SMALL * X, SMALL * DY
         arrays = np.where(unused, UNUSED, x), W, WEIGHTS, chosen, np.where(unused, UNUSED, dy)
-        got = jax.device_get(run(*jax.device_put(arrays, NamedSharding(mesh_of(devices, axis_type), P("expert")))))
-        want = oracle(np.where(unused, 0, x), W, WEIGHTS, np.where(unused, 0, dy), chosen, wire)
-        for one, other in zip(got, want, strict=True):
+        actual = jax.device_get(run(*jax.device_put(arrays, NamedSharding(mesh_of(devices, axis_type), P("expert")))))
+        expected = oracle(np.where(unused, 0, x), W, WEIGHTS, np.where(unused, 0, dy), chosen, wire)
+        for one, other in zip(actual, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
-        for one, other in zip(got[:2], want[:2], strict=True):  # the small tokens
+        for one, other in zip(actual[:2], expected[:2], strict=True):  # the small tokens
             np.testing.assert_allclose(one[3::6], other[3::6], rtol=1e-3, atol=1e-8)
 
 
@@ -115,18 +115,18 @@ def test_codes_and_scales_are_all_that_is_gathered(recipe):
         y, back = jax.vjp(lambda x: run(x, w, WEIGHTS, CHOSEN.astype(np.int32))[0], x)
         return y, back(dy)
 
-    found = programs.asked_for(both, X, W, DY)
+    actual = programs.asked_for(both, X, W, DY)
     forward, backward = (
         expert_collectives(TOKENS, width, DEVICES, recipe, "fp32", kind="all-gather") for width in (INPUTS, OUTPUTS)
     )
     # Forward tokens have as many channels as inputs, and backward gradients as outputs.
     count = len(forward) // 2
     planned = [*forward[:count], *backward[count:], forward[-1]]
-    found = [(kind.replace("_", "-"), dtype.replace("ui8", "u8"), nbytes) for kind, dtype, nbytes in found]
+    actual = [(kind.replace("_", "-"), dtype.replace("ui8", "u8"), nbytes) for kind, dtype, nbytes in actual]
     # Choices and their weights travel, too, and the amax of tensors.
     small = [("all-gather", dtype, 4 * TOKENS * CHOICES) for dtype in ("i32", "f32")]
-    assert sorted(one for one in found if one[0] != "all-reduce") == sorted([*(one[:3] for one in planned), *small])
-    assert all(nbytes == 4 for kind, _, nbytes in found if kind == "all-reduce")
+    assert sorted(one for one in actual if one[0] != "all-reduce") == sorted([*(one[:3] for one in planned), *small])
+    assert all(nbytes == 4 for kind, _, nbytes in actual if kind == "all-reduce")
 
 
 def test_products_read_the_codes_that_travelled(monkeypatch):
@@ -148,12 +148,14 @@ def test_products_read_the_codes_that_travelled(monkeypatch):
 
     chosen = np.stack([RNG.permutation(EXPERTS)[:CHOICES] for _ in X])
     arrays = SMALL * X, W, WEIGHTS, chosen, SMALL * DY
-    want = jax.jit(lambda x, w, weights, dy: value_and_gradients(on_one_device, x, w, weights, chosen, dy))(
+    expected = jax.jit(lambda x, w, weights, dy: value_and_gradients(on_one_device, x, w, weights, chosen, dy))(
         *arrays[:3], arrays[4]
     )
     monkeypatch.delattr(ragged_rows, "quantize_tokens")
-    got = jax.jit(functools.partial(value_and_gradients, mapped(products, 2)))(*arrays)
-    for one, other in zip(got, want, strict=True):  # XLA rounds sums differently in functions that it does not inline.
+    actual = jax.jit(functools.partial(value_and_gradients, mapped(products, 2)))(*arrays)
+    for one, other in zip(
+        actual, expected, strict=True
+    ):  # XLA rounds sums differently in functions that it does not inline.
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6 * np.abs(other).max())
 
 

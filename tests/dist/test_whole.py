@@ -30,21 +30,21 @@ def mapped(function, ins, out, count=4):
 )
 def test_gathered_codes_are_those_of_the_whole_weight(name):
     scale = jnp.float32(0.01) if name == "moss" else None
-    found = jax.jit(mapped(functools.partial(gather_quantized, axes="fsdp", recipe=name, scale=scale), P("fsdp"), P()))(
-        W
-    )
-    want = fp8jax.quantize_weight(W, recipe=name, scale=scale)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    actual = jax.jit(
+        mapped(functools.partial(gather_quantized, axes="fsdp", recipe=name, scale=scale), P("fsdp"), P())
+    )(W)
+    expected = fp8jax.quantize_weight(W, recipe=name, scale=scale)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x, y)
 
 
 def test_what_does_not_travel_as_codes_is_none():
     def ask(recipe, count=4):
-        found = []
-        run = mapped(lambda w: found.append(gather_quantized(w, "fsdp", recipe)), P("fsdp"), None, count)
+        results = []
+        run = mapped(lambda w: results.append(gather_quantized(w, "fsdp", recipe)), P("fsdp"), None, count)
         jax.eval_shape(run, W)
-        return found[0] is not None
+        return results[0] is not None
 
     assert ask("te_current", 8)
     assert ask("deepseek")
@@ -82,11 +82,11 @@ def test_gradients_are_means_of_those_of_the_whole_weight_and_codes_are_gathered
     assert [x for x in kinds["again"] if x[0] == "all_gather" and x[1] != "ui8"] == []
     assert ("reduce_scatter", "f32", 4 * W.size) in kinds["again"]
     dw, dx = jax.jit(step)(W, X)
-    want = jax.jit(jax.grad(lambda w, x: loss(functools.partial(fp8jax.linear, recipe="te_current"), x, w), (0, 1)))(
-        W, X
-    )
-    np.testing.assert_allclose(dw, want[0], rtol=1e-6)
-    np.testing.assert_array_equal(dx, want[1])
+    expected = jax.jit(
+        jax.grad(lambda w, x: loss(functools.partial(fp8jax.linear, recipe="te_current"), x, w), (0, 1))
+    )(W, X)
+    np.testing.assert_allclose(dw, expected[0], rtol=1e-6)
+    np.testing.assert_array_equal(dx, expected[1])
 
 
 def test_values_travel_in_the_dtype_asked_for_and_gradients_in_8_bits():
@@ -98,11 +98,11 @@ def test_values_travel_in_the_dtype_asked_for_and_gradients_in_8_bits():
     step = mapped(jax.grad(one), (P(None, "fsdp"), P()), P(None, "fsdp"))
     kinds = [x for x in programs.asked_for(step, W, X) if x[2] > 64]
     assert kinds == [("all_gather", "bf16", 2 * W.size // 4), ("all_to_all", "ui8", W.size)]
-    found = jax.jit(step)(W, X)
-    want = jax.grad(lambda w: jnp.sum((X @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2))(W)
+    actual = jax.jit(step)(W, X)
+    expected = jax.grad(lambda w: jnp.sum((X @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2))(W)
     # Half a step of e4m3 at the most, of the largest magnitude.
-    assert np.abs(found - want).max() <= np.abs(want).max() * 2.0**-4
-    assert found.dtype == jnp.float32
+    assert np.abs(actual - expected).max() <= np.abs(expected).max() * 2.0**-4
+    assert actual.dtype == jnp.float32
     for read in (True, False):
         same = mapped(
             lambda w, read=read: fsdp_gather_weight(w, "fsdp", "e4m3", dim=1, needs_values=read), P(None, "fsdp"), P()

@@ -61,9 +61,9 @@ def without_maxima(program: str) -> str:
     return "\n".join(line for line in program.splitlines() if kept(line))
 
 
-def totals(found: Any) -> list[tuple[str, str, int, int]]:
+def totals(actual: Any) -> list[tuple[str, str, int, int]]:
     sums: Counter[tuple[str, str, int]] = Counter()
-    for one in found:
+    for one in actual:
         sums[one.kind, one.dtype, one.devices] += one.times * one.nbytes
     return [(*key, size) for key, size in sorted(sums.items())]
 
@@ -101,8 +101,8 @@ def main() -> None:
                     recompute=not recipe.context.residual,
                     partition=partition,
                 )
-            found = collectives(without_maxima(step.as_text()))
-            results[argument] = totals(found), totals(planned.collectives)
+            actual = collectives(without_maxima(step.as_text()))
+            results[argument] = totals(actual), totals(planned.collectives)
     print(h200.MARK + json.dumps(results))
 
 

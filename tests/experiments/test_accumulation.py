@@ -19,10 +19,10 @@ def test_parts_merge_by_mean_and_statistics_by_maximum(factors):
         return noted + value, (value, {"w": jnp.array([value, -value])}, {"slot": jnp.array([value, 9 - value])})
 
     tokens = jnp.repeat(jnp.asarray(factors, jnp.float32), 2)[:, None]
-    noted, (loss, grads, seen) = jax.jit(lambda t: accumulate(one, jnp.float32(0), t.reshape(3, -1, 1)))(tokens)
+    noted, (loss, grads, recorded) = jax.jit(lambda t: accumulate(one, jnp.float32(0), t.reshape(3, -1, 1)))(tokens)
     assert float(noted) == 12
     np.testing.assert_allclose([loss, *grads["w"]], [4, 4, -4], rtol=1e-6)
-    np.testing.assert_array_equal(seen["slot"], [8, 8])
+    np.testing.assert_array_equal(recorded["slot"], [8, 8])
 
 
 def test_gradients_of_16_bits_are_added_up_in_32_whatever_the_order():

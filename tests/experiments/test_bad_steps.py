@@ -87,17 +87,17 @@ def test_a_run_with_a_bad_batch_ends_as_one_without_it_and_so_does_a_resumed_one
 ):
     flags = ["--on-bad-step", policy]
     expected, _ = train(f"{policy}_omitted", *flags, omitted=omitted)
-    found, bad_steps = train(f"{policy}_bad", *flags, bad=bad)
+    actual, bad_steps = train(f"{policy}_bad", *flags, bad=bad)
     assert bad_steps == counts
     what = "skipped (1 in a row, of at most 10)" if policy == "skip" else "back to step 4, and on with the next batch"
     number = 6 if policy == "skip" else 7
     assert re.search(
         rf"step {number}: loss nan, gradient norm nan; not finite: {re.escape(what)}", capsys.readouterr().out
     )
-    assert {leaf for leaf in expected if expected[leaf] != found[leaf]} == {"monitor.total"}
+    assert {leaf for leaf in expected if expected[leaf] != actual[leaf]} == {"monitor.total"}
     for place in (5, 7):
         assert train(f"{policy}_broken_{place}", *flags, bad=bad, break_at=place) is None
-        assert train(f"{policy}_broken_{place}", *flags, bad=bad) == (found, counts)
+        assert train(f"{policy}_broken_{place}", *flags, bad=bad) == (actual, counts)
 
 
 @pytest.mark.slow

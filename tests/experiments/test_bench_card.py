@@ -23,7 +23,7 @@ def test_devices_share_sequences_and_no_channels(name):
 
 def arms(needs):
     """What makes arms whose programs need so many GB of a batch, and the batches that are compiled."""
-    seen = []
+    calls = []
 
     class Arm:
         def __init__(self, batch):
@@ -31,11 +31,11 @@ def arms(needs):
 
         @property
         def needs(self):
-            if self.batch not in seen:
-                seen.append(self.batch)
+            if self.batch not in calls:
+                calls.append(self.batch)
             return needs(self.batch)
 
-    return Arm, seen
+    return Arm, calls
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def arms(needs):
 )
 def test_the_most_sequences_that_fit_are_found_by_few_programs(needed, most):
     """Of 30 GB, 10 of them of the state."""
-    make, seen = arms(needed)
+    make, recorded = arms(needed)
     arm = release.largest(make, 30)
-    assert len(seen) <= most
+    assert len(recorded) <= most
     assert arm.needs <= 30 < make(arm.batch + 1).needs
     with pytest.raises(ValueError, match=r"one sequence needs [12]\d\.\d GB, but only 10\.0 GB are available"):
         release.largest(make, 10)

@@ -80,14 +80,14 @@ def test_arms_of_a_job_are_recipes_that_there_are():
 
 def losses(user, arms, **how):
     """Of three steps, really run; the state is freed."""
-    found = {}
+    results = {}
     for name in arms:
         arm = models.UserArm(user, name, **how)
         arm.prepare()
-        found[name] = [float(arm()) for _ in range(3)]
+        results[name] = [float(arm()) for _ in range(3)]
         arm.stop()
         assert arm.state is None
-    return found
+    return results
 
 
 def small(training):
@@ -114,10 +114,10 @@ def test_a_user_s_model_trains_in_both(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama1b_dots", "llama1b_linen", "llama1b_equinox"])
 def test_other_writings_and_policies_train_in_both(name):
-    found = losses(small(models.MODELS[name].training), ("bf16", "coat"))
-    assert found["bf16"][2] < found["bf16"][0]
-    assert found["bf16"] != found["coat"]
-    assert found["bf16"] == pytest.approx(found["coat"], rel=0.02)
+    actual = losses(small(models.MODELS[name].training), ("bf16", "coat"))
+    assert actual["bf16"][2] < actual["bf16"][0]
+    assert actual["bf16"] != actual["coat"]
+    assert actual["bf16"] == pytest.approx(actual["coat"], rel=0.02)
 
 
 @pytest.mark.slow
@@ -136,8 +136,8 @@ def test_blocks_of_a_model_with_a_policy_are_checkpointed_and_each_writing_is_qu
 @pytest.mark.slow
 def test_a_checkpointed_model_computes_the_same_and_two_gpus_have_a_batch_each():
     plain, dots = (small(models.MODELS[name].training) for name in ("llama1b", "llama1b_dots"))
-    found = losses(plain, ["bf16"])["bf16"]
-    assert losses(dots, ["bf16"])["bf16"] == pytest.approx(found, rel=1e-3)
+    actual = losses(plain, ["bf16"])["bf16"]
+    assert losses(dots, ["bf16"])["bf16"] == pytest.approx(actual, rel=1e-3)
     wide = dataclasses.replace(plain, batch=4)
     assert losses(plain, ["coat"], gpus=2)["coat"] == pytest.approx(losses(wide, ["coat"])["coat"], rel=1e-2)
 
@@ -165,9 +165,9 @@ def test_an_observed_step_adds_statistics_to_the_same_loss(name):
         losses[arm] = steps()
     loss, statistics = losses["observed:coat"]
     assert float(loss) == float(losses["coat"])
-    found = [float(of["x"]["snr_db"].min()) for of in statistics.values() if "x" in of]
-    assert len(found) >= 14  # Two layers of seven products.
-    assert all(15 < snr < 45 for snr in found)
+    actual = [float(of["x"]["snr_db"].min()) for of in statistics.values() if "x" in of]
+    assert len(actual) >= 14  # Two layers of seven products.
+    assert all(15 < snr < 45 for snr in actual)
 
 
 @pytest.mark.slow
@@ -176,8 +176,8 @@ def test_a_layer_whose_experts_are_cut_over_devices_computes_the_whole_layer(nam
     shape, tokens = moe.DRY["small"], 64
     whole = moe.make_layer(shape, moe.arms()[name], 2 * tokens)
     shared = moe.make_layer(shape, moe.arms(2)[name], tokens, 2)
-    want = jax.jit(whole.in_order)(*moe.draw(whole))
-    found = jax.jit(shared.in_order)(*moe.draw(shared))
-    assert jax.tree.structure(found) == jax.tree.structure(want)
+    expected = jax.jit(whole.in_order)(*moe.draw(whole))
+    actual = jax.jit(shared.in_order)(*moe.draw(shared))
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
     # Devices round partial sums of the router's gradient, and scales of `coat` are those of a device's tokens.
-    assert float(driver.relative_error(found, want)) < (0.02 if name == "bf16" else 0.15)
+    assert float(driver.relative_error(actual, expected)) < (0.02 if name == "bf16" else 0.15)

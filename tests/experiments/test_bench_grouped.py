@@ -40,8 +40,8 @@ def test_references_are_products_of_each_group(is_permuted):
 
     def results(of):
         dw = [dy[group == g].T @ rows[group == g] for g in range(SMALL.experts)]
-        found = np.einsum("tk,tnk->tn", rows, w[of]), np.einsum("tn,tnk->tk", dy, w[of]), np.stack(dw)
-        return tuple(jnp.asarray(y, jnp.float32) for y in found)
+        actual = np.einsum("tk,tnk->tn", rows, w[of]), np.einsum("tn,tnk->tk", dy, w[of]), np.stack(dw)
+        return tuple(jnp.asarray(y, jnp.float32) for y in actual)
 
     assert case.error(results(group), x) < 1e-6
     assert case.error(results((group + 1) % SMALL.experts), x) > 0.5

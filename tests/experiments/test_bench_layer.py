@@ -32,10 +32,10 @@ def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch)
     assert arms[lean].saved == pytest.approx(arms[held].saved)
     assert arms[layer.BF16].saved > 3 * arms[lean].saved
     assert 1.2 * arms[lean].saved < arms[layer.BF16_REMATERIALIZED].saved < arms[layer.BF16].saved / 2
-    found = {(r["impl"], r["baseline"]): r for r in layer.saved_rows("case", arms)}
+    actual = {(r["impl"], r["baseline"]): r for r in layer.saved_rows("case", arms)}
     for base in (layer.BF16, layer.BF16_REMATERIALIZED):
-        assert found[lean, base]["ratio"] == pytest.approx(arms[base].saved / arms[lean].saved)
-    assert found[lean, layer.PAPER]["ratio"] * found[lean, layer.PAPER]["value"] == pytest.approx(22.66)
+        assert actual[lean, base]["ratio"] == pytest.approx(arms[base].saved / arms[lean].saved)
+    assert actual[lean, layer.PAPER]["ratio"] * actual[lean, layer.PAPER]["value"] == pytest.approx(22.66)
 
 
 @pytest.mark.slow
@@ -44,12 +44,12 @@ def test_the_layer_as_functions_is_that_of_the_model(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
     held = f"{bench_arms.LEAN}, {layer.BOUNDED}, {layer.PREQUANTIZED}"
     arms = layer.arms(16, SMALL, (held, f"{held}, {layer.FUNCTIONS}"))
-    found = {name: jax.tree.leaves(jax.jit(arm.three)(*arm.operands)) for name, arm in arms.items()}
-    assert set(found) - {layer.BF16, layer.BF16_REMATERIALIZED, layer.BF16_FUNCTIONS} == {
+    actual = {name: jax.tree.leaves(jax.jit(arm.three)(*arm.operands)) for name, arm in arms.items()}
+    assert set(actual) - {layer.BF16, layer.BF16_REMATERIALIZED, layer.BF16_FUNCTIONS} == {
         held,
         f"{held}, {layer.FUNCTIONS}",
     }
-    for leaves in zip(*(found[name] for name in (layer.BF16, held, f"{held}, {layer.FUNCTIONS}")), strict=True):
+    for leaves in zip(*(actual[name] for name in (layer.BF16, held, f"{held}, {layer.FUNCTIONS}")), strict=True):
         exact, model, functions = (np.asarray(leaf, np.float64) for leaf in leaves)
         # A sum that is rounded once less can change a scale, and with it how e5m2 rounds all of a gradient.
         assert 0 < np.linalg.norm(functions - exact) < 1.2 * np.linalg.norm(model - exact)
@@ -81,18 +81,18 @@ def test_times_are_compared_with_bf16_in_its_forms_and_held_weights_are_counted(
         layer.WEIGHTS,
     )
     times = {name: timing.Seconds([i + 1.0, i + 2.0, i + 9.0]) for i, name in enumerate(arms)}
-    found = {(r["impl"], r["metric"]): r for r in layer.time_rows("case", times)}
-    assert len(found) == len(layer.time_rows("case", times))
-    assert found["a", "time"]["ratio"] == 2 / 5
-    assert found["a", "time"]["quartiles"] == [4500, 8500]
-    assert found["a", f"time, {layer.BF16_REMATERIALIZED}"]["ratio"] == 3 / 5
-    assert ("a", f"time, {layer.BF16_FUNCTIONS}") not in found
-    assert found[f"{held}, {layer.FUNCTIONS}", f"time, {layer.BF16_FUNCTIONS}"]["ratio"] == 4 / 7
-    assert found[held, "time, 1 microbatch"]["value"] == 1e3 * (6 + 8)
-    assert found[held, "time, 4 microbatches"]["value"] == 1e3 * (6 + 8 / 4)
-    assert found[held, "time, 4 microbatches"]["ratio"] == 2 / 8
-    assert ("a", "time, 4 microbatches") not in found
-    assert found[layer.WEIGHTS, "time once a step"]["value"] == 8e3
+    actual = {(r["impl"], r["metric"]): r for r in layer.time_rows("case", times)}
+    assert len(actual) == len(layer.time_rows("case", times))
+    assert actual["a", "time"]["ratio"] == 2 / 5
+    assert actual["a", "time"]["quartiles"] == [4500, 8500]
+    assert actual["a", f"time, {layer.BF16_REMATERIALIZED}"]["ratio"] == 3 / 5
+    assert ("a", f"time, {layer.BF16_FUNCTIONS}") not in actual
+    assert actual[f"{held}, {layer.FUNCTIONS}", f"time, {layer.BF16_FUNCTIONS}"]["ratio"] == 4 / 7
+    assert actual[held, "time, 1 microbatch"]["value"] == 1e3 * (6 + 8)
+    assert actual[held, "time, 4 microbatches"]["value"] == 1e3 * (6 + 8 / 4)
+    assert actual[held, "time, 4 microbatches"]["ratio"] == 2 / 8
+    assert ("a", "time, 4 microbatches") not in actual
+    assert actual[layer.WEIGHTS, "time once a step"]["value"] == 8e3
 
 
 def test_weights_are_quantized_as_arms_hold_them():

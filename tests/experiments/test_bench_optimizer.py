@@ -60,13 +60,13 @@ def test_arms_run_in_turns_and_leave_nothing_behind(monkeypatch, tmp_path):
     report = json.loads((tmp_path / "cpu" / "optimizer.json").read_text())
     assert report["complete"]
     assert len(report["notes"]) == 2
-    found = {(r["case"], r["impl"], r["metric"], r["baseline"]): r for r in report["rows"]}
-    assert len(found) == len(report["rows"])
+    actual = {(r["case"], r["impl"], r["metric"], r["baseline"]): r for r in report["rows"]}
+    assert len(actual) == len(report["rows"])
     for case, step, place in ((FP32, "compressed_adamw step", 5), (BF16, "compressed_adamw step", 5)):
-        moved = found[case, "bytes only", "speed", None]
+        moved = actual[case, "bytes only", "speed", None]
         assert moved["value"] == pytest.approx(8 * 2 * 4096 / 1e9)
         assert moved["quartiles"] == pytest.approx([moved["value"]] * 2)
-        assert found[case, step, "speed", "bytes only"]["ratio"] == pytest.approx(1 / place)
+        assert actual[case, step, "speed", "bytes only"]["ratio"] == pytest.approx(1 / place)
     sustained = {(r["case"], r["impl"], r["baseline"]): r["ratio"] for r in report["rows"]
                  if r["metric"] == "speed, sustained" and "FP8-LM" not in r["case"]}  # fmt: skip
     # Alone, in the order bytes, optax, step, update, both, to nearest.
@@ -76,14 +76,16 @@ def test_arms_run_in_turns_and_leave_nothing_behind(monkeypatch, tmp_path):
     assert sustained[BF16, "compressed_adamw step", "bytes only"] == pytest.approx(1 / 3)
     # Of another case the same kind of run: 2 of fp32's optax over 3 of bf16's step.
     assert sustained[BF16, "compressed_adamw step", "optax.adamw float32"] == pytest.approx(2 / 3)
-    assert found[BF16, "compressed_adamw step", "speed", "optax.adamw float32"]["ratio"] == pytest.approx(4 / 5)
+    assert actual[BF16, "compressed_adamw step", "speed", "optax.adamw float32"]["ratio"] == pytest.approx(4 / 5)
     for kind, traffic in (("fp8 gradients", 16), ("bf16 gradients", 18)):
         case = f"FP8-LM, {kind}"
-        speeds = {name: found[case, name, "speed", "optax.adamw bfloat16"] for name in (optimizer.FUSED, optimizer.XLA)}
-        moved = [1e3 * found[case, name, "bandwidth", None]["value"] / of["value"] for name, of in speeds.items()]
+        speeds = {
+            name: actual[case, name, "speed", "optax.adamw bfloat16"] for name in (optimizer.FUSED, optimizer.XLA)
+        }
+        moved = [1e3 * actual[case, name, "bandwidth", None]["value"] / of["value"] for name, of in speeds.items()]
         assert moved == pytest.approx([traffic, traffic + 5])
         assert speeds[optimizer.FUSED]["ratio"] == pytest.approx(1 / 2)  # the second of three
-        assert found[case, optimizer.FUSED, "speed", optimizer.XLA]["ratio"] == pytest.approx(3 / 2)
+        assert actual[case, optimizer.FUSED, "speed", optimizer.XLA]["ratio"] == pytest.approx(3 / 2)
 
 
 def test_a_round_is_timed_after_as_many_calls_untimed(monkeypatch):

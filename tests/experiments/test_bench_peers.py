@@ -94,10 +94,10 @@ def test_rows_name_stream_and_optimizer_and_lose_no_explosion(capsys):
     broken = {"w": np.full((3, 64, 64), np.nan)}
     runs = {"exact": lambda: (truth, 8.0), "half": lambda: ({"w": truth["w"] * 0.5}, 2.0), "nan": lambda: (broken, 1.0)}
     rows = peers.compare(peers.STREAMS[0], 0.95, truth, runs)
-    found = {(r["impl"], r["metric"]): r["value"] for r in rows}
-    assert (found["exact", peers.ERROR], found["half", peers.ERROR], found["nan", peers.ERROR]) == (0, 0.5, None)
-    assert found["nan", "steps that are not finite"] == 3
-    assert found["half", "bytes a parameter"] == 2
+    actual = {(r["impl"], r["metric"]): r["value"] for r in rows}
+    assert (actual["exact", peers.ERROR], actual["half", peers.ERROR], actual["nan", peers.ERROR]) == (0, 0.5, None)
+    assert actual["nan", "steps that are not finite"] == 3
+    assert actual["half", "bytes a parameter"] == 2
     assert {r["pivot"] for r in rows if r["metric"] == peers.ERROR} == {(name, peers.STREAMS[0]) for name in runs}
 
 
@@ -112,11 +112,11 @@ def test_a_torch_optimizer_sees_the_same_gradients():
 def test_recorded_gradients_are_those_of_a_training(monkeypatch):
     """Of another loss at each step, and of every leaf that is compressed."""
     peers.recorded.cache_clear()
-    found = peers.recorded(3)
+    actual = peers.recorded(3)
     peers.recorded.cache_clear()
-    assert all(g.shape[0] == 3 and g[0].size >= peers.SMALLEST for g in found.values())
-    assert len(found) >= 5
-    for g in found.values():
+    assert all(g.shape[0] == 3 and g[0].size >= peers.SMALLEST for g in actual.values())
+    assert len(actual) >= 5
+    for g in actual.values():
         assert np.isfinite(g).all()
         assert not np.array_equal(g[0], g[1])
 
@@ -128,6 +128,6 @@ def test_a_dry_run_takes_one_short_stream(monkeypatch, tmp_path):
     monkeypatch.setattr(timing, "plot", lambda *_: None)
     peers.main(["--out", str(tmp_path)])
     (path,) = tmp_path.glob("*/peers.json")
-    seen = json.loads(path.read_text())
-    assert {r["impl"] for r in seen["rows"]} == {peers.OURS}
-    assert any("does not run here: torch.optim.AdamW, fp32, torchao" in note for note in seen["notes"])
+    recorded = json.loads(path.read_text())
+    assert {r["impl"] for r in recorded["rows"]} == {peers.OURS}
+    assert any("does not run here: torch.optim.AdamW, fp32, torchao" in note for note in recorded["notes"])

@@ -48,13 +48,13 @@ def test_kernels_are_those_of_the_streams_of_a_gpu():
 
 def test_times_are_a_call_and_gaps_those_without_any_kernel():
     # Of two calls; the third kernel runs beside the second, and 1,000 and 3,000 ns lie between.
-    seen = [
+    recorded = [
         ("_quantize", 5e3, 6e3),
         ("nvjet_sm90_tst_x", 7e3, 12e3),
         ("_quantize", 8e3, 10e3),
         ("wrapped_add", 15e3, 16e3),
     ]
-    of = Profile(tuple(KernelTime(*kernel) for kernel in seen[::-1]), 2)
+    of = Profile(tuple(KernelTime(*kernel) for kernel in recorded[::-1]), 2)
     assert of.gaps == pytest.approx(2e-6)
     assert of.by_kind() == pytest.approx(
         {EIGHT: 0, SIXTEEN: 2.5e-6, ATTENTION: 0, OURS: 1.5e-6, XLA: 0.5e-6, "gaps": 2e-6}
@@ -69,13 +69,13 @@ def test_rows_compare_kinds_with_bf16():
     plain = Profile((KernelTime("nvjet_sm90_tst_x", 0.0, 6e6), KernelTime("wrapped_add", 6e6, 7e6)), 1)
     ours = Profile((KernelTime("int8_matmul_mosaic", 0.0, 3e6), KernelTime("_quantize", 4e6, 5e6)), 1)
     rows = profile.rows("case", {"bf16": plain, "fast": ours}, {})
-    found = {(row["impl"], row["metric"]): (row["value"], row["ratio"]) for row in rows if row["case"] == "case"}
-    assert found["fast", EIGHT] == (pytest.approx(3), None)
-    assert found["fast", "gaps"] == (pytest.approx(1), None)
-    assert found["fast", SIXTEEN] == (0, None)
+    actual = {(row["impl"], row["metric"]): (row["value"], row["ratio"]) for row in rows if row["case"] == "case"}
+    assert actual["fast", EIGHT] == (pytest.approx(3), None)
+    assert actual["fast", "gaps"] == (pytest.approx(1), None)
+    assert actual["fast", SIXTEEN] == (0, None)
     # From the first kernel to the last.
-    assert found["fast", "all"] == (pytest.approx(5), pytest.approx(7 / 5))
-    assert found["bf16", SIXTEEN] == (pytest.approx(6), 1)
+    assert actual["fast", "all"] == (pytest.approx(5), pytest.approx(7 / 5))
+    assert actual["bf16", SIXTEEN] == (pytest.approx(6), 1)
     (longest,) = [row for row in rows if row["case"] == "case, fast: int8_matmul_mosaic"]
     assert (longest["metric"], longest["value"]) == ("1 launches", pytest.approx(3))
 

@@ -22,42 +22,42 @@ def test_a_product_is_compared_with_the_fastest_of_others_that_compute_the_same(
         ("torch row", "row", None, ()),
     )]  # fmt: skip
     times = planted(ours_tensor=2.0, xla_fp8_tensor=4.0, torch_tensor=3.0, ours_wgrad=5.0, xla_bf16=10.0, torch_row=0.5)
-    found = {r["impl"]: r for r in gemm.rate_rows("c", 2e12, arms, times)}
-    assert found["ours tensor"]["baseline"] == "torch tensor"  # the faster of two, and of the same kind
-    assert found["ours tensor"]["ratio"] == 1.5
-    assert found["ours tensor"]["value"] == pytest.approx(1.0)  # 2e12 operations in 2 s
-    assert (found["ours wgrad"]["baseline"], found["ours wgrad"]["ratio"]) == ("xla bf16", 2)
-    assert found["xla fp8 tensor"]["ratio"] == 0.75
+    actual = {r["impl"]: r for r in gemm.rate_rows("c", 2e12, arms, times)}
+    assert actual["ours tensor"]["baseline"] == "torch tensor"  # the faster of two, and of the same kind
+    assert actual["ours tensor"]["ratio"] == 1.5
+    assert actual["ours tensor"]["value"] == pytest.approx(1.0)  # 2e12 operations in 2 s
+    assert (actual["ours wgrad"]["baseline"], actual["ours wgrad"]["ratio"]) == ("xla bf16", 2)
+    assert actual["xla fp8 tensor"]["ratio"] == 0.75
 
 
 def test_int8_products_against_bf16_and_fallback_against_its_ideal():
     half = f"{gemm_int8.FALLBACK} 0.5 random"
     times = {gemm_int8.BF16: 6.0, gemm_int8.XLA: 2.0, gemm_int8.OURS: 3.0, half: 5.0, gemm_int8.ROWS: 2.5}
     rows = gemm_int8.rate_rows("c", 6e12, {name: Seconds([t]) for name, t in times.items()})
-    found = {(r["impl"], r["metric"]): (r["value"], r["baseline"], r["ratio"]) for r in rows}
-    assert found[gemm_int8.OURS, "rate"] == (2, gemm_int8.BF16, 2)
-    assert found[gemm_int8.OURS, "of XLA's int8"][2] == pytest.approx(2 / 3)
-    assert found[half, "of ideal"][2] == pytest.approx(3 * 1.5 / 5)
+    actual = {(r["impl"], r["metric"]): (r["value"], r["baseline"], r["ratio"]) for r in rows}
+    assert actual[gemm_int8.OURS, "rate"] == (2, gemm_int8.BF16, 2)
+    assert actual[gemm_int8.OURS, "of XLA's int8"][2] == pytest.approx(2 / 3)
+    assert actual[half, "of ideal"][2] == pytest.approx(3 * 1.5 / 5)
 
 
 def test_bandwidth_is_a_share_of_the_copy_s():
     times = {quantize.COPY: Seconds([2.0]), "fast": Seconds([1.0]), "slow": Seconds([4.0])}
     moved = {quantize.COPY: 4e12, "fast": 1.5e12, "slow": 4e12}
-    found = {r["impl"]: (r["value"], r["ratio"], r["baseline"]) for r in quantize.bandwidths("c", times, moved)}
-    assert found == {quantize.COPY: (2, 1, quantize.COPY), "fast": (1.5, 0.75, quantize.COPY),
+    actual = {r["impl"]: (r["value"], r["ratio"], r["baseline"]) for r in quantize.bandwidths("c", times, moved)}
+    assert actual == {quantize.COPY: (2, 1, quantize.COPY), "fast": (1.5, 0.75, quantize.COPY),
                      "slow": (1, 0.5, quantize.COPY)}  # fmt: skip
 
 
 def test_bytes_that_are_moved_are_all_reads_of_the_matrix_and_what_is_written():
     x, codes = jnp.zeros((128, 256), jnp.bfloat16), jnp.zeros((128, 256), jnp.uint8)
-    found = {name: moved(x, [codes]) for name, (_, moved) in quantize.arms().items()}
-    assert found[quantize.COPY] == 65536 + 32768
+    actual = {name: moved(x, [codes]) for name, (_, moved) in quantize.arms().items()}
+    assert actual[quantize.COPY] == 65536 + 32768
     for name, reads in {
         "fold e4m3:mx32+token": 1, "fold e4m3:mx32": 2, "transposed codes": 0.5, "e4m3, given scale": 1, "e4m3": 2,
         "e5m2 + same of x.T": 2, "e4m3:token": 1, "e4m3:token + e4m3:token of x.T": 2, "e4m3:group128": 1,
         "e4m3:block128 + same of x.T": 1, "e4m3:mx32 + e4m3:mx32 of x.T": 2,
     }.items():  # fmt: skip
-        assert found[f"{name} (xla)"] == found[f"{name} (triton)"] == reads * 65536 + 32768, name
+        assert actual[f"{name} (xla)"] == actual[f"{name} (triton)"] == reads * 65536 + 32768, name
 
 
 def test_adapters_are_compared_with_those_of_16_bits(monkeypatch):
@@ -77,24 +77,24 @@ def test_adapters_are_compared_with_those_of_16_bits(monkeypatch):
     times = {lora.BASELINE: 3.0, lora.ARMS[1]: 2.0}
     monkeypatch.setattr(lora.timing, "in_turns", lambda arms, *_: {name: Seconds([times[name]]) for name in arms})
     how = SimpleNamespace(arm=[lora.ARMS[1]], batch=1, length=8, rank=2, unroll=1, rounds=1, steps=1)
-    found = {(r["impl"], r["metric"]): (r["value"], r["ratio"]) for r in lora.measure(how)}
-    assert found == {
+    actual = {(r["impl"], r["metric"]): (r["value"], r["ratio"]) for r in lora.measure(how)}
+    assert actual == {
         (lora.BASELINE, "step"): (3000, 1), (lora.BASELINE, "needs"): (40, 1),
         (lora.ARMS[1], "step"): (2000, 1.5), (lora.ARMS[1], "needs"): (25, 1.6),
     }  # fmt: skip
 
 
 def test_a_linear_layer_is_compared_with_xla_s_bf16():
-    found = {r["impl"]: (r["value"], r["ratio"])
+    actual = {r["impl"]: (r["value"], r["ratio"])
              for r in linear.rate_rows("c", {linear.BF16: Seconds([3.0]), "fast": Seconds([2.0])}, 6e12)}  # fmt: skip
-    assert found == {linear.BF16: (2, 1), "fast": (3, 1.5)}
+    assert actual == {linear.BF16: (2, 1), "fast": (3, 1.5)}
 
 
 def test_sums_are_compared_with_bf16_s():
     times, sent = {reduce.BASE: Seconds([4.0]), "e4m3": Seconds([2.0])}, {reduce.BASE: 8e6, "e4m3": 4e6}
-    found = {(r["impl"], r["metric"]): (r["baseline"], r["ratio"]) for r in reduce.form_rows("c", times, sent)}
-    assert found["e4m3", "time"] == (reduce.BASE, 2)
-    assert found["e4m3", "sent"] == (reduce.BASE, 0.5)
+    actual = {(r["impl"], r["metric"]): (r["baseline"], r["ratio"]) for r in reduce.form_rows("c", times, sent)}
+    assert actual["e4m3", "time"] == (reduce.BASE, 2)
+    assert actual["e4m3", "sent"] == (reduce.BASE, 0.5)
 
 
 def test_a_user_s_model_is_compared_with_bf16_of_the_same_kind_of_run():
@@ -103,17 +103,17 @@ def test_a_user_s_model_is_compared_with_bf16_of_the_same_kind_of_run():
         f"{arm}{end}": Seconds([t]) for arm, both in arms.items() for end, t in zip(models.KINDS, both, strict=True)
     }
     needs = {"bf16": 8.0, "coat": 4.0, "torch bf16": 16.0}
-    found = {(r["impl"], r["metric"]): (r["value"], r["ratio"])
+    actual = {(r["impl"], r["metric"]): (r["value"], r["ratio"])
              for r in models.rows("c", times, needs, {"bf16": 7, "coat": 9})}  # fmt: skip
-    assert found["torch bf16", "step"] == (6000, 0.5)
-    assert found["torch bf16", "step, synchronised"] == (8000, 0.5)
-    assert found["torch bf16", "temporaries"] == (16, 0.5)
-    assert ("torch bf16", "arrays") not in found
-    assert found["coat", "step"] == (2000, 1.5)
-    assert found["coat", "step, synchronised"] == (5000, 0.8)
-    assert found["coat", "temporaries"] == (4, 2)
-    assert (found["bf16", "arrays"], found["coat", "arrays"]) == ((7, None), (9, None))
-    assert all(math.isclose(found["bf16", m][1], 1) for m in ("step", "step, synchronised", "temporaries"))
+    assert actual["torch bf16", "step"] == (6000, 0.5)
+    assert actual["torch bf16", "step, synchronised"] == (8000, 0.5)
+    assert actual["torch bf16", "temporaries"] == (16, 0.5)
+    assert ("torch bf16", "arrays") not in actual
+    assert actual["coat", "step"] == (2000, 1.5)
+    assert actual["coat", "step, synchronised"] == (5000, 0.8)
+    assert actual["coat", "temporaries"] == (4, 2)
+    assert (actual["bf16", "arrays"], actual["coat", "arrays"]) == ((7, None), (9, None))
+    assert all(math.isclose(actual["bf16", m][1], 1) for m in ("step", "step, synchronised", "temporaries"))
     alone = models.rows("c", times, {"coat": 4.0}, {"coat": 9})  # bf16 did not run
     assert [(r["value"], r["baseline"], r["ratio"]) for r in alone] == [
         (value, None, None) for value in (2000, 5000, 4, 9)
@@ -139,8 +139,8 @@ def test_an_optimizer_is_compared_with_the_fastest_way_to_move_its_bytes(monkeyp
     moves = [optimizer.OptimizerArm(name, None, 16.0) for name in ("four warps", "eight warps")]
     bench.measure("c", arms, moves)
     bench.add_ratio("c", "ours", ("c", "optax"))
-    found = {(r["impl"], r["metric"], r["baseline"]): (r["value"], r["ratio"]) for r in bench.rows}
-    assert found == {
+    actual = {(r["impl"], r["metric"], r["baseline"]): (r["value"], r["ratio"]) for r in bench.rows}
+    assert actual == {
         ("bytes only", "speed", None): (2, None), ("bytes only", "bandwidth", None): (0.032, None),
         ("ours", "speed", "bytes only"): (1, 0.5), ("ours", "bandwidth", None): (0.014, None),
         ("optax", "speed", "bytes only"): (0.5, 0.25), ("optax", "bandwidth", None): (0.014, None),
@@ -172,8 +172,8 @@ def test_what_a_whole_model_needs_is_compared_with_the_first_and_what_does_not_f
     monkeypatch.setattr(release.timing, "plot", lambda *_: None)
     release.main(["--arm", "base", "small", "big", "--fit", "50", "--batch", "3", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*/release.json")
-    found = {(r["impl"], r["metric"]): (r["value"], r["ratio"]) for r in json.loads(path.read_text())["rows"]}
-    assert {key: found[key] for key in found if key[1] in ("memory", "step")} == {
+    actual = {(r["impl"], r["metric"]): (r["value"], r["ratio"]) for r in json.loads(path.read_text())["rows"]}
+    assert {key: actual[key] for key in actual if key[1] in ("memory", "step")} == {
         ("base", "memory"): (40, 1), ("base", "step"): (2000, 1), ("small", "memory"): (20, 2),
         ("small", "step"): (2000, 1), ("big", "memory"): (60, 40 / 60),
     }  # fmt: skip
@@ -186,15 +186,15 @@ def test_a_whole_model_by_tokens_a_second_and_by_steps_of_one_batch():
         for name, batch in sizes.items()
     }
     times = planted(base=4.0, ours=6.0, same=5.0)
-    found = {
+    actual = {
         (name, r["metric"]): (r["value"], r["baseline"], r["ratio"])
         for name in sizes
         for r in release.rates("c", name, arms, times, "base", 1e12)
     }
-    assert found["ours", "tokens"] == (100, "base", 2)  # 600 tokens on each of two GPUs in 6 s, against 200 in 4 s
-    assert found["ours", "step"] == (6000, "base", None)
-    assert found["same", "step"] == (5000, "base", 0.8)
-    assert found["ours", "MFU"] == (0.5, None, None)
-    assert found["ours", "batch"][0] == 6
+    assert actual["ours", "tokens"] == (100, "base", 2)  # 600 tokens on each of two GPUs in 6 s, against 200 in 4 s
+    assert actual["ours", "step"] == (6000, "base", None)
+    assert actual["same", "step"] == (5000, "base", 0.8)
+    assert actual["ours", "MFU"] == (0.5, None, None)
+    assert actual["ours", "batch"][0] == 6
     assert {r["metric"]: r["ratio"] for r in release.rates("c", "ours", arms, times, "not run", None)} == {
         "step": None, "tokens": None, "batch": None}  # fmt: skip

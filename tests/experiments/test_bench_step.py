@@ -35,23 +35,23 @@ def options(out, **given):
 def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path):
     clock = itertools.count()
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
-    seen = {}
+    recorded = {}
     monkeypatch.setattr(
-        step.driver, "memory", lambda program: seen.setdefault(id(program), (len(seen) + 1, len(seen) + 2))
+        step.driver, "memory", lambda program: recorded.setdefault(id(program), (len(recorded) + 1, len(recorded) + 2))
     )
     late, synchronised = (timing.Seconds([time, time]) for time in (0.25, 0.5))
     torch = {"torch bf16": step_torch.TorchTimes(late, synchronised, (1.0, 4.0))}
     step.measure(LLAMA, options(tmp_path), torch)
     content = json.loads((tmp_path / "cpu" / "step.json").read_text())
     assert content["complete"]
-    found = {(r["impl"], r["metric"]): r for r in content["rows"]}
-    assert found["torch bf16", "step"]["value"] == 250
-    assert (found["torch bf16", "memory"]["value"], found["torch bf16", "memory"]["ratio"]) == (4, 0.5)
+    actual = {(r["impl"], r["metric"]): r for r in content["rows"]}
+    assert actual["torch bf16", "step"]["value"] == 250
+    assert (actual["torch bf16", "memory"]["value"], actual["torch bf16", "memory"]["ratio"]) == (4, 0.5)
     # A clock that goes on by one second a look: four steps in one.
-    assert found["coat", "step"]["value"] == 250
-    assert found["coat", "step"]["quartiles"] == [250, 250]
-    assert found["coat", "tokens/s"]["value"] == 2 * TOKENS / 0.25
-    assert (found["coat", "memory"]["value"], found["coat", "memory"]["ratio"]) == (3, pytest.approx(2 / 3))
+    assert actual["coat", "step"]["value"] == 250
+    assert actual["coat", "step"]["quartiles"] == [250, 250]
+    assert actual["coat", "tokens/s"]["value"] == 2 * TOKENS / 0.25
+    assert (actual["coat", "memory"]["value"], actual["coat", "memory"]["ratio"]) == (3, pytest.approx(2 / 3))
     assert {r["baseline"] for r in content["rows"] if r["ratio"]} == {step.REMATERIALIZED}
     assert {r["case"] for r in content["rows"]} == {f"tiny, one GPU, 2 x {TOKENS} tokens"}
 
@@ -167,11 +167,11 @@ def test_an_arm_is_a_recipe_with_how_its_gradients_travel_or_what_it_recomputes(
 
 
 def test_an_arm_without_kernels_is_traced_without_them(monkeypatch):
-    seen = []
-    monkeypatch.setattr(timing, "lowered", lambda *_, **__: seen.append(choice.current_target().kernels))
+    calls = []
+    monkeypatch.setattr(timing, "lowered", lambda *_, **__: calls.append(choice.current_target().kernels))
     for name in ("te_current", f"te_current, {arms.PLAIN}"):
         step.StepArm(name, LLAMA, 1, TOKENS, "one")
-    assert seen == [True, False]
+    assert calls == [True, False]
 
 
 @pytest.mark.slow
@@ -220,10 +220,10 @@ def test_flops_are_those_of_products_and_attention():
 
 
 def test_seconds_remember_their_rounds():
-    found = timing.Seconds([4.0, 1.0, 2.0, 3.0, 5.0])
-    assert found == 3
-    assert found.quartiles() == [2, 4]
-    assert found.quartiles(lambda t: 12 / t) == [3, 6]
+    actual = timing.Seconds([4.0, 1.0, 2.0, 3.0, 5.0])
+    assert actual == 3
+    assert actual.quartiles() == [2, 4]
+    assert actual.quartiles(lambda t: 12 / t) == [3, 6]
 
 
 def test_torch_runs_in_a_process_before_this_one(monkeypatch, capsys):
@@ -239,9 +239,9 @@ def test_torch_runs_in_a_process_before_this_one(monkeypatch, capsys):
 
     monkeypatch.setattr(step_torch, "missing", lambda arm: None if arm == "torch bf16" else "no torchao")
     monkeypatch.setattr(step_torch.subprocess, "Popen", run)
-    found = step_torch.measured(["torch bf16", "torchao rowwise"], LLAMA, 2, TOKENS, 3, 4)
-    assert found == {"torch bf16": (2.0, 4.0, (1.0, 4.0))}
-    assert found["torch bf16"].late.rounds == (3.0, 1.0, 2.0)
+    actual = step_torch.measured(["torch bf16", "torchao rowwise"], LLAMA, 2, TOKENS, 3, 4)
+    assert actual == {"torch bf16": (2.0, 4.0, (1.0, 4.0))}
+    assert actual["torch bf16"].late.rounds == (3.0, 1.0, 2.0)
     settings, platform = requests[0]
     assert (settings["arms"], settings["batch"], settings["length"], platform) == (["torch bf16"], 2, TOKENS, "cpu")
     assert LlamaConfig(**settings["llama"]) == LLAMA
@@ -327,10 +327,10 @@ def test_arms_that_fit_in_so_many_gigabytes_are_compared_by_tokens():
 def test_arms_have_logits_as_training_or_as_their_name_says(arm, vocab, chunked, monkeypatch):
     """Of 2^6 tokens and 2^24 entries there would be 4 GiB in fp32."""
     monkeypatch.setenv("FP8JAX_DRY", "1")
-    seen = []
-    monkeypatch.setattr(step, "Task", lambda *_, chunked, **__: seen.append(chunked) or 1 / 0)
+    calls = []
+    monkeypatch.setattr(step, "Task", lambda *_, chunked, **__: calls.append(chunked) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         step.StepArm(arm, dataclasses.replace(step.DRY, vocab=vocab), 1, 64, "one")
-    assert seen == [chunked]
+    assert calls == [chunked]
     with pytest.raises(ValueError, match="'logits in chunks'"):
         arms.settings("bf16, half of the logits")

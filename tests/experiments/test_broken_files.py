@@ -166,9 +166,9 @@ def test_what_is_no_folder_where_orbax_writes_is_named(tmp_path, kind):
 @pytest.mark.usefixtures("young_heap")
 def test_what_orbax_leaves_of_an_error_is_not_shown(monkeypatch, caplog):
     """Of reads under way when one failed: tasks that nobody looks at, and calls back to a loop that is closed."""
-    seen = []
+    calls = []
     logging.getLogger("asyncio").setLevel(logging.NOTSET)
-    monkeypatch.setattr(sys, "unraisablehook", lambda x: seen.append(str(x.exc_value)))
+    monkeypatch.setattr(sys, "unraisablehook", lambda x: calls.append(str(x.exc_value)))
     checkpoint.quiet()
     checkpoint.quiet()
     loop = asyncio.new_event_loop()
@@ -178,7 +178,7 @@ def test_what_orbax_leaves_of_an_error_is_not_shown(monkeypatch, caplog):
     assert not caplog.records
     for text in ("Event loop is closed", "of the user"):
         sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(text)))
-    assert seen == ["of the user"]
+    assert calls == ["of the user"]
 
 
 def test_deleted_metrics_change_no_result(argv, finished, copy, capsys):
@@ -228,11 +228,11 @@ def test_a_checkpoint_holds_the_newest_rows_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "last", "found"),
+    ("steps", "last", "actual"),
     [((), 0, ""), ((), 3, "1 to 3"), ((1, 2, 3), 3, ""), ((2, 9), 5, "1, 3 to 5"), ((1, 3, 4), 6, "2, 5 to 6")],
 )
-def test_missing_steps_are_ranges(steps, last, found):
-    assert report.missing(steps, last) == found
+def test_missing_steps_are_ranges(steps, last, actual):
+    assert report.missing(steps, last) == actual
 
 
 def test_files_where_folders_should_be(argv, copy, capsys):
@@ -344,16 +344,16 @@ def test_what_the_machine_lacks_is_one_line(argv, monkeypatch, capsys, error, co
 
 
 def test_the_plan_is_shown_before_the_state_is_made(argv, out, monkeypatch):
-    seen = []
+    calls = []
 
     def note(state, *rest, show=report.memory_table):
-        seen.append((state["parameters"], sum(x.nbytes for x in jax.live_arrays()) - before))
+        calls.append((state["parameters"], sum(x.nbytes for x in jax.live_arrays()) - before))
         return show(state, *rest)
 
     monkeypatch.setattr(report, "memory_table", note)
     before = sum(x.nbytes for x in jax.live_arrays())
     assert cli.main([*argv, *BF16, "--run", "planned", "--sample-tokens", "0"]) == 0
-    ((size, held),) = seen
+    ((size, held),) = calls
     assert size > 100_000
     assert held < size / 2
 

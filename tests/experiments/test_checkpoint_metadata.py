@@ -57,7 +57,7 @@ def test_a_bit_that_changes_anywhere_in_the_metadata_is_found(folder):
         shutil.rmtree(folder / step)
     with Checkpoints(folder, 3) as checkpoints:
         meta = checkpoints.read_meta(3)
-    found = []
+    results = []
     names = [f'"{name}"'.encode() for name in json.loads(whole)]
     places = {*range(0, len(whole), 12)}.union(*(range(at := whole.index(name), at + len(name)) for name in names))
     for at in sorted(places):
@@ -69,10 +69,10 @@ def test_a_bit_that_changes_anywhere_in_the_metadata_is_found(folder):
             try:
                 assert checkpoints.read_meta(3) == meta
             except DamagedError as error:
-                found.append(str(error))
-    assert len(found) > len(places) / 2
-    assert all(x.startswith(f"checkpoint {folder / '3'} is damaged: its metadata ") for x in found)
-    assert not any("\n" in x for x in found)
+                results.append(str(error))
+    assert len(results) > len(places) / 2
+    assert all(x.startswith(f"checkpoint {folder / '3'} is damaged: its metadata ") for x in results)
+    assert not any("\n" in x for x in results)
 
 
 WRONG = {

@@ -53,7 +53,7 @@ def test_chunks_are_of_whole_tiles_where_a_quarter_more_of_them_is(monkeypatch):
 
 def both(recipe=EXACT, shape=SHAPE, tokens=TOKENS, devices=None, kinds=(False, True), **settings):
     """Loss in evaluation, metrics of a step and the weights after it, of whole and of chunked logits."""
-    found = []
+    results = []
     for chunked in kinds:
         rows = None if devices is None else mesh.batches(devices)
         each = Task(shape, optax.sgd(1.0), recipe, remat=False, seed=0, rows=rows, chunked=chunked, **settings)
@@ -65,12 +65,12 @@ def both(recipe=EXACT, shape=SHAPE, tokens=TOKENS, devices=None, kinds=(False, T
         loss = float(jax.jit(each.loss)(state.params, state.model_state, placed_tokens))
         after, metrics = jax.jit(each.step, out_shardings=(placed, None))(state, placed_tokens)
         steps = jax.tree.map(lambda a, b: np.asarray(b, np.float64) - np.asarray(a), state.params, after.params)
-        found.append((loss, {k: float(v) for k, v in metrics.items()}, steps))
-    return found
+        results.append((loss, {k: float(v) for k, v in metrics.items()}, steps))
+    return results
 
 
-def agree(found, losses, steps):
-    (loss, metrics, step), (chunked_loss, chunked_metrics, chunked_step) = found
+def agree(actual, losses, steps):
+    (loss, metrics, step), (chunked_loss, chunked_metrics, chunked_step) = actual
     assert chunked_loss == pytest.approx(loss, rel=losses)
     assert chunked_metrics == pytest.approx(metrics, rel=max(losses, steps))
     assert relative(chunked_step, step) < steps
@@ -94,9 +94,9 @@ def test_in_microbatches():
 def test_beside_layers_in_8_bits(weights, tokens, losses):
     """The head is left as it is. Of logits in bf16, which whole ones are, half a step is 2^-9."""
     coat = fp8jax.recipes.coat()
-    found = both(recipe=dataclasses.replace(coat, weights=dataclasses.replace(coat.weights, **weights)), tokens=tokens)
+    actual = both(recipe=dataclasses.replace(coat, weights=dataclasses.replace(coat.weights, **weights)), tokens=tokens)
     # Gradients that differ in their last bit may be rounded to other codes of e5m2, a step of 2^-2 apart.
-    agree(found, losses, 0.05)
+    agree(actual, losses, 0.05)
 
 
 @pytest.mark.parametrize("devices", [slow(None), {"data": 2, "fsdp": 2}])
@@ -157,10 +157,10 @@ def test_auto_goes_by_the_bytes_of_logits(how, tokens, vocab, chunked):
 
 def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
     """Tokens are those of a device's microbatch."""
-    seen = {}
+    recorded = {}
 
     def build(*args, **settings):
-        seen.update(settings, recipe=args[2])
+        recorded.update(settings, recipe=args[2])
         raise UserError("seen")
 
     monkeypatch.setattr(cli, "Task", build)
@@ -173,14 +173,14 @@ def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
     ):  # fmt: skip
         monkeypatch.setattr(form, "WHOLE_BYTES", limit)
         assert cli.main([*flags, "--run", str(i), "--logits", how, "--mesh", "data=1"]) == 2
-        assert seen["chunked"] == expected, (how, limit)
-    assert not seen["recipe"].head.is_quantized
+        assert recorded["chunked"] == expected, (how, limit)
+    assert not recorded["recipe"].head.is_quantized
     others = {"seed": 5, "balance_coefficient": 0.25, "z_coefficient": 0.5, "unroll": 2, "on_bad_step": "skip",
               "max_loss_jump": 6.0}  # fmt: skip
     given = [word for name, value in others.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     flags = [*flags, *given, "--model", "moe-50m", "--head", "fp8", "--run", "others", "--mesh", "data=1"]
     assert cli.main(flags) == 2
-    assert seen["recipe"].head == fp8jax.recipes.HEAD
-    assert seen | others == seen
+    assert recorded["recipe"].head == fp8jax.recipes.HEAD
+    assert recorded | others == recorded
     assert "seen" in capsys.readouterr().err
     assert Config().run.logits == "auto"

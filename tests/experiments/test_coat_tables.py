@@ -30,9 +30,9 @@ def test_error_of_plain_e4m3_is_that_of_ml_dtypes():
         scale = np.abs(groups).max(-1, keepdims=True) / np.float32(448)
         return ((groups / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale).reshape(x.shape)
 
-    want = np.mean((stored(m) / np.sqrt(stored(v)) - m / np.sqrt(v)) ** 2)
+    expected = np.mean((stored(m) / np.sqrt(stored(v)) - m / np.sqrt(v)) ** 2)
     # Values that lie between two codes may round the other way with the scale's reciprocal.
-    np.testing.assert_allclose(errors["E4M3 | E4M3"], want, rtol=1e-3)
+    np.testing.assert_allclose(errors["E4M3 | E4M3"], expected, rtol=1e-3)
     assert len(errors) == 36
     assert errors["E4M3 + Expand | E4M3 + Expand"] < 0.8 * errors["E4M3 | E4M3"]
     assert errors["E5M2 | E4M3"] > errors["E4M3 | E4M3"]
@@ -63,9 +63,9 @@ def test_dynamic_range_is_that_of_nonzero_magnitudes_and_expansion_fills_the_for
     x[0, :128], x[0, 5], x[0, 6] = 0.5, 8.0, 0.0
     x[1, :128], x[1, 0] = 0.0, -3.0
     x[1, 128], x[1, 129] = -1e6, 1e-3
-    found = coat_optimizer.dynamic_ranges([x], "mu")
-    np.testing.assert_allclose(sorted(found["before"]), [1, 1, 16, 1e9], rtol=1e-5)
-    after = dict(zip(found["before"].round(), found["after"], strict=True))
+    actual = coat_optimizer.dynamic_ranges([x], "mu")
+    np.testing.assert_allclose(sorted(actual["before"]), [1, 1, 16, 1e9], rtol=1e-5)
+    after = dict(zip(actual["before"].round(), actual["after"], strict=True))
     # The exponent is stored in bf16.
     np.testing.assert_allclose(np.log(after[16.0]), np.log(57344), rtol=2**-8)
     np.testing.assert_allclose(np.log(after[max(after)]), np.log(57344), rtol=2**-8)

@@ -49,9 +49,9 @@ def report(steps):
 @pytest.mark.parametrize("steps", [STEPS[i : i + 6] for i in range(0, len(STEPS), 6)], ids=str)
 def test_planned_collectives_are_those_of_the_step_compiled_for_gpus(steps):
     for step, (program, planned) in report(steps).items():
-        found, want = ({tuple(key): size for *key, size in side} for side in (program, planned))
+        actual, expected = ({tuple(key): size for *key, size in side} for side in (program, planned))
         sizes = step.split(":")[1:4]
         slack = NUMBERS + (2 * NORMS if sizes[2] != "1" and sizes != ["1", "1", sizes[2]] else 0)
-        for key in sorted(found.keys() | want.keys()):
-            differs = abs(found.get(key, 0) - want.get(key, 0))
-            assert differs <= (slack if key[:2] in ALONE else 0), (step, key, found, want)
+        for key in sorted(actual.keys() | expected.keys()):
+            differs = abs(actual.get(key, 0) - expected.get(key, 0))
+            assert differs <= (slack if key[:2] in ALONE else 0), (step, key, actual, expected)

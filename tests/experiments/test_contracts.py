@@ -141,10 +141,10 @@ def test_loss_and_gradients_are_the_means_of_those_of_the_parts(name):
     assert metrics["healthy"]
     np.testing.assert_allclose(metrics["loss"], np.mean([each["loss"] for each in losses]), rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(mean), rtol=limit)
-    for (path, got), want in zip(
+    for (path, actual), expected in zip(
         jax.tree_util.tree_leaves_with_path(gradients(after)), jax.tree.leaves(mean), strict=True
     ):
-        assert relative(got, want) <= limit, jax.tree_util.keystr(path)
+        assert relative(actual, expected) <= limit, jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize("name", ["delayed", "fallback", slow("fp8_lm")])
@@ -169,8 +169,8 @@ def test_what_scalings_observe_is_of_all_parts(name):
             each = shares.reshape(-1, MICROBATCHES, *share.shape).mean(1)
             kept = (share >= rates[0]) & (share <= rates[1])
             crossed |= bool(np.any(kept & (each[0] < rates[0]) & (np.max(each, 0) > rates[1])))
-            want = np.where(share > rates[1], factor, np.where(share < rates[0], 1 / factor, 1))
-            np.testing.assert_allclose(x, old * want, rtol=1e-6, err_msg=label)
+            expected = np.where(share > rates[1], factor, np.where(share < rates[0], 1 / factor, 1))
+            np.testing.assert_allclose(x, old * expected, rtol=1e-6, err_msg=label)
         elif kind == "automatic_w":
             layer = functools.reduce(dict.get, [p.key for p in path[:-2]], after.params)
             np.testing.assert_allclose(x, np.abs(layer["kernel"]).max((1, 2)), rtol=1e-2, err_msg=label)
@@ -187,12 +187,12 @@ def test_an_evaluation_is_the_same_on_a_mesh_and_reads_the_state(name):
     state = start(name)
     devices = mesh.make(*RECIPES[name][1])
     one, many = build(name), build(name, devices)
-    want = jax.jit(one.loss)(state.params, state.model_state, TOKENS)
+    expected = jax.jit(one.loss)(state.params, state.model_state, TOKENS)
     run = jax.jit(many.loss)
     params, model_state = (jax.device_put(x, mesh.state(devices, x)) for x in (state.params, state.model_state))
     tokens = mesh.place(TOKENS, many.rows)
     limit = ORDER if RECIPES[name][0].weights.compute == "fp32" else 2.0**-9
-    np.testing.assert_allclose(run(params, model_state, tokens), want, rtol=limit)
+    np.testing.assert_allclose(run(params, model_state, tokens), expected, rtol=limit)
     if RECIPES[name][0].linear.stateful_strategies:
         other = jax.tree.map(lambda x: x / 64, model_state)
-        assert abs(run(params, other, tokens) / want - 1) > 2 * limit
+        assert abs(run(params, other, tokens) / expected - 1) > 2 * limit

@@ -80,11 +80,11 @@ def test_a_model_with_states_is_evaluated_with_those_it_was_trained_to():
     trained = small(fp8jax.recipes.te_delayed())
     tokens = np.random.default_rng(3).integers(0, VOCAB, (1, 16)).astype(np.int32)
     histories = jax.tree.map(lambda x: jnp.full_like(x, 0.05), trained.model_state)
-    seen = dataclasses.replace(trained, model_state=histories)
-    fresh, found = (np.asarray(t.model(t.params, tokens), np.float32) for t in (trained, seen))
-    want = np.asarray(trained.task.model(trained.params, histories)(tokens), np.float32)
-    np.testing.assert_array_equal(found, want)
-    assert np.linalg.norm(found - fresh) > 0.1 * np.linalg.norm(fresh)  # inputs beyond a twentieth saturated
+    recorded = dataclasses.replace(trained, model_state=histories)
+    fresh, actual = (np.asarray(t.model(t.params, tokens), np.float32) for t in (trained, recorded))
+    expected = np.asarray(trained.task.model(trained.params, histories)(tokens), np.float32)
+    np.testing.assert_array_equal(actual, expected)
+    assert np.linalg.norm(actual - fresh) > 0.1 * np.linalg.norm(fresh)  # inputs beyond a twentieth saturated
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_a_run_with_delayed_scaling_is_evaluated_with_its_histories(argv, out):
 def test_perplexity_of_a_file_is_that_of_the_model(trained, finished, tmp_path):
     text = "w1 w2 w3 and some words that were not in the corpus"
     (tmp_path / "a.txt").write_text(text)
-    found = evaluate.evaluate(Evaluation(finished, "bf16", data=(str(tmp_path / "a.txt"),)), report.make_console())
+    actual = evaluate.evaluate(Evaluation(finished, "bf16", data=(str(tmp_path / "a.txt"),)), report.make_console())
     tokens = np.frombuffer(b"\0" + text.encode(), np.uint8).astype(np.int32)
     model = trained.task.model(trained.params, trained.model_state)
     total = 0.0
@@ -115,7 +115,7 @@ def test_perplexity_of_a_file_is_that_of_the_model(trained, finished, tmp_path):
         inputs = tokens[end - 16 : end]
         log = np.asarray(jax.nn.log_softmax(model(inputs[None]).astype(jnp.float32)), np.float64)[0]
         total -= log[np.arange(16), tokens[end - 15 : end + 1]][16 - (end - start) :].sum()
-    score = found[str(tmp_path / "a.txt")]
+    score = actual[str(tmp_path / "a.txt")]
     assert score.tokens == len(text)
     np.testing.assert_allclose(score.loss, total / len(text), rtol=2e-3)
 
@@ -126,34 +126,34 @@ def table_row(shown, name):
 
 
 def test_without_data_the_text_is_what_training_held_back(trained, finished, corpus, capsys):
-    found = evaluate.evaluate(Evaluation(finished, "bf16"), report.make_console())["validation split"]
+    actual = evaluate.evaluate(Evaluation(finished, "bf16"), report.make_console())["validation split"]
     row = table_row(capsys.readouterr().out, "validation split")
     texts = [path.read_text() for path in corpus.glob("*.txt")]
     held = data.read_corpus([str(corpus)], 0.05).valid
     size = len("".join(held))
     assert size < 0.1 * sum(map(len, texts))
     # One token a byte; the separator before the first document is not scored.
-    assert found.tokens == size + len(held) - 1
-    expected = [found.loss, math.exp(found.loss), found.nll / math.log(2) / found.tokens]
-    assert row == [f"{found.tokens:,}", f"{found.tokens:,}", *(f"{x:.4f}" for x in expected)]
+    assert actual.tokens == size + len(held) - 1
+    expected = [actual.loss, math.exp(actual.loss), actual.nll / math.log(2) / actual.tokens]
+    assert row == [f"{actual.tokens:,}", f"{actual.tokens:,}", *(f"{x:.4f}" for x in expected)]
 
 
 def test_a_limit_scores_the_first_tokens_alone(trained, finished, corpus, capsys):
     paths = sorted(map(str, corpus.glob("*.txt")))[:2]
     settings = Evaluation(finished, "bf16", data=tuple(paths), limit=20)
-    found = evaluate.evaluate(settings, report.make_console())
-    assert [found[path].tokens for path in (*paths, "together")] == [20, 20, 40]
-    assert found["together"].nll == pytest.approx(found[paths[0]].nll + found[paths[1]].nll)
+    actual = evaluate.evaluate(settings, report.make_console())
+    assert [actual[path].tokens for path in (*paths, "together")] == [20, 20, 40]
+    assert actual["together"].nll == pytest.approx(actual[paths[0]].nll + actual[paths[1]].nll)
     row = table_row(capsys.readouterr().out, paths[0])
     assert row[:2] == [f"{len(Path(paths[0]).read_text()):,}", "20"]
-    assert float(row[-1]) == pytest.approx(found[paths[0]].nll / math.log(2) / 20, abs=1e-4)
+    assert float(row[-1]) == pytest.approx(actual[paths[0]].nll / math.log(2) / 20, abs=1e-4)
 
 
 def test_without_a_limit_a_text_is_scored_whole_and_the_last_line_is_of_all(trained, capsys, monkeypatch):
     texts, nothing = {"a": ("abcd" * 9,), "b": ("é" * 5,)}, lambda params, tokens: -jnp.ones(tokens[:, 1:].shape)
     monkeypatch.setattr(scoring, "score_sequences", lambda model: nothing)
-    found = evaluate._print_texts(report.make_console(), trained, texts, 0)
-    assert {name: score.tokens for name, score in found.items()} == {"a": 36, "b": 10, "together": 46}
+    actual = evaluate._print_texts(report.make_console(), trained, texts, 0)
+    assert {name: score.tokens for name, score in actual.items()} == {"a": 36, "b": 10, "together": 46}
     assert table_row(capsys.readouterr().out, "together") == ["46", "46", "1.0000", "2.7183", f"{1 / math.log(2):.4f}"]
 
 

@@ -98,15 +98,15 @@ def test_text_and_answers_are_transformers_own(checkpoint):
     theirs = transformers.AutoTokenizer.from_pretrained(checkpoint)
     template = chat.Template(checkpoint)
     for ask in (False, True):
-        want = theirs.apply_chat_template(list(TALK), tokenize=False, add_generation_prompt=ask)
-        assert template.render(TALK, "x", ask=ask) == want
-    want = theirs.apply_chat_template(
+        expected = theirs.apply_chat_template(list(TALK), tokenize=False, add_generation_prompt=ask)
+        assert template.render(TALK, "x", ask=ask) == expected
+    expected = theirs.apply_chat_template(
         list(TALK), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
     )
     ours = start.conversation(TextRecord("x:1", None, TALK), template, spelled(checkpoint).model)
-    assert ours.ids.tolist() == want["input_ids"]
+    assert ours.ids.tolist() == expected["input_ids"]
     # Theirs ends with the tag; ours has the line break after it, too.
-    differ = np.flatnonzero(ours.answers != np.array(want["assistant_masks"]))
+    differ = np.flatnonzero(ours.answers != np.array(expected["assistant_masks"]))
     assert {spelled(checkpoint).model.decode([int(ours.ids[i])]) for i in differ} <= {"\n"}
     assert len(differ) == 2
 

@@ -47,10 +47,10 @@ def test_the_loss_of_an_arm_is_that_of_its_last_steps_over_fp32_s():
 
 def test_each_of_the_four_goes_through_its_own_storage(monkeypatch):
     """In their order: the first weights; then of each step the gradients, the new weights, both moments."""
-    seen = []
+    calls = []
 
     def store_as(index, tree):
-        seen.append((int(index), min(float(x.min()) for x in jax.tree.leaves(tree)) >= 0))
+        calls.append((int(index), min(float(x.min()) for x in jax.tree.leaves(tree)) >= 0))
         return tree
 
     monkeypatch.setattr(fp8_lm_precision, "store_as", store_as)
@@ -58,7 +58,7 @@ def test_each_of_the_four_goes_through_its_own_storage(monkeypatch):
     task = types.SimpleNamespace(gradients=lambda params, *_: ({"loss": jnp.float32(0)}, gradients, {}))
     with jax.disable_jit():
         fp8_lm_precision.make_run(task, 1, 1e-3)(jnp.arange(4), gradients, jnp.asarray(TOKENS[None]))
-    assert seen == [(0, False), (1, False), (0, False), (2, False), (3, True)]
+    assert calls == [(0, False), (1, False), (0, False), (2, False), (3, True)]
 
 
 @pytest.mark.slow
@@ -85,11 +85,11 @@ def test_arms_train_as_optax_does_and_a_coarse_master_weight_shows(monkeypatch):
         updates, state = tx.update(grads, state, params)
         return losses["loss"], optax.apply_updates(params, updates), state
 
-    state, want = tx.init(params), []
+    state, expected = tx.init(params), []
     for _ in range(6):
         loss, params, state = step(params, state)
-        want.append(float(loss))
-    np.testing.assert_allclose(losses[f.BASE], want, rtol=1e-3)
+        expected.append(float(loss))
+    np.testing.assert_allclose(losses[f.BASE], expected, rtol=1e-3)
     np.testing.assert_array_equal(plain[0], losses[f.BASE])
-    assert want[-1] < want[0] - 0.01
-    assert abs(losses["master"][0] - want[0]) > 1e-4
+    assert expected[-1] < expected[0] - 0.01
+    assert abs(losses["master"][0] - expected[0]) > 1e-4

@@ -62,11 +62,11 @@ def start(count, argv, devices=1, stop=(0, 0, 0), cluster=False, bad="", **diffe
 def end(processes):
     """Exit codes, what was printed, and what was complained about."""
     try:
-        found = [process.communicate(timeout=600) for process in processes]
+        actual = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:  # which wait for each other if their programs differ
             process.kill()
-    return [process.returncode for process in processes], [x[0] for x in found], [x[1] for x in found]
+    return [process.returncode for process in processes], [x[0] for x in actual], [x[1] for x in actual]
 
 
 def losses(folder):
@@ -74,14 +74,14 @@ def losses(folder):
     return {kind: {r["step"]: r[kind] for r in rows if kind in r} for kind in ("loss", "valid_loss")}
 
 
-def check_close(found, expected):
+def check_close(actual, expected):
     """The same steps, and losses but for the order of sums, which depends on a process's threads.
 
     The longest are over the 256 entries of the vocabulary; what a step differs by goes into all that follow.
     """
     for kind, values in expected.items():
-        assert found[kind].keys() == values.keys()
-        columns = ([x[kind][step] for step in values] for x in (found, expected))
+        assert actual[kind].keys() == values.keys()
+        columns = ([x[kind][step] for step in values] for x in (actual, expected))
         np.testing.assert_allclose(*columns, rtol=max(values) * order(256))
 
 
@@ -125,7 +125,7 @@ def test_four_processes_with_two_devices_each_train_as_one_process(argv, out, tm
 def test_two_processes_leave_out_the_same_bad_steps_as_one(argv, out, policy):
     """Only the first device has a row of which the loss is NaN."""
     flags = [*argv, *MANY, "--microbatches", "1", "--mesh", "fsdp=2", "--on-bad-step", policy, "--run"]
-    found = {}
+    results = {}
     for count in (1, 2):
         name = f"{policy}_by_{count}"
         codes, said, complaints = end(start(count, [*flags, name], 2 // count, bad="2,5"))
@@ -133,10 +133,10 @@ def test_two_processes_leave_out_the_same_bad_steps_as_one(argv, out, policy):
         rows = [json.loads(line) for line in (out / name / "mixed" / "metrics.jsonl").read_text().splitlines()]
         assert [row["bad_steps"] for row in rows if "loss" in row] == [0, 0, 1, 1, 2, 2]
         decisions = [line for line in said[0].splitlines() if "loss nan" in line]
-        found[count] = losses(out / name / "mixed"), decisions
-    check_close(found[2][0], found[1][0])
-    assert found[2][1] == found[1][1]
-    assert len(found[1][1]) == 2
+        results[count] = losses(out / name / "mixed"), decisions
+    check_close(results[2][0], results[1][0])
+    assert results[2][1] == results[1][1]
+    assert len(results[1][1]) == 2
 
 
 def check_dies(processes, which):
@@ -240,12 +240,12 @@ def test_a_process_that_waits_in_vain_says_so(argv, process):
     """The first of two waits for the second, and the second for the first."""
     command = [*argv, "--run", "alone"]
     others = ["--coordinator", f"localhost:{port()}", "--process-count", "2", "--patience", "4"]
-    found = subprocess.run(
+    actual = subprocess.run(
         [sys.executable, "-m", "experiments.train", *command, *others, "--process-id", str(process)],
         env=dict(os.environ, JAX_PLATFORMS="cpu"), cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
-    assert found.returncode == 5, found.stderr
-    assert f"process {process} of 2 waited 4 s" in found.stderr
+    assert actual.returncode == 5, actual.stderr
+    assert f"process {process} of 2 waited 4 s" in actual.stderr
 
 
 @pytest.mark.parametrize(("signum", "code"), [(None, 5), (signal.SIGTERM, 143)])
@@ -344,9 +344,9 @@ def test_what_one_process_finds_wrong_all_raise(gathered, error, said, code):
         pass
     with pytest.raises(hosts.Agreed) as first, hosts.agreement():
         raise errors.UserError("of a later process")
-    for found in (own, others, first):
-        assert re.fullmatch(said, str(found.value))
-        assert found.value.exit_code == code
+    for actual in (own, others, first):
+        assert re.fullmatch(said, str(actual.value))
+        assert actual.value.exit_code == code
     with pytest.raises(KeyError), hosts.agreement():
         raise KeyError
 
@@ -354,9 +354,9 @@ def test_what_one_process_finds_wrong_all_raise(gathered, error, said, code):
 def test_what_a_process_was_started_with_otherwise_is_named(gathered):
     hosts.check_same({"--seed": 1, "--lr": [1e-3], "text": "a"})
     hosts.check_same({"--seed": 1, "--lr": [1e-3], "text": "a"})
-    with pytest.raises(hosts.Agreed, match="process 2 was started with another --seed, text than process 0") as found:
+    with pytest.raises(hosts.Agreed, match="process 2 was started with another --seed, text than process 0") as actual:
         hosts.check_same({"--seed": 7, "--lr": [1e-3], "text": "b"})
-    assert found.value.exit_code == 2
+    assert actual.value.exit_code == 2
 
 
 def test_a_process_of_slurm_finds_its_place(monkeypatch):

@@ -183,8 +183,8 @@ def test_sizes_that_config_leaves_out_follow_from_others(tmp_path):
 
 def test_a_file_that_shrank_since_it_was_opened_is_named(tmp_path):
     folder, _ = checkpoint(tmp_path, "llama3")
-    found = files.tensors(folder)
-    last = max(found.values(), key=lambda x: x.start)
+    actual = files.tensors(folder)
+    last = max(actual.values(), key=lambda x: x.start)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(UserError, match=rf"model\.safetensors ends within {re.escape(last.name)}: .* load it again"):

@@ -62,9 +62,9 @@ def spelling(folder):
 
 @pytest.mark.slow
 def test_a_bit_that_changes_in_any_file_is_found_or_changes_nothing(folder):
-    whole, found = content(folder), dict[str, int]()
+    whole, results = content(folder), dict[str, int]()
     for path in sorted(folder.iterdir()):
-        raw, found[path.name] = path.read_bytes(), 0
+        raw, results[path.name] = path.read_bytes(), 0
         model = path.suffix == ".safetensors" or path.name in ("config.json", files.INDEX)
         read, before = (content, whole) if model else (spelling, whole[2:])
         # Digits of numbers, which stay JSON, and places everywhere.
@@ -76,12 +76,12 @@ def test_a_bit_that_changes_in_any_file_is_found_or_changes_nothing(folder):
             try:
                 assert read(folder) == before, (path.name, at)
             except UserError:
-                found[path.name] += 1
+                results[path.name] += 1
         path.write_bytes(raw)
     assert content(folder) == whole
-    assert set(found) == {files.INDEX, "config.json", *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)),
+    assert set(results) == {files.INDEX, "config.json", *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)),
                           "tokenizer.json", "tokenizer_config.json", "generation_config.json"}  # fmt: skip
-    assert min(found.values()) >= 5
+    assert min(results.values()) >= 5
 
 
 def flip(path, text):
@@ -284,5 +284,5 @@ def test_flags_that_do_not_go_together_are_one_line_and_a_code(tmp_path, capsys,
 def test_folders_from_before_there_were_experts_are_what_they_were():
     """What is compared of a model without experts has no new fields."""
     for case, has_experts in (("llama3", False), ("mixtral", True)):
-        found = settings(Path("config.json"), cases.golden(case)["config"])
-        assert ("experts" in found, "experts_per_token" in found, "normalize_choices" in found) == (has_experts,) * 3
+        actual = settings(Path("config.json"), cases.golden(case)["config"])
+        assert ("experts" in actual, "experts_per_token" in actual, "normalize_choices" in actual) == (has_experts,) * 3

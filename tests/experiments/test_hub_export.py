@@ -65,8 +65,8 @@ def test_codes_in_the_checkpoint_are_those_that_layers_multiply_by(run, recipe, 
             codes, scale = (stored[f"model.layers.{i}.{name}.{x}"].read() for x in ("weight", "weight_scale"))
             values = codes.astype(np.float32) * scale
             # A product with an identity gives what the codes stand for.
-            seen = linear(jnp.eye(values.shape[1], dtype=jnp.bfloat16))
-            np.testing.assert_array_equal(np.asarray(seen), values.T.astype(jnp.bfloat16))
+            recorded = linear(jnp.eye(values.shape[1], dtype=jnp.bfloat16))
+            np.testing.assert_array_equal(np.asarray(recorded), values.T.astype(jnp.bfloat16))
             kernel = np.asarray(linear.kernel[...], np.float32)
             predicted = abs(float(scale[0]) / (np.abs(kernel).max() / 448) - 1) > 1e-5
             assert predicted == (recipe == "moss")

@@ -90,9 +90,9 @@ def test_beside_the_weights_what_the_old_folder_has_is_kept(tmp_path):
         extra_files={"more.txt": "more"},
         fields={"eos_token_id": 7},
     )
-    found = {p.name: p.read_text() for p in (tmp_path / "out").iterdir() if p.suffix != ".safetensors"}
-    config = json.loads(found.pop("config.json"))
-    assert found == {"tokenizer.json": "tok", "generation_config.json": "gen", "more.txt": "more"}
+    actual = {p.name: p.read_text() for p in (tmp_path / "out").iterdir() if p.suffix != ".safetensors"}
+    config = json.loads(actual.pop("config.json"))
+    assert actual == {"tokenizer.json": "tok", "generation_config.json": "gen", "more.txt": "more"}
     assert (config["eos_token_id"], config["bos_token_id"]) == (7, 1)
 
 
@@ -136,9 +136,9 @@ def test_what_config_said_of_the_old_weights_is_not_kept(eight_folder, tmp_path)
     weights = load(folder).params
     weights["norm"]["scale"] = weights["norm"]["scale"].at[0].set(np.inf)
     save(tmp_path / "out", WIDE, weights, like=folder, dtype=np.float16)
-    found = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert not {"quantization_config", "dtype"} & set(found)
-    assert found["torch_dtype"] == "float16"
+    actual = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not {"quantization_config", "dtype"} & set(actual)
+    assert actual["torch_dtype"] == "float16"
     assert np.isinf(load(tmp_path / "out").params["norm"]["scale"][0])
 
 
@@ -203,13 +203,13 @@ def codes_of(w, name):
 def test_codes_in_files_are_those_of_the_weights(name, tmp_path):
     weights = params(WIDE)
     unquantized = save(tmp_path / "out", WIDE, weights, eight=eight_bits(name), dtype=ml_dtypes.bfloat16)
-    found = files.tensors(tmp_path / "out")
+    actual = files.tensors(tmp_path / "out")
     # 320 is not divided by 128: transformers would take other blocks of the format "fp8".
     ragged = [f"model.layers.{i}.mlp.{n}_proj" for n in ("gate", "up", "down") for i in range(2)]
     assert unquantized == (ragged if name == "deepseek" else [])
     suffix = "weight_scale_inv" if name == "deepseek" else "weight_scale"
     w = np.asarray(weights["layers"]["attention"]["k"]["kernel"][1]).T
-    codes, scale = (found[f"model.layers.1.self_attn.k_proj.{x}"] for x in ("weight", suffix))
+    codes, scale = (actual[f"model.layers.1.self_attn.k_proj.{x}"] for x in ("weight", suffix))
     assert (codes.kind, codes.shape, scale.kind) == ("F8_E4M3", (128, 256), "F32")
     ratio, expected, wide = codes_of(w, name)
     np.testing.assert_allclose(scale.read(), expected, rtol=2e-7)
@@ -219,8 +219,8 @@ def test_codes_in_files_are_those_of_the_weights(name, tmp_path):
     assert different.mean() < 1e-3
     values = codes.read().astype(np.float32) * wide
     assert (np.abs(values - w.astype(np.float32)) <= np.maximum(np.abs(w) / 16, wide * 2**-10) * 1.0001).all()
-    assert found["lm_head.weight"].kind == found["model.norm.weight"].kind == "BF16"
-    assert found["model.layers.1.mlp.up_proj.weight"].kind == ("BF16" if name == "deepseek" else "F8_E4M3")
+    assert actual["lm_head.weight"].kind == actual["model.norm.weight"].kind == "BF16"
+    assert actual["model.layers.1.mlp.up_proj.weight"].kind == ("BF16" if name == "deepseek" else "F8_E4M3")
 
 
 @pytest.mark.parametrize("name", few(FORMATS, "deepseek"))
@@ -236,9 +236,9 @@ def test_codes_come_back_bit_for_bit(name, tmp_path):
     np.testing.assert_array_equal(frozen.dequantize(), values["layers"]["attention"]["q"]["kernel"])
     x = jax.random.normal(jax.random.key(0), (8, 256))
     one = jax.tree.map(lambda leaf: leaf[0], frozen)
-    got = fp8jax.linear(x, one, recipe="te_current")
+    actual = fp8jax.linear(x, one, recipe="te_current")
     exact = np.asarray(x, np.float64) @ np.asarray(values["layers"]["attention"]["q"]["kernel"][0], np.float64)
-    assert np.linalg.norm(got - exact) < 0.05 * np.linalg.norm(exact)
+    assert np.linalg.norm(actual - exact) < 0.05 * np.linalg.norm(exact)
     assert load(tmp_path / "out").params["layers"]["attention"]["q"]["kernel"].dtype == jnp.bfloat16
     # Written again from their values in the same format they are the same codes.
     if name != "channel":
@@ -315,9 +315,9 @@ def test_layers_that_servers_fuse_are_stored_alike(tmp_path):
     few = dataclasses.replace(WIDE, kv_heads=1, mlp_dim=256, layers=1)
     unquantized = save(tmp_path / "a", few, params(few), eight=eight_bits("deepseek"))
     assert unquantized == [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
-    found = {name: tensor.kind for name, tensor in files.tensors(tmp_path / "a").items()}
-    assert found["model.layers.0.self_attn.q_proj.weight"] == "F32"
-    assert found["model.layers.0.self_attn.o_proj.weight"] == "F8_E4M3"
+    actual = {name: tensor.kind for name, tensor in files.tensors(tmp_path / "a").items()}
+    assert actual["model.layers.0.self_attn.q_proj.weight"] == "F32"
+    assert actual["model.layers.0.self_attn.o_proj.weight"] == "F8_E4M3"
     assert save(tmp_path / "b", few, params(few), eight=eight_bits("block")) == []
 
 
@@ -440,17 +440,17 @@ def test_scales_of_16_bits_are_read_in_32(eight_folder, tmp_path):
     weights = {n: x.astype(ml_dtypes.bfloat16) if n.endswith("weight_scale") else x for n, x in weights.items()}
     save_file(weights, folder / "model.safetensors")
     scale = load(folder, codes=True).params["layers"]["mlp"]["up"]["kernel"].codes.scale
-    want = [weights[f"model.layers.{i}.mlp.up_proj.weight_scale"].astype(np.float32) for i in range(2)]
+    expected = [weights[f"model.layers.{i}.mlp.up_proj.weight_scale"].astype(np.float32) for i in range(2)]
     assert scale.dtype == np.float32
-    np.testing.assert_array_equal(np.ravel(scale), np.ravel(want))
+    np.testing.assert_array_equal(np.ravel(scale), np.ravel(expected))
 
 
 def test_blocks_of_any_shape_are_decoded(tmp_path):
     blocks = quantized.EightBits("compressed-tensors", "block", (2, 3))
     codes, scale = np.arange(1, 36).reshape(5, 7).astype(quantized.CODES), np.exp2(np.arange(9.0)).reshape(3, 3)
     assert blocks.shape(*codes.shape) == scale.shape
-    want = [[float(codes[i, j]) * scale[i // 2, j // 3] for j in range(7)] for i in range(5)]
-    np.testing.assert_array_equal(quantized.decode(blocks, codes, scale), want)
+    expected = [[float(codes[i, j]) * scale[i // 2, j // 3] for j in range(7)] for i in range(5)]
+    np.testing.assert_array_equal(quantized.decode(blocks, codes, scale), expected)
     assert quantized.read(tmp_path, {"quant_method": "fp8", "weight_block_size": None}).strategy == "tensor"
     assert quantized.read(tmp_path, {"quant_method": "fp8", "weight_block_size": [2, 3]}).block == (2, 3)
     assert quantized.read(tmp_path, {"quant_method": "fp8"}) == quantized.EightBits("fp8", "block", (128, 128))

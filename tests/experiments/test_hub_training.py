@@ -45,7 +45,7 @@ def test_every_linear_layer_but_the_head_has_8_bit_products(case, tmp_path):
 def test_a_checkpoint_trains_on(case, recipe, tmp_path):
     """As fast as in bf16, from the loss that the logits of the family's own implementation have."""
     made = np.asarray(cases.golden(case)["logits"])[:, :-1]
-    found = {}
+    results = {}
     for name in ("bf16", recipe):
         task, params, tokens = started(tmp_path, case, name)
         state = jax.jit(task.init)()
@@ -54,10 +54,10 @@ def test_a_checkpoint_trains_on(case, recipe, tmp_path):
         for _ in range(12):
             state, metrics = step(state, tokens)
             losses.append(float(metrics["loss"]))
-        found[name] = losses[0], losses[0] - losses[-1]
+        results[name] = losses[0], losses[0] - losses[-1]
     logits = made - np.log(np.exp(made).sum(-1, keepdims=True))
     exact = -np.take_along_axis(logits, np.asarray(tokens)[:, 1:, None], -1).mean()
-    (start, fall), (quantized, fallen) = found["bf16"], found[recipe]
+    (start, fall), (quantized, fallen) = results["bf16"], results[recipe]
     assert abs(start - exact) < 2.0**-8 * exact
     # 8-bit products of sharp attention are off by a third of the logits, and the loss by far less.
     assert abs(quantized - exact) < 0.1 * exact

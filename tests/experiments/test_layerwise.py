@@ -49,11 +49,11 @@ def settings(monkeypatch):
 
 def gathers(step):
     """Bytes of all-gathers of matrices, by dtype."""
-    found = {}
+    results = {}
     for one in collectives(step.as_text()):
         if one.kind == "all-gather" and one.nbytes >= 1024:
-            found[one.dtype] = found.get(one.dtype, 0) + one.times * one.nbytes
-    return found
+            results[one.dtype] = results.get(one.dtype, 0) + one.times * one.nbytes
+    return results
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_each_layers_matrices_are_gathered_as_codes_forward_and_backward(name):
     step, state, _ = compiled(name)
     layers = sum(x.size for x in jax.tree.leaves(state.params["layers"]) if x.ndim == 3)
     head = state.params["head"]["kernel"].size
-    found = gathers(step)
+    actual = gathers(step)
     if name not in VALUES:
-        assert found["u8"] == 2 * layers // 2  # of two devices, each of which gives its half, forward and backward
+        assert actual["u8"] == 2 * layers // 2  # of two devices, each of which gives its half, forward and backward
         # XLA on CPUs widens bf16.
-        assert sum(n for dtype, n in found.items() if dtype != "u8") <= 4 * (
+        assert sum(n for dtype, n in actual.items() if dtype != "u8") <= 4 * (
             head + state.params["embed"]["embedding"].size
         )
     else:
-        assert "u8" not in found
+        assert "u8" not in actual
     one = layers // LLAMA.layers
     largest = max(x.nbytes for x in collectives(step.as_text()) if x.kind == "all-gather")
     assert largest <= max(4 * head, 4 * one)

@@ -146,8 +146,8 @@ def test_rope_rotates_by_position_times_frequency():
     as_complex = x[0, :, 0, :3] + 1j * x[0, :, 0, 3:]
     angle = np.arange(length)[:, None] / theta ** (np.arange(0, channels, 2) / channels)
     expected = as_complex * np.exp(1j * angle)
-    got = np.asarray(turned)[0, :, 0, :3] + 1j * np.asarray(turned)[0, :, 0, 3:]
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+    actual = np.asarray(turned)[0, :, 0, :3] + 1j * np.asarray(turned)[0, :, 0, 3:]
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_rope_products_depend_on_the_distance_only():

@@ -314,18 +314,20 @@ def test_a_step_is_healthy_if_loss_gradient_and_all_steps_before_are(monkeypatch
         np.testing.assert_allclose(metrics["grad_norm"], 13.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("seen", [0.5, np.nan])
-def test_a_skipped_step_leaves_the_state_and_the_next_one_is_taken(monkeypatch, seen):
+@pytest.mark.parametrize("recorded", [0.5, np.nan])
+def test_a_skipped_step_leaves_the_state_and_the_next_one_is_taken(monkeypatch, recorded):
     """Only a statistic of the step is not finite, or all is well."""
     grads, sgd = {"a": jnp.array([3.0, 4.0])}, optax.with_extra_args_support(optax.sgd(1.0))
-    monkeypatch.setattr(Task, "gradients", lambda *_: ({"loss": jnp.float32(1)}, grads, {"seen": jnp.float32(seen)}))
+    monkeypatch.setattr(
+        Task, "gradients", lambda *_: ({"loss": jnp.float32(1)}, grads, {"seen": jnp.float32(recorded)})
+    )
     task = Task(None, sgd, fp8jax.recipes.bf16(), remat=False, seed=0, on_bad_step="skip", max_loss_jump=6.0)
     params, model_state, healthy = {"a": jnp.zeros(2)}, {"seen": jnp.float32(0)}, jnp.array(True)
     # One loss is missing to a limit: the loss of this step is not compared with itself.
     monitor = init_monitor()._replace(losses=jnp.full(LOSS_WINDOW, 2.0), loss_count=jnp.int32(LOSS_WINDOW // 2 - 1))
     state = TrainState(jnp.int32(4), params, model_state, sgd.init(params), jnp.zeros(2), healthy, monitor=monitor)
     after, metrics = task.step(state, None)
-    is_good = np.isfinite(seen)
+    is_good = np.isfinite(recorded)
     assert bool(metrics["healthy"]) == is_good
     assert bool(after.healthy)
     assert (int(metrics["bad_steps"]), int(metrics["consecutive_bad_steps"])) == (not is_good, not is_good)

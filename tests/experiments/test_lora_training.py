@@ -82,9 +82,9 @@ def test_the_first_loss_is_the_base_s_own_and_merging_changes_nothing():
     params = jax.jit(plain.init)().params
     made, loss = jax.jit(task.base), jax.jit(plain.loss)
     # Of the same parameters; e4m3 rounds them, and what they are multiplied with.
-    for got, want in zip(*map(jax.tree.leaves, (made(params), made())), strict=True):
+    for actual, expected in zip(*map(jax.tree.leaves, (made(params), made())), strict=True):
         # Scales in another program may be rounded otherwise, by one last place.
-        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=2e-7)
+        np.testing.assert_allclose(np.asarray(actual, np.float32), np.asarray(expected, np.float32), rtol=2e-7)
     for name in "qkv":
         params["layers"]["attention"][name]["bias"] += jnp.linspace(-1, 1, llama.layers)[:, None]
     state, base, losses = trained(task, 6, params=params)
@@ -93,10 +93,10 @@ def test_the_first_loss_is_the_base_s_own_and_merging_changes_nothing():
     exact = Task(llama, task.tx, fp8jax.recipes.bf16(), remat=False, seed=5, lora=lora)
     merged = jax.jit(task.merged)(state.params, base)
     whole = jax.jit(lambda params: plain.model(params, {})(TOKENS[:, :-1]))
-    got = whole(jax.tree.map(lambda x: x.astype(jnp.float32), merged))
-    want = jax.jit(lambda params, base: exact.model(params, base)(TOKENS[:, :-1]))(state.params, base)
-    assert relative(got, want) < 0.02
-    assert relative(got, whole(params)) > 0.1
+    actual = whole(jax.tree.map(lambda x: x.astype(jnp.float32), merged))
+    expected = jax.jit(lambda params, base: exact.model(params, base)(TOKENS[:, :-1]))(state.params, base)
+    assert relative(actual, expected) < 0.02
+    assert relative(actual, whole(params)) > 0.1
     of = lambda tree: {k: np.asarray(v, np.float64) for k, v in tree["layers"]["mlp"]["up"].items() if k != "held"}  # noqa: E731
     a, b = (of(state.params)[f"lora_{x}"] for x in "ab")
     assert relative(of(merged)["kernel"] - 24 / 8 * a @ b, of(params)["kernel"]) < 0.04

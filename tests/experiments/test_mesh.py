@@ -63,7 +63,7 @@ def runs(argv, out):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "SMALLEST", 1024)
         patch.setattr(cli, "Loop", Seen)
-        seen, codes = [], []
+        calls, codes = [], []
         for run, where, last in (
             ("one", "data=1", None),
             ("many", "data=4,fsdp=2 --partition slices", 2),
@@ -71,15 +71,15 @@ def runs(argv, out):
         ):
             Seen.last = last
             codes.append(cli.main([*argv, *FLAGS, run, "--mesh", *where.split()], recipe=mixed))
-            seen.append(Seen.notes)
+            calls.append(Seen.notes)
             if (out / "many").exists():
-                shutil.copytree(out / "many", out / f"many{len(seen)}")
-    return codes, seen, out
+                shutil.copytree(out / "many", out / f"many{len(calls)}")
+    return codes, calls, out
 
 
 def rows(folder):
-    found = [json.loads(line) for line in (folder / "mixed" / "metrics.jsonl").read_text().splitlines()]
-    return {kind: {r["step"]: r[kind] for r in found if kind in r} for kind in ("loss", "valid_loss")}
+    actual = [json.loads(line) for line in (folder / "mixed" / "metrics.jsonl").read_text().splitlines()]
+    return {kind: {r["step"]: r[kind] for r in actual if kind in r} for kind in ("loss", "valid_loss")}
 
 
 def test_training_goes_on_from_mesh_to_mesh_as_on_one_device(runs):
@@ -95,9 +95,9 @@ def test_training_goes_on_from_mesh_to_mesh_as_on_one_device(runs):
 
 
 def test_parameters_state_and_batches_lie_as_the_mesh_says(runs):
-    _, seen, _ = runs
-    assert seen[0].seen[0][1] is None
-    for loop, shape, among in ((seen[1], (4, 2, 1, 1), ("fsdp", "data")), (seen[2], (1, 2, 2, 1), "fsdp")):
+    _, recorded, _ = runs
+    assert recorded[0].seen[0][1] is None
+    for loop, shape, among in ((recorded[1], (4, 2, 1, 1), ("fsdp", "data")), (recorded[2], (1, 2, 2, 1), "fsdp")):
         shared = ("tensor",) if shape[2] > 1 else ()
         # The first and the last step: what comes out lies as what went in.
         for state, batch, size in (loop.seen[0], loop.seen[-1]):
@@ -119,21 +119,21 @@ def test_parameters_state_and_batches_lie_as_the_mesh_says(runs):
 
 def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
     """The state after two steps on 8 devices, restored whole, and on 4: each shard has its part of the bytes."""
-    _, seen, out = runs
+    _, recorded, out = runs
     abstract = jax.eval_shape(lambda: None)
     with Checkpoints(out / "many2" / "mixed" / "checkpoints", 9, clean=False) as checkpoints:
         leaves = checkpoints.read_meta(2)["leaves"]
         shapes = {k: jax.ShapeDtypeStruct(v["shape"], v["dtype"]) for k, v in leaves.items()}
         whole, _ = checkpoints.restore(2, shapes)
-        for loop in seen[2:]:
+        for loop in recorded[2:]:
             where = flatten(loop.seen[0][0])
             abstract = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[k]) for k, x in shapes.items()}
             placed, _ = checkpoints.restore(2, abstract)
             for name, x in placed.items():
                 assert x.sharding == where[name]
                 for shard in x.addressable_shards:
-                    want = np.asarray(whole[name])[shard.index]
-                    assert np.asarray(shard.data).tobytes() == want.tobytes(), name
+                    expected = np.asarray(whole[name])[shard.index]
+                    assert np.asarray(shard.data).tobytes() == expected.tobytes(), name
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def test_a_wrong_mesh_is_one_line_that_names_it_and_the_fix(argv, capsys, flags,
 
 @pytest.mark.parametrize(("batch", "microbatches", "count"), [(8, 1, 8), (8, 2, 4), (12, 1, 6), (7, 1, 7), (3, 3, 1)])
 def test_without_one_a_batch_is_spread_over_as_many_devices_as_divide_it(batch, microbatches, count):
-    found = mesh.choose("", batch, microbatches)
-    assert dict(found.shape) == {"data": count, "fsdp": 1, "tensor": 1, "expert": 1}
+    actual = mesh.choose("", batch, microbatches)
+    assert dict(actual.shape) == {"data": count, "fsdp": 1, "tensor": 1, "expert": 1}
 
 
 def test_several_processes_use_all_of_their_devices_and_rows_that_do_not_divide_are_everywhere():
@@ -211,9 +211,9 @@ def test_several_processes_use_all_of_their_devices_and_rows_that_do_not_divide_
     with pytest.raises(ValueError, match=r"^tensors: the optimizer state is sharded"):
         mesh.check_partition("tensors", {"data": 1}, 4)
     rows = mesh.batches(mesh.make(2, 1, tensor=2))
-    found = [mesh.place(np.arange(n), rows) for n in (4, 2, 3)]
-    assert [x.sharding.spec for x in found] == [ROWS, ROWS, P()]
-    np.testing.assert_array_equal(found[2], np.arange(3))
+    actual = [mesh.place(np.arange(n), rows) for n in (4, 2, 3)]
+    assert [x.sharding.spec for x in actual] == [ROWS, ROWS, P()]
+    np.testing.assert_array_equal(actual[2], np.arange(3))
 
 
 SAME, UP, DOWN = None, P(None, "fsdp", "tensor"), P(None, ("tensor", "fsdp"))
@@ -272,8 +272,8 @@ def test_scales_of_blocks_are_cut_no_further_than_their_codes():
     q = jax.eval_shape(lambda: fp8jax.quantize(jnp.zeros((4, 450, 512)), spec))
     assert q.scale.shape == (4, 4, 4)
     tree = {"layers": {"mlp": {"up": {"kernel": q}}}}
-    found = mesh.optimizer_shardings(jax.sharding.AbstractMesh((2, 2, 2, 1), mesh.AXES), tree, "slices")
-    assert {x.spec for x in jax.tree.leaves(found)} == {UP}
+    actual = mesh.optimizer_shardings(jax.sharding.AbstractMesh((2, 2, 2, 1), mesh.AXES), tree, "slices")
+    assert {x.spec for x in jax.tree.leaves(actual)} == {UP}
 
 
 def test_the_line_about_the_mesh_says_which_recipes_gather_all_parameters_before_a_step():

@@ -77,7 +77,7 @@ def one(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "where", "kind"), ALL)
 def test_a_step_on_many_devices_is_that_of_one(name, where, kind):
-    before, (want, want_metrics, want_saved) = one(name)
+    before, (expected, want_metrics, want_saved) = one(name)
     devices = mesh.make(*MESHES[where], kind=kind)
     with jax.set_mesh(devices) if kind == AxisType.Explicit else contextlib.nullcontext():
         task = build(name, devices)
@@ -100,8 +100,8 @@ def test_a_step_on_many_devices_is_that_of_one(name, where, kind):
     for metric, near in (("loss", forward), ("grad_norm", backward)):
         np.testing.assert_allclose(metrics[metric], want_metrics[metric], rtol=near)
     coded = {"is_leaf": lambda x: isinstance(x, fp8jax.QTensor)}
-    found = jax.tree_util.tree_leaves_with_path(jax.device_get(after), **coded)
-    for (path, x), y in zip(found, jax.tree.leaves(want, **coded), strict=True):
+    actual = jax.tree_util.tree_leaves_with_path(jax.device_get(after), **coded)
+    for (path, x), y in zip(actual, jax.tree.leaves(expected, **coded), strict=True):
         label = jax.tree_util.keystr(path)
         if isinstance(x, fp8jax.QTensor):
             assert x.spec == y.spec

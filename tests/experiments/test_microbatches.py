@@ -60,5 +60,5 @@ def test_the_norm_of_gradients_in_16_bits_is_summed_in_32(microbatches):
     state = task.init()
     _, grads, _ = jax.jit(task.gradients)(state.params, state.model_state, TOKENS)
     assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}
-    want = sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(grads)) ** 0.5
-    np.testing.assert_allclose(jax.jit(task.step)(state, TOKENS)[1]["grad_norm"], want, rtol=1e-5)
+    expected = sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(grads)) ** 0.5
+    np.testing.assert_allclose(jax.jit(task.step)(state, TOKENS)[1]["grad_norm"], expected, rtol=1e-5)

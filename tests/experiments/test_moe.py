@@ -80,10 +80,10 @@ def test_a_layer_is_that_of_numpy_and_so_are_its_gradients(normalized):
     rng = np.random.default_rng(1)
     x = np.abs(rng.normal(size=(TOKENS, config.dim))).astype(np.float32)
     weights = rng.normal(size=x.shape)
-    want, choices = oracle(params, x, config)
+    expected, choices = oracle(params, x, config)
     assert choices.max() < config.experts - 2
     y, back = jax.vjp(jax.jit(run), params, x)
-    np.testing.assert_allclose(y, want, atol=1e-5)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
     grads = back(weights.astype(np.float32))
     for at, leaf in enumerate(jax.tree.leaves((params, x))):
         direction = rng.normal(size=leaf.shape)
@@ -119,8 +119,10 @@ def test_a_layer_in_8_bits_is_off_by_what_8_bits_round(recipe):
     x = np.random.default_rng(3).normal(size=(TOKENS, TINY.dim)).astype(np.float32)
     exact = layer()[1]
     results = [jax.jit(lambda p, x, f=f: (f(p, x), jax.vjp(f, p, x)[1](x)))(params, x) for f in (run, exact)]
-    for (path, got), want in zip(jax.tree.leaves_with_path(results[0]), jax.tree.leaves(results[1]), strict=True):
-        assert 0.002 < relative(got, want) < 0.2, path
+    for (path, actual), expected in zip(
+        jax.tree.leaves_with_path(results[0]), jax.tree.leaves(results[1]), strict=True
+    ):
+        assert 0.002 < relative(actual, expected) < 0.2, path
 
 
 @pytest.mark.slow
@@ -139,9 +141,11 @@ def test_devices_that_share_experts_quantize_as_one_does(chosen):
     devices = mesh.make(1, 1, jax.devices()[:2], expert=2)
     over_devices = jax.shard_map(local, mesh=devices, in_specs=(specs, P("expert")), out_specs=P("expert"))
     results = [jax.jit(lambda p, x, f=f: (f(p, x), jax.vjp(f, p, x)[1](x)))(params, x) for f in (over_devices, run)]
-    for (path, got), want in zip(jax.tree.leaves_with_path(results[0]), jax.tree.leaves(results[1]), strict=True):
+    for (path, actual), expected in zip(
+        jax.tree.leaves_with_path(results[0]), jax.tree.leaves(results[1]), strict=True
+    ):
         is_equal = chosen == 2 and "gate_up" not in jax.tree_util.keystr(path)
-        assert relative(got, want) < (1e-5 if is_equal else 0.2), path
+        assert relative(actual, expected) < (1e-5 if is_equal else 0.2), path
 
 
 @pytest.mark.parametrize(("recipe", "bytes_of_element"), [("bf16", 2), ("coat", 1 + 2 / 16), ("deepseek", 2)])
@@ -152,14 +156,14 @@ def test_tokens_and_gate_and_up_are_all_that_is_kept_but_for_what_the_router_giv
     x = jax.ShapeDtypeStruct((32, config.dim), jnp.bfloat16)
     saved = jax.eval_shape(lambda params, x: jax.tree.leaves(jax.vjp(run, params, x)[1]), params, x)
     weights = {w.shape for w in jax.tree.leaves(params)}
-    found = sum(leaf.size * leaf.dtype.itemsize for leaf in saved if leaf.shape not in weights)
+    actual = sum(leaf.size * leaf.dtype.itemsize for leaf in saved if leaf.shape not in weights)
     chosen = config.experts_per_token
     rows = bytes_of_element * (config.dim + chosen * 2 * config.mlp_dim)
     # Logits, and for each choice its weight, its expert, its row and the choice of that row; and sizes of experts.
     router = 4 * (config.experts + 4 * chosen)
     # For 8-bit products also the token of each row, groups and scales of experts and, in coat, a scale of each token.
     per_row, per_token, per_expert = {"bf16": (0, 0, 4), "coat": (4, 4, 24), "deepseek": (4, 0, 24)}[recipe]
-    assert found == 32 * (rows + router + per_token + chosen * per_row) + per_expert * config.experts
+    assert actual == 32 * (rows + router + per_token + chosen * per_row) + per_expert * config.experts
 
 
 def task_of(recipe, config=TINY, rows=None, **settings):
@@ -300,7 +304,7 @@ def test_a_plan_counts_what_experts_exchange(chosen):
     task = task_of(recipe, config, rows=mesh.batches(devices))
     state = jax.eval_shape(task.init)
     program = jax.jit(task.step, in_shardings=(mesh.state(devices, state), mesh.batches(devices)))
-    found = collectives(program.lower(state, BATCH).compile().as_text())
+    actual = collectives(program.lower(state, BATCH).compile().as_text())
     planned = plan.of(config, recipe, dict(devices.shape), BATCH.shape[0] // 2 * 16)
     assert planned.memory["parameters"] < plan.of(config, recipe, {}, 32).memory["parameters"] * 0.7
     saved_bytes = [plan.saved_per_token(config, recipe, False, 1, 2, room) for room in (0.0, 2.0, 1.0)]
@@ -319,7 +323,7 @@ def test_a_plan_counts_what_experts_exchange(chosen):
     for kind, dtypes in itertools.product(kinds, (["u8"], ["f32", "bf16"])):
         compiled, factor = ("all-to-all", 2) if chosen == 1 else (kind, 1)
         sent = factor * count(kind, dtypes, planned.collectives)
-        assert sent == count(compiled, dtypes, found)
+        assert sent == count(compiled, dtypes, actual)
         assert (sent > 0) == ((kind, dtypes) != ("reduce-scatter", ["u8"]))  # sums are no codes
 
 

@@ -45,7 +45,7 @@ def test_the_first_step_and_each_nth_after_it_are_observed(monkeypatch):
     original = fake.loop.run
 
     def run(state):
-        fake.loop.log.telemetry = lambda step, found: recorded.append((step, int(found["at"])))
+        fake.loop.log.telemetry = lambda step, actual: recorded.append((step, int(actual["at"])))
         return original(state)
 
     fake.loop.run = run
@@ -69,17 +69,17 @@ def test_faults_are_told_once_and_rows_survive_a_restart(tmp_path, capsys):
 
 
 def test_heat_maps_have_a_line_for_each_layer(tmp_path, monkeypatch):
-    drawn = []
+    samples = []
     imshow = Axes.imshow
-    monkeypatch.setattr(Axes, "imshow", lambda ax, grid, **rest: drawn.append(grid) or imshow(ax, grid, **rest))
+    monkeypatch.setattr(Axes, "imshow", lambda ax, grid, **rest: samples.append(grid) or imshow(ax, grid, **rest))
     rows = [{"step": 1, "loss": 2.0}, observed.to_row(1, FOUND), observed.to_row(4, {"head": FOUND["head"]})]
     paths = observed.plot(tmp_path, rows)
     assert [path.name for path in paths] == ["telemetry_x.png", "telemetry_w.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     nan = np.nan
-    np.testing.assert_array_equal(drawn[0], [[31.0, nan], [3.5, nan], [31.25, 31.25]])
-    np.testing.assert_array_equal(drawn[1], [[0.0, nan], [0.25, nan], [0.0, 0.0]])
-    np.testing.assert_array_equal(drawn[2], [[31.0, nan]])
+    np.testing.assert_array_equal(samples[0], [[31.0, nan], [3.5, nan], [31.25, 31.25]])
+    np.testing.assert_array_equal(samples[1], [[0.0, nan], [0.25, nan], [0.0, 0.0]])
+    np.testing.assert_array_equal(samples[2], [[31.0, nan]])
 
 
 @pytest.mark.slow
@@ -92,10 +92,10 @@ def test_training_is_the_same_with_telemetry(argv, out, extra):
         rows = report.read_metrics(out / name / "coat" / "metrics.jsonl")
         losses[bool(flags)] = [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
     assert losses[True] == losses[False]
-    found = [row for row in rows if any(key.startswith(observed.PREFIX) for key in row)]
-    assert [row["step"] for row in found] == [1, 4, 7]
+    actual = [row for row in rows if any(key.startswith(observed.PREFIX) for key in row)]
+    assert [row["step"] for row in actual] == [1, 4, 7]
     for role in ("x", "w", "dy", "context", "update"):
-        keys = [key for key in found[0] if f"/{role}/" in key and "layers" in key]
+        keys = [key for key in actual[0] if f"/{role}/" in key and "layers" in key]
         assert keys, role
         assert (out / name / "coat" / f"telemetry_{role}.png").exists()
-    assert json.dumps(found)
+    assert json.dumps(actual)

@@ -167,12 +167,12 @@ def test_the_loss_is_the_mean_over_answers_and_gradients_are_its():
         # Of devices, of which some may have no answer, it is the mean of what each gives.
         own = lambda part, chunked=chunked: cross_entropy(each.model(params, {}), part, chunked, ("x",))  # noqa: E731
         run = jax.jit(jax.vmap(own, axis_name="x"))
-        for more, want in ((rows, total / count), (none, 0)):
+        for more, expected in ((rows, total / count), (none, 0)):
             parts = run(np.concatenate([more, none[:1]])[:, None])
-            np.testing.assert_allclose(np.mean(parts), want, rtol=1e-5)
+            np.testing.assert_allclose(np.mean(parts), expected, rtol=1e-5)
     state, _ = jax.jit(each.step)(state, rows)
-    want = jax.jit(jax.grad(each.loss))(params, {}, rows)
-    assert relative(jax.tree.map(lambda a, b: a - b, params, state.params), want) < 1e-4
+    expected = jax.jit(jax.grad(each.loss))(params, {}, rows)
+    assert relative(jax.tree.map(lambda a, b: a - b, params, state.params), expected) < 1e-4
 
 
 def test_microbatches_take_rows_whole():

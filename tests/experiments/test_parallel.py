@@ -36,11 +36,11 @@ def steps(recipe, where, count=1, microbatches=1):
         state = jax.device_put(state, placed)
     tokens = mesh.place(TOKENS, rows)
     step = jax.jit(task.step, out_shardings=(placed, None)).lower(state, tokens).compile()
-    found = []
+    results = []
     for _ in range(count):
         state, metrics = step(state, tokens)
-        found.append({name: float(x) for name, x in metrics.items()})
-    return found, state, [x for x in collectives(step.as_text()) if x.nbytes >= 4096]
+        results.append({name: float(x) for name, x in metrics.items()})
+    return results, state, [x for x in collectives(step.as_text()) if x.nbytes >= 4096]
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,11 @@ def test_a_step_on_many_devices_is_one_devices_up_to_8_bits(where, one, monkeypa
     monkeypatch.setattr(mesh, "SMALLEST", 4096)
     recipe = dataclasses.replace(FP32, comm=Comm("e4m3"))
     (metrics,), state, sent = steps(recipe, where, microbatches=2 if where["fsdp"] == 1 else 1)
-    (want,), after, _ = one["fp32"]
+    (expected,), after, _ = one["fp32"]
     assert metrics["healthy"]
-    assert metrics["loss"] == pytest.approx(want["loss"], rel=1e-5)
-    assert metrics["grad_norm"] == pytest.approx(want["grad_norm"], rel=0.02)
-    assert metrics["grad_norm"] != pytest.approx(want["grad_norm"], rel=1e-6)
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
+    assert metrics["grad_norm"] != pytest.approx(expected["grad_norm"], rel=1e-6)
     old, new = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(s.opt_state[1].mu)]) for s in (after, state))
     assert np.linalg.norm(new - old) < 0.06 * np.linalg.norm(old)
     gradients = [x for x in sent if x.kind != "all-gather" or x.dtype == "u8"]
@@ -93,15 +93,15 @@ def test_a_step_tells_how_many_elements_of_its_sums_in_8_bits_saturated():
     state = jax.jit(task.init)()
     state = state._replace(factors=state.factors._replace(mu=jax.tree.map(lambda mu: mu * 0 + 0.5, state.factors.mu)))
     step = jax.jit(task.step)
-    found = {}
+    results = {}
     for name, tokens in (("alike", TOKENS.at[8:].set(TOKENS[:8])), ("apart", TOKENS)):
         after, metrics = step(state, mesh.place(tokens, rows))
         assert metrics["healthy"]
-        found[name] = int(metrics["saturated"])
+        results[name] = int(metrics["saturated"])
         parts = zip(*map(jax.tree.leaves, (after.factors.saturated, state.params)), strict=True)
-        assert found[name] == round(sum(float(part) * x.size for part, x in parts))
+        assert results[name] == round(sum(float(part) * x.size for part, x in parts))
     large = sum(x.size >= 4096 for x in jax.tree.leaves(state.params))
-    assert found["alike"] >= large > found["apart"]
+    assert results["alike"] >= large > results["apart"]
     stopped, _ = step(state._replace(healthy=jnp.array(False)), mesh.place(TOKENS, rows))
     jax.tree.map(np.testing.assert_array_equal, stopped.factors, state.factors)
     other = dataclasses.replace(task, recipe=FP32)
@@ -114,11 +114,11 @@ def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypa
     devices = mesh.make(2, 1)
     task = Task(LLAMA, make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0,
                       rows=mesh.batches(devices))  # fmt: skip
-    state, seen = jax.jit(task.init)(), []
+    state, calls = jax.jit(task.init)(), []
 
     def noted(x):
         key = linear.key_from_data(x)
-        jax.debug.callback(lambda *found: seen.append(found), jax.lax.axis_index("data"), jax.random.key_data(key))
+        jax.debug.callback(lambda *actual: calls.append(actual), jax.lax.axis_index("data"), jax.random.key_data(key))
         return key
 
     monkeypatch.setattr("fp8jax.rewrite.run.key_from_data", noted)
@@ -127,8 +127,8 @@ def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypa
     for _ in range(2):
         run(mesh.place(TOKENS, task.rows)).block_until_ready()
     jax.effects_barrier()
-    keys = [{tuple(map(int, words)) for device, words in seen if device == replica} for replica in range(2)]
-    assert len(keys[0]) == len(keys[1]) == len(seen) / 4 >= 4
+    keys = [{tuple(map(int, words)) for device, words in calls if device == replica} for replica in range(2)]
+    assert len(keys[0]) == len(keys[1]) == len(calls) / 4 >= 4
     assert not keys[0] & keys[1]
 
 
@@ -149,8 +149,8 @@ def test_devices_that_share_sequences_sum_parts_and_agree_on_factors(where, comm
     params = jax.tree.map(lambda shape: np.zeros(shape, np.float32), params, is_leaf=lambda x: isinstance(x, tuple))
     size = np.float32([1, 0.25])  # of two replicas: their sums stay in the range, with this factor
     draw = lambda x: rng.uniform(0.5, 1, (2, 2, *x.shape)).astype(np.float32) * size.reshape(2, *[1] * (x.ndim + 1))  # noqa: E731
-    drawn = jax.tree.map(draw, params)
-    up, bias = drawn["layers"]["up"]["kernel"], drawn["layers"]["out"]["bias"]
+    samples = jax.tree.map(draw, params)
+    up, bias = samples["layers"]["up"]["kernel"], samples["layers"]["out"]["bias"]
     up[:, :, ..., :32] = 1  # but those of one device's half of a kernel, which are alike
     up[:, :, 1] *= 1e-7  # a layer with a scale of its own
     up[:, 1], bias[:, 1] = up[:, 0], bias[:, 0]
@@ -159,7 +159,7 @@ def test_devices_that_share_sequences_sum_parts_and_agree_on_factors(where, comm
     def own(inputs, state, tokens, whole, axes):
         assert whole is None
         replica, part = jax.lax.axis_index(("data", "fsdp")), jax.lax.axis_index("tensor")
-        grads = jax.tree.map(lambda g: jnp.asarray(g)[replica, part], drawn)
+        grads = jax.tree.map(lambda g: jnp.asarray(g)[replica, part], samples)
         assert inputs["layers"]["up"]["kernel"].shape == (2, 64, 32)
         kernel = grads["layers"]["up"]["kernel"]
         grads["layers"]["up"]["kernel"] = jax.lax.dynamic_slice_in_dim(kernel, part * 32, 32, 2)
@@ -177,18 +177,18 @@ def test_devices_that_share_sequences_sum_parts_and_agree_on_factors(where, comm
         assert [x[2] for x in sent if x[:2] == ("all_to_all", "ui8")] == [2 * 64 * 32 + 64 * 48]
     loss, grads, _, state = run(params, {}, rows, state)
     np.testing.assert_allclose(loss, losses.sum(1).mean(), rtol=1e-6)
-    want = jax.tree.map(lambda g: g.astype(np.float64).sum(1).mean(0), drawn)
+    expected = jax.tree.map(lambda g: g.astype(np.float64).sum(1).mean(0), samples)
     for name in ("up", "out"):
-        want["layers"][name] = jax.tree.map(lambda g: g / 2, want["layers"][name])
-    found, half = grads["layers"].pop("up")["kernel"], want["layers"].pop("up")["kernel"]
-    np.testing.assert_allclose(found[..., 32:], half[..., 32:], rtol=2.0**-3, atol=0)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2.0**-3), grads, want)
+        expected["layers"][name] = jax.tree.map(lambda g: g / 2, expected["layers"][name])
+    actual, half = grads["layers"].pop("up")["kernel"], expected["layers"].pop("up")["kernel"]
+    np.testing.assert_allclose(actual[..., 32:], half[..., 32:], rtol=2.0**-3, atol=0)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2.0**-3), grads, expected)
     if comm.auto_scale:
         assert state.saturated["layers"]["up"]["kernel"] == 0.5
         assert state.mu["layers"]["up"]["kernel"] == 0.5
         assert state.mu["layers"]["norm"]["scale"] == pytest.approx(0.7 * 2**1e-3)
     else:
-        np.testing.assert_allclose(found[..., :32], half[..., :32], rtol=2.0**-3)
+        np.testing.assert_allclose(actual[..., :32], half[..., :32], rtol=2.0**-3)
 
 
 def test_where_gradients_are_summed_and_in_what():
@@ -197,8 +197,8 @@ def test_where_gradients_are_summed_and_in_what():
     rows = {shared: mesh.batches(mesh.make(2, 1, tensor=shared)) for shared in (1, 2)}
     experts = dataclasses.replace(LLAMA, experts=2, experts_per_token=1)
     cases = (LLAMA, half), (LLAMA, coded), (experts, half)
-    found = [[parallel.mapped(*case, where) for where in (None, rows[1], rows[2])] for case in cases]
-    assert found == [[False, False, True], [False, True, True], [False, True, True]]
+    actual = [[parallel.mapped(*case, where) for where in (None, rows[1], rows[2])] for case in cases]
+    assert actual == [[False, False, True], [False, True, True], [False, True, True]]
     params = {"w": np.zeros((4, 4), np.float32)}
     assert parallel.factors(FACTORS, params, None) == parallel.factors(TWO_PHASES, params, rows[1].mesh) == ()
     assert parallel.factors(FACTORS, params, mesh.make(1, 1, tensor=2)) == ()

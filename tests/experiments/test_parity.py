@@ -36,9 +36,9 @@ def test_gaps_are_paired_with_students_t_of_the_seeds():
     ours, base = ({s: run[TRAINING] for s, run in runs[name].items()} for name in ("coat", BASE))
     of = parity.gap(ours, base, 0.99)
     x, y = np.array(list(ours.values())), np.array(list(base.values()))
-    want = stats.ttest_1samp(x / y - 1, 0)
-    assert of.p == pytest.approx(want.pvalue)
-    assert (of.value - of.half, of.value + of.half) == pytest.approx(tuple(want.confidence_interval(0.99)))
+    expected = stats.ttest_1samp(x / y - 1, 0)
+    assert of.p == pytest.approx(expected.pvalue)
+    assert (of.value - of.half, of.value + of.half) == pytest.approx(tuple(expected.confidence_interval(0.99)))
     # Seeds that one of the two lacks say nothing; one seed tells no noise.
     assert parity.gap(ours | {7: 99.0}, base, 0.99) == of
     assert parity.gap({0: 1.0}, base, 0.99) == (

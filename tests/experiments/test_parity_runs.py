@@ -179,14 +179,14 @@ def test_coarse_codes_are_the_nearest_of_fewer_bits(name, dtype, lost):
     codes = np.arange(256, dtype=np.uint8).view(dtype)
     codes = codes[np.isfinite(codes.astype(np.float32))]
     q = fp8jax.QTensor(jnp.asarray(codes)[None], jnp.ones((1, 1)), None, None, fp8jax.QuantSpec(name))
-    got = np.asarray(parity_runs.coarse(q, lost).codes, np.float64)[0]
+    actual = np.asarray(parity_runs.coarse(q, lost).codes, np.float64)[0]
     bits = ml_dtypes.finfo(dtype).nmant - lost
     x = codes.astype(np.float64)
     step = 2.0 ** (np.floor(np.log2(np.abs(np.where(x == 0, 1, x)))) - bits)
     top = 2.0 ** np.floor(np.log2(float(ml_dtypes.finfo(dtype).max))) * (2 - 2.0**-bits)
-    want = np.clip(np.round(x / step) * step, -top, top)
-    np.testing.assert_array_equal(np.abs(got - x), np.abs(want - x))  # of two that are as near either will do
-    np.testing.assert_array_equal(got, np.clip(np.round(got / step) * step, -top, top))
+    expected = np.clip(np.round(x / step) * step, -top, top)
+    np.testing.assert_array_equal(np.abs(actual - x), np.abs(expected - x))  # of two that are as near either will do
+    np.testing.assert_array_equal(actual, np.clip(np.round(actual / step) * step, -top, top))
     with pytest.raises(ValueError, match="mantissa bits to lose"):
         parity_runs.coarse(q, 4)
 
@@ -198,15 +198,15 @@ def test_masters_in_16_bits_and_released_layers_train_as_fp32_masters(tmp_path):
     text = parity_runs.read_text([], setting)
     arms = {BASE: parity.ARMS[BASE]}
     arms |= {name: parity.ARMS[name] for name in ("master_bf16_int8", "master_bf16_stochastic", "released_by_shares")}
-    found = {}
+    results = {}
     for name, arm in arms.items():
         run, validate, _ = parity_runs.programs(arm, setting)
         ends = []
         for seed in range(3):
             state, curve = run(jnp.int32(seed), text.train, text.starts(seed, setting))
             ends.append([float(np.mean(curve[-20:])), float(np.mean(validate(state, text.valid)))])
-        found[name] = np.array(ends)
-    off = {name: np.abs(ends / found[BASE] - 1).max(0) for name, ends in found.items()}
+        results[name] = np.array(ends)
+    off = {name: np.abs(ends / results[BASE] - 1).max(0) for name, ends in results.items()}
     for name in ("master_bf16_int8", "master_bf16_stochastic", "released_by_shares"):
         assert off[name].max() < 0.01, off
 
@@ -228,9 +228,9 @@ def test_one_operand_alone_is_rounded(operand):
     y, back = jax.vjp(multiply, arrays["x"], arrays["w"])
     exact = {name: np.asarray(a, np.float64) for name, a in arrays.items()}
     exact[operand] = coded(exact[operand], dtype)
-    want = exact["x"] @ exact["w"], exact["dy"] @ exact["w"].T, exact["x"].T @ exact["dy"]
-    for got, right in zip((y, *back(arrays["dy"])), want, strict=True):
-        assert np.linalg.norm(np.asarray(got) - right) < 1e-3 * np.linalg.norm(right)
+    expected = exact["x"] @ exact["w"], exact["dy"] @ exact["w"].T, exact["x"].T @ exact["dy"]
+    for actual, right in zip((y, *back(arrays["dy"])), expected, strict=True):
+        assert np.linalg.norm(np.asarray(actual) - right) < 1e-3 * np.linalg.norm(right)
 
 
 TINY_BATCH = FixedBatch(64, 64, 2, 4, 2, 128, batch=2, length=32, steps=6)

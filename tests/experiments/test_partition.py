@@ -53,8 +53,8 @@ def test_a_step_is_the_same_and_each_device_holds_its_part(name, partitions):
     plain, metrics, _ = stepped(name, "")
     size = sum(x.nbytes for x in jax.tree.leaves(plain.opt_state))
     for partition in partitions:
-        state, found, sent = stepped(name, partition)
-        np.testing.assert_allclose(found["grad_norm"], metrics["grad_norm"], rtol=2 * order(LLAMA.mlp_dim))
+        state, actual, sent = stepped(name, partition)
+        np.testing.assert_allclose(actual["grad_norm"], metrics["grad_norm"], rtol=2 * order(LLAMA.mlp_dim))
         assert relative(state.params, plain.params) < 2 * order(LLAMA.mlp_dim)
         own = [
             sum(x.addressable_shards[i].data.nbytes for x in jax.tree.leaves(state.opt_state)) for i in range(DEVICES)

@@ -66,11 +66,11 @@ def test_tensors_have_peft_s_names_and_layout(tmp_path):
 
 
 def test_an_adapter_of_peft_adds_what_it_adds_there():
-    found = load(GOLDEN)
-    assert sorted(found) == ["layers/attention/q", "layers/mlp/down"]
+    actual = load(GOLDEN)
+    assert sorted(actual) == ["layers/attention/q", "layers/mlp/down"]
     added = np.load(GOLDEN / "merged.npz")
     for path, layer, name in (("layers/attention/q", 1, "q"), ("layers/mlp/down", 0, "down")):
-        adapter = jax.tree.map(lambda x, layer=layer: x[layer], found[path])
+        adapter = jax.tree.map(lambda x, layer=layer: x[layer], actual[path])
         ours = merge_adapter(np.zeros(adapter.shape, np.float32), adapter)
         np.testing.assert_allclose(np.asarray(ours).T, added[name], rtol=1e-5, atol=1e-6)
         assert np.abs(added[name]).max() > 0.1
@@ -140,9 +140,9 @@ def test_files_that_are_damaged_or_of_another_model_are_named(tmp_path):
 
 def test_adapters_of_a_training_state_are_found_by_their_layers():
     one = adapters("layers/mlp/up")["layers/mlp/up"]
-    found = by_path({"layers": {"mlp": {"up": {"lora_a": one.a, "lora_b": one.b}}}}, 3.0)
-    assert list(found) == ["layers/mlp/up"]
-    assert found["layers/mlp/up"].scale == 3 / 4
+    actual = by_path({"layers": {"mlp": {"up": {"lora_a": one.a, "lora_b": one.b}}}}, 3.0)
+    assert list(actual) == ["layers/mlp/up"]
+    assert actual["layers/mlp/up"].scale == 3 / 4
 
 
 NO_RANKS = [0, -1, 4.9, 2.0, True, "2", None, [2], 2**31, 10**400, float("nan")]
@@ -202,9 +202,9 @@ def test_a_bit_that_changes_in_the_files_is_found_or_changes_nothing(tmp_path):
     save(tmp_path / "whole", before)
     assert set(load(tmp_path / "whole")) == set(before)
     config, weights = ((tmp_path / "whole" / name).read_bytes() for name in (CONFIG, WEIGHTS))
-    found = {}
+    results = {}
     for name, raw, step in ((CONFIG, config, 1), (WEIGHTS, weights, 7)):
-        found[name], folder = [], shutil.copytree(tmp_path / "whole", tmp_path / name)
+        results[name], folder = [], shutil.copytree(tmp_path / "whole", tmp_path / name)
         for at in range(0, len(raw), step):
             changed = bytearray(raw)
             changed[at] ^= 1 << at % 7
@@ -212,14 +212,14 @@ def test_a_bit_that_changes_in_the_files_is_found_or_changes_nothing(tmp_path):
             try:
                 after = load(folder)
             except ValueError as error:
-                found[name].append(at)
+                results[name].append(at)
                 assert CONFIG in str(error) or WEIGHTS in str(error)  # noqa: PT017
                 continue
             assert jax.tree.all(jax.tree.map(np.array_equal, after, before)), (name, at)
             assert {x.alpha for x in after.values()} == {6.0}
     header = 8 + int.from_bytes(weights[:8], "little")
-    assert set(range(0, len(weights), 7)) - set(found[WEIGHTS]) <= set(range(header))
-    assert len(found[CONFIG]) > 100
+    assert set(range(0, len(weights), 7)) - set(results[WEIGHTS]) <= set(range(header))
+    assert len(results[CONFIG]) > 100
 
 
 def test_a_save_that_is_killed_leaves_no_weights_or_the_old_ones(tmp_path, monkeypatch):

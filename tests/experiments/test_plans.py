@@ -22,8 +22,8 @@ WITH_GAPS = {"bf16": (35.20, 30.12), "coat": (20.08, 18.87), "coat_fast": (20.08
 def planned(name):
     """GB of arrays; what has no context of its own recomputes all but products and attention, as in training."""
     recipe = fp8jax.recipes.get(name)
-    found = plan.of(sizes.get("1b", 32_000), recipe, {}, 8 * 2048, recompute=not recipe.context.residual)
-    return sum(size for part, size in found.memory.items() if part not in ("runtime", "gaps")) / 1e9
+    actual = plan.of(sizes.get("1b", 32_000), recipe, {}, 8 * 2048, recompute=not recipe.context.residual)
+    return sum(size for part, size in actual.memory.items() if part not in ("runtime", "gaps")) / 1e9
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -120,8 +120,8 @@ def test_a_plan_of_a_model_counts_its_layers_tokens_and_logits(monkeypatch):
     layer = 2 * llama.dim * (llama.dim + llama.kv_heads * llama.head_dim) + 3 * llama.dim * llama.mlp_dim
     layer += 2 * llama.dim  # its norms
     count = llama.layers * layer + 2 * 512 * llama.dim + llama.dim
-    found = plan.of(llama, fp8jax.recipes.te_current(), {"data": 1, "fsdp": 1}, tokens)
-    memory = dict(found.memory)
+    actual = plan.of(llama, fp8jax.recipes.te_current(), {"data": 1, "fsdp": 1}, tokens)
+    memory = dict(actual.memory)
     head = 2 * 512 * llama.dim
     logits = tokens * (6 * 512 + 4 * llama.dim) + head
     assert memory.pop("runtime") == 0.6e9
@@ -191,9 +191,9 @@ def test_devices_that_share_sequences_send_activations_twice_a_layer_and_microba
 def test_sums_of_codes_are_simulated_as_nccl_was_seen_to_make_them():
     """16 + 3.5 is 20 and 400 + 400 is 448 in e4m3."""
     scaled = np.array([[16.0, 400.0, 448.0], [3.5, 400.0, 0.0]], np.float32)
-    found = figure.after(scaled)
-    np.testing.assert_array_equal(2 * found.mean, [20, 448, 448])
-    assert found.overflow == pytest.approx(2 / 3)
+    actual = figure.after(scaled)
+    np.testing.assert_array_equal(2 * actual.mean, [20, 448, 448])
+    assert actual.overflow == pytest.approx(2 / 3)
     np.testing.assert_array_equal(2 * figure.before(scaled).mean, [20, 768, 448])  # 200 is rounded to 192
     assert figure.before(scaled).overflow == 0
 
@@ -221,23 +221,25 @@ def test_the_model_in_numpy_makes_of_gradients_what_the_library_does():
     for form, model in figure.FORMS.items():
         count = 8 if "two phases" in form else 2
         parts = {name: g[:count] for name, g in gradients.items()}
-        found = fp8_lm_reductions.reduced(parts, form)
+        actual = fp8_lm_reductions.reduced(parts, form)
         for name, g in parts.items():
-            want = model(g)
+            expected = model(g)
             # Scales are rounded to fp32 in one and not in the other, which may tip a value to the next code.
-            assert np.mean(np.isclose(found[name].mean, want.mean, rtol=1e-5, atol=1e-12)) > 0.99, form
-            assert found[name].overflow == pytest.approx(want.overflow, abs=1 / 512), form
-            assert figure.errors_of(g, found[name])[0] == pytest.approx(figure.errors_of(g, want)[0], abs=0.1), form
+            assert np.mean(np.isclose(actual[name].mean, expected.mean, rtol=1e-5, atol=1e-12)) > 0.99, form
+            assert actual[name].overflow == pytest.approx(expected.overflow, abs=1 / 512), form
+            assert figure.errors_of(g, actual[name])[0] == pytest.approx(figure.errors_of(g, expected)[0], abs=0.1), (
+                form
+            )
 
 
 def test_figures_of_the_library_stand_beside_those_of_the_model():
     g = {"a": np.random.default_rng(2).standard_normal((4, 256)).astype(np.float32)}
     rows = fp8_lm_reductions.measure(g, [2])
-    found = {(row.pivot[0], row.metric, row.impl): row.value for row in rows}
-    assert len(found) == len(figure.FORMS) * len(figure.METRICS) * 2
+    actual = {(row.pivot[0], row.metric, row.impl): row.value for row in rows}
+    assert len(actual) == len(figure.FORMS) * len(figure.METRICS) * 2
     snr = figure.compare(g["a"][:2], figure.two_phases)[0]
-    assert found[figure.OURS, "SNR", "NumPy"] == pytest.approx(snr)
-    assert found[figure.OURS, "SNR", "fp8jax.dist"] == pytest.approx(snr, abs=0.2)
-    over = found["post-scale (equation 2)", "overflow", "fp8jax.dist"]
+    assert actual[figure.OURS, "SNR", "NumPy"] == pytest.approx(snr)
+    assert actual[figure.OURS, "SNR", "fp8jax.dist"] == pytest.approx(snr, abs=0.2)
+    over = actual["post-scale (equation 2)", "overflow", "fp8jax.dist"]
     assert over == pytest.approx(100 * figure.after(g["a"][:2]).overflow, abs=0.5)
     assert over > 0

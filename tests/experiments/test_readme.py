@@ -36,14 +36,14 @@ def prose(text: str) -> str:
 
 
 def test_every_figure_in_readme_and_docs_is_looked_up():
-    unused, found = set(STATED), []
+    unused, results = set(STATED), []
     for path in report.quoting(ROOT / "README.md"):
         text = prose(path.read_text())
         for stated in STATED:
             text, count = re.subn(re.escape(stated), " ", text, flags=re.IGNORECASE)
             unused -= {stated} if count else set()
-        found += [f"{path.name}: {text[max(0, m.start() - 60) : m.end() + 20]}" for m in MEASURED.finditer(text)]
-    assert found == [], "figures that no file gives: write them in experiments/results/docs.toml, or leave them out"
+        results += [f"{path.name}: {text[max(0, m.start() - 60) : m.end() + 20]}" for m in MEASURED.finditer(text)]
+    assert results == [], "figures that no file gives: write them in experiments/results/docs.toml, or leave them out"
     assert unused == set(), "stated nowhere"
 
 
@@ -82,8 +82,8 @@ def planted():
 
 
 def test_figures_are_written_with_the_card_that_measured_them(planted):
-    want = "Before.\n`coat` is 1.32 times as fast on one H100, and takes 158 ms\nBy `c bench`, H100, abc."
-    assert figures.with_figures(f"Before.\n{LINE}\nBy {{sources}}.", planted) == want
+    expected = "Before.\n`coat` is 1.32 times as fast on one H100, and takes 158 ms\nBy `c bench`, H100, abc."
+    assert figures.with_figures(f"Before.\n{LINE}\nBy {{sources}}.", planted) == expected
     planted["step"]["h100"]["rows"][0]["commit"] = "def"
     assert figures.with_figures(f"{LINE}\n{{sources}}", planted).endswith("`c bench`, H100, several commits")
 

@@ -50,9 +50,9 @@ def test_blocks_that_a_recipe_leaves_in_16_bits_have_no_statistics():
     """Traced, not run."""
     run, _, _ = parity_runs.plain_programs(fp8jax.recipes.nvfp4(), TINY, is_observed=True, generator="rbg")
     starts = jnp.zeros((TINY.steps, TINY.batch), jnp.int32)
-    _, losses, found = jax.eval_shape(run, jnp.int32(0), jnp.zeros(1000, jnp.uint8), starts)
-    assert {layer.split("/")[1] for layer, roles in found.items() if "x" in roles} == {"1"}
-    assert losses.shape == found["blocks/1/up"]["x"]["snr_db"].shape == (TINY.steps,)
+    _, losses, actual = jax.eval_shape(run, jnp.int32(0), jnp.zeros(1000, jnp.uint8), starts)
+    assert {layer.split("/")[1] for layer, roles in actual.items() if "x" in roles} == {"1"}
+    assert losses.shape == actual["blocks/1/up"]["x"]["snr_db"].shape == (TINY.steps,)
 
 
 def test_experts_of_a_users_model_keep_a_scaling_state_each():

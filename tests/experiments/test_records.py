@@ -22,10 +22,10 @@ def test_lines_rows_and_texts_are_read_with_their_places(tmp_path):
     (tmp_path / "b.txt").write_text("three\nlines")
     (tmp_path / "c.bin").write_bytes(b"\0\1")
     (tmp_path / "blank.txt").write_text(" \n")
-    found, files, skipped = records.read([str(tmp_path)], "text")
-    assert [r.text for r in found] == ["one", None, "two", "three\nlines"]
-    assert [r.where.removeprefix(lines) for r in found[:3]] == [":1", ":2", ":3"]
-    assert found[1].messages == tuple(TALK)
+    actual, files, skipped = records.read([str(tmp_path)], "text")
+    assert [r.text for r in actual] == ["one", None, "two", "three\nlines"]
+    assert [r.where.removeprefix(lines) for r in actual[:3]] == [":1", ":2", ":3"]
+    assert actual[1].messages == tuple(TALK)
     assert (files, skipped) == (4, [str(tmp_path / "c.bin")])
     instruction = {"role": "developer", "content": "be short"}
     assert records.record({"messages": [instruction, *TALK]}, "text", "here").messages[0] == instruction
@@ -46,9 +46,9 @@ def test_files_without_texts_and_named_ones_that_are_none_are_refused(tmp_path):
 
 def test_line_breaks_within_texts_end_no_line(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "a\\u2028b\u2028c"}', {"text": "second"})
-    found = records.read([path], "text")[0]
-    assert [r.text for r in found] == ["a\u2028b\u2028c", "second"]
-    assert found[1].where == f"{path}:2"
+    actual = records.read([path], "text")[0]
+    assert [r.text for r in actual] == ["a\u2028b\u2028c", "second"]
+    assert actual[1].where == f"{path}:2"
 
 
 @pytest.mark.parametrize(

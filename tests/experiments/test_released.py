@@ -34,12 +34,12 @@ def task_of(recipe, optim=OPTIM, remat=False, rows=None, chunked=False):
 
 
 def run(task, steps=3):
-    state, step, seen = jax.jit(task.init)(), jax.jit(task.step, donate_argnums=0), []
+    state, step, calls = jax.jit(task.init)(), jax.jit(task.step, donate_argnums=0), []
     for i in range(steps):
         state, metrics = step(state, tokens(i))
-        seen.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+        calls.append([float(metrics["loss"]), float(metrics["grad_norm"])])
         assert bool(metrics["healthy"])
-    return np.array(seen), state
+    return np.array(calls), state
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_released_layers_train_as_the_plain_step(recipe, how):
     """The same losses and norms; the state of both has one structure, and nearly the same values."""
     optim = dataclasses.replace(OPTIM, master=how.pop("master", ""))
     plain, state = run(task_of(recipe, optim, **how))
-    found, own = run(task_of(recipe, dataclasses.replace(optim, release="previous"), **how))
-    np.testing.assert_allclose(found, plain, rtol=2e-3)
+    actual, own = run(task_of(recipe, dataclasses.replace(optim, release="previous"), **how))
+    np.testing.assert_allclose(actual, plain, rtol=2e-3)
     inner = state.opt_state[1]
     assert jax.tree.structure(own.opt_state.inner) == jax.tree.structure(inner)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), own.params) == jax.tree.map(
@@ -136,11 +136,11 @@ def test_a_run_goes_on_and_its_export_has_the_masters(release, tmp_path, capsys)
     assert cli.main([*args, "--steps", "2"]) == 0, capsys.readouterr()
     meta = json.loads((tmp_path / "train" / "config.json").read_text())
     assert (meta["release"], meta["master"]) == (release, "bf16+int16")
-    found = trained.load(tmp_path / "train", "coat")
-    held, masters = (jax.tree.leaves(x) for x in (found.params, found.masters))
+    actual = trained.load(tmp_path / "train", "coat")
+    held, masters = (jax.tree.leaves(x) for x in (actual.params, actual.masters))
     assert all(x.dtype == jnp.bfloat16 for x in held)
     assert all(x.dtype == jnp.float32 for x in masters)
-    high, _ = fp8jax.split_master_weights(found.masters, "bf16+int16")
-    jax.tree.map(np.testing.assert_array_equal, high, found.params)
+    high, _ = fp8jax.split_master_weights(actual.masters, "bf16+int16")
+    jax.tree.map(np.testing.assert_array_equal, high, actual.params)
     assert any((np.asarray(a) != np.asarray(b, np.float32)).any() for a, b in zip(masters, held, strict=True))
-    assert optax.tree.norm(found.masters) > 0
+    assert optax.tree.norm(actual.masters) > 0

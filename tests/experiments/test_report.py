@@ -92,8 +92,8 @@ def test_speeds_are_compared_on_a_gpu_that_does_nothing_else():
 def test_the_spread_of_speeds_is_of_the_newest_steps():
     speeds = [1.0] * 50 + [100.0 + step for step in range(50)]
     low, middle, high = np.quantile(speeds[50:], [0.25, 0.5, 0.75], method="weibull")
-    found = comparison.spread([{"step": i, "tokens_per_s": speed} for i, speed in enumerate(speeds)])
-    assert found == pytest.approx((high - low) / middle)
+    actual = comparison.spread([{"step": i, "tokens_per_s": speed} for i, speed in enumerate(speeds)])
+    assert actual == pytest.approx((high - low) / middle)
     assert comparison.spread([{"step": 1, "tokens_per_s": 1.0}, {"step": 1, "valid_loss": 2.0}]) == 0
 
 

@@ -67,7 +67,7 @@ def test_a_state_goes_from_8_devices_to_2_and_back_bit_for_bit(name, tmp_path, m
         with Checkpoints(tmp_path / name, 2) as checkpoints:
             state, _ = checkpoints.restore(step, expected)
         assert bits(state) == want
-        found = {leaf.partition(":")[0]: x for leaf, x in flatten(state).items()}
+        actual = {leaf.partition(":")[0]: x for leaf, x in flatten(state).items()}
         for leaf, sharded in STATES[name].items():
-            assert found[leaf].sharding.num_devices == where.size
-            assert found[leaf].sharding.is_fully_replicated != sharded, leaf
+            assert actual[leaf].sharding.num_devices == where.size
+            assert actual[leaf].sharding.is_fully_replicated != sharded, leaf

@@ -164,8 +164,8 @@ def test_studies_train_on_a_text_two_on_a_gpu(job, planted, monkeypatch, capsys,
     reported = lambda name: json.loads((there / f"told_{name}").read_text())  # noqa: E731
     studies(("a", 1, 2), ("b", 1, 2), ("wide", 2, 0))
     planted([])
-    found = planted([job("timed")], "--data", "x.txt", "y.txt")
-    assert found == 0, capsys.readouterr().out
+    actual = planted([job("timed")], "--data", "x.txt", "y.txt")
+    assert actual == 0, capsys.readouterr().out
     assert reported("a") == [["0", "0.45"], ["--data", "x.txt", "y.txt", "--out", str(tmp_path / "results")]]
     assert {path.name for path in there.glob("told*")} == {"told_a", "told_b"}
 
@@ -449,8 +449,8 @@ def test_rows_of_unknown_commits_and_of_local_changes_are_not_shown(tmp_path):
     }
     path = tmp_path / "b.json"
     path.write_text(json.dumps(content))
-    found = record.load(path)
-    assert [row["commit"] for row in found["rows"]] == ["abcdef1", "abcdef1, bcdef12"]
-    assert any(note.startswith("3 rows of this file are left out") for note in found["notes"])
+    actual = record.load(path)
+    assert [row["commit"] for row in actual["rows"]] == ["abcdef1", "abcdef1, bcdef12"]
+    assert any(note.startswith("3 rows of this file are left out") for note in actual["notes"])
     path.write_text(json.dumps(content | {"rows": content["rows"][:1]}))
     assert record.load(path).get("notes", []) == []

@@ -183,8 +183,8 @@ def test_validation_text_is_a_quarter_and_no_batch_of_training_holds_any_of_it(t
     held, others = split(texts, ran)
     share = sum(map(len, held)) / sum(map(len, held | others))
     assert 0.25 <= share <= 0.375  # whole documents until a quarter is there, at most half of it more
-    seen = set(np.concatenate(ran[0].read).ravel().tolist()) - {0}
-    assert not seen & set("".join(held).encode())
+    recorded = set(np.concatenate(ran[0].read).ravel().tolist()) - {0}
+    assert not recorded & set("".join(held).encode())
     assert len(others) > len(held) > 1
 
 
@@ -301,8 +301,8 @@ def test_every_optimizer_clips_gradients_by_their_common_norm(recipe, b1, b2):
         _, state = tx.update(first, tx.init(params), params)
         return tx.update(small, state, params)[0]
 
-    got, want = second(large), second(clipped)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-4), got, want)
+    actual, expected = second(large), second(clipped)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-4), actual, expected)
     assert optax.tree.norm(small) < 0.5
 
 

@@ -63,8 +63,8 @@ def test_operations_are_those_of_products_and_attention():
     part = Task(SHAPE, tx, fp8jax.recipes.te_current(), remat=False, seed=0, lora=Lora(4, lora_targets=".*/q"))
     shapes = jax.eval_shape(part.init).params, jax.eval_shape(part.base)
     scales = 3 * 7  # of codes, which count as what they are beside: nothing to speak of
-    want = 6 * 3 * (32 * 4 + 4 * 32) + 4 * matrices + scores
-    assert want <= speed.operations(SHAPE, *shapes, 128) <= want + 4 * scales
+    expected = 6 * 3 * (32 * 4 + 4 * 32) + 4 * matrices + scores
+    assert expected <= speed.operations(SHAPE, *shapes, 128) <= expected + 4 * scales
 
 
 def test_peaks_are_of_the_cards_that_are_named():

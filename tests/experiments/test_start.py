@@ -25,7 +25,7 @@ def packed(answers):
 
 
 @pytest.mark.parametrize(
-    ("answers", "longest", "want"),
+    ("answers", "longest", "expected"),
     [
         ((0, 0, 1, 1), 24, [9, 8]),  # up to the answer
         ((0, 0, 1, 1), 1, [9]),
@@ -36,8 +36,8 @@ def packed(answers):
         ((0, 0, 1, 1), 0, []),
     ],
 )
-def test_a_sample_goes_on_from_the_first_document_up_to_an_answer(answers, longest, want):
-    assert start.prompt(packed(answers), longest) == want
+def test_a_sample_goes_on_from_the_first_document_up_to_an_answer(answers, longest, expected):
+    assert start.prompt(packed(answers), longest) == expected
 
 
 def test_a_sample_of_plain_text_goes_on_from_its_first_tokens():
@@ -48,7 +48,7 @@ def test_a_sample_of_plain_text_goes_on_from_its_first_tokens():
 
 
 @pytest.mark.parametrize(
-    ("begins", "ends", "want", "whole"),
+    ("begins", "ends", "expected", "whole"),
     [
         (1, 2, [1, 10, 11, 1, 12], [1, 10, 11, 2]),
         (0, 2, [0, 10, 11, 0, 12], [0, 10, 11, 2]),
@@ -57,7 +57,7 @@ def test_a_sample_of_plain_text_goes_on_from_its_first_tokens():
         (None, None, [10, 11, 12], [10, 11]),
     ],
 )
-def test_texts_are_parted_by_what_begins_them_or_else_ends_them(begins, ends, want, whole):
+def test_texts_are_parted_by_what_begins_them_or_else_ends_them(begins, ends, expected, whole):
     requests = []
 
     def encode_batch(texts, add_special_tokens):
@@ -66,8 +66,8 @@ def test_texts_are_parted_by_what_begins_them_or_else_ends_them(begins, ends, wa
 
     for vocab, dtype in ((1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)):
         spelled = CheckpointTokenizer(Path(), vocab, SimpleNamespace(encode_batch=encode_batch), begins, ends)
-        found = spelled.encode(["ab", "c"])
-        assert (found.dtype, found.tolist()) == (dtype, want)
+        actual = spelled.encode(["ab", "c"])
+        assert (actual.dtype, actual.tolist()) == (dtype, expected)
         document = spelled.document([10, 11])
         assert (document.ids.tolist(), document.answers.tolist()) == (whole, [1] * len(whole))
     assert requests == [False, False]
@@ -79,12 +79,12 @@ def test_records_of_plain_text_are_packed_whole_and_conversations_need_a_templat
     corpus = Corpus(texts, (), 1, (), tuple(TextRecord(f"f:{i}", text) for i, text in enumerate(texts)))
     own, given = packing.pack, []
     monkeypatch.setattr(
-        packing, "pack", lambda found, *how, **more: given.append((how, more)) or own(found, *how, **more)
+        packing, "pack", lambda actual, *how, **more: given.append((how, more)) or own(actual, *how, **more)
     )
-    found = start.encode(config, corpus, Bytes())
+    actual = start.encode(config, corpus, Bytes())
     assert given == [((0.5, 8), {"keep_whole": False})]
-    assert found.documents == len(texts)
-    rows = np.concatenate([found.train, found.valid])
+    assert actual.documents == len(texts)
+    rows = np.concatenate([actual.train, actual.valid])
     first = rows[0][0][rows[0][2] == 1]
     assert first[0] == SEPARATOR
     assert bytes(first[1:].astype(np.uint8)).decode() in {text[: len(first) - 1] for text in texts}
@@ -105,7 +105,7 @@ def test_texts_and_conversations_are_packed_together(monkeypatch):
     """Whole conversations alone are kept whole."""
     config = parse("--run r --seq-len 8 --valid-fraction 0.5".split())  # noqa: SIM905
     given = []
-    monkeypatch.setattr(packing, "pack", lambda found, *_, keep_whole: given.append((found, keep_whole)))
+    monkeypatch.setattr(packing, "pack", lambda actual, *_, keep_whole: given.append((actual, keep_whole)))
     monkeypatch.setattr(chat, "Template", lambda folder: folder)
     monkeypatch.setattr(start, "conversation", lambda record, template, model: (record.where, template))
     text, talk = TextRecord("f:1", "ab"), TextRecord("f:2", None, ({"role": "user", "content": "a"},))
@@ -121,14 +121,14 @@ def test_answers_are_tokens_that_lie_within_an_answer():
     offsets = [(0, 2), (1, 3), (2, 2), (2, 4), (3, 5), (5, 6), (6, 8)]
     encode = lambda text, add_special_tokens: SimpleNamespace(ids=[*range(7)], offsets=offsets)  # noqa: E731
     template = SimpleNamespace(spans=lambda messages, where: ("abcdefgh", [(2, 4), (5, 8)]))
-    found = start.conversation(TextRecord("f:1", None, ()), template, SimpleNamespace(encode=encode))
-    assert found.answers.tolist() == [0, 0, 0, 1, 0, 1, 1]
+    actual = start.conversation(TextRecord("f:1", None, ()), template, SimpleNamespace(encode=encode))
+    assert actual.answers.tolist() == [0, 0, 0, 1, 0, 1, 1]
 
 
 def test_without_data_a_checkpoint_is_tuned_on_all_of_the_standard_library(monkeypatch):
     monkeypatch.setattr(data, "read_corpus", lambda patterns, _: Corpus(("a", "b"), ("c",), 7, ()))
-    found = start.read(parse("--run r --init x".split()))  # noqa: SIM905
-    assert ([record.text for record in found.records], found.train, found.files) == ([*"abc"], (*"abc",), 7)
+    actual = start.read(parse("--run r --init x".split()))  # noqa: SIM905
+    assert ([record.text for record in actual.records], actual.train, actual.files) == ([*"abc"], (*"abc",), 7)
 
 
 def test_a_checkpoint_says_what_begins_and_ends_texts_and_how_many_there_are(tmp_path):
@@ -144,7 +144,7 @@ def test_a_checkpoint_says_what_begins_and_ends_texts_and_how_many_there_are(tmp
     model.save(str(cases["llama3"] / "tokenizer.json"))
     (cases["llama3"] / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     (cases["llama3"] / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
-    found = start.tokenizer(parse(["--init", str(cases["llama3"])]))
-    assert (found.begins, found.ends) == (3, 5)
+    actual = start.tokenizer(parse(["--init", str(cases["llama3"])]))
+    assert (actual.begins, actual.ends) == (3, 5)
     with pytest.raises(UserError, match="packed documents need rotary positions, but this model has learned positions"):
         start.shape(parse(["--init", str(cases["gpt2"])]))

@@ -178,7 +178,7 @@ def test_rows_are_short_and_stand_by_question_and_by_paper():
     for table in tables:
         if table.section in papers:
             pattern = rf"{papers[table.section]}, Table (\d+)"
-            numbers = [int(found[1]) for row in table.rows if (found := re.search(pattern, row.paper))]
+            numbers = [int(actual[1]) for row in table.rows if (actual := re.search(pattern, row.paper))]
             assert numbers, table.section
             assert numbers == sorted(numbers), table.section
 
@@ -260,7 +260,7 @@ def test_figures_are_looked_up_in_the_rows_they_name():
             ("geometric mean", "ours", "time", None, "bf16", 1.62),
         )
     ]
-    for template, want in (
+    for template, expected in (
         ("{[ratio ours > time > bf16]:.2f} x", "1.50 to 1.75 x"),
         ("{[ratio ours > time > > geometric mean]:.2f} x", "1.62 x"),
         ("{[value ours > time > > one]:.1f} ms", "2.0 ms"),
@@ -270,7 +270,7 @@ def test_figures_are_looked_up_in_the_rows_they_name():
         ("{[ratio no > time]:.2f}; them {[ratio theirs > time]:.2f} x", "them 0.88 x"),
         ("{[value ours > time > > geometric mean]:.2f}", "not finite"),
     ):
-        assert figures.filled(template, {"rows": rows}) == want, template
+        assert figures.filled(template, {"rows": rows}) == expected, template
     assert figures.short("python -m experiments.bench gemm --limit 215") == "python -m experiments.bench gemm"
 
 
@@ -282,9 +282,9 @@ def test_figures_that_were_counted_wrong_are_left_out_with_a_note(tmp_path):
     path = tmp_path / "x.json"
     for name, rows, expected_notes in ((bench, [row, *sound], [why]), (bench, sound, []), ("other", [row], [])):
         path.write_text(json.dumps(RESULT | {"bench": name, "rows": rows, "notes": []}))
-        found = record.load(path)
-        assert found["rows"] == (sound if name == bench else [row])
-        assert found["notes"] == expected_notes
+        actual = record.load(path)
+        assert actual["rows"] == (sound if name == bench else [row])
+        assert actual["notes"] == expected_notes
 
 
 def test_figures_of_arithmetic_that_was_mended_stand_with_a_note(tmp_path):
@@ -296,8 +296,8 @@ def test_figures_of_arithmetic_that_was_mended_stand_with_a_note(tmp_path):
         others = [row | {"commit": "a"}, row | dict.fromkeys(remark.fields, "one")]
         for name, rows, expected_notes in ((bench, [*others, row], [why]), (bench, others, []), ("other", [row], [])):
             path.write_text(json.dumps(RESULT | {"bench": name, "rows": rows, "notes": []}))
-            found = record.load(path)
-            assert (found["rows"], found["notes"]) == (rows, expected_notes)
+            actual = record.load(path)
+            assert (actual["rows"], actual["notes"]) == (rows, expected_notes)
         page = (ROOT / "results" / "pages" / f"{bench}.md").read_text()
         assert why in page
 
@@ -306,13 +306,13 @@ def test_rows_of_a_recipe_that_has_changed_since_have_its_former_name():
     row = {"case": "1b, coat_fast", "impl": "coat_fast, 8-bit head", "metric": "step"}
     rows = [row | {"commit": commit} for commit in ("a5c7820aed", "1fa4ef1", "3d8217e745", "0a5c7820")]
     result = record.remarked({"bench": "any", "rows": rows, "notes": ["one"]})
-    found = result["rows"]
+    actual = result["rows"]
     assert result["notes"] == ["one", "The former `coat_fast` used fast accumulation in all three matmuls."]
     assert record.remarked({"bench": "any", "rows": rows[2:]})["notes"] == []
     others = [rows[0] | {"case": "1b, coat", "impl": "coat"}]
     assert record.remarked({"bench": "any", "rows": others}) == {"bench": "any", "rows": others, "notes": []}
     former = ("1b, former coat_fast", "former coat_fast, 8-bit head")
-    assert [(r["case"], r["impl"]) for r in found] == [former] * 2 + [(row["case"], row["impl"])] * 2
+    assert [(r["case"], r["impl"]) for r in actual] == [former] * 2 + [(row["case"], row["impl"])] * 2
     h200 = report.read(ROOT / "results")["step"]["h200"]["rows"]
     assert {r["impl"] for r in h200 if "coat_fast" in r["impl"]} == {"former coat_fast"}
 
@@ -335,14 +335,14 @@ def test_every_headline_names_rows_of_its_file_and_every_file_has_a_command():
 
 
 def test_flags_are_added_once_and_a_given_one_stays(monkeypatch):
-    for given, want in (
+    for given, expected in (
         ("", startup.RECOMMENDED_FLAGS),
         ("--xla_dump_to=d", f"--xla_dump_to=d {startup.RECOMMENDED_FLAGS}"),
         ("--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=true"),
     ):
         monkeypatch.setenv("XLA_FLAGS", given)
-        assert startup.recommend_flags() == want
-        assert startup.recommend_flags() == os.environ["XLA_FLAGS"] == want
+        assert startup.recommend_flags() == expected
+        assert startup.recommend_flags() == os.environ["XLA_FLAGS"] == expected
 
 
 def test_older_files_are_shown_in_plain_words():
@@ -361,5 +361,5 @@ def test_every_replaced_title_and_note_is_in_a_file():
     assert set(content["titles"]) <= {result["title"] for result in files}
     notes = [note for result in files for note in result.get("notes", [])]
     for entry in content["note"]:
-        found = any(wording._matches(entry, note) for note in notes)
-        assert found, f"delete it from wording.toml, no file needs it: {entry['old']}"
+        actual = any(wording._matches(entry, note) for note in notes)
+        assert actual, f"delete it from wording.toml, no file needs it: {entry['old']}"

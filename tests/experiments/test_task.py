@@ -60,8 +60,8 @@ def test_masters_in_parts_begin_as_the_seeds_parameters():
     parts = Task(TINY, tx, recipe, remat=False, seed=3).init()
     plain = dataclasses.replace(recipe, weights=fp8jax.recipes.Weights("fp32", "fp32"))
     whole = Task(TINY, optax.with_extra_args_support(optax.identity()), plain, remat=False, seed=3).init()
-    found = fp8jax.master_weights(parts.opt_state, parts.params)
-    jax.tree.map(np.testing.assert_array_equal, found, whole.params)
+    actual = fp8jax.master_weights(parts.opt_state, parts.params)
+    jax.tree.map(np.testing.assert_array_equal, actual, whole.params)
 
 
 def test_scaled_masters_begin_as_the_seeds_parameters():
@@ -69,8 +69,8 @@ def test_scaled_masters_begin_as_the_seeds_parameters():
     recipe = fp8jax.recipes.fp8_lm()
     scaled = Task(TINY, fp8jax.optimizer(recipe, 1e-3), recipe, remat=False, seed=3).init()
     whole = exact_task(TINY, seed=3).init()
-    found = fp8jax.master_weights(scaled.opt_state, scaled.params)
-    for x, y in zip(*map(jax.tree.leaves, (found, whole.params)), strict=True):
+    actual = fp8jax.master_weights(scaled.opt_state, scaled.params)
+    for x, y in zip(*map(jax.tree.leaves, (actual, whole.params)), strict=True):
         assert relative(x, y) < 2.0**-11
 
 

@@ -26,30 +26,30 @@ def results_file(folder, name, **settings):
 
 
 def test_means_leave_out_cases_without_a_peer_and_tell_how_many_are_left():
-    found = {r["impl"]: r for r in timing.means(rows(), "rate", "bf16")}
-    assert found["ours"]["ratio"] == pytest.approx(0.5)
-    assert (found["ours"]["case"], found["ours"]["baseline"]) == ("geometric mean of 1", "peer")
-    assert found["bf16"]["ratio"] == 1
+    actual = {r["impl"]: r for r in timing.means(rows(), "rate", "bf16")}
+    assert actual["ours"]["ratio"] == pytest.approx(0.5)
+    assert (actual["ours"]["case"], actual["ours"]["baseline"]) == ("geometric mean of 1", "peer")
+    assert actual["bf16"]["ratio"] == 1
     (mean_row,) = timing.means(rows(), "kept")
     assert (mean_row["ratio"], mean_row["case"], mean_row["baseline"]) == (pytest.approx(6), "geometric mean", "bf16")
     # Of several baselines each is a peer; means are no cases of later ones.
     mixed = [*rows(), timing.row("c", "ours", "rate", 1.0, "TFLOP/s", "other", 8.0)]
     for table in (mixed, mixed + timing.means(mixed, "rate", "bf16")):
-        found = {r["impl"]: r for r in timing.means(table, "rate", "bf16")}
-        assert (found["ours"]["ratio"], found["ours"]["baseline"]) == (pytest.approx(2), "best peer")
+        actual = {r["impl"]: r for r in timing.means(table, "rate", "bf16")}
+        assert (actual["ours"]["ratio"], actual["ours"]["baseline"]) == (pytest.approx(2), "best peer")
 
 
 def test_metrics_and_means_are_plotted_apart(monkeypatch, tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    drawn = []
-    monkeypatch.setattr(pyplot, "close", drawn.append)
+    samples = []
+    monkeypatch.setattr(pyplot, "close", samples.append)
     every = rows()
     file = results_file(tmp_path, "x", last_resort="bf16")
     file.add(every)
-    assert drawn == []
+    assert samples == []
     file.end("rate")
     assert len(json.loads((tmp_path / "cpu" / "x.json").read_text())["rows"]) == len(every) + 3
-    (figure,) = drawn
+    (figure,) = samples
     lines = {
         axes.get_xlabel().split(",")[0]: [list(line.get_xdata()) for line in axes.get_lines()] for axes in figure.axes
     }
@@ -94,10 +94,10 @@ def test_a_round_calls_as_often_as_fits_the_burst_and_begins_with_any(monkeypatc
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
     ready = {name: functools.partial(call, name) for name in lengths}
-    found = timing.seconds(ready, 1, 4.0)
+    actual = timing.seconds(ready, 1, 4.0)
     # Two untimed and two timed to see how long one takes; then as many in a burst, at least two, untimed and timed.
     assert {name: ran.count(name) for name in lengths} == {"a": 4 + 2 * 8, "b": 4 + 2 * 16, "slow": 4 + 2 * 2}
-    assert found == lengths
+    assert actual == lengths
     ran.clear()
     timing.in_turns(ready, 40, dict.fromkeys(ready, 1), turns.append)
     assert turns == ran[::2] == ran[1::2]
@@ -137,7 +137,7 @@ def test_a_command_is_told_without_where_its_results_went(arguments):
 
 
 def test_rows_have_quartiles_where_these_are_given(capsys):
-    found = timing.row("a", "b", "time", 2.0, "ms", quartiles=[1.5, 2.5])
-    assert found["quartiles"] == [1.5, 2.5]
+    actual = timing.row("a", "b", "time", 2.0, "ms", quartiles=[1.5, 2.5])
+    assert actual["quartiles"] == [1.5, 2.5]
     assert "2 ms (1.5 to 2.5)" in capsys.readouterr().out
     assert "quartiles" not in timing.row("a", "b", "time", 2.0, "ms")

@@ -202,13 +202,13 @@ def test_sampling_follows_the_key_and_the_probabilities():
         logits = jnp.full(502, -4.0, jnp.bfloat16).at[0].set(0).at[1].set(-jnp.inf)
         return jnp.broadcast_to(logits, (*tokens.shape, 502))
 
-    drawn, again, other = (
+    samples, again, other = (
         sampling.sample(weighted, None, [0], 2001, jax.random.key(i), temperature=0.5) for i in (1, 1, 2)
     )
-    assert drawn == again != other
+    assert samples == again != other
     # Five standard deviations of the mean of 2,000 draws.
-    assert abs(np.mean(np.array(drawn[1:]) > 1) - rare / (1 + rare)) < 5 * (0.14 / 2000) ** 0.5
-    assert 1 not in drawn
+    assert abs(np.mean(np.array(samples[1:]) > 1) - rare / (1 + rare)) < 5 * (0.14 / 2000) ** 0.5
+    assert 1 not in samples
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_captions_say_what_is_on_the_pictures():
     images, captions = pairs(0, 200)
     assert (images.shape, images.dtype) == ((200, 16, 16, 3), np.float32)
     assert (captions.shape, captions.dtype) == ((200, 7), np.int32)
-    seen = set()
+    recorded = set()
     for image, caption in zip(images, captions, strict=True):
         dot, a, colour, shape, at, down, right = (WORDS[word] for word in caption)
         assert (dot, a, at) == (".", "a", "at")
@@ -40,8 +40,8 @@ def test_captions_say_what_is_on_the_pictures():
         # A square fills the box around it, a disc most of it, a cross less than two thirds.
         box = bright[np.ix_(bright.any(1), bright.any(0))]
         assert shape == ("square" if box.mean() > 0.97 else "disc" if box.mean() > 0.62 else "cross"), box
-        seen.add((colour, shape, down, right))
-    assert len(seen) > 40
+        recorded.add((colour, shape, down, right))
+    assert len(recorded) > 40
     for same, other in ((0, True), (1, False)):
         assert np.array_equal(pairs(same, 200)[0], images) is other
 

@@ -40,28 +40,28 @@ def _decode(
 def magnitudes(name: str) -> np.ndarray:
     """Magnitudes of a format's 256 codes in float64, from their bits."""
     exponent_bits, mantissa_bits = BITS[name]
-    found = []
+    results = []
     for byte in range(256):
         exponent = (byte & 0x7F) >> mantissa_bits
         mantissa = (byte & (2**mantissa_bits - 1)) / 2**mantissa_bits
         bias = 2 ** (exponent_bits - 1) - 1
         if name == "e5m2" and exponent == 31:
-            found.append(np.nan if mantissa else np.inf)
+            results.append(np.nan if mantissa else np.inf)
         elif name == "e4m3" and byte & 0x7F == 0x7F:
-            found.append(np.nan)
+            results.append(np.nan)
         else:
-            found.append((mantissa + (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias))
-    return np.asarray(found)
+            results.append((mantissa + (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias))
+    return np.asarray(results)
 
 
 def check_every_code(name: str) -> None:
     """Runs `_decode` on every code under several scales and exponents, and compares with float64."""
-    fmt, want = formats.get(name), magnitudes(name)
+    fmt, expected = formats.get(name), magnitudes(name)
     codes = np.tile(np.arange(256, dtype=np.uint8), (len(SCALES), 1)).view(fmt.dtype)
     storage = adamw_triton.Storage(
         fmt.max, (fmt.expansion_range, expansion.MIN_EXPONENT, expansion.MAX_EXPONENT), is_signed=False
     )
-    (got,) = call_triton.call(
+    (actual,) = call_triton.call(
         jnp.asarray(codes),
         jnp.asarray(SCALES, jnp.float32),
         jnp.asarray(EXPONENTS, jnp.bfloat16),
@@ -76,7 +76,7 @@ def check_every_code(name: str) -> None:
         STORAGE=storage.constants,
     )
     scale, exponent = (np.asarray(x)[:, None] for x in (SCALES, EXPONENTS))
-    want = FACTOR * scale * fmt.max * (want / fmt.max) ** (1 / exponent)
-    assert np.isfinite(want).sum() == 4 * {"e4m3": 254, "e5m2": 248}[name]
-    np.testing.assert_array_equal(np.asarray(got)[:, [0, 128]], 0)
-    np.testing.assert_allclose(np.asarray(got), want, rtol=2e-5, atol=float(np.finfo(np.float32).tiny))
+    expected = FACTOR * scale * fmt.max * (expected / fmt.max) ** (1 / exponent)
+    assert np.isfinite(expected).sum() == 4 * {"e4m3": 254, "e5m2": 248}[name]
+    np.testing.assert_array_equal(np.asarray(actual)[:, [0, 128]], 0)
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=2e-5, atol=float(np.finfo(np.float32).tiny))

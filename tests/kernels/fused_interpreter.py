@@ -182,13 +182,13 @@ def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str)
     """Of codes made from operands and those of the matrix itself: the share that differs, and by how many codes."""
     how = quantize._parse(rows, columns, scaling.find_scaling(strategy), False)
     share, most = jnp.float32(0), jnp.int32(0)
-    for got, want in zip(made, quantize._codes(how, x, scale, None), strict=True):
-        if got is not None:
-            a, b = (jax.lax.bitcast_convert_type(q.codes, jnp.uint8).astype(jnp.int32) for q in (got, want))
+    for actual, expected in zip(made, quantize._codes(how, x, scale, None), strict=True):
+        if actual is not None:
+            a, b = (jax.lax.bitcast_convert_type(q.codes, jnp.uint8).astype(jnp.int32) for q in (actual, expected))
             # Codes in the order of their values. What lies below 2^-12 of the largest is a difference that cancelled:
             # XLA computes 1 + tanh(x), the kernel 1 + erf(x), of a large negative x.
-            top = float(jnp.finfo(want.codes.dtype).max) * 2.0**-12
-            small = jnp.maximum(*(jnp.abs(q.codes.astype(jnp.float32)) for q in (got, want))) < top
+            top = float(jnp.finfo(expected.codes.dtype).max) * 2.0**-12
+            small = jnp.maximum(*(jnp.abs(q.codes.astype(jnp.float32)) for q in (actual, expected))) < top
             a, b = (jnp.where(small, 0, jnp.where(c < 128, c, 128 - c)) for c in (a, b))
             share, most = jnp.maximum(share, jnp.mean(a != b)), jnp.maximum(most, jnp.max(jnp.abs(a - b)))
     return share, most
@@ -202,7 +202,7 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
     """
     codes, on_cuda = fused_outputs.quantize_fused, fused_outputs.on_cuda
     plain, summed = quantize.quantize, quantize.quantize_and_sum
-    seen: list[tuple[Any, Any]] = []
+    calls: list[tuple[Any, Any]] = []
     made: list[Any] = []
 
     def kernels(*args: Any, **how: Any) -> Any:
@@ -212,15 +212,15 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
     def watched(x: Any, rows: Any, columns: Any = None, *, scale: Any, strategy: Any, **rest: Any) -> Any:
         made.clear()
         pair, total = summed(x, rows, columns, scale=scale, strategy=strategy, **rest)
-        if any(found is not None for found in made):
-            seen.append(apart(pair, x, rows, columns, scale, strategy))
+        if any(actual is not None for actual in made):
+            calls.append(apart(pair, x, rows, columns, scale, strategy))
         return pair, total
 
     def counted(make: Any) -> Any:
         def watched(*args: Any) -> Any:
             result = make(*args)
             if result is not None:
-                seen.append((jnp.float32(0), jnp.int32(0)))
+                calls.append((jnp.float32(0), jnp.int32(0)))
             return result
 
         return watched
@@ -236,38 +236,38 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
     def both(*args: Any) -> Any:
         fused_outputs.on_cuda = lambda: again
         jax.lax.platform_dependent = lambda *args, cuda, default: default(*args)
-        want = run(f, args)
-        seen.clear()
+        expected = run(f, args)
+        calls.clear()
         jax.lax.platform_dependent = by_platform
         fused_outputs.on_cuda = lambda: True
-        return run(f, args), want, seen
+        return run(f, args), expected, calls
 
     fused_outputs.quantize_fused, product.quantize_and_sum = kernels, watched
     operands.quantize = lambda *args, **how: watched(*args, sums=False, **how)[0]
     try:
-        found = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if whole else both)(*args)
+        actual = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if whole else both)(*args)
     finally:
         fused_outputs.quantize_fused, fused_outputs.on_cuda = codes, on_cuda
         operands.quantize = plain
         product.quantize_and_sum = summed
         for name, make in by_rows.items():
             setattr(fused_outputs, name, make)
-    got, want = ([np.asarray(a, np.float64) for a in arrays] for arrays in found[:2])
-    far = [float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in zip(got, want, strict=True)]
-    shares, most = zip(*found[2], strict=True) if seen else ((0.0,), (0,))
-    return len(seen), float(max(shares)), int(max(most)), max(far)
+    got, expected = ([np.asarray(a, np.float64) for a in arrays] for arrays in actual[:2])
+    far = [float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in zip(got, expected, strict=True)]
+    shares, most = zip(*actual[2], strict=True) if calls else ((0.0,), (0,))
+    return len(calls), float(max(shares)), int(max(most)), max(far)
 
 
 def main() -> None:
     prepare()
     fused_outputs.missing_triton = lambda _: None
     requantize_triton.NUM_PROGRAMS = 8
-    found = {}
+    results = {}
     for case in FEW if sys.argv[1] == "few" else CASES:
         make = CASES[case]
         norm_triton.MIN_SUMS = 8 if case.startswith("rms") else 11  # four rows a sum, two at a time; or three
-        found[case] = compare(*make(), again="as it is" in case)
-    print(json.dumps(found))
+        results[case] = compare(*make(), again="as it is" in case)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

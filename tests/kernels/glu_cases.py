@@ -38,7 +38,7 @@ def results(backend: Any, case: Case) -> dict[str, jax.Array]:
     exact = Operation(reads_arrays=True)
     amax, _ = backend.glu_row_statistics(exact, gate_up, None, None)
     saved, codes = backend.encode_glu(exact, gate_up, 100 * factor, case.coding, E4M3)
-    found = {"amax": amax[:rows], "codes": codes[:rows]}
+    actual = {"amax": amax[:rows], "codes": codes[:rows]}
     if case.coding is None:
         residual, scales, operation = gate_up, None, exact
     else:
@@ -46,30 +46,30 @@ def results(backend: Any, case: Case) -> dict[str, jax.Array]:
             fused_reference.encode_glu(exact, gate_up, factor, case.coding, E4M3)[0],
             Operation(),
         )
-        found |= {"gate and up": saved[0][:rows], "scales": saved[1][:rows]}
+        actual |= {"gate and up": saved[0][:rows], "scales": saved[1][:rows]}
     amax, dots = backend.glu_row_statistics(operation, residual, scales, gradient)
     pair = 1000 * factor, 100 * result_factor
     parts = backend.quantize_glu_cotangents(operation, residual, scales, gradient, tokens.rows, *pair, E5M2, E4M3)
     names = ("cotangents", "columns", "result columns")
-    found |= {"amax of cotangents": amax[:rows], "dots": dots[:rows]} | dict(zip(names, parts, strict=True))
-    return found | {"cotangents": parts[0][:rows]}
+    actual |= {"amax of cotangents": amax[:rows], "dots": dots[:rows]} | dict(zip(names, parts, strict=True))
+    return actual | {"cotangents": parts[0][:rows]}
 
 
 def wrong(case: Case) -> dict[str, str]:
     """What differs between kernels and references by more than roundings of sums and of elementary functions."""
     differ: dict[str, str] = {}
-    found = results(fused_kernels, case)
+    actual = results(fused_kernels, case)
     for name, expected in results(fused_reference, case).items():
-        got, want = np.asarray(found[name]), np.asarray(expected)
-        a, b = got.astype(np.float32), want.astype(np.float32)
+        result, want = np.asarray(actual[name]), np.asarray(expected)
+        a, b = result.astype(np.float32), want.astype(np.float32)
         if a.shape != b.shape or (np.isnan(a) != np.isnan(b)).any():
             differ[name] = f"shapes {a.shape}, {b.shape}, or NaN"
             continue
-        if got.dtype.itemsize == 1:  # next to a tie
-            far = np.abs(got.view(np.uint8).astype(int) - want.view(np.uint8).astype(int)) > 1
+        if result.dtype.itemsize == 1:  # next to a tie
+            far = np.abs(result.view(np.uint8).astype(int) - want.view(np.uint8).astype(int)) > 1
         else:
             far = np.abs(a - b) > 1e-2 * np.max(np.abs(b), where=np.isfinite(b), initial=0)
         is_unequal = (a != b) & ~np.isnan(b)
-        if (far & is_unequal).any() or (got.dtype.itemsize == 1 and np.mean(is_unequal) > 0.02):
+        if (far & is_unequal).any() or (result.dtype.itemsize == 1 and np.mean(is_unequal) > 0.02):
             differ[name] = f"{np.sum(far & is_unequal)} far, {np.mean(is_unequal):.3f} unequal"
     return differ

@@ -114,12 +114,12 @@ def wrong(case: Case, impl: str) -> dict[str, int]:
     codes = expected(case, tokens.length, np.asarray(x), **given)
     results = quantize_groups(x, tokens, rows=case.rows, columns=case.columns, impl=impl, **given)
     differ = {}
-    for name, fmt, got, want in zip(("rows", "columns"), (case.rows, case.columns), results, codes, strict=True):
+    for name, fmt, actual, want in zip(("rows", "columns"), (case.rows, case.columns), results, codes, strict=True):
         if want is None:
-            differ[name] = int(got is not None)
+            differ[name] = int(actual is not None)
             continue
-        assert got.dtype == FORMATS[fmt][0]
-        got = np.asarray(got)[: len(want)]
-        is_nan = np.isnan(got.astype(np.float32)) & np.isnan(want.view(FORMATS[fmt][0]).astype(np.float32))
-        differ[name] = int(np.sum((got.view(np.uint8) != want) & ~is_nan)) if got.shape == want.shape else -1
+        assert actual.dtype == FORMATS[fmt][0]
+        actual = np.asarray(actual)[: len(want)]
+        is_nan = np.isnan(actual.astype(np.float32)) & np.isnan(want.view(FORMATS[fmt][0]).astype(np.float32))
+        differ[name] = int(np.sum((actual.view(np.uint8) != want) & ~is_nan)) if actual.shape == want.shape else -1
     return differ

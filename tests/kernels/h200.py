@@ -115,24 +115,24 @@ def assembled(program: Callable[..., Any], *shapes: Any, arch: str = "sm_90a") -
         (pathlib.Path(folder) / "k.ptx").write_text(re.sub(r"\.version [\d.]+", ".version 8.7", compiled.binary))
         command = [assembler, f"-arch={arch}", "-v", "k.ptx", "-o", "k.cubin"]
         printed = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stderr
-    found = resources(printed)
-    return [found["registers"], found["stores"], compiled.shared_mem_bytes]
+    actual = resources(printed)
+    return [actual["registers"], actual["stores"], compiled.shared_mem_bytes]
 
 
 def resources(assembler_report: str) -> dict[str, int]:
     pattern = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads[\s\S]*?Used (\d+) registers"
-    found = re.search(pattern, assembler_report)
-    if found is None:
+    actual = re.search(pattern, assembler_report)
+    if actual is None:
         raise RuntimeError(f"the assembler's report has changed its form:\n{assembler_report}")
-    values = dict(zip(("stack", "stores", "loads", "registers"), map(int, found.groups()), strict=True))
+    values = dict(zip(("stack", "stores", "loads", "registers"), map(int, actual.groups()), strict=True))
     return values | {"waits": len(re.findall(r"warpgroup\.wait is injected|are serialized", assembler_report))}
 
 
 def main() -> None:
     module, _, name = sys.argv[1].partition(":")
-    found = getattr(importlib.import_module(module), name)
+    actual = getattr(importlib.import_module(module), name)
     calls, copies, narrow, in_place, copied, numbers = [], 0, 0, 0, 0, 0
-    for program in found if isinstance(found, list) else [found]:
+    for program in actual if isinstance(actual, list) else [actual]:
         function, shapes = program()
         text = compile_for_h200(function, *shapes).as_text()
         calls += re.findall(r'custom_call_target="([^"]+)"', text)
@@ -141,7 +141,7 @@ def main() -> None:
         in_place += len(re.findall(r"matmul\$f8\".*output_to_operand_aliasing", text))
         copied += len(re.findall(r"= bf16\[\d+,\d+\]\S* copy\(", text))
         numbers += len(re.findall(r"= \(?(?:\w+\[[1,]*\][^ ]* ?)+\)? fusion\(", text.split("\nENTRY", 1)[1]))
-    found = {
+    actual = {
         "calls": calls,
         "copies": copies,
         "narrow": narrow,
@@ -149,7 +149,7 @@ def main() -> None:
         "copied": copied,
         "numbers": numbers,
     }
-    print(MARK + json.dumps(found))
+    print(MARK + json.dumps(actual))
 
 
 if __name__ == "__main__":

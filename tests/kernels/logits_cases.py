@@ -29,13 +29,13 @@ def wrong(case: tuple, impl: str) -> dict[str, float]:
         np.asarray(x, np.float64) for x in op.max_and_sum_exp(op.Logits(made.astype(jnp.float32), made), impl)
     )
     with np.errstate(all="ignore"):
-        lse, got = np.log(np.exp(z - 0).sum(1)), np.where(np.isfinite(top), top, 0) + np.log(total)
+        lse, result = np.log(np.exp(z - 0).sum(1)), np.where(np.isfinite(top), top, 0) + np.log(total)
         largest = np.max(z[0])
         lse[0] = largest + np.log(np.exp(z[0] - largest).sum())
     ends = {"NaN": np.isnan, "Inf": np.isposinf, "nothing": np.isneginf}
-    found = {f"lse of {name}": float((end(lse) != end(got)).sum()) for name, end in ends.items()}
+    actual = {f"lse of {name}": float((end(lse) != end(result)).sum()) for name, end in ends.items()}
     real = np.isfinite(lse)
-    found["lse"] = float((np.abs(lse[real] - got[real]) > 1e-5).sum())
+    actual["lse"] = float((np.abs(lse[real] - result[real]) > 1e-5).sum())
 
     labels, weights = random.integers(0, n, m), random.standard_normal(m)
     labels[4], labels[5] = -1, n  # in another device's part of the vocabulary
@@ -54,13 +54,15 @@ def wrong(case: tuple, impl: str) -> dict[str, float]:
     for q, side, name in zip(codes, (d, d.T), ("rows", "columns"), strict=True):
         x, kind = side.astype(np.float64) / float(np.asarray(q.scale)[0, 0]), _DTYPES[q.spec.format]
         end = float(ml_dtypes.finfo(kind).max)
-        want, code = np.clip(x, -end, end).astype(np.float32).astype(kind), np.asarray(q.codes)
-        numbers = [np.where(np.isnan(c.astype(np.float32)), 0, c.view(np.uint8)).astype(int) for c in (want, code)]
+        expected, code = np.clip(x, -end, end).astype(np.float32).astype(kind), np.asarray(q.codes)
+        numbers = [np.where(np.isnan(c.astype(np.float32)), 0, c.view(np.uint8)).astype(int) for c in (expected, code)]
         far = np.abs(np.subtract(*numbers)) & 0x7F  # of zeros not the sign
-        found[f"{name}, scale"] = float(abs(float(q.scale[0, 0]) * end - 0.5) > 1e-6)
-        found[f"{name}, NaN"] = float((np.isnan(want.astype(np.float32)) != np.isnan(code.astype(np.float32))).sum())
-        found[f"{name}, far"], found[name] = float((far > 1).sum()), float((far > 0).mean() > 2e-3)
-    return found
+        actual[f"{name}, scale"] = float(abs(float(q.scale[0, 0]) * end - 0.5) > 1e-6)
+        actual[f"{name}, NaN"] = float(
+            (np.isnan(expected.astype(np.float32)) != np.isnan(code.astype(np.float32))).sum()
+        )
+        actual[f"{name}, far"], actual[name] = float((far > 1).sum()), float((far > 0).mean() > 2e-3)
+    return actual
 
 
 _DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}

@@ -157,15 +157,15 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
 def _program(text: str) -> list[tuple[Callable[..., Any], list[str], list[str]]]:
     """Instructions with names of what they write and read."""
     statements = [statement.strip() for statement in re.sub(r"(?m)^\s*\{|\}\s*$|^\{", "", text).split(";")]
-    found = []
+    results = []
     for statement in statements:
         if not statement or statement.startswith(".reg"):
             continue
         name, rest = statement.split(maxsplit=1)
         parts = [part.strip() for part in re.findall(r"\{[^}]*\}|[^,]+", rest) if part.strip()]
         to = [part.strip() for part in parts[0].strip("{}").split(",")]
-        found.append((_INSTRUCTIONS[name], to, [part.strip("[]") for part in parts[1:]]))
-    return found
+        results.append((_INSTRUCTIONS[name], to, [part.strip("[]") for part in parts[1:]]))
+    return results
 
 
 def run(text: str, constraints: str, values: list[Array], dtypes: list[Any], pack: int) -> list[Array]:

@@ -153,30 +153,30 @@ def wrong_fallback(case: Case) -> dict[str, int]:
     x = special(case.shape, case.dtype, 6e4)
     assert case.rows
     run = lambda impl: fallback.quantize(x, case.rows, 40.0, key=jax.random.key(3), impl=impl)  # noqa: E731
-    (want, _), (got, drawn) = run("xla"), run("triton")
-    assert drawn is not None
-    side = want.base.spec.group_size or 0
+    (expected, _), (result, samples) = run("xla"), run("triton")
+    assert samples is not None
+    side = expected.base.spec.group_size or 0
     m, n = case.shape
     spread = lambda x: np.kron(np.asarray(x), np.ones((side, side), bool))[:m, :n]  # noqa: E731
-    finite = spread(np.isfinite(np.asarray(want.base.scale)))
-    used = np.asarray(want.fallback_mask)
-    found = {
-        "used": _differ(np.asarray(got.fallback_mask), used),
+    finite = spread(np.isfinite(np.asarray(expected.base.scale)))
+    used = np.asarray(expected.fallback_mask)
+    actual = {
+        "used": _differ(np.asarray(result.fallback_mask), used),
         "none used": int(not used.any()),
         "all used": int(used.all()),
-        "base": _differ(np.asarray(got.base.codes)[finite], np.asarray(want.base.codes)[finite]),
-        "base scale": _differ(np.asarray(got.base.scale), np.asarray(want.base.scale)),
-        "residual scale": int(np.sum(~np.isclose(got.residual.scale, want.residual.scale, rtol=1e-4))),
+        "base": _differ(np.asarray(result.base.codes)[finite], np.asarray(expected.base.codes)[finite]),
+        "base scale": _differ(np.asarray(result.base.scale), np.asarray(expected.base.scale)),
+        "residual scale": int(np.sum(~np.isclose(result.residual.scale, expected.residual.scale, rtol=1e-4))),
     }
-    codes = [np.asarray(p.residual.codes)[spread(used)].astype(int) for p in (got, want)]
-    found["residual"] = int(np.sum(np.abs(codes[0] - codes[1]) > 1)) + int(np.mean(codes[0] != codes[1]) > 1e-2)
+    codes = [np.asarray(p.residual.codes)[spread(used)].astype(int) for p in (result, expected)]
+    actual["residual"] = int(np.sum(np.abs(codes[0] - codes[1]) > 1)) + int(np.mean(codes[0] != codes[1]) > 1e-2)
     # The noise is another, but the code is one of both neighbours.
-    values = np.asarray(x, np.float64) / np.kron(np.asarray(want.base.scale, np.float64), np.ones((side, side)))[
+    values = np.asarray(x, np.float64) / np.kron(np.asarray(expected.base.scale, np.float64), np.ones((side, side)))[
         : case.shape[0], : case.shape[1]]  # fmt: skip
-    error = (np.asarray(drawn.codes) - values)[finite]
-    found["drawn"] = int(np.sum(np.abs(error) > 1.001)) + int(abs(error.mean()) > 4 / error.size**0.5)
-    found["drawn alike"] = int((np.asarray(drawn.codes) == np.asarray(got.base.codes)).all())
-    return found
+    error = (np.asarray(samples.codes) - values)[finite]
+    actual["drawn"] = int(np.sum(np.abs(error) > 1.001)) + int(abs(error.mean()) > 4 / error.size**0.5)
+    actual["drawn alike"] = int((np.asarray(samples.codes) == np.asarray(result.base.codes)).all())
+    return actual
 
 
 def wrong_maxima(shape: tuple[int, int], down: int) -> dict[str, int]:
@@ -200,12 +200,12 @@ def wrong_maxima(shape: tuple[int, int], down: int) -> dict[str, int]:
         wants = size.max(1), size.max(0)
         for requested in ((True, True), (True, False), (False, True)):
             of = dict(zip(("rows", "columns"), requested, strict=True))
-            got = amax_triton.compute_amax(
+            actual = amax_triton.compute_amax(
                 jnp.asarray(values), **of, integers=integers, launch=launch, tiles_per_strip=down
             )
             wrong[f"{name} {requested}"] = sum(
-                _differ(np.asarray(g), want) if there else int(g is not None)
-                for g, want, there in zip(got, wants, requested, strict=True)
+                _differ(np.asarray(g), expected) if there else int(g is not None)
+                for g, expected, there in zip(actual, wants, requested, strict=True)
             )
     return wrong
 
@@ -219,29 +219,29 @@ def wrong_blocks(shape: tuple[int, int]) -> dict[str, int]:
     x[::32, ::32] = 4.0  # of every block the largest
     x[32, 0], x[64, 0], x[-1, -1] = np.nextafter(np.float32(4), np.float32(9)), 8.0, 1e-42
     run = functools.partial(fallback_triton.quantize, threshold=jnp.float32(4.0), side=side)
-    found = run(jnp.asarray(x), seed=words)
+    actual = run(jnp.asarray(x), seed=words)
     used = np.zeros((-(-shape[0] // side), -(-shape[1] // side)), bool)
     used[1, 0] = used[2, 0] = True  # above the threshold, and not at it
     falls = np.kron(used, np.ones((side, side), bool))[: shape[0], : shape[1]]
-    scale = np.kron(found.base_scale, np.ones((side, side)))[: shape[0], : shape[1]]
-    rest = x - np.asarray(found.base) * scale
-    unit = np.kron(found.residual_scale, np.ones((side, side)))[: shape[0], : shape[1]]
-    got = np.asarray(found.residual)
+    scale = np.kron(actual.base_scale, np.ones((side, side)))[: shape[0], : shape[1]]
+    rest = x - np.asarray(actual.base) * scale
+    unit = np.kron(actual.residual_scale, np.ones((side, side)))[: shape[0], : shape[1]]
+    result = np.asarray(actual.residual)
     wrong = {
-        "used": _differ(np.asarray(found.is_fallback), used),
-        "scale where none is used": _differ(np.asarray(found.residual_scale)[~used], np.ones((~used).sum())),
-        "residual": int(np.sum(np.abs(got * unit - rest)[falls] > 0.51 * unit[falls])),
+        "used": _differ(np.asarray(actual.is_fallback), used),
+        "scale where none is used": _differ(np.asarray(actual.residual_scale)[~used], np.ones((~used).sum())),
+        "residual": int(np.sum(np.abs(result * unit - rest)[falls] > 0.51 * unit[falls])),
         # In the interpreter outputs are of this byte before a kernel writes.
-        "written where none is used": int(np.sum(got.view(np.uint8)[~falls] != 0xA5)),
+        "written where none is used": int(np.sum(result.view(np.uint8)[~falls] != 0xA5)),
     }
     # Noise is by the place in the whole matrix: that of a part is the whole's there; each word makes another.
-    drawn = np.asarray(found.stochastic)
+    samples = np.asarray(actual.stochastic)
     for name, top, left in (("rows", 32, 0), ("columns", 0, 64)):
         place = jnp.array([shape[1], top // 4 * shape[1] + left], jnp.uint32)
         part = run(jnp.asarray(x[top:, left:]), seed=words, rng_offset=place)
-        wrong[f"noise of a part, {name}"] = _differ(np.asarray(part.stochastic), drawn[top:, left:])
+        wrong[f"noise of a part, {name}"] = _differ(np.asarray(part.stochastic), samples[top:, left:])
     wrong["noise of other words"] = sum(
-        int((np.asarray(run(jnp.asarray(x), seed=jnp.array(other, jnp.uint32)).stochastic) == drawn).all())
+        int((np.asarray(run(jnp.asarray(x), seed=jnp.array(other, jnp.uint32)).stochastic) == samples).all())
         for other in ([1, 3], [2, 2])
     )
     return wrong
@@ -256,26 +256,26 @@ def wrong_noise(impl: str) -> dict[str, int]:
     eighth, half = jnp.full(shape, 1 + 1 / 16, jnp.float32), jnp.full(shape, 40.5, jnp.float32).at[0, 0].set(127.0)
     spec, one = "e4m3:token+stochastic", jnp.ones((), jnp.float32)
     rows, columns = op.quantize(eighth, spec, spec, scale=one, key=words, impl=impl)
-    _, drawn = fallback.quantize(half, "int8:block128", 1e3, key=words, impl=impl)
+    _, samples = fallback.quantize(half, "int8:block128", 1e3, key=words, impl=impl)
     assert rows is not None
     assert columns is not None
-    assert drawn is not None
+    assert samples is not None
     up = {
         "rows": np.asarray(rows.codes, np.float32) > 1.06,
         "columns": np.asarray(columns.codes, np.float32).T > 1.06,
-        "blocks": np.asarray(drawn.codes) > 40,
+        "blocks": np.asarray(samples.codes) > 40,
     }
     up["rows and columns"] = up["rows"] == up["columns"]
     # What is a code is never rounded, not by the largest draw of 2^17 either.
     exact = jnp.full((512, 384), 96.0, jnp.float32).at[::128, ::128].set(127.0)
     _, kept = fallback.quantize(exact, "int8:block128", 1e3, key=words, impl=impl)
     assert kept is not None
-    found = {"integers": int((np.asarray(kept.codes) != np.asarray(exact)).sum())}
+    actual = {"integers": int((np.asarray(kept.codes) != np.asarray(exact)).sum())}
     for name, x in up.items():
         apart = [x, *(x[m:, n:] == x[: len(x) - m, : x.shape[1] - n]
                       for m, n in ((1, 0), (2, 0), (3, 0), (4, 0), (0, 1), (0, 2), (1, 1)))]  # fmt: skip
-        found[name] = sum(abs(y.mean() - 0.5) > 5 * 0.5 / y.size**0.5 for y in apart)
-    return found
+        actual[name] = sum(abs(y.mean() - 0.5) > 5 * 0.5 / y.size**0.5 for y in apart)
+    return actual
 
 
 def wrong_nvfp4_noise(impl: str) -> dict[str, int]:
@@ -294,14 +294,14 @@ def wrong_nvfp4_noise(impl: str) -> dict[str, int]:
     place = np.searchsorted(grid, size, side="right")
     step = grid[place] - grid[place - 1]
     errors = {"rows": (rows / np.sign(x) - np.abs(x)) / step, "columns": (columns.T / np.sign(x) - np.abs(x)) / step}
-    found = {f"neighbours of {name}": int(np.sum(np.abs(e) > 1 + 1e-4)) for name, e in errors.items()}
+    actual = {f"neighbours of {name}": int(np.sum(np.abs(e) > 1 + 1e-4)) for name, e in errors.items()}
     errors["rows times columns"] = errors["rows"] * errors["columns"]
     for name, e in errors.items():
         apart = [e]
         for m, n in ((1, 0), (2, 0), (3, 0), (4, 0), (16, 0), (0, 1), (0, 2), (0, 16), (1, 1)):
             apart.append(e[m:, n:] * e[: len(e) - m, : e.shape[1] - n])
-        found[name] = sum(abs(y.mean()) > 5 * y.std() / y.size**0.5 for y in apart)
-    return found
+        actual[name] = sum(abs(y.mean()) > 5 * y.std() / y.size**0.5 for y in apart)
+    return actual
 
 
 def wrong_nvfp4_ties(impl: str) -> int:
@@ -313,9 +313,9 @@ def wrong_nvfp4_ties(impl: str) -> int:
     rows, columns = op.quantize(jnp.asarray(x), "e2m1:nv16", "e2m1:nv16", impl=impl)
     assert rows is not None
     assert columns is not None
-    want = x.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    return _differ(np.asarray(rows.dequantize())[1:], want[1:]) + _differ(
-        np.asarray(columns.dequantize())[1:], want.T[1:]
+    expected = x.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    return _differ(np.asarray(rows.dequantize())[1:], expected[1:]) + _differ(
+        np.asarray(columns.dequantize())[1:], expected.T[1:]
     )
 
 
@@ -338,14 +338,14 @@ def wrong_apart(widths: tuple[int, ...], scale: float | None) -> list[int]:
     whole = special((70, sum(widths)), "bfloat16", 3e38)
     apart = tuple(jnp.split(whole, np.cumsum(widths)[:-1], 1))
     how: dict[str, object] = {"scale": None if scale is None else jnp.float32(scale), "impl": "triton"}
-    found = []
+    results = []
     with choice.target(capability=90):
         for x in (whole, apart):
             (rows, columns), sums = op.quantize_and_sum(x, "e5m2", "same", **how)
             assert rows is not None
             assert columns is not None
-            found.append([_bytes(rows.codes), _bytes(columns.codes), np.asarray(rows.scale), np.asarray(sums)])
-    return [_differ(got, want) for want, got in zip(*found, strict=True)]
+            results.append([_bytes(rows.codes), _bytes(columns.codes), np.asarray(rows.scale), np.asarray(sums)])
+    return [_differ(actual, expected) for expected, actual in zip(*results, strict=True)]
 
 
 # Specs of rows and columns, and whether scales are given, for stacks of matrices.
@@ -374,24 +374,24 @@ def stack_arrays(
     """Codes and scales of a stack, quantized by one launch, each beside those of its matrices by XLA."""
     x, scales = stack(rows), jnp.float32([1.7, 3e-3, 2.0**-9]) if has_scale else None
     if vmap:
-        got = jax.jit(jax.vmap(lambda x, s: op.quantize(x, rows, columns, scale=s, impl="triton")))(x, scales)
+        actual = jax.jit(jax.vmap(lambda x, s: op.quantize(x, rows, columns, scale=s, impl="triton")))(x, scales)
     else:
         config = op._parse(rows, columns, scaling.find_scaling("current"), False)
-        got, _ = op._quantize_shard(config, x.shape[1:], UNSHARDED, x, scales, None, None)
-    found = []
+        actual, _ = op._quantize_shard(config, x.shape[1:], UNSHARDED, x, scales, None, None)
+    results = []
     for i in range(len(x)):
         scale = None if scales is None else scales[i]
-        want = op.quantize(x[i], rows, columns, scale=scale, impl="xla")
-        for a, b in zip(got, want, strict=True):
+        expected = op.quantize(x[i], rows, columns, scale=scale, impl="xla")
+        for a, b in zip(actual, expected, strict=True):
             if a is not None and b is not None:
-                found.append((_bytes(a.codes[i]), _bytes(b.codes)))
-                found.append((np.asarray(a.scale[i]), np.asarray(b.scale)))
-    return found
+                results.append((_bytes(a.codes[i]), _bytes(b.codes)))
+                results.append((np.asarray(a.scale[i]), np.asarray(b.scale)))
+    return results
 
 
 def wrong_stack(rows: str | None, columns: str, has_scale: bool) -> list[int]:
     """How many codes and scales differ, of each of `stack_arrays`."""
-    return [_differ(got, want) for got, want in stack_arrays(rows, columns, has_scale)]
+    return [_differ(actual, expected) for actual, expected in stack_arrays(rows, columns, has_scale)]
 
 
 def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
@@ -401,7 +401,7 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
     from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands
 
     x, spec = special(shape, dtype, 6e4), QuantSpec("int10", "group", 128, scale_format="bf16")
-    coding, want, m = fused_outputs.to_coding(spec), quantize(x, spec), shape[0]
+    coding, expected, m = fused_outputs.to_coding(spec), quantize(x, spec), shape[0]
     operation = Operation(is_gated=False, activation=IDENTITY, dtype=0, format="int10", group=128)
     ones = jnp.ones(shape, jnp.float32)
     kept = {
@@ -412,21 +412,21 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
         )[0][0],
     }
     wrong = {
-        name: _differ(np.asarray(codes), np.asarray(want.codes))
-        + _differ(np.asarray(scale, np.float32), np.asarray(want.scale, np.float32))
+        name: _differ(np.asarray(codes), np.asarray(expected.codes))
+        + _differ(np.asarray(scale, np.float32), np.asarray(expected.scale, np.float32))
         for name, (codes, scale) in kept.items()
     }
     # Of up, the cotangent under a gradient of ones is the activated gate, here the gate itself.
-    pair = Operands(want.codes, want.scale, want.codes, want.scale, gradient=ones)
+    pair = Operands(expected.codes, expected.scale, expected.codes, expected.scale, gradient=ones)
     _, dup = cotangents_triton.cotangents(operation._replace(is_gated=True), pair)
-    wrong["cotangents"] = _differ(np.asarray(dup), np.asarray(want.dequantize()))
+    wrong["cotangents"] = _differ(np.asarray(dup), np.asarray(expected.dequantize()))
     # Of a gradient of zeros but one of ones in a row alone, the sum over rows is that row's values times its root.
-    finite = jnp.where(jnp.isnan(want.scale), jnp.ones((), want.scale.dtype), want.scale)
-    values = np.asarray(dataclasses.replace(want, scale=finite).dequantize())
+    finite = jnp.where(jnp.isnan(expected.scale), jnp.ones((), expected.scale.dtype), expected.scale)
+    values = np.asarray(dataclasses.replace(expected, scale=finite).dequantize())
     row = jnp.zeros(shape).at[m // 2].set(1.0)
     _, dweight, *_ = norm_triton.backward(
-        Operation(has_scale=True, format="int10", group=128), want.codes, finite, jnp.full(m, 0.5), jnp.ones(shape[1]),
-        row, jnp.float32,
+        Operation(has_scale=True, format="int10", group=128), expected.codes, finite, jnp.full(m, 0.5),
+        jnp.ones(shape[1]), row, jnp.float32,
     )  # fmt: skip
     assert dweight is not None
     wrong["norm, backward"] = _differ(np.asarray(dweight), values[m // 2] / 2)
@@ -439,8 +439,8 @@ def wrong_shifted(name: str, shape: tuple[int, int]) -> int:
     assert q is not None
     factor = jnp.exp2(-(jnp.arange(shape[0], dtype=jnp.float32)[:, None] % 23)).at[1].set(jnp.nan)
     q = dataclasses.replace(q, scale=jnp.ones((1, 1)), spec=QuantSpec(name))
-    got, want = (op.transpose(q, factor=factor, impl=impl) for impl in ("triton", "xla"))
-    return int(np.sum(_bytes(got.codes) != _bytes(want.codes)))
+    actual, expected = (op.transpose(q, factor=factor, impl=impl) for impl in ("triton", "xla"))
+    return int(np.sum(_bytes(actual.codes) != _bytes(expected.codes)))
 
 
 def refolded(case: Case, impl: str) -> list[np.ndarray]:
@@ -472,22 +472,22 @@ def arrays(case: Case, impl: str) -> list[np.ndarray]:
     x = with_tiny_rows(special(case.shape, case.dtype, largest))
     if case.rows == "int8":  # One that is not finite would make all of it NaN.
         x = jnp.nan_to_num(x, nan=1, posinf=2, neginf=-2)
-    found = []
+    results = []
     for q in run(x, case.rows, case.columns, scale=scale, strategy=case.strategy, impl=impl, rotation=case.rotation):
         if q is None:
             continue
         q.validate()
-        found += [_bytes(q.codes), np.asarray(q.scale)]
+        results += [_bytes(q.codes), np.asarray(q.scale)]
         if q.microscale is not None:
-            found.append(np.asarray(q.microscale))
-    return found
+            results.append(np.asarray(q.microscale))
+    return results
 
 
 def wrong_under_given_scales(case: Case, impl: str) -> list[int]:
     """How many codes, and scales, are not NumPy's, for several given scales."""
     spec = QuantSpec.parse(case.rows or case.columns or "")
     fmt, across = formats.get(spec.format), case.shape if case.rows else case.shape[::-1]
-    found = []
+    results = []
     for first in (0, 1, 3, 4) if spec.granularity == "tensor" else [0]:
         x, scale, want = given_scales.matrix(fmt, across, spec.block_shape(across), case.dtype, first=first)
         key = jax.random.key(0) if spec.rounding == "stochastic" else None
@@ -495,16 +495,16 @@ def wrong_under_given_scales(case: Case, impl: str) -> list[int]:
         rows, columns = op.quantize(x, case.rows, case.columns, scale=jnp.asarray(scale), key=key, impl=impl)
         for q, expected in ((rows, want), (columns, want.T if case.rows else want)):
             if q is not None:
-                found.append(_differ(np.asarray(q.codes).astype(np.float64), expected))
-                found.append(_differ(np.asarray(q.scale), np.maximum(scale, np.float32(given_scales.TINY))))
-    return found
+                results.append(_differ(np.asarray(q.codes).astype(np.float64), expected))
+                results.append(_differ(np.asarray(q.scale), np.maximum(scale, np.float32(given_scales.TINY))))
+    return results
 
 
 def wrong_where_computed(name: str) -> list[int]:
     """Likewise of an activation that is quantized where it is computed: far from zero SiLU is x, or 0."""
     from pallas_kernels.nonlinear import quantize_recomputed_triton
 
-    fmt, found = formats.get(name), []
+    fmt, results = formats.get(name), []
     x = np.resize(np.float32([3e38, 0, 1e30, np.inf, 200, -1e38, np.nan, 0.0]), (32, 64))
     operation = quantize_recomputed_triton.Operation(is_gated=False, reads_arrays=True, dtype=0)
     result = fused_outputs.FusedOutputs(
@@ -518,11 +518,11 @@ def wrong_where_computed(name: str) -> list[int]:
             assert q is not None
             codes = np.asarray(q.codes).astype(np.float64)
             if scale > 1:  # its reciprocal is flushed to 0, and Inf times that is NaN, or stays Inf
-                found.append(int(np.sum(np.isfinite(codes) != np.isfinite(expected))))
+                results.append(int(np.sum(np.isfinite(codes) != np.isfinite(expected))))
             else:
-                found.append(_differ(codes, expected))
-            found.append(int(float(q.scale[0, 0]) != max(scale, given_scales.TINY)))
-    return found
+                results.append(_differ(codes, expected))
+            results.append(int(float(q.scale[0, 0]) != max(scale, given_scales.TINY)))
+    return results
 
 
 def wrong_sums(case: Case, impl: str) -> list[int]:
@@ -536,12 +536,12 @@ def wrong_sums(case: Case, impl: str) -> list[int]:
         wrong += [] if a is None else [_differ(_bytes(a.codes), _bytes(b.codes))]
     bad = x.at[0, 0].set(jnp.nan).at[case.shape[0] - 1, case.shape[1] - 1].set(jnp.inf)
     _, total = op.quantize_and_sum(bad, case.rows, case.columns, **how)
-    seen = np.isfinite(np.asarray(total))
-    return [*wrong, int(seen[0]) + int(seen[-1]), int(np.sum(~seen[1:-1]))]
+    recorded = np.isfinite(np.asarray(total))
+    return [*wrong, int(recorded[0]) + int(recorded[-1]), int(np.sum(~recorded[1:-1]))]
 
 
-def _differ(got: np.ndarray, want: np.ndarray) -> int:
-    return int(np.sum((got != want) & ~(np.isnan(got) & np.isnan(want))))
+def _differ(actual: np.ndarray, expected: np.ndarray) -> int:
+    return int(np.sum((actual != expected) & ~(np.isnan(actual) & np.isnan(expected))))
 
 
 def _bytes(codes: jax.Array) -> np.ndarray:

@@ -57,9 +57,9 @@ def wrong(case: Case) -> dict[str, Any]:
         mask = jnp.arange(case.shape[0])[:, None] % case.masked_rows > 0
     settings = {"bits": 8, "is_transposed": case.is_transposed, "row_mask": mask}
     x = x.T if case.is_transposed else x
-    want = jax.jit(lambda *arrays: statistics.compare(*arrays, impl="xla", **settings)[1])(x, decoded, codes)
-    names, got = statistics.compare(x, decoded, codes, impl="triton", **settings)
-    pairs = zip(names, np.asarray(want), np.asarray(got), strict=True)
+    expected = jax.jit(lambda *arrays: statistics.compare(*arrays, impl="xla", **settings)[1])(x, decoded, codes)
+    names, actual = statistics.compare(x, decoded, codes, impl="triton", **settings)
+    pairs = zip(names, np.asarray(expected), np.asarray(actual), strict=True)
     return {name: [float(a), float(b)] for name, a, b in pairs if not np.allclose(a, b, rtol=1e-4, atol=1e-4)}
 
 
@@ -71,10 +71,12 @@ def wrong_merge() -> list[str]:
     parts[::3, logs] = -np.inf
     largest = np.max(parts, 0).astype(np.float64)
     log_sums = largest + np.log(np.sum(np.exp(parts - largest), 0))
-    want = np.where(logs, log_sums, np.sum(parts, 0, np.float64))
-    want = np.where([name in statistics.MAXIMA for name in statistics.NAMES], largest, want)
-    got = statistics_triton.merge(jnp.asarray(parts), 16)
-    return [name for name, a, b in zip(statistics.NAMES, want, np.asarray(got), strict=True) if not np.isclose(a, b)]
+    expected = np.where(logs, log_sums, np.sum(parts, 0, np.float64))
+    expected = np.where([name in statistics.MAXIMA for name in statistics.NAMES], largest, expected)
+    actual = statistics_triton.merge(jnp.asarray(parts), 16)
+    return [
+        name for name, a, b in zip(statistics.NAMES, expected, np.asarray(actual), strict=True) if not np.isclose(a, b)
+    ]
 
 
 class MomentCase(NamedTuple):
@@ -100,10 +102,10 @@ def wrong_moment(case: MomentCase) -> int:
     moment = jax.jit(fp8jax.quantize, static_argnums=1)(jnp.asarray(old**2 if case.is_squared else old), case.spec)
     apply_if = None if case.apply_if is None else jnp.asarray(case.apply_if)
     adam = Adam(0.9, 0.99, 1e-8, 0.0, jnp.int32(1), grad_scale=case.grad_scale, apply_if=apply_if)
-    got = next_moment(adam, gradient, moment, is_squared=case.is_squared, impl="triton")
-    want = np.asarray(moment.dequantize(), np.float64)
+    actual = next_moment(adam, gradient, moment, is_squared=case.is_squared, impl="triton")
+    expected = np.asarray(moment.dequantize(), np.float64)
     if case.apply_if is not False:
         g = np.asarray(gradient, np.float64) * (case.grad_scale or 1)
         decay = np.float32(0.99 if case.is_squared else 0.9)
-        want = float(decay) * want + float(np.float32(1) - decay) * (g**2 if case.is_squared else g)
-    return int(np.sum(~np.isclose(np.asarray(got, np.float64), want, rtol=1e-4, atol=1e-6, equal_nan=True)))
+        expected = float(decay) * expected + float(np.float32(1) - decay) * (g**2 if case.is_squared else g)
+    return int(np.sum(~np.isclose(np.asarray(actual, np.float64), expected, rtol=1e-4, atol=1e-6, equal_nan=True)))

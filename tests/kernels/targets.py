@@ -56,8 +56,8 @@ def report(functions: str, kinds: list[str], flags: str = "") -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(f"{functions} does not compile for {kinds}:\n{done.stderr[-3000:]}")
     (printed,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
-    found: dict[str, Any] = json.loads(printed)
-    return found
+    actual: dict[str, Any] = json.loads(printed)
+    return actual
 
 
 def linears() -> Programs:
@@ -70,16 +70,16 @@ def linears() -> Programs:
 
     import fp8jax
 
-    found: Programs = {}
+    results: Programs = {}
     parts = {name: fp8jax.recipes.get(name).linear for name in fp8jax.recipes.NAMES}
     plain = parts["bf16"]
     parts = {name: part for name, part in parts.items() if part != plain}
     for name, recipe in {part: name for name, part in reversed(parts.items())}.items():
-        found[recipe] = (
+        results[recipe] = (
             _linear(name),
             tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((132, 260), (260, 388), (132, 388))),
         )
-    return found
+    return results
 
 
 def _linear(part: Any) -> Callable[..., Any]:
@@ -227,10 +227,10 @@ def sharded() -> Programs:
     sizes = (1024, 512), (512, 256), (1024, 256)
     shapes = tuple(jax.ShapeDtypeStruct(*how) for how in zip(sizes, dtypes, strict=True))
     parts = {name: fp8jax.recipes.get(name).linear for name in ("te_current", "deepseek", "fast", "int8_block")}
-    found = {name: _shard_rows(_linear(part), shapes) for name, part in parts.items()}
-    selected = {name: found[name] for name in ("deepseek", "int8_block")}
+    actual = {name: _shard_rows(_linear(part), shapes) for name, part in parts.items()}
+    selected = {name: actual[name] for name in ("deepseek", "int8_block")}
     plain = {f"{name}{WITHOUT}": (_plain(program), *rest) for name, (program, *rest) in selected.items()}
-    return found | plain
+    return actual | plain
 
 
 def few_sharded() -> Programs:
@@ -257,7 +257,7 @@ def by_hand() -> Programs:
     import jax
 
     tokens, rows = jax.P(("data", "fsdp"), None), jax.P("fsdp", None)
-    found: Programs = {}
+    results: Programs = {}
     programs = sharded()
     for name, check in (("fast", True), ("int8_block", False)):
         program, shapes, _ = programs[name]
@@ -270,8 +270,8 @@ def by_hand() -> Programs:
         mapped = jax.shard_map(step, in_specs=specs[0], out_specs=specs[1], axis_names={"data"}, check_vma=check)
         x, w, dy = shapes
         x, dy = (jax.ShapeDtypeStruct((2 * part.shape[0], part.shape[1]), part.dtype) for part in (x, dy))
-        found[name] = mapped, (x, w, dy), (tokens, rows, tokens)
-    return found
+        results[name] = mapped, (x, w, dy), (tokens, rows, tokens)
+    return results
 
 
 def experts() -> Programs:
@@ -357,7 +357,7 @@ def _kernels(text: str) -> dict[str, int]:
 def _bytes(text: str) -> list[str]:
     """Shapes of the arrays of bytes that anything but kernels reads or writes."""
     shapes: dict[str, str] = {}
-    found = set()
+    results = set()
     for name, result, op, operands in re.findall(
         r"^ +(?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*?)\)", text.split("ENTRY", 1)[1], re.MULTILINE
     ):
@@ -365,8 +365,8 @@ def _bytes(text: str) -> list[str]:
         if arrays:
             shapes[name] = arrays[0]
         if op not in ("custom-call", "get-tuple-element", "tuple", "parameter"):
-            found |= {*arrays, *(shapes[n] for n in re.findall(r"%([\w.-]+)", operands) if n in shapes)}
-    return sorted(found)
+            results |= {*arrays, *(shapes[n] for n in re.findall(r"%([\w.-]+)", operands) if n in shapes)}
+    return sorted(results)
 
 
 def _gathers(text: str) -> list[tuple[str, list[int]]]:
@@ -402,7 +402,7 @@ def main() -> None:
     from fp8jax.modules import compiled
     from fp8jax.ops.dispatch import choice
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     functions, *kinds = sys.argv[1:]
     for kind in kinds:
         config = (HERE / f"{kind}.txtpb").read_text()
@@ -410,7 +410,7 @@ def main() -> None:
         gpus = math.prod(sizes.values())
         topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{gpus}")
         mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(*sizes.values()), tuple(sizes))
-        found[kind] = {}
+        results[kind] = {}
         # With a first program XLA reads its flags.
         one = jax.ShapeDtypeStruct((), float, sharding=jax.sharding.NamedSharding(mesh, jax.P()))
         jax.jit(lambda x: x).lower(one).compile()
@@ -426,7 +426,7 @@ def main() -> None:
                     executable: Any = jax.jit(program).lower(*placed).compile()
                 text = executable.as_text()
                 products = compiled.parse_products(text)
-                found[kind][name] = {
+                results[kind][name] = {
                     "products": [dataclasses.astuple(p) for p in products],
                     "warnings": compiled.describe_widened(products, choices),
                     "dtypes": sorted({dtype for dtype, _ in _ARRAY.findall(text)}),
@@ -439,7 +439,7 @@ def main() -> None:
                     "temporaries": executable.memory_analysis().temp_size_in_bytes,
                     "sums": [tuple(c) for c in collectives(text) if c.kind in ("all-reduce", "reduce-scatter")],
                 }
-    print(MARK + json.dumps(found))
+    print(MARK + json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ def test_the_reference_is_adamw_in_float64():
     new, mu1, nu1 = jax.jit(functools.partial(adamw_cases.step, adam=ADAM, impl="xla"))(g, mu, nu, w)
     m64, v64 = 0.9 * decoded(mu) + 0.1 * g.astype(np.float64), 0.999 * decoded(nu) + 0.001 * g.astype(np.float64) ** 2
     d = m64 / (1 - 0.9**3) / (np.sqrt(v64 / (1 - 0.999**3)) + 1e-8)
-    want = w - 1e-3 * (d + 0.1 * w.astype(np.float64))
+    expected = w - 1e-3 * (d + 0.1 * w.astype(np.float64))
     # Rounding the new weight; the change is exact to 1e-5 (fp32's 1 - 0.999^3 alone loses 2e-5 of itself).
-    np.testing.assert_allclose(np.asarray(new), want, rtol=2**-23, atol=np.abs(d).max() * 1e-3 * 1e-4)
+    np.testing.assert_allclose(np.asarray(new), expected, rtol=2**-23, atol=np.abs(d).max() * 1e-3 * 1e-4)
     for q, values in zip((mu1, nu1), settled(g, m64, v64), strict=True):
         assert codes_that_differ(q, quantize(jnp.asarray(values.astype(np.float32)), q.spec)) < 2e-4
 
@@ -69,7 +69,7 @@ def test_stochastic_rounding_is_unbiased_and_leaves_what_bf16_holds():
 def test_noise_goes_by_the_position_in_the_flat_array(shape):
     """Half of a multiple of a 32-bit hash of index // 8, computed here with Python integers."""
     words, x = np.array([12345, 0xDEADBEEF], np.uint32), np.float32(1 + 1 / 512)
-    got = np.asarray(round_stochastic(jnp.full(shape, x), words)).astype(np.float32).ravel()
+    actual = np.asarray(round_stochastic(jnp.full(shape, x), words)).astype(np.float32).ravel()
 
     def noise(index):
         h = ((index >> 3) * 0x9E3779B9 + int(words[0])) & 0xFFFFFFFF
@@ -80,8 +80,8 @@ def test_noise_goes_by_the_position_in_the_flat_array(shape):
         return h >> 16 if index & 1 else h & 0xFFFF
 
     bits = int(x.view(np.uint32))
-    want = [np.uint32((bits + noise(i)) & 0xFFFF0000).view(np.float32) for i in range(got.size)]
-    np.testing.assert_array_equal(got, want)
+    expected = [np.uint32((bits + noise(i)) & 0xFFFF0000).view(np.float32) for i in range(actual.size)]
+    np.testing.assert_array_equal(actual, expected)
 
 
 def chosen(grads, mu, nu, params=None, *, impl="auto", platform="cuda"):
@@ -163,7 +163,7 @@ def test_a_key_makes_training_of_bf16_weights_follow_fp32_on_average():
 def test_under_an_explicit_mesh_each_device_updates_its_part(axes):
     """On CPU by XLA; the last one cuts groups, which the kernel's operands are gathered for."""
     leaf = tree((16, 512))
-    want = jax.jit(functools.partial(adamw_cases.step, adam=ADAM, impl="xla"))(*leaf)
+    expected = jax.jit(functools.partial(adamw_cases.step, adam=ADAM, impl="xla"))(*leaf)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 
     def place(x):
@@ -176,9 +176,9 @@ def test_under_an_explicit_mesh_each_device_updates_its_part(axes):
         assert choice.impl == "triton", choice
         program = jax.jit(functools.partial(adamw_cases.step, adam=ADAM))
         assert "triton_kernel_call" in str(program.trace(*placed).jaxpr)
-        got = program(*placed)
-    np.testing.assert_allclose(np.asarray(got[0]), np.asarray(want[0]), rtol=1e-6, atol=1e-9)
-    assert codes_that_differ(got[1], want[1]) == codes_that_differ(got[2], want[2]) == 0
+        actual = program(*placed)
+    np.testing.assert_allclose(np.asarray(actual[0]), np.asarray(expected[0]), rtol=1e-6, atol=1e-9)
+    assert codes_that_differ(actual[1], expected[1]) == codes_that_differ(actual[2], expected[2]) == 0
 
 
 @triton
@@ -195,8 +195,8 @@ def test_a_mapped_step_is_traced_as_one_kernel():
     program = jax.jit(jax.vmap(functools.partial(adamw_cases.step, adam=ADAM)))
     with choices.target(capability=90):
         assert str(program.trace(*leaf).jaxpr).count("triton_kernel_call[") == 1
-        got, want = program(*leaf), jax.jit(functools.partial(adamw_cases.step, adam=ADAM))(*tree((8, 256)))
-    np.testing.assert_allclose(got[0][1], want[0], rtol=1e-6)
+        actual, expected = program(*leaf), jax.jit(functools.partial(adamw_cases.step, adam=ADAM))(*tree((8, 256)))
+    np.testing.assert_allclose(actual[0][1], expected[0], rtol=1e-6)
 
 
 @triton
@@ -222,37 +222,37 @@ def test_the_scalars_of_both_kinds_of_tiles_give_one_change(step, factor):
     rate, decay, b1, b2, eps, eps_root, most = 3e-3, 0.1, 0.9, 0.95, 1e-3, 1e-2, 2.0
     c1, c2, g, mu, nu, w = 1 - b1**step, 1 - b2**step, 0.5, 0.2, 0.04, 0.7
     made = AdamWScalars(rate, decay, b1, 1 - b1, b2, 1 - b2, c1, c2, eps, eps_root, factor, None, most, 0.25)
-    found = np.asarray(made.to_vector(jnp.array([5, 6], jnp.uint32)), np.float64)
+    actual = np.asarray(made.to_vector(jnp.array([5, 6], jnp.uint32)), np.float64)
     scaled = g * (1 if factor is None else factor)
     m, v = b1 * mu + (1 - b1) * scaled, b2 * nu + (1 - b2) * scaled**2
     direction = m / c1 / (np.sqrt(v / c2 + eps_root) + eps)
-    want = -rate * (direction + decay * w)
+    expected = -rate * (direction + decay * w)
     # Careful tiles: moments as they are, the gradient times the factor.
-    of = found[:8]
+    of = actual[:8]
     root = np.sqrt(v + of[6])
     careful = m / (root - of[7])
-    assert of[0] * (careful + of[1] * w) == pytest.approx(want, rel=1e-6)
+    assert of[0] * (careful + of[1] * w) == pytest.approx(expected, rel=1e-6)
     # Ordinary ones: m / b1_rest and v / b2_rest, to which the gradient is added as it is.
-    of = found[8:]
+    of = actual[8:]
     m, v = g + of[6] * mu, g**2 + of[7] * nu
     ordinary = m / (np.sqrt(v + of[10]) + of[3])
-    assert of[0] * (ordinary + of[1] * w) == pytest.approx(want, rel=1e-6)
+    assert of[0] * (ordinary + of[1] * w) == pytest.approx(expected, rel=1e-6)
     np.testing.assert_allclose(of[8:10], [1 / of[4], 1 / of[5]], rtol=1e-6)
     assert of[11] == np.inf  # with a root's eps no eps is small
     # A second moment that only fell, taken to what it was: both over their corrections are the same.
     before = 1 / b2 if step == 1 else c2 / (1 - b2 ** (step - 1)) / b2
-    assert found[20] == pytest.approx(before, rel=1e-4)
+    assert actual[20] == pytest.approx(before, rel=1e-4)
     gate = [] if factor is None else [factor, 1]
-    np.testing.assert_allclose(found[21 : 21 + len(gate)], gate)
-    longest = found[21 + len(gate) :][:2]
+    np.testing.assert_allclose(actual[21 : 21 + len(gate)], gate)
+    longest = actual[21 + len(gate) :][:2]
     np.testing.assert_allclose(longest / [careful, ordinary], most / direction, rtol=1e-5)
     words = np.asarray(made.to_vector(jnp.array([5, 6], jnp.uint32)))[-3:-1].view(np.uint32)
-    assert (words.tolist(), found[-1], len(found)) == ([5, 6], 0.25, 26 + len(gate))
+    assert (words.tolist(), actual[-1], len(actual)) == ([5, 6], 0.25, 26 + len(gate))
     changes = {"rate": 1e6, "weight_decay": 1e6, "eps": np.inf, "one_minus_b2": 2.0**-61, "grad_scale": np.inf}
     for name, value in changes.items():  # with what may make NaN of finite numbers no tile is ordinary
         other = made._replace(**({"rate": 1e-20} | {name: jnp.float32(value)}))
         other = np.asarray(other.to_vector())
-        assert np.isfinite(found[16])
+        assert np.isfinite(actual[16])
         assert other[16] == np.inf, name
     plain = np.asarray(made._replace(eps_root=0.0).to_vector())
     assert plain[19] == pytest.approx((128 * plain[11]) ** 2, rel=1e-6)
@@ -374,8 +374,8 @@ def shortest_way(sass):
     for line in sass.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
             labels[label[1]] = len(lines)
-        if found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\d+ )?\s*([A-Z][A-Z0-9_.]+)(.*)", line):
-            lines.append(found.groups())
+        if actual := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\d+ )?\s*([A-Z][A-Z0-9_.]+)(.*)", line):
+            lines.append(actual.groups())
     ways, open_ways = [], [(0, ())]
     while open_ways:
         place, names = open_ways.pop()
@@ -418,9 +418,9 @@ def in_own_process(call, tmp_path):
 @pytest.mark.parametrize("which", [slice(2), pytest.param(slice(2, None), marks=pytest.mark.slow)], ids=["few", "rest"])
 def test_lowers_for_hopper_within_an_instruction_budget(which, tmp_path):
     names = list(CONFIGURATIONS)[which]
-    found = in_own_process(f"count_all({names!r})", tmp_path)
-    assert list(found) == names
-    for name, counted in found.items():
+    actual = in_own_process(f"count_all({names!r})", tmp_path)
+    assert list(actual) == names
+    for name, counted in actual.items():
         settings, instructions, special_functions = CONFIGURATIONS[name]
         assert counted[0] <= instructions, name
         assert counted[1] <= special_functions, name

@@ -35,7 +35,7 @@ def both(form, leaf, key=None):
     return jax.jit(run[0], compiler_options=EXACT)(*leaf), jax.jit(run[1])(*leaf)
 
 
-def check_equal(want, got, leaf, adam=ADAM):
+def check_equal(expected, actual, leaf, adam=ADAM):
     """Results within two ulp of them and 2e-5 of their change; codes equal but for few; NaN, Inf, zeros in place.
 
     Bias corrections, 1 - b^t, differ by what b^t is rounded by where one side is given a number and one computes it.
@@ -44,7 +44,7 @@ def check_equal(want, got, leaf, adam=ADAM):
     """
     grad, mu, nu, _ = leaf
     tiny = float(np.finfo(np.float32).tiny)
-    x, y = (np.asarray(r[0]).astype(np.float64) for r in (want, got))
+    x, y = (np.asarray(r[0]).astype(np.float64) for r in (expected, actual))
     np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
     with np.errstate(all="ignore"):
         g, b1, b2, t = np.asarray(grad).astype(np.float64), float(adam.b1), float(adam.b2), int(adam.count)
@@ -54,9 +54,9 @@ def check_equal(want, got, leaf, adam=ADAM):
         root = np.sqrt(v / (1 - b2**t) + float(adam.eps_root)) + float(adam.eps)
         exact = 2e-5 + float(np.finfo(np.float32).eps) * (1 / (1 - b1**t) + 0.5 / (1 - b2**t))
         change = float(adam.rate) * (exact * m + tiny) / (1 - b1**t) / root
-        bound = 2 * float(jnp.finfo(want[0].dtype).eps) * np.abs(x) + np.nan_to_num(change, posinf=1e30)
+        bound = 2 * float(jnp.finfo(expected[0].dtype).eps) * np.abs(x) + np.nan_to_num(change, posinf=1e30)
         assert np.all((np.abs(x - y) <= bound) | (x == y) | np.isnan(x)), np.nanmax(np.abs(x - y) / bound)
-    for q, p, size in zip(want[1:], got[1:], (m, v), strict=True):
+    for q, p, size in zip(expected[1:], actual[1:], (m, v), strict=True):
         if not isinstance(q, QTensor):
             a, b = (np.asarray(t).astype(np.float64) for t in (q, p))
             np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
@@ -70,7 +70,7 @@ def check_equal(want, got, leaf, adam=ADAM):
         np.testing.assert_array_equal(np.isinf(a), np.isinf(b))
         # A first moment whose direction is a 40th of its group's is idle in one and not in the other.
         idle = (a == 0) != (b == 0)
-        assert np.sum(idle) <= (2 if q is want[1] else 0)
+        assert np.sum(idle) <= (2 if q is expected[1] else 0)
         np.testing.assert_allclose(p.scale, q.scale, rtol=2e-5)
         same = np.ones(q.scale.shape, bool)
         if q.expansion is not None:
@@ -143,12 +143,12 @@ def test_stochastic_rounding_has_the_bits_of_the_reference(shape):
     weight = x.astype(jnp.bfloat16).at[..., 3].set(jnp.nan).at[..., 70].set(jnp.inf)
     for w in (x.astype(jnp.bfloat16), weight):
         leaf = (x.astype(jnp.bfloat16), stored(x, "e4m3"), stored(x**2, "e4m3", moment="nu"), w)
-        want, got = both("step", leaf, jax.random.key(7))
+        expected, actual = both("step", leaf, jax.random.key(7))
         nearest, _ = both("step", leaf)
-        a, b, c = (np.asarray(r[0]).view(np.uint16) for r in (want, got, nearest))
+        a, b, c = (np.asarray(r[0]).view(np.uint16) for r in (expected, actual, nearest))
         assert np.mean(a != b) < 1e-3
         assert np.mean(a != c) > 0.1
-        np.testing.assert_array_equal(*(np.isfinite(np.asarray(r[0]).astype(np.float32)) for r in (want, got)))
+        np.testing.assert_array_equal(*(np.isfinite(np.asarray(r[0]).astype(np.float32)) for r in (expected, actual)))
 
 
 @pytest.mark.gpu
@@ -162,9 +162,9 @@ def test_second_moments_are_rounded_stochastically_as_in_the_reference(case):
 def test_stochastic_rounding_of_what_the_rate_makes(rate):
     leaf = tree((64, 1024), grad=jnp.bfloat16, weight=jnp.bfloat16)
     adam = dataclasses.replace(ADAM, rate=rate)
-    want, got = (jax.jit(functools.partial(adamw_cases.step, adam=adam, impl=impl, key=jax.random.key(7)))(*leaf)[0]
-                 for impl in ("xla", "triton"))  # fmt: skip
-    np.testing.assert_allclose(want.astype(jnp.float32), got.astype(jnp.float32), rtol=2**-7)
+    step = functools.partial(adamw_cases.step, adam=adam, key=jax.random.key(7))
+    expected, actual = (jax.jit(functools.partial(step, impl=impl))(*leaf)[0] for impl in ("xla", "triton"))
+    np.testing.assert_allclose(expected.astype(jnp.float32), actual.astype(jnp.float32), rtol=2**-7)
 
 
 @pytest.mark.gpu
@@ -177,9 +177,9 @@ def test_traced_scalars_and_absent_decay():
             return getattr(adamw_cases, form)(*leaf, adam, decays=decays, impl=impl)
 
         scalars = jnp.float32(1e-3), jnp.float32(0.95)
-        want = jax.jit(functools.partial(run, "xla"), compiler_options=EXACT)(*scalars)
-        got = jax.jit(functools.partial(run, "triton"))(*scalars)
-        check_equal(want, got, leaf, Adam(0.9, 0.95, 1e-6, 1e-9, jnp.int32(5), 1e-3))
+        expected = jax.jit(functools.partial(run, "xla"), compiler_options=EXACT)(*scalars)
+        actual = jax.jit(functools.partial(run, "triton"))(*scalars)
+        check_equal(expected, actual, leaf, Adam(0.9, 0.95, 1e-6, 1e-9, jnp.int32(5), 1e-3))
 
 
 def train(impl, steps, **storage):
@@ -222,17 +222,17 @@ def test_mapped_kernel():
         ),
         tree((16, 512)),
     )
-    got = jax.jit(jax.vmap(functools.partial(adamw_cases.step, adam=ADAM, impl="triton")))(*leaf)
+    actual = jax.jit(jax.vmap(functools.partial(adamw_cases.step, adam=ADAM, impl="triton")))(*leaf)
     for i in range(2):
-        want = jax.jit(functools.partial(adamw_cases.step, adam=ADAM, impl="triton"))(
+        expected = jax.jit(functools.partial(adamw_cases.step, adam=ADAM, impl="triton"))(
             *jax.tree.map(lambda x, i=i: x[i], leaf)
         )
         jax.tree.map(
             lambda a, b, i=i: np.testing.assert_array_equal(
                 np.asarray(a[i]).view(np.uint8), np.asarray(b).view(np.uint8)
             ),
-            got,
-            want,
+            actual,
+            expected,
         )
 
 
@@ -258,8 +258,8 @@ def test_ordinary_tiles_between_special_ones(eps, size):
             jnp.asarray(np.nan_to_num(values[1] * 0.1)).astype(weight),
         )
         run = [functools.partial(getattr(adamw_cases, form), adam=adam, impl=impl) for impl in ("xla", "triton")]
-        want, got = jax.jit(run[0], compiler_options=EXACT)(*leaf), jax.jit(run[1])(*leaf)
-        check_equal(want, got, leaf, adam)
+        expected, actual = jax.jit(run[0], compiler_options=EXACT)(*leaf), jax.jit(run[1])(*leaf)
+        check_equal(expected, actual, leaf, adam)
 
 
 @pytest.mark.gpu
@@ -270,8 +270,8 @@ def test_a_step_takes_a_factor_or_is_not_taken(weight):
         lambda leaf, ok: adamw_cases.step(*leaf, dataclasses.replace(ADAM, grad_scale=0.25, apply_if=ok), impl="triton")
     )
     scaled = dataclasses.replace(ADAM, grad_scale=0.25)
-    want = jax.jit(functools.partial(adamw_cases.step, adam=scaled, impl="xla"), compiler_options=EXACT)(*leaf)
-    check_equal(want, run(leaf, True), leaf, scaled)
+    expected = jax.jit(functools.partial(adamw_cases.step, adam=scaled, impl="xla"), compiler_options=EXACT)(*leaf)
+    check_equal(expected, run(leaf, True), leaf, scaled)
     left = run(leaf, False)
     for x, y in zip(jax.tree.leaves((leaf[3], *leaf[1:3])), jax.tree.leaves(left), strict=True):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()

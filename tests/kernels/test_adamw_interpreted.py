@@ -75,11 +75,11 @@ def part(cases: Sequence[Any], which: str) -> list[Any]:
     if which == "all":
         return list(cases)
     settings = {case: set(enumerate(case)) for case in cases}
-    seen, chosen = collections.Counter[Any](), list[Any]()
-    while len(chosen) < len(cases) // 3 or not set().union(*settings.values()) <= seen.keys():
+    recorded, chosen = collections.Counter[Any](), list[Any]()
+    while len(chosen) < len(cases) // 3 or not set().union(*settings.values()) <= recorded.keys():
         rest = [case for case in cases if case not in chosen]
-        chosen.append(max(rest, key=lambda case: sum(1 / (1 + seen[x]) ** 2 for x in settings[case])))
-        seen.update(settings[chosen[-1]])
+        chosen.append(max(rest, key=lambda case: sum(1 / (1 + recorded[x]) ** 2 for x in settings[case])))
+        recorded.update(settings[chosen[-1]])
     return chosen
 
 
@@ -144,14 +144,14 @@ def compare(
         ADAM, **dict(zip(("eps", "eps_root", "grad_scale", "max_direction"), settings, strict=False))
     )
     run = functools.partial(getattr(adamw_cases, form), adam=adam, decays=decays, **options)
-    want = jax.jit(functools.partial(run, impl="xla"), compiler_options=EXACT)(*leaf)
-    got = run(*leaf, impl="triton")
+    expected = jax.jit(functools.partial(run, impl="xla"), compiler_options=EXACT)(*leaf)
+    actual = run(*leaf, impl="triton")
     if not stochastic:
-        check_equal(want, got, leaf, adam)
+        check_equal(expected, actual, leaf, adam)
         return
     others = (leaf[3], leaf[3].astype(jnp.float32))
     nearest, exact = (adamw_cases.step(*leaf[:3], w, adam, decays=decays, impl="xla") for w in others)
-    a, b, c, x = (np.asarray(r[0]).astype(np.float32) for r in (want, got, nearest, exact))
+    a, b, c, x = (np.asarray(r[0]).astype(np.float32) for r in (expected, actual, nearest, exact))
     finite = np.isfinite(a)
     assert not finite.all()
     # An infinite weight that does not decay stays infinite, but in the kernel, which multiplies it by a decay of 0.
@@ -179,18 +179,18 @@ def compare_noise(shape: str, nu: str, expand: bool, form: str, weight: str) -> 
         start = adamw_cases.update(*leaf, adam, impl="xla", stochastic_nu=True)[2]
         leaf = (*leaf[:2], start, leaf[3])
     run = functools.partial(getattr(adamw_cases, form), *leaf, adam)
-    want, got = run(impl="xla", stochastic_nu=True), run(impl="triton", stochastic_nu=True)
+    want, actual = run(impl="xla", stochastic_nu=True), run(impl="triton", stochastic_nu=True)
     nearest = run(impl="triton")
-    for x, y in ((got[0], nearest[0]), (got[1].codes, nearest[1].codes)):
+    for x, y in ((actual[0], nearest[0]), (actual[1].codes, nearest[1].codes)):
         np.testing.assert_array_equal(*(np.asarray(a).view(np.uint8) for a in (x, y)))
-    got[2].validate()
-    a, b, c = (np.asarray(x[2].codes).astype(np.float32) for x in (want, got, nearest))
+    actual[2].validate()
+    a, b, c = (np.asarray(x[2].codes).astype(np.float32) for x in (want, actual, nearest))
     # The sign of NaN says nothing: XLA's on a GPU has one.
     for kind in (np.isnan, np.isinf, lambda x: x == 0, lambda x: np.signbit(x) & ~np.isnan(x)):
         np.testing.assert_array_equal(kind(a), kind(b))
     same = np.ones(want[2].scale.shape, bool)
     if expand:
-        same = np.asarray(want[2].expansion == got[2].expansion)
+        same = np.asarray(want[2].expansion == actual[2].expansion)
         assert np.sum(~same) <= 1 + 5e-3 * same.size
     there = np.repeat(same, 128, -1)[..., : a.shape[-1]] & ~np.isnan(a)
     # Probabilities are within about 0.001 of each other: so many codes differ, and three deviations of their number.
@@ -198,7 +198,7 @@ def compare_noise(shape: str, nu: str, expand: bool, form: str, weight: str) -> 
     assert differ <= expected + 3 * np.sqrt(expected), (differ, expected)
     # Where all of an unexpanded group decays alike, its codes stay.
     assert np.mean((b != c)[there]) > (0.1 if expand else 0.005)
-    ulps = np.abs(np.asarray(want[2].codes).view(np.int8).astype(int) - np.asarray(got[2].codes).view(np.int8))
+    ulps = np.abs(np.asarray(want[2].codes).view(np.int8).astype(int) - np.asarray(actual[2].codes).view(np.int8))
     assert ulps[there].max() <= 1
 
 
@@ -208,11 +208,11 @@ def compare_noise_of_bf16(shape: str, expand: bool, form: str) -> None:
     leaf = (jnp.asarray(values[0] * 0.1), stored(values[1], "e4m3", 128, expand), stored(values[2] ** 2, "bf16"))
     adam = dataclasses.replace(ADAM, b2=0.9)
     run = functools.partial(getattr(adamw_cases, form), *leaf, jnp.asarray(np.nan_to_num(values[1])), adam)
-    want, got = run(impl="xla", stochastic_nu=True), run(impl="triton", stochastic_nu=True)
+    expected, actual = run(impl="xla", stochastic_nu=True), run(impl="triton", stochastic_nu=True)
     nearest = run(impl="triton")
-    for x, y in zip(jax.tree.leaves((got[0], got[1])), jax.tree.leaves((nearest[0], nearest[1])), strict=True):
+    for x, y in zip(jax.tree.leaves((actual[0], actual[1])), jax.tree.leaves((nearest[0], nearest[1])), strict=True):
         np.testing.assert_array_equal(*(np.asarray(a).view(np.uint8) for a in (x, y)))
-    a, b, c = (np.asarray(x[2]).astype(np.float32) for x in (want, got, nearest))
+    a, b, c = (np.asarray(x[2]).astype(np.float32) for x in (expected, actual, nearest))
     np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
     there = np.isfinite(a)
     assert np.mean((a != b)[there]) < 1e-3
@@ -282,10 +282,10 @@ def compare_members(weight: str, eps_root: float = 0.0) -> None:
     v[32:] *= 0.01 + random.random((32, 256), np.float32)
     leaf = (jnp.asarray(g), stored(m, "e4m3"), stored(v, "e4m3", moment="nu"), jnp.asarray(w).astype(weight))
     adam = dataclasses.replace(ADAM, b2=0.95, eps_root=eps_root)
-    want, got = (adamw_cases.step(*leaf, adam, impl=impl) for impl in ("xla", "triton"))
-    check_equal(want, got, leaf, adam)
-    before, after = (np.asarray(x.dequantize()) for x in (leaf[2], got[2]))
-    assert np.all(np.asarray(got[1].codes).astype(np.float32)[:24, ::5] == 0)
+    expected, actual = (adamw_cases.step(*leaf, adam, impl=impl) for impl in ("xla", "triton"))
+    check_equal(expected, actual, leaf, adam)
+    before, after = (np.asarray(x.dequantize()) for x in (leaf[2], actual[2]))
+    assert np.all(np.asarray(actual[1].codes).astype(np.float32)[:24, ::5] == 0)
     assert np.all(after[16:32, 3::8] > before[16:32, 3::8] * 0.99)
 
 
@@ -306,8 +306,8 @@ def compare_magnitudes(weight: str) -> None:
         )
     w = jnp.ones(g.shape, weight)
     leaf = (jnp.asarray(g), stored(m, "e4m3"), stored(np.abs(v), "e4m3", moment="nu"), w)
-    want, got = (adamw_cases.step(*leaf, ADAM, impl=impl) for impl in ("xla", "triton"))
-    check_equal(want, got, leaf, ADAM)
+    expected, actual = (adamw_cases.step(*leaf, ADAM, impl=impl) for impl in ("xla", "triton"))
+    check_equal(expected, actual, leaf, ADAM)
 
 
 def compare_slow(weight: str) -> None:
@@ -317,12 +317,12 @@ def compare_slow(weight: str) -> None:
     g, m, v, w = (special((16, 256), seed) for seed in range(4))
     leaf = (jnp.asarray(g), stored(m, "e4m3"), stored(v**2, "e4m3", moment="nu"), jnp.asarray(w).astype(weight))
     adam = dataclasses.replace(ADAM, b1=0.99, b2=0.995)
-    want, got, other = (
+    expected, actual, other = (
         adamw_cases.step(*leaf, dataclasses.replace(adam, count=jnp.int32(count)), impl=impl)
         for count, impl in ((3, "xla"), (3, "triton"), (40, "triton"))
     )
-    check_equal(want, got, leaf, adam)
-    assert np.mean(np.asarray(got[1].codes) != np.asarray(other[1].codes)) > 0.1
+    check_equal(expected, actual, leaf, adam)
+    assert np.mean(np.asarray(actual[1].codes) != np.asarray(other[1].codes)) > 0.1
 
 
 def compare_parts(remainder: str) -> None:
@@ -337,26 +337,26 @@ def compare_parts(remainder: str) -> None:
         weight = masters.split(jnp.asarray(w), jnp.bfloat16, jnp.dtype(remainder))
         rest = (jnp.asarray(g * 0.1), stored(m, "e4m3"), stored(m**2, "e4m3", moment="nu"))
         value = masters.join(weight.high, weight.remainder)
-        want, got = (adamw_cases.step(*rest, x, ADAM, impl="triton") for x in (value, weight))
+        want, result = (adamw_cases.step(*rest, x, ADAM, impl="triton") for x in (value, weight))
         for other in ("xla", "triton"):
             adam = dataclasses.replace(ADAM, apply_if=jnp.bool_(False))
             kept = jax.tree.leaves(adamw_cases.step(*rest, weight, adam, impl=other))
             for a, b in zip(kept, jax.tree.leaves((weight, *rest[1:])), strict=True):
                 assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-        found = np.asarray(masters.join(got[0].high, got[0].remainder))
+        actual = np.asarray(masters.join(result[0].high, result[0].remainder))
         if exact:
             expected = masters.split(want[0], jnp.bfloat16, jnp.dtype(remainder))
-            np.testing.assert_array_equal(got[0].remainder, expected.remainder)
-            np.testing.assert_array_equal(np.asarray(got[0].high, np.float32), np.asarray(expected.high, np.float32))
-            for a, b in zip(jax.tree.leaves(want[1:]), jax.tree.leaves(got[1:]), strict=True):
+            np.testing.assert_array_equal(result[0].remainder, expected.remainder)
+            np.testing.assert_array_equal(np.asarray(result[0].high, np.float32), np.asarray(expected.high, np.float32))
+            for a, b in zip(jax.tree.leaves(want[1:]), jax.tree.leaves(result[1:]), strict=True):
                 np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-        again = masters.split(jnp.asarray(found), jnp.bfloat16, jnp.dtype(remainder))
-        np.testing.assert_array_equal(again.remainder, got[0].remainder)
+        again = masters.split(jnp.asarray(actual), jnp.bfloat16, jnp.dtype(remainder))
+        np.testing.assert_array_equal(again.remainder, result[0].remainder)
         last = 2.0**-15 if remainder == "int8" else 2.0**-22
-        np.testing.assert_allclose(found, want[0], rtol=last, atol=2e-5 * ADAM.rate)
+        np.testing.assert_allclose(actual, want[0], rtol=last, atol=2e-5 * ADAM.rate)
         changes = adamw_cases.update(*rest, weight, ADAM, impl="triton")[0]
         ahead = (weight.high.astype(jnp.float32) + changes.high).astype(jnp.bfloat16)
-        np.testing.assert_array_equal(np.asarray(ahead, np.float32), np.asarray(got[0].high, np.float32))
+        np.testing.assert_array_equal(np.asarray(ahead, np.float32), np.asarray(result[0].high, np.float32))
 
 
 def check_largest(form: str, weight: str) -> None:
@@ -391,16 +391,16 @@ def compare_large(weight: str) -> None:
             jnp.asarray(values[3]).astype(weight))  # fmt: skip
     for factor in (None, 0.25, 1e10, 1e-30, np.inf, np.nan):
         adam = dataclasses.replace(ADAM, grad_scale=factor)
-        want, got = (adamw_cases.step(*leaf, adam, impl=impl) for impl in ("xla", "triton"))
-        finite = np.isfinite(np.asarray(got[0], np.float32))
+        expected, actual = (adamw_cases.step(*leaf, adam, impl=impl) for impl in ("xla", "triton"))
+        finite = np.isfinite(np.asarray(actual[0], np.float32))
         if factor is None or np.isfinite(factor):
             np.testing.assert_array_equal(finite, ~bad)
             scaled = values[0].astype(np.float64) * (factor or 1.0)
             within = np.where(bad, values[0], np.clip(scaled, -(2.0**62), 2.0**62)).astype(np.float32)
-            check_equal(want, got, (jnp.asarray(within), *leaf[1:]), dataclasses.replace(adam, grad_scale=None))
+            check_equal(expected, actual, (jnp.asarray(within), *leaf[1:]), dataclasses.replace(adam, grad_scale=None))
         else:
             assert not finite.any()
-            assert not np.isfinite(np.asarray(want[0], np.float32)).any()
+            assert not np.isfinite(np.asarray(expected[0], np.float32)).any()
 
 
 def main() -> None:

@@ -134,17 +134,17 @@ def test_what_is_no_call_of_its_operands_alone_is_lowered_each_time(recorded):
 @pytest.mark.usefixtures("young_heap")
 def test_no_tracer_outlives_its_trace(recorded):
     """What is remembered of a kernel closes over none of the arrays that it was called with."""
-    seen = []
+    calls = []
 
     def program(a, b, scale):
-        seen.append(weakref.ref(scale))
+        calls.append(weakref.ref(scale))
         return matmul_mosaic.matmul(a, b, row_scale=scale)
 
     text = jax.jit(program).trace(A, B, _shape(M)).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu_v2" in text
     jax.clear_caches()
     gc.collect()
-    assert seen[0]() is None
+    assert calls[0]() is None
 
 
 def test_a_batch_is_multiplied_one_by_one():

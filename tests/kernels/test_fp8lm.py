@@ -48,10 +48,10 @@ def test_what_computes_a_step_is_told_and_an_explicit_kernel_does_not_run_on_cpu
     state = jax.eval_shape(optimizer().init, params)
 
     def choose(grads=grads, **settings):
-        with choice.record_choices() as found:
+        with choice.record_choices() as choices:
             jax.jit(optimizer(**settings).step).trace(grads, state, params)
-        assert {name for name, _ in found} == {"fp8lm_adamw"}
-        (how,) = [how for _, how in found if how.reason != "no moment is quantized"]  # that of the bias
+        assert {name for name, _ in choices} == {"fp8lm_adamw"}
+        (how,) = [how for _, how in choices if how.reason != "no moment is quantized"]  # that of the bias
         return how
 
     assert choose().reason == "not the fused kernel: it needs a CUDA GPU"
@@ -71,13 +71,13 @@ def test_what_computes_a_step_is_told_and_an_explicit_kernel_does_not_run_on_cpu
 
 def assembled():
     """Prints registers, bytes spilled and bytes of shared memory of each configuration."""
-    found = {}
+    results = {}
     for name, (codes, dtype, settings, columns, _) in CONFIGURATIONS.items():
         params, grads = arguments(codes, dtype, columns)
         tx = optimizer(impl="triton", **settings)
         with choice.target(capability=90):
-            found[name] = h200.assembled(tx.step, grads, jax.eval_shape(tx.init, params), params)
-    print(json.dumps(found))
+            results[name] = h200.assembled(tx.step, grads, jax.eval_shape(tx.init, params), params)
+    print(json.dumps(results))
 
 
 def memory(form, codes, *masters):

@@ -134,11 +134,11 @@ def step(form: str, leaf: Leaf, adam: Adam, impl: str) -> Any:
     return step_leaves(fp8lm.FP8LM, adam, [dataclasses.replace(leaf, in_place=form == "step")], impl)[0]
 
 
-def assert_equal(want: Any, got: Any) -> None:
+def assert_equal(expected: Any, actual: Any) -> None:
     """Bit for bit, but for the payload and sign of NaN."""
-    assert jax.tree.structure(want) == jax.tree.structure(got)
-    for path, a in jax.tree_util.tree_leaves_with_path(want):
-        b = dict(jax.tree_util.tree_leaves_with_path(got))[path]
+    assert jax.tree.structure(expected) == jax.tree.structure(actual)
+    for path, a in jax.tree_util.tree_leaves_with_path(expected):
+        b = dict(jax.tree_util.tree_leaves_with_path(actual))[path]
         assert (a.dtype, a.shape) == (b.dtype, b.shape), path
         x, y = (np.asarray(z).astype(np.float32) for z in (a, b))
         np.testing.assert_array_equal(x, y, err_msg=str(path))
@@ -159,21 +159,21 @@ def with_master(leaf: Leaf, master: str) -> Leaf:
 def compare(decays: bool, shape: str, grad: str, weight: str, mu: str, form: Any, factor: Any, master: str) -> None:
     leaf = with_master(dataclasses.replace(leaf_of(*SHAPES[shape], grad, weight, mu), decays=decays), master)
     adam = dataclasses.replace(ADAM, grad_scale=factor)
-    want, got = (step(form, leaf, adam, impl) for impl in ("xla", "triton"))
-    assert_equal(want, got)
-    assert (np.asarray(got.nu.codes)[np.asarray(leaf.nu.codes) != 0] != 0).all()
+    expected, actual = (step(form, leaf, adam, impl) for impl in ("xla", "triton"))
+    assert_equal(expected, actual)
+    assert (np.asarray(actual.nu.codes)[np.asarray(leaf.nu.codes) != 0] != 0).all()
     change = form == "update" and leaf.master is None
-    new = (want.weight.high if change and "int" in master else want.weight).astype(jnp.float32)
+    new = (expected.weight.high if change and "int" in master else expected.weight).astype(jnp.float32)
     finite = np.isfinite(np.asarray(new))
     assert finite.mean() > 0.99
     assert not finite.all()
     values = [jnp.zeros_like(new) if change else leaf.weight.astype(jnp.float32), new]
     if leaf.master is not None:
-        values = [x.master.dequantize() for x in (leaf, want)]
+        values = [x.master.dequantize() for x in (leaf, expected)]
     assert np.mean(np.asarray(values[0] != values[1])[finite]) > 0.5
     if "stochastic" in master:
         nearest = step(form, dataclasses.replace(leaf, weight_seed=None), adam, "xla")
-        pair = [x.weight if x.master is None else x.master.codes for x in (nearest, got)]
+        pair = [x.weight if x.master is None else x.master.codes for x in (nearest, actual)]
         assert np.mean(np.asarray(pair[0] != pair[1])) > 0.2
 
 
@@ -200,13 +200,13 @@ def compare_large(grad: str, master: str) -> None:
     leaf = with_master(dataclasses.replace(leaf, grad=value), master)
     for factor in (None, 1e10) if master == "int8" else (0.25, 1e-30):
         adam = dataclasses.replace(ADAM, grad_scale=factor)
-        want, got = (step("step", leaf, adam, impl) for impl in ("xla", "triton"))
-        assert_equal(want, got)
+        expected, actual = (step("step", leaf, adam, impl) for impl in ("xla", "triton"))
+        assert_equal(expected, actual)
         bad = np.zeros(x.shape, bool)
         bad[2, 1, 2:4] = True
-        new = got.weight.high if master == "int8" else got.weight
+        new = actual.weight.high if master == "int8" else actual.weight
         np.testing.assert_array_equal(np.isfinite(np.asarray(new, np.float32)), ~bad)
-        for q in (got.mu, got.nu):
+        for q in (actual.mu, actual.nu):
             assert not np.isnan(np.asarray(q.dequantize())[~bad]).any()
 
 
@@ -220,7 +220,7 @@ def compare_cuts(master: str, which: str) -> None:
     """On the Explicit axes of a mesh each device updates its part, whose largest magnitudes are compared."""
     leaf = with_master(leaf_of((8, 8, 64), 1, "e4m3", "bfloat16", "e4m3", special=False), master)
     with jax.disable_jit():
-        want = step("step", leaf, ADAM, "triton")
+        expected = step("step", leaf, ADAM, "triton")
     for axes in cuts_of(master, which):
         # A callback, which the interpreter is here, lives only where JAX lowers it: not in what XLA partitions itself.
         mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
@@ -234,10 +234,10 @@ def compare_cuts(master: str, which: str) -> None:
 
         run = jax.jit(lambda leaf: step("step", leaf, ADAM, "triton"))
         with jax.set_mesh(mesh):
-            got = run(jax.tree.map(place, leaf))
-            assert len(got.mu.codes.sharding.device_set) == 8
-            assert {x.sharding.spec for x in jax.tree.leaves((got.weight, got.mu.codes))} == {jax.P(*axes)}
-            assert_equal(want, got)
+            actual = run(jax.tree.map(place, leaf))
+            assert len(actual.mu.codes.sharding.device_set) == 8
+            assert {x.sharding.spec for x in jax.tree.leaves((actual.weight, actual.mu.codes))} == {jax.P(*axes)}
+            assert_equal(expected, actual)
 
 
 def main() -> None:

@@ -72,11 +72,11 @@ def check(case, made, share, most, far, bound=2e-3):
     norm = case.startswith(("rms", "layer", "norm"))
     lean = "faithful" not in case
     gated = "False" not in case
-    want = {"norm, tokens": 0, "kept anyway": 1}.get(case)
+    expected = {"norm, tokens": 0, "kept anyway": 1}.get(case)
     if case.endswith("ten bits") and "rows" not in case:
-        want = 0  # the layers take no codes of these kernels
-    want = want if want is not None else 1 + (2 if norm else 1) * lean + (0 if norm else 1 + gated)
-    assert made == want, case
+        expected = 0  # the layers take no codes of these kernels
+    expected = expected if expected is not None else 1 + (2 if norm else 1) * lean + (0 if norm else 1 + gated)
+    assert made == expected, case
     narrow = "bf16" in case  # XLA rounds a 16-bit activation after each of its operations
     assert share <= (0.04 if narrow else 2e-3), (case, share)
     assert most <= 1, (case, most)
@@ -85,9 +85,9 @@ def check(case, made, share, most, far, bound=2e-3):
 
 @pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.slow)])
 def test_kernels_quantize_what_xla_computes_in_the_interpreter_and_write_nothing_out_of_bounds(which):
-    found = python("-m", "tests.kernels.fused_interpreter", which, TRITON_INTERPRET="1")
-    assert list(found) == list(FEW if which == "few" else CASES)
-    for case, values in found.items():
+    actual = python("-m", "tests.kernels.fused_interpreter", which, TRITON_INTERPRET="1")
+    assert list(actual) == list(FEW if which == "few" else CASES)
+    for case, values in actual.items():
         check(case, *values)
 
 
@@ -146,7 +146,7 @@ def count_wrong_of_odd_values(*which: str) -> dict[str, list[int]]:
             (scale, 2 * scale),
             jnp.float8_e5m2,
         )
-        found = [
+        actual = [
             (
                 on_norm.forward(norm, rows, ones, None, 1e-5, coding, result=twice),
                 on_activation.encode_activation_residuals(silu, gate, up, coding, result=twice),
@@ -196,7 +196,7 @@ def count_wrong_of_odd_values(*which: str) -> dict[str, list[int]]:
                 (fused_reference, fused_reference, fused_reference, fused_reference, by_rows),
             )
         ]
-        differ[name] = apart(*found)
+        differ[name] = apart(*actual)
     return differ
 
 
@@ -214,11 +214,11 @@ def unsigned(a: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(a), a, jnp.nan).astype(jnp.float32) + 0.0
 
 
-def apart(*found, least: float = 0.0) -> list[int]:
+def apart(*actual, least: float = 0.0) -> list[int]:
     """Of each array, how many of its elements differ, by more than `least`."""
-    got, want = ([np.asarray(a, np.float32) for a in jax.tree.leaves(each)] for each in found)
+    result, expected = ([np.asarray(a, np.float32) for a in jax.tree.leaves(each)] for each in actual)
     close = [np.isclose(a, b, rtol=2e-5, atol=least, equal_nan=True) & (np.isnan(a) | (np.signbit(a) == np.signbit(b)))
-             for a, b in zip(got, want, strict=True)]  # fmt: skip
+             for a, b in zip(result, expected, strict=True)]  # fmt: skip
     return [int(np.sum(~c)) for c in close]
 
 
@@ -246,7 +246,7 @@ def count_wrong_in_ten_bits() -> dict[str, list[int]]:
         parts, _, _ = fused_reference.encode_activation_residuals(silu, least, least[::-1], coding)
         dy = jnp.tanh(up[:, ::-1])
         operands = Operands(*parts[0], *parts[1], *parts[2], gradient=dy)
-        found = [
+        actual = [
             (
                 unsigned_last(on_norm.forward(norm, rows, 2 * ones, None, 1e-5, coding, result=(None, jnp.float32))),
                 unsigned_last(
@@ -261,7 +261,7 @@ def count_wrong_in_ten_bits() -> dict[str, list[int]]:
             )
         ]
         # SiLU's derivative, a difference of numbers near 1, is 0 at -1.28.
-        differ[name] = apart(*found, least=1e-8)
+        differ[name] = apart(*actual, least=1e-8)
     return differ
 
 
@@ -279,9 +279,9 @@ def test_what_is_made_of_values_that_are_not_finite_is_the_references_in_the_int
     made, ten_bits = f"test_fused.count_wrong_of_odd_values{which}", "odd" in which
     made += " | test_fused.count_wrong_in_ten_bits()" * ten_bits
     code = f"import json; from tests.kernels import test_fused; print(json.dumps({made}))"
-    found = python("-c", code, TRITON_INTERPRET="1")
-    assert list(found) == [*which, *["ten bits, odd", "ten bits, finite"] * ten_bits]
-    assert not any(any(counts) for counts in found.values()), found
+    actual = python("-c", code, TRITON_INTERPRET="1")
+    assert list(actual) == [*which, *["ten bits, odd", "ten bits, finite"] * ten_bits]
+    assert not any(any(counts) for counts in actual.values()), actual
 
 
 @pytest.mark.gpu
@@ -438,9 +438,9 @@ def registers(every: int) -> None:
 @pytest.mark.parametrize("every", [6, slow(1)])
 def test_kernels_compile_for_an_h200_without_spills(every):
     command = f"from tests.kernels import test_fused; test_fused.registers({every})"
-    found = python("-c", command, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+    actual = python("-c", command, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
     # Of rows of 16,384 fp32 values some are spilled; there are 64 registers for each of 1,024 threads.
-    limited = {name: found[name] for name in found if name in REGISTERS}
+    limited = {name: actual[name] for name in actual if name in REGISTERS}
     assert len(limited) >= len(REGISTERS) // every
-    assert {name for name, (used, spilled, _) in limited.items() if spilled or used > REGISTERS[name]} == set(), found
-    assert max(shared for _, _, shared in found.values()) <= SHARED, found
+    assert {name for name, (used, spilled, _) in limited.items() if spilled or used > REGISTERS[name]} == set(), actual
+    assert max(shared for _, _, shared in actual.values()) <= SHARED, actual

@@ -56,8 +56,8 @@ def check_norm(m: int, n: int, wide: bool, dtype: Any, given: tuple[bool, bool, 
     run = lambda dy: norm_triton.backward(  # noqa: E731
         operation, codes, scales, inverse, weight, dy, dtype, others if residual else None, compute_capability=90
     )
-    *found, amax = run(dy)
-    assert float(amax) == np.abs(np.asarray(found[0]).astype(np.float32)).max()
+    *actual, amax = run(dy)
+    assert float(amax) == np.abs(np.asarray(actual[0]).astype(np.float32)).max()
     # Rows that are not finite have no say.
     bad, *_, amax = run(dy.at[m - 1, 3].set(jnp.inf).at[0, 0].set(jnp.nan))
     magnitudes = np.abs(np.asarray(bad).astype(np.float32))
@@ -69,14 +69,14 @@ def check_norm(m: int, n: int, wide: bool, dtype: Any, given: tuple[bool, bool, 
     t = wide_(dy) * (1 if weight is None else wide_(weight))
     dx = t - normalized * (t * normalized).mean(1, keepdims=True) - (t.mean(1, keepdims=True) if centered else 0)
     dx = wide_(inverse)[:, None] * dx + (wide_(others) if residual else 0)
-    want = (dx, (wide_(dy) * normalized).sum(0) if scaled else None, wide_(dy).sum(0) if biased else None)
+    expected = (dx, (wide_(dy) * normalized).sum(0) if scaled else None, wide_(dy).sum(0) if biased else None)
     # Sums of n or m terms in fp32, whose rounding errors add up; then one rounding to the gradient's dtype.
     sizes = [np.abs(dx).max(1, keepdims=True), m * 4.0, m * 4.0]
-    for got, exact, size, last in zip(found, want, sizes, (float(jnp.finfo(dtype).eps), 0, 0), strict=True):
-        assert (got is None) == (exact is None)
+    for result, exact, size, last in zip(actual, expected, sizes, (float(jnp.finfo(dtype).eps), 0, 0), strict=True):
+        assert (result is None) == (exact is None)
         if exact is not None:
-            assert got is not None
-            far = np.abs(wide_(got) - exact) - last / 2 * np.abs(exact)
+            assert result is not None
+            far = np.abs(wide_(result) - exact) - last / 2 * np.abs(exact)
             assert (far <= 64 * 2.0**-24 * size * 4).all(), far.max()
 
 
@@ -121,12 +121,12 @@ def check_amaxes() -> None:
         }
         sampled = np.arange(m) // rows % every == 0
         for kinds, values in exact.items():
-            want = [np.abs(x[sampled]).max() for x in values]
+            expected = [np.abs(x[sampled]).max() for x in values]
             for condition, factor in ((None, 1), (jnp.array(True), 1), (jnp.array(False), 0)):
-                found = sampled_amax_triton.compute_amaxes(
+                actual = sampled_amax_triton.compute_amaxes(
                     operation, kinds, operands, every=every, compute_if=condition, compute_capability=90
                 )
-                np.testing.assert_allclose(found, np.multiply(factor, want), rtol=1e-4, err_msg=f"{(m, n, every)}")
+                np.testing.assert_allclose(actual, np.multiply(factor, expected), rtol=1e-4, err_msg=f"{(m, n, every)}")
 
 
 def check_decay(weight: Any, grad: Any) -> None:
@@ -151,11 +151,11 @@ def check_decay(weight: Any, grad: Any) -> None:
             direction = m / (1 - 0.8**3) / (np.sqrt(v / (1 - 0.95**3) + 1e-4) + 1e-3)
             decays = mask if isinstance(mask, bool) else mask[name]
             change = -0.25 * (direction + 0.5 * w * decays)
-            want = w + change if form == "step" else change
-            got = np.asarray(result[name]).astype(np.float64)
+            expected = w + change if form == "step" else change
+            actual = np.asarray(result[name]).astype(np.float64)
             # The kernel computes roots and powers to 1e-5 of themselves.
-            bound = 1e-4 * (np.abs(w) + np.abs(change) + 1) + float(jnp.finfo(weight).eps) * np.abs(want)
-            assert (np.abs(got - want) <= bound).all(), (mask, form, name, np.max(np.abs(got - want)))
+            bound = 1e-4 * (np.abs(w) + np.abs(change) + 1) + float(jnp.finfo(weight).eps) * np.abs(expected)
+            assert (np.abs(actual - expected) <= bound).all(), (mask, form, name, np.max(np.abs(actual - expected)))
     result, *_ = adamw_cases.update(grads, mus, nus, None, adam, decays=False, impl="triton")
     plain, *_ = adamw_cases.update(grads, mus, nus, params, adam, decays=False, impl="triton")
     for name in draws:
@@ -172,13 +172,13 @@ def check_noise() -> None:
 
     def up(key: int) -> list[np.ndarray]:
         pair = quantize.quantize(x, "int8+stochastic", "int8+stochastic", key=jax.random.key(key), impl="triton")
-        found = []
+        results = []
         for q in pair:
             assert q is not None
             values = np.asarray(q.codes).astype(np.float64) - np.asarray(x, np.float64)
             assert (np.abs(values) <= 0.5).all()
-            found.append(values[1:, 1:] > 0)
-        return found
+            results.append(values[1:, 1:] > 0)
+        return results
 
     rows, columns = up(0)
     for a, b in ((rows, columns), (rows, columns.T), (rows, up(1)[0]), (columns, up(1)[1])):

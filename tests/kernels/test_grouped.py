@@ -46,9 +46,9 @@ def wide(x: Any) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
-def error(out: Any, want: np.ndarray) -> float:
-    assert out.shape == want.shape
-    return float(np.linalg.norm(wide(out) - want) / np.linalg.norm(want))
+def error(out: Any, expected: np.ndarray) -> float:
+    assert out.shape == expected.shape
+    return float(np.linalg.norm(wide(out) - expected) / np.linalg.norm(expected))
 
 
 def tolerance(out_dtype: Any) -> float:
@@ -93,16 +93,16 @@ def row_arguments(case: Case) -> tuple[dict[str, jax.Array], np.ndarray]:
     scales = {name: jnp.asarray(np.random.default_rng(2).uniform(0.5, 2, shapes[name]), F32) for name in case.terms}
     group = np.repeat(np.arange(groups), case.sizes)
     parts = zip(np.split(wide(a), np.cumsum(case.sizes)), wide(b), strict=False)  # the last part is of no group
-    want = np.concatenate([part @ matrix.T for part, matrix in parts])
-    want = want * wide(scales.get("scale", np.ones(groups)))[group][:, None]
-    want = want * wide(scales.get("row_scale", np.ones(t)))[: len(group), None]
-    want = want * wide(scales.get("column_scale", np.ones((groups, n))))[group]
-    return {"a": a, "b": b, "group_sizes": jnp.asarray(case.sizes, jnp.int32), **scales}, want
+    expected = np.concatenate([part @ matrix.T for part, matrix in parts])
+    expected = expected * wide(scales.get("scale", np.ones(groups)))[group][:, None]
+    expected = expected * wide(scales.get("row_scale", np.ones(t)))[: len(group), None]
+    expected = expected * wide(scales.get("column_scale", np.ones((groups, n))))[group]
+    return {"a": a, "b": b, "group_sizes": jnp.asarray(case.sizes, jnp.int32), **scales}, expected
 
 
 @pytest.mark.parametrize("case", few(ROWS, *FEW_ROWS), ids=str)
 def test_each_group_is_multiplied_by_its_own_matrix(case: Case) -> None:
-    arguments, want = row_arguments(case)
+    arguments, expected = row_arguments(case)
     settings = {"out_dtype": case.out, "fast": case.fast, "tile": case.tile}
     out = interpreted(grouped_matmul, **arguments, **settings)
     assert out.dtype == case.out
@@ -110,8 +110,8 @@ def test_each_group_is_multiplied_by_its_own_matrix(case: Case) -> None:
     assert not wide(out[sum(case.sizes) :]).any()
     out = out[: sum(case.sizes)]
     if case.left == I8:
-        np.testing.assert_array_equal(wide(out), want)
-    assert error(out, want) < tolerance(case.out)
+        np.testing.assert_array_equal(wide(out), expected)
+    assert error(out, expected) < tolerance(case.out)
 
 
 TOKENS = [
@@ -136,24 +136,24 @@ def token_arguments(case: Case) -> tuple[dict[str, Any], np.ndarray]:
     b = draw(1, n, is_token.size, dtype=case.right)
     shapes = {"scale": (groups,), "row_scale": (groups, m), "column_scale": (groups, n)}
     scales = {name: jnp.asarray(np.random.default_rng(2).uniform(0.5, 2, shapes[name]), F32) for name in case.terms}
-    want = np.stack([wide(a[:, x]) @ wide(b[:, x]).T for x in ranges])
-    want = want * wide(scales.get("scale", np.ones(groups)))[:, None, None]
-    want = want * wide(scales.get("row_scale", np.ones((groups, m))))[:, :, None]
-    want = want * wide(scales.get("column_scale", np.ones((groups, n))))[:, None]
+    expected = np.stack([wide(a[:, x]) @ wide(b[:, x]).T for x in ranges])
+    expected = expected * wide(scales.get("scale", np.ones(groups)))[:, None, None]
+    expected = expected * wide(scales.get("row_scale", np.ones((groups, m))))[:, :, None]
+    expected = expected * wide(scales.get("column_scale", np.ones((groups, n))))[:, None]
     operands = {"a": a, "b": b} if case.is_k_major else {"a": a.T, "b": b.T}
     numbers = {"starts": jnp.asarray(starts, jnp.int32), "lengths": jnp.asarray(case.sizes, jnp.int32)}
-    return {**operands, **numbers, "is_k_major": case.is_k_major, **scales}, want
+    return {**operands, **numbers, "is_k_major": case.is_k_major, **scales}, expected
 
 
 @pytest.mark.parametrize("case", few(TOKENS, *FEW_TOKENS), ids=str)
 def test_each_group_contracts_its_own_tokens(case: Case) -> None:
-    arguments, want = token_arguments(case)
+    arguments, expected = token_arguments(case)
     settings = {"out_dtype": case.out, "fast": case.fast, "tile": case.tile}
     out = interpreted(grouped_matmul_dw, **arguments, **settings)
     assert out.dtype == case.out
     if case.left == I8:
-        np.testing.assert_array_equal(wide(out), want)
-    assert error(out, want) < tolerance(case.out)
+        np.testing.assert_array_equal(wide(out), expected)
+    assert error(out, expected) < tolerance(case.out)
     assert not wide(out)[np.array(case.sizes) == 0].any()
 
 
@@ -171,15 +171,15 @@ def block_arguments(case: Case) -> tuple[list[jax.Array], np.ndarray]:
     b_scale = rng.uniform(0.5, 2, (groups, -(-n // 128), -(-k // 128))).astype(np.float32)
     left = wide(a) * np.repeat(wide(a_scale), 128, 1)[:, :k]
     right = wide(b) * np.repeat(np.repeat(wide(b_scale), 128, 1), 128, 2)[:, :n, :k]
-    want = np.stack([left[i] @ right[g].T for i, g in enumerate(np.repeat(np.arange(groups), case.sizes))])
-    return [a, b, jnp.asarray(a_scale), jnp.asarray(b_scale), jnp.asarray(case.sizes, jnp.int32)], want
+    expected = np.stack([left[i] @ right[g].T for i, g in enumerate(np.repeat(np.arange(groups), case.sizes))])
+    return [a, b, jnp.asarray(a_scale), jnp.asarray(b_scale), jnp.asarray(case.sizes, jnp.int32)], expected
 
 
 @pytest.mark.parametrize("case", few(BLOCKS, BLOCKS[1]), ids=str)
 def test_blocks_of_each_group_have_their_own_scales(case: Case) -> None:
-    arguments, want = block_arguments(case)
+    arguments, expected = block_arguments(case)
     out = interpreted(grouped_block_matmul, *arguments, out_dtype=case.out, tile=case.tile)
-    assert error(out[: sum(case.sizes)], want) < tolerance(case.out)
+    assert error(out[: sum(case.sizes)], expected) < tolerance(case.out)
     assert not wide(out[sum(case.sizes) :]).any()
 
 
@@ -222,10 +222,10 @@ def token_block_arguments(case: Case) -> tuple[list[jax.Array], np.ndarray]:
 
 @pytest.mark.parametrize("case", few(TOKEN_BLOCKS, TOKEN_BLOCKS[0], TOKEN_BLOCKS[2]), ids=str)
 def test_each_group_contracts_its_own_blocks_of_tokens(case: Case) -> None:
-    arguments, want = token_block_arguments(case)
+    arguments, expected = token_block_arguments(case)
     function = grouped_int8_block_matmul_dw if case.left == I8 else grouped_block_matmul_dw
     out = interpreted(function, *arguments, out_dtype=case.out, tile=case.tile)
-    assert error(out, want) < tolerance(case.out)
+    assert error(out, expected) < tolerance(case.out)
     assert not wide(out)[np.array(case.sizes) == 0].any()
 
 
@@ -247,21 +247,21 @@ def int8_arguments(groups: tuple[int, ...], n: int, k: int, rate: float) -> tupl
     is_fallback = rng.uniform(size=a_scale.shape) < rate
     r_scale = np.where(is_fallback, rng.uniform(0.005, 0.02, a_scale.shape), np.nan).astype(np.float32)
     left = a * spread(a_scale, t, True)[:, :k] + r * spread(np.nan_to_num(r_scale), t, True)[:, :k]
-    want = np.full((t, n), np.nan)
+    expected = np.full((t, n), np.nan)
     for i, g in enumerate(groups):
         if g < 3:
             rows = slice(128 * i, 128 * (i + 1))
-            want[rows] = left[rows] @ (b[g] * spread(b_scale[g], n, True)[:, :k]).T
+            expected[rows] = left[rows] @ (b[g] * spread(b_scale[g], n, True)[:, :k]).T
     residual = FallbackResidual(*map(jnp.asarray, (r, r_scale, is_fallback))) if rate else None
-    return [*map(jnp.asarray, (a, b, a_scale, b_scale)), jnp.asarray(groups, jnp.int32)], residual, want
+    return [*map(jnp.asarray, (a, b, a_scale, b_scale)), jnp.asarray(groups, jnp.int32)], residual, expected
 
 
 @pytest.mark.parametrize(("groups", "n", "k", "rate", "tile"), few(INT8_BLOCKS, INT8_BLOCKS[0]))
 def test_int8_blocks_fall_back_in_each_group(groups: Any, n: int, k: int, rate: float, tile: Tile) -> None:
-    arguments, residual, want = int8_arguments(groups, n, k, rate)
+    arguments, residual, expected = int8_arguments(groups, n, k, rate)
     out = interpreted(grouped_int8_block_matmul, *arguments, residual=residual, out_dtype=F32, tile=tile)
-    used = ~np.isnan(want[:, 0])
-    assert error(out[used], want[used]) < tolerance(F32)
+    used = ~np.isnan(expected[:, 0])
+    assert error(out[used], expected[used]) < tolerance(F32)
 
 
 @pytest.mark.parametrize("case", [Case((40, 90), (130, 64, 1024), SHARED), Case((1024, 0), (64, 64, 0), SHARED)])
@@ -283,21 +283,21 @@ def test_sums_of_512_are_promoted(case: Case) -> None:
 def test_rows_of_other_groups_and_of_none_change_nothing() -> None:
     """Also not by NaN or Inf, though tiles overlap them. Sizes whose sum is more than T end with its rows."""
     case = Case((60, 3, 40), (140, 72, 136), terms=ALL_SCALES, out=BF16)
-    arguments, want = row_arguments(case)
+    arguments, expected = row_arguments(case)
     rest = jnp.asarray([np.nan, 448, -448, np.nan], F32).astype(E4M3)
     arguments["a"] = arguments["a"].at[103:].set(jnp.tile(rest, 34)).at[61, 5].set(jnp.nan)
     arguments["row_scale"] = arguments["row_scale"].at[103:].set(jnp.inf)
     out = wide(interpreted(grouped_matmul, **arguments, tile=case.tile))
     other = np.arange(103) != 61
-    assert error(out[:103][other], want[other]) < tolerance(BF16)
+    assert error(out[:103][other], expected[other]) < tolerance(BF16)
     assert not out[103:].any()
     assert np.isnan(out[61]).all()
     arguments["scale"] = arguments["scale"].at[1].set(jnp.nan)
     arguments["group_sizes"] = jnp.asarray([60, 3, 1000])
     out = wide(interpreted(grouped_matmul, **arguments, tile=case.tile))
     assert np.isnan(out[60:63]).all()
-    assert error(out[:60], want[:60]) < tolerance(BF16)
-    assert error(out[63:103], want[63:103]) < tolerance(BF16)
+    assert error(out[:60], expected[:60]) < tolerance(BF16)
+    assert error(out[63:103], expected[63:103]) < tolerance(BF16)
 
 
 @pytest.mark.gpu
@@ -311,7 +311,7 @@ def test_rows_of_no_group_are_zero_on_a_gpu(sizes: tuple[int, ...], first_row: i
     rows, columns = 2048, 1024
     end = first_row + sum(sizes)
     case = Case(sizes, (sum(sizes), columns, 520), left=dtype, right=dtype, terms=ALL_SCALES, out=BF16)
-    arguments, want = row_arguments(case)
+    arguments, expected = row_arguments(case)
     for name in ("a", "row_scale"):
         x = arguments[name]
         edges = [jnp.full((n, *x.shape[1:]), jnp.nan, x.dtype) for n in (first_row, rows - end)]
@@ -325,7 +325,7 @@ def test_rows_of_no_group_are_zero_on_a_gpu(sizes: tuple[int, ...], first_row: i
     result = multiply(**arguments, first_row=jnp.int32(first_row))
     assert min(pointers) <= result.unsafe_buffer_pointer() <= max(pointers)
     out = wide(result)
-    assert not sum(sizes) or error(out[first_row:end], want) < tolerance(BF16) + 3e-3
+    assert not sum(sizes) or error(out[first_row:end], expected) < tolerance(BF16) + 3e-3
     assert not out[:first_row].any()
     assert not out[end:].any()
 
@@ -334,13 +334,13 @@ def test_rows_of_no_group_are_zero_on_a_gpu(sizes: tuple[int, ...], first_row: i
 def test_rows_before_the_first_group_are_zero(tile: Tile) -> None:
     """In whole pieces of 64 rows, and in parts of such, whatever they hold."""
     case = Case((30, 0, 40), (70, 75, 136), terms=ALL_SCALES, out=BF16)
-    arguments, want = row_arguments(case)
+    arguments, expected = row_arguments(case)
     for name in ("a", "row_scale"):
         x = arguments[name]
         edges = [jnp.full((n, *x.shape[1:]), jnp.nan, x.dtype) for n in (83, 150)]
         arguments[name] = jnp.concatenate([edges[0], x, edges[1]])
     out = wide(interpreted(grouped_matmul, **arguments, first_row=jnp.int32(83), tile=tile))
-    assert error(out[83:153], want) < tolerance(BF16)
+    assert error(out[83:153], expected) < tolerance(BF16)
     assert not out[:83].any()
     assert not out[153:].any()
 
@@ -363,13 +363,13 @@ def test_the_table_of_tiles_has_each_row_of_each_group_once(block_rows: int) -> 
             assert len(rows)
             assert (covered[rows] == -1).all()
             covered[rows] = group
-        want = np.repeat(np.arange(12), sizes)
-        np.testing.assert_array_equal(covered, np.pad(want, (0, tokens - len(want)), constant_values=-1))
+        expected = np.repeat(np.arange(12), sizes)
+        np.testing.assert_array_equal(covered, np.pad(expected, (0, tokens - len(expected)), constant_values=-1))
 
 
 def test_transformations() -> None:
     case = Case((50, 20), (70, 40, 130))
-    arguments, want = row_arguments(case)
+    arguments, expected = row_arguments(case)
     a, b, sizes = (jnp.stack([x, x]) for x in arguments.values())
 
     def one(*operands: jax.Array) -> jax.Array:
@@ -377,10 +377,10 @@ def test_transformations() -> None:
 
     interpreter.reset_gpu_interpret_mode_state()
     for out in (jax.jit(jax.vmap(one))(a, b, sizes), lax.scan(lambda _, x: (None, one(*x)), None, (a, b, sizes))[1]):
-        assert error(out, np.stack([want, want])) < tolerance(F32)
+        assert error(out, np.stack([expected, expected])) < tolerance(F32)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     sharded = jax.shard_map(one, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"))
-    assert error(jax.jit(sharded)(a[0], b[0], sizes[0]), want) < tolerance(F32)
+    assert error(jax.jit(sharded)(a[0], b[0], sizes[0]), expected) < tolerance(F32)
     assert not interpreter.get_races().races_found
 
 
@@ -445,42 +445,42 @@ def test_errors_name_the_value_and_the_fix(call: Any, kind: type[Exception], tex
 def test_on_a_gpu(case: Case) -> None:
     """In the chosen tile; tensor cores add FP8 products with 14 bits."""
     is_rows = any(case is x for x in ROWS)
-    function, (arguments, want) = (
+    function, (arguments, expected) = (
         (grouped_matmul, row_arguments(case)) if is_rows else (grouped_matmul_dw, token_arguments(case))
     )
     out = jax.jit(lambda x: function(**x, out_dtype=case.out, fast=case.fast))(
         {name: x for name, x in arguments.items() if name != "is_k_major"}
     ) if case.is_k_major else function(**arguments, out_dtype=case.out)  # fmt: skip
-    assert error(out[: len(want)], want) < tolerance(case.out) + (3e-3 if case.left in (E4M3, E5M2) else 0)
-    assert not wide(out[len(want) :]).any()
+    assert error(out[: len(expected)], expected) < tolerance(case.out) + (3e-3 if case.left in (E4M3, E5M2) else 0)
+    assert not wide(out[len(expected) :]).any()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", BLOCKS, ids=str)
 def test_blocks_on_a_gpu(case: Case) -> None:
-    arguments, want = block_arguments(case)
+    arguments, expected = block_arguments(case)
     for tile in (None, Tile(64, 128, num_stages=5)):
         out = grouped_block_matmul(*arguments, out_dtype=case.out, tile=tile)
-        assert error(out[: len(want)], want) < tolerance(case.out) + 1e-3
-        assert not wide(out[len(want) :]).any()
+        assert error(out[: len(expected)], expected) < tolerance(case.out) + 1e-3
+        assert not wide(out[len(expected) :]).any()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", TOKEN_BLOCKS, ids=str)
 def test_blocks_of_tokens_on_a_gpu(case: Case) -> None:
-    arguments, want = token_block_arguments(case)
+    arguments, expected = token_block_arguments(case)
     function = grouped_int8_block_matmul_dw if case.left == I8 else grouped_block_matmul_dw
-    assert error(function(*arguments, out_dtype=case.out), want) < tolerance(case.out) + 1e-3
+    assert error(function(*arguments, out_dtype=case.out), expected) < tolerance(case.out) + 1e-3
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("groups", "n", "k", "rate", "tile"), INT8_BLOCKS)
 def test_int8_blocks_on_a_gpu(groups: Any, n: int, k: int, rate: float, tile: Tile) -> None:
-    arguments, residual, want = int8_arguments(groups, n, k, rate)
-    used = ~np.isnan(want[:, 0])
+    arguments, residual, expected = int8_arguments(groups, n, k, rate)
+    used = ~np.isnan(expected[:, 0])
     for chosen in (None, tile if tile.cols == 128 else None):
         out = grouped_int8_block_matmul(*arguments, residual=residual, out_dtype=F32, tile=chosen)
-        assert error(out[used], want[used]) < tolerance(F32)
+        assert error(out[used], expected[used]) < tolerance(F32)
 
 
 @pytest.mark.gpu
@@ -489,8 +489,8 @@ def test_many_groups_on_a_gpu(dtype: Any, bound: float) -> None:
     rng = np.random.default_rng(0)
     sizes = rng.multinomial(5000, rng.dirichlet(np.full(64, 0.5)))
     case = Case(tuple(map(int, sizes)), (5003, 1000, 520), left=dtype, right=dtype, out=BF16, terms=ALL_SCALES)
-    arguments, want = row_arguments(case)
-    assert error(grouped_matmul(**arguments)[:5000], want) < tolerance(BF16) + bound
+    arguments, expected = row_arguments(case)
+    assert error(grouped_matmul(**arguments)[:5000], expected) < tolerance(BF16) + bound
     case = dataclasses.replace(case, shape=(1000, 520, 100), is_k_major=dtype != BF16)
-    arguments, want = token_arguments(case)
-    assert error(grouped_matmul_dw(**arguments), want) < tolerance(BF16) + bound
+    arguments, expected = token_arguments(case)
+    assert error(grouped_matmul_dw(**arguments), expected) < tolerance(BF16) + bound

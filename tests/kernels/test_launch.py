@@ -47,7 +47,7 @@ def written(function, *shapes):
     return call, re.sub(r"\\([0-9A-F]{2})", lambda of: chr(int(of[1], 16)), code)
 
 
-def made(function, *shapes):
+def compiled_ptx(function, *shapes):
     """The PTX of a program's only kernel as Triton makes it, without lines."""
     compiled = []
     with pytest.MonkeyPatch.context() as patch:
@@ -96,7 +96,7 @@ def test_parameters_are_the_operands_then_integers_then_results():
 
 @pytest.mark.parametrize("program", [(turned, BYTES), (sums, X)], ids=["transpose", "add"])
 def test_the_machine_code_is_that_of_tritons_own_but_for_integers(program, tmp_path):
-    ours, tritons = instructions(written(*program)[1], tmp_path), instructions(made(*program), tmp_path)
+    ours, tritons = instructions(written(*program)[1], tmp_path), instructions(compiled_ptx(*program), tmp_path)
     if program[0] is turned:
         assert ours == tritons
         return
@@ -136,9 +136,9 @@ KINDS = ("array", "i32", "i64", "array")
 
 
 def test_integers_lie_where_the_kernel_reads_them():
-    found = launch_triton.redeclare_parameters(CODE, 64, KINDS, 1, (False,))
-    assert found.has_integers
-    assert found.code.split("{\n")[1].split("\n")[:6] == [
+    actual = launch_triton.redeclare_parameters(CODE, 64, KINDS, 1, (False,))
+    assert actual.has_integers
+    assert actual.code.split("{\n")[1].split("\n")[:6] == [
         ".reg .b64 %numbers;",
         ".reg .b32 %r<9>;",
         "ld.param.b64 %rd1, [_k_param_0];",
@@ -146,8 +146,8 @@ def test_integers_lie_where_the_kernel_reads_them():
         "ld.global.nc.b32 %r1, [%numbers+0];",
         "ld.param.b64 %numbers, [_k_numbers];",
     ]
-    assert "ld.global.nc.b64 %rd2, [%numbers+8];" in found.code
-    assert "_k_param_4" not in found.code
+    assert "ld.global.nc.b64 %rd2, [%numbers+8];" in actual.code
+    assert "_k_param_4" not in actual.code
     of = [
         launch_triton.KernelParameter(*p)
         for p in (("array",), ("i32", -7), ("i64", 5 << 32 | 9), ("array",), ("u32", 1), ("u64", 3))

@@ -41,12 +41,12 @@ LAYERS = [layer, turned]
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_products_of_one_scale_a_tensor_get_it_in_fp32() -> None:
-    found = h200.report("tests.kernels.test_linear:LAYERS")
-    assert sum("cublas$lt$matmul$f8" in call for call in found["calls"]) == 6
-    assert found["narrow"] == 0
-    assert found["copies"] == 0  # of fp32 values no transposed one
+    actual = h200.report("tests.kernels.test_linear:LAYERS")
+    assert sum("cublas$lt$matmul$f8" in call for call in actual["calls"]) == 6
+    assert actual["narrow"] == 0
+    assert actual["copies"] == 0  # of fp32 values no transposed one
     # XLA reduces parts of a tensor and then their maxima; the quantizing kernel computes the scale.
-    assert found["numbers"] <= 2 * 6
+    assert actual["numbers"] <= 2 * 6
 
 
 def block() -> tuple[Any, tuple[Any, ...]]:
@@ -111,17 +111,17 @@ GELU = [gelu_read, gelu, gelu_bf16]  # the last two switch kernels off
 @pytest.mark.slow
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_a_perceptron_is_added_to_its_residual_in_place() -> None:
-    found = h200.report("tests.kernels.test_linear:block")
-    assert sum("cublas$lt$matmul$f8" in call for call in found["calls"]) == 9
-    assert found["in place"] == 2  # and gate's gradient to up's
-    assert found["copied"] == 0
+    actual = h200.report("tests.kernels.test_linear:block")
+    assert sum("cublas$lt$matmul$f8" in call for call in actual["calls"]) == 9
+    assert actual["in place"] == 2  # and gate's gradient to up's
+    assert actual["copied"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_gelu_stays_out_of_the_product_which_cannot_have_it() -> None:
-    found = h200.report("tests.kernels.test_linear:GELU")
-    assert sum("cublas$lt$matmul$f8" in call for call in found["calls"]) == 12
+    actual = h200.report("tests.kernels.test_linear:GELU")
+    assert sum("cublas$lt$matmul$f8" in call for call in actual["calls"]) == 12
 
 
 @pytest.mark.gpu
@@ -134,5 +134,5 @@ def test_the_scale_of_a_product_on_a_gpu_is_that_of_its_codes() -> None:
     x, w = (a.at[0, 0].set(448 / 256 * (1 + 0.99 * 2**-8)) for a in (x, w))
     y = np.asarray(jax.jit(lambda x, w: fp8jax.linear(x, w, recipe=recipe))(x, w), np.float64)
     a, b = (np.asarray(fp8jax.quantize(z, "e4m3").dequantize(), np.float64) for z in (x, w))
-    want = a @ b
-    assert abs(np.sum(y * want) / np.sum(want * want) - 1) < 2e-3
+    expected = a @ b
+    assert abs(np.sum(y * expected) / np.sum(expected * expected) - 1) < 2e-3

@@ -36,9 +36,9 @@ def tolerance(out_dtype: Any, accumulation: float = 0.0) -> float:
     return (2.0**-9 if out_dtype == BF16 else 0.0) + accumulation + 1e-6
 
 
-def error(out: Any, want: np.ndarray) -> float:
-    assert out.shape == want.shape
-    return float(np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want))
+def error(out: Any, expected: np.ndarray) -> float:
+    assert out.shape == expected.shape
+    return float(np.linalg.norm(np.asarray(out, np.float64) - expected) / np.linalg.norm(expected))
 
 
 def interpreted(function: Function, *args: Any, **kwargs: Any) -> jax.Array:
@@ -106,24 +106,26 @@ def plain_arguments(case: Plain) -> tuple[dict[str, jax.Array], np.ndarray]:
         "scale": jnp.asarray(0.37, F32), "row_scale": positive(2, case.m), "column_scale": positive(3, case.n),
     }  # fmt: skip
     used = {name: terms[name] for name in case.terms}
-    want = wide(a) @ wide(b).T * wide(used.get("scale", 1.0))
-    want = (
-        want * wide(used.get("row_scale", np.ones(case.m)))[:, None] * wide(used.get("column_scale", np.ones(case.n)))
+    expected = wide(a) @ wide(b).T * wide(used.get("scale", 1.0))
+    expected = (
+        expected
+        * wide(used.get("row_scale", np.ones(case.m)))[:, None]
+        * wide(used.get("column_scale", np.ones(case.n)))
     )
-    return {"a": a, "b": b, **used}, want
+    return {"a": a, "b": b, **used}, expected
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 @pytest.mark.parametrize("implementation", ["reference", "mosaic"])
 def test_matmul(case: Plain, implementation: str) -> None:
-    arguments, want = plain_arguments(case)
+    arguments, expected = plain_arguments(case)
     if implementation == "reference":
         out = reference.matmul(**arguments, out_dtype=case.out, fast=case.fast)
     else:
         settings = {"out_dtype": case.out, "fast": case.fast, "tile": case.tile}
         out = interpreted(matmul_mosaic.matmul, **arguments, **settings)
     assert out.dtype == case.out
-    assert error(out, want) < tolerance(case.out)
+    assert error(out, expected) < tolerance(case.out)
 
 
 def test_sums_of_512_are_promoted() -> None:
@@ -163,12 +165,12 @@ def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.A
 )
 @pytest.mark.parametrize("implementation", ["reference", "mosaic"])
 def test_matmul_block(shape: Any, by_column: bool, tile: Tile, out: Any, implementation: str) -> None:
-    arguments, want = block_arguments(*shape, by_column)
+    arguments, expected = block_arguments(*shape, by_column)
     if implementation == "reference":
         result = reference.matmul_block(*arguments, out_dtype=out)
     else:
         result = interpreted(matmul_block_mosaic.matmul_block, *arguments, out_dtype=out, tile=tile)
-    assert error(result, want) < tolerance(out)
+    assert error(result, expected) < tolerance(out)
 
 
 def test_tiles_of_block_products_keep_the_gpu_busy() -> None:
@@ -199,22 +201,22 @@ def test_matmul_mx(shape: tuple[int, int, int], tile: Tile, implementation: str)
     a, b, row = draw(0, m, k, spread=80.0), draw(1, n, k), positive(2, m)
     exponent = np.random.default_rng(3).integers(127 - 25, 127 + 3, (m, -(-k // 32))).astype(np.uint8)
     power = np.repeat(np.exp2(exponent.astype(np.float64) - 127), 32, 1)[:, :k]
-    want = wide(a) * power @ wide(b).T * wide(row)[:, None]
+    expected = wide(a) * power @ wide(b).T * wide(row)[:, None]
     exponents = jnp.asarray(exponent)
     if implementation == "reference":
         out = reference.matmul_mx(a, b, exponents, row_scale=row, out_dtype=F32)
     else:
         out = interpreted(matmul_mx_mosaic.matmul_mx, a, b, exponents, row_scale=row, out_dtype=F32, tile=tile)
-    assert error(out, want) < tolerance(F32)
+    assert error(out, expected) < tolerance(F32)
 
 
 def test_small_groups_keep_their_accuracy() -> None:
     """Weights are non-zero only where the activations' groups are 2^-30 of their row's largest."""
     a, b = draw(0, 64, 128, spread=120.0), jnp.where(jnp.arange(128) < 32, 0, draw(1, 64, 128).astype(F32)).astype(E4M3)
     exponent = jnp.asarray([[127, 97, 97, 97]] * 64, jnp.uint8)
-    want = wide(a) * np.repeat(np.exp2(wide(exponent) - 127), 32, 1) @ wide(b).T
+    expected = wide(a) * np.repeat(np.exp2(wide(exponent) - 127), 32, 1) @ wide(b).T
     out = interpreted(matmul_mx_mosaic.matmul_mx, a, b, exponent, out_dtype=F32, tile=SMALL)
-    assert error(out, want) <= 2.0**-8
+    assert error(out, expected) <= 2.0**-8
 
 
 @pytest.mark.parametrize("byte", [0, 255])
@@ -222,11 +224,11 @@ def test_extreme_exponents(byte: int) -> None:
     a, b = draw(0, 64, 64), draw(1, 64, 64)
     exponent = jnp.full((64, 2), 127, jnp.uint8).at[3, 1].set(byte)
     out = interpreted(matmul_mx_mosaic.matmul_mx, a, b, exponent, out_dtype=F32, tile=SMALL)
-    want = wide(a) @ wide(b).T
-    want[3] = wide(a)[3, :32] @ wide(b)[:, :32].T
+    expected = wide(a) @ wide(b).T
+    expected[3] = wide(a)[3, :32] @ wide(b)[:, :32].T
     good = np.arange(64) != 3
-    assert error(out[good], want[good]) < tolerance(F32)
-    assert error(out[3], want[3]) < tolerance(F32) if byte == 0 else not np.isfinite(np.asarray(out[3])).any()
+    assert error(out[good], expected[good]) < tolerance(F32)
+    assert error(out[3], expected[3]) < tolerance(F32) if byte == 0 else not np.isfinite(np.asarray(out[3])).any()
 
 
 def test_nan_stays_visible() -> None:
@@ -244,17 +246,17 @@ def test_nan_stays_visible() -> None:
 
 def test_transformations() -> None:
     a, b, scale = draw(0, 2, 70, 130), draw(1, 2, 40, 130), jnp.asarray([0.5, 2.0], F32)
-    want = np.einsum("bmk,bnk->bmn", wide(a), wide(b)) * wide(scale)[:, None, None]
+    expected = np.einsum("bmk,bnk->bmn", wide(a), wide(b)) * wide(scale)[:, None, None]
 
     def one(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
         return matmul_mosaic.matmul(a, b, scale=scale, out_dtype=F32, tile=SMALL, interpret=RACES)
 
-    assert error(jax.jit(jax.vmap(one))(a, b, scale), want) < tolerance(F32)
+    assert error(jax.jit(jax.vmap(one))(a, b, scale), expected) < tolerance(F32)
     scanned = jax.jit(lambda *x: lax.scan(lambda _, x: (None, one(*x)), None, x)[1])(a, b, scale)
-    assert error(scanned, want) < tolerance(F32)
+    assert error(scanned, expected) < tolerance(F32)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     sharded = jax.shard_map(one, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"))
-    assert error(jax.jit(sharded)(a[0], b[0], scale[0]), want[0]) < tolerance(F32)
+    assert error(jax.jit(sharded)(a[0], b[0], scale[0]), expected[0]) < tolerance(F32)
     assert not interpreter.get_races().races_found
 
 
@@ -346,12 +348,12 @@ def test_a_loop_that_saves_a_product_calls_its_kernel_once() -> None:
 )
 def test_on_a_gpu(shape: tuple[int, int, int]) -> None:
     m, n, k = shape
-    arguments, want = plain_arguments(Plain(m, n, k, left=E5M2, terms=("row_scale", "column_scale")))
-    assert error(matmul_mosaic.matmul(**arguments), want) < tolerance(BF16, FAST)
+    arguments, expected = plain_arguments(Plain(m, n, k, left=E5M2, terms=("row_scale", "column_scale")))
+    assert error(matmul_mosaic.matmul(**arguments), expected) < tolerance(BF16, FAST)
     for by_column in (False, True):
-        operands, want = block_arguments(m, n, k, by_column)
-        assert error(matmul_block_mosaic.matmul_block(*operands), want) < tolerance(BF16, PROMOTED)
-        assert error(matmul_block_mosaic.matmul_block(*operands, out_dtype=F32), want) < tolerance(F32, PROMOTED)
+        operands, expected = block_arguments(m, n, k, by_column)
+        assert error(matmul_block_mosaic.matmul_block(*operands), expected) < tolerance(BF16, PROMOTED)
+        assert error(matmul_block_mosaic.matmul_block(*operands, out_dtype=F32), expected) < tolerance(F32, PROMOTED)
     exponent = np.random.default_rng(3).integers(120, 128, (m, -(-k // 32))).astype(np.uint8)
     left = wide(operands[0]) * np.repeat(np.exp2(exponent.astype(np.float64) - 127), 32, 1)[:, :k]
     out = matmul_mx_mosaic.matmul_mx(operands[0], operands[1], jnp.asarray(exponent))
@@ -369,14 +371,14 @@ def test_on_a_gpu(shape: tuple[int, int, int]) -> None:
 def test_what_the_op_chooses_on_a_gpu(left: str, right: str, bound: float) -> None:
     values = [np.random.default_rng(i).normal(size=(rows, 1032)) for i, rows in enumerate((520, 264))]
     a, b = (quantize(jnp.asarray(x, F32), spec) for x, spec in zip(values, (left, right), strict=True))
-    want = wide(a.dequantize()) @ wide(b.dequantize()).T
+    expected = wide(a.dequantize()) @ wide(b.dequantize()).T
     for dtype in (BF16, F32):
         out = jax.jit(lambda a, b, dtype=dtype: op.matmul(a, b, dtype=dtype))(a, b)
         assert out.dtype == dtype
-        assert error(out, want) < tolerance(dtype, bound)
+        assert error(out, expected) < tolerance(dtype, bound)
     if "mx" in f"{left} {right}":
         exact = op.matmul(a, b, exact=True, impl="mosaic")
-        assert error(exact, want) < tolerance(F32, PROMOTED)
+        assert error(exact, expected) < tolerance(F32, PROMOTED)
     batch = jax.tree.map(lambda x: jnp.stack([x, x]), (a, b))
     mapped = jax.jit(jax.vmap(lambda a, b: op.matmul(a, b, dtype=BF16)))(*batch)
-    assert error(mapped[1], want) < tolerance(BF16, bound)
+    assert error(mapped[1], expected) < tolerance(BF16, bound)

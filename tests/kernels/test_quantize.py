@@ -32,15 +32,15 @@ def test_codes_equal_the_quantizers_in_the_interpreter_and_nothing_is_written_ou
     assert json.loads(done.stdout.splitlines()[-1]) == {}
 
 
-def check(got, want, few=3e-4):
+def check(actual, expected, few=3e-4):
     """Equal, but for few codes next to a tie.
 
     On some machines XLA converts through half precision, rounding twice. On a GPU its reciprocals are one ulp off.
     """
-    if want.dtype.itemsize > 1:
-        np.testing.assert_array_equal(got, want)
+    if expected.dtype.itemsize > 1:
+        np.testing.assert_array_equal(actual, expected)
     else:
-        far = np.abs(got.view(np.uint8).astype(int) - want.view(np.uint8).astype(int))
+        far = np.abs(actual.view(np.uint8).astype(int) - expected.view(np.uint8).astype(int))
         assert far.max() <= 1
         assert np.mean(far > 0) <= few
 
@@ -170,10 +170,10 @@ def registers(every: int) -> None:
         ),
     }
     x = jax.ShapeDtypeStruct((16384, 11008), jnp.bfloat16)
-    found = {}
+    results = {}
     for name in list(programs)[::every]:
-        found[name] = h200.assembled(programs[name], x, arch="sm_100a" if "B200" in name else "sm_90a")
-    print(json.dumps(found))
+        results[name] = h200.assembled(programs[name], x, arch="sm_100a" if "B200" in name else "sm_90a")
+    print(json.dumps(results))
 
 
 @triton
@@ -184,17 +184,17 @@ def test_kernels_compile_without_spills(every, tmp_path):
     command = [sys.executable, "-c", f"from tests.kernels import test_quantize; test_quantize.registers({every})"]
     done = subprocess.run(command, env=env | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == -(-len(REGISTERS) // every)
-    assert {name for name, (used, spilled, _) in found.items() if spilled or used > REGISTERS[name]} == set(), found
+    actual = json.loads(done.stdout.splitlines()[-1])
+    assert len(actual) == -(-len(REGISTERS) // every)
+    assert {name for name, (used, spilled, _) in actual.items() if spilled or used > REGISTERS[name]} == set(), actual
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", few(cases.CASES, *cases.CASES[1::2]), ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
 def test_codes_equal_the_quantizers_on_a_gpu(case):
     # Of 255 integers, and values that are multiples of few numbers, more lie next to a tie.
-    for want, got in zip(cases.arrays(case, "xla"), cases.arrays(case, "triton"), strict=True):
-        check(got, want, 1e-3 if "int8" in f"{case.rows}" else 3e-4)
+    for expected, actual in zip(cases.arrays(case, "xla"), cases.arrays(case, "triton"), strict=True):
+        check(actual, expected, 1e-3 if "int8" in f"{case.rows}" else 3e-4)
 
 
 @pytest.mark.gpu
@@ -211,9 +211,9 @@ def test_losses_and_cotangents_of_logits_are_those_in_float64(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases.FALLBACKS, ids=lambda c: f"{c.rows} {c.shape}")
 def test_blocks_and_their_residuals_equal_the_references_on_a_gpu(case):
-    found = cases.wrong_fallback(case)
-    assert found.pop("base") <= 1e-3 * case.shape[0] * case.shape[1]
-    assert not any(found.values()), found
+    actual = cases.wrong_fallback(case)
+    assert actual.pop("base") <= 1e-3 * case.shape[0] * case.shape[1]
+    assert not any(actual.values()), actual
 
 
 BOTH_STOCHASTIC = next(c for c in cases.GIVEN if c.rows == c.columns == "e5m2+stochastic")
@@ -251,8 +251,8 @@ def test_under_given_scales_they_do_where_an_activation_is_quantized(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [slow(case) for case in cases.STACKS[1::2]] + list(cases.STACKS[::2]), ids=str)
 def test_a_stack_has_the_codes_of_its_matrices_on_a_gpu(case):
-    for got, want in cases.stack_arrays(*case, vmap=True):
-        check(got, want)
+    for actual, expected in cases.stack_arrays(*case, vmap=True):
+        check(actual, expected)
 
 
 @triton
@@ -282,15 +282,15 @@ def test_matrices_that_vmap_stacks_are_one_launch(rows, columns, is_one_launch, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases.FOLDS, ids=lambda c: f"{c.rows} {c.shape}")
 def test_folded_codes_equal_the_references_on_a_gpu(case):
-    for want, got in zip(cases.folded(case, "xla"), cases.folded(case, "triton"), strict=True):
-        check(got, want)
+    for expected, actual in zip(cases.folded(case, "xla"), cases.folded(case, "triton"), strict=True):
+        check(actual, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases.REFOLDS, ids=lambda c: f"{c.rows} {c.shape}")
 def test_codes_folded_afterwards_equal_the_references_on_a_gpu(case):
-    for want, got in zip(cases.refolded(case, "xla"), cases.refolded(case, "triton"), strict=True):
-        np.testing.assert_array_equal(got, want)
+    for expected, actual in zip(cases.refolded(case, "xla"), cases.refolded(case, "triton"), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.gpu
@@ -304,8 +304,8 @@ def test_shifted_codes_equal_the_references_on_a_gpu(name, shape):
 def test_large_and_odd_matrices_on_a_gpu(shape):
     x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
     for rows, columns in (("e4m3", "same"), ("e4m3:group128", "e5m2:group128"), ("e4m3:block128", "same")):
-        want, got = (op.quantize(x, rows, columns, impl=impl) for impl in ("xla", "triton"))
-        for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        expected, actual = (op.quantize(x, rows, columns, impl=impl) for impl in ("xla", "triton"))
+        for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
             check(np.asarray(b), np.asarray(a))
     q, _ = op.quantize(x, "e4m3")
     np.testing.assert_array_equal(
@@ -343,12 +343,12 @@ def test_transformations_on_a_gpu():
     def both(x, impl):
         return op.quantize(x, "e4m3", "e4m3:group128", impl=impl)
 
-    want = jax.vmap(lambda x: both(x, "xla"))(x)
+    expected = jax.vmap(lambda x: both(x, "xla"))(x)
     for run in (
         jax.jit(jax.vmap(lambda x: both(x, "auto"))),
         jax.jit(lambda x: jax.lax.scan(lambda _, x: (None, both(x, "triton")), None, x)[1]),
     ):
-        for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(run(x)), strict=True):
+        for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(run(x)), strict=True):
             check(np.asarray(b), np.asarray(a))
     text = jax.jit(lambda x: both(x, "auto")).lower(x[0]).compile().as_text()
     assert text.count("triton_kernel_call") >= 2

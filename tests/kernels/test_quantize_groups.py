@@ -56,6 +56,6 @@ def test_codes_under_jit_and_vmap() -> None:
 
     once = run(given["x"], sizes)
     twice = jax.jit(jax.vmap(run))(jnp.stack([given["x"]] * 2), jnp.stack([sizes] * 2))
-    for want, got in zip(once, twice, strict=True):
+    for expected, actual in zip(once, twice, strict=True):
         # By values: a NaN of e5m2 may have other bits under jit.
-        np.testing.assert_array_equal(np.asarray(got[1], np.float32), np.asarray(want, np.float32))
+        np.testing.assert_array_equal(np.asarray(actual[1], np.float32), np.asarray(expected, np.float32))

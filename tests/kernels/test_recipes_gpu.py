@@ -34,8 +34,8 @@ def gradients(name, kernels):
     with choice.target(kernels=kernels), choice.record_choices() as choices:
         task = Task(SHAPE, optax.sgd(0.1), fp8jax.recipes.get(name), remat=False, seed=0)
         state = jax.jit(task.init)()
-        loss, found, _ = jax.jit(task.gradients)(state.params, state.model_state, TOKENS)
-    return float(loss["loss"]), jax.device_get(found), any(how.impl != "xla" for _, how in choices)
+        loss, actual, _ = jax.jit(task.gradients)(state.params, state.model_state, TOKENS)
+    return float(loss["loss"]), jax.device_get(actual), any(how.impl != "xla" for _, how in choices)
 
 
 @pytest.mark.gpu
@@ -43,15 +43,15 @@ def gradients(name, kernels):
     "name", few(RECIPES, "coat", "te_current", "deepseek", "int8_block", "moss", "int8_fallback", "fp8_lm")
 )
 def test_kernels_of_a_recipe_give_what_xla_gives(name):
-    loss, found, ran = gradients(name, True)
+    loss, actual, ran = gradients(name, True)
     expected, reference, other = gradients(name, False)
     plain = gradients("bf16", False)[1]
     assert (ran, other) == (True, False)
     assert loss == pytest.approx(expected, rel=2e-3)
     # Codes at a tie fall either way, so that gradients differ by up to the noise of 8 bits; that is no larger.
     noise = distance(reference, plain)
-    assert distance(found, plain) < 1.2 * noise + 0.01
-    assert distance(found, reference) < 1.5 * noise + 0.01
+    assert distance(actual, plain) < 1.2 * noise + 0.01
+    assert distance(actual, reference) < 1.5 * noise + 0.01
 
 
 @pytest.mark.gpu
@@ -60,12 +60,14 @@ def test_the_step_of_fp8lm_is_near_its_reference(case):
     shape, grad, weight, mu, form, factor, master = case
     leaf = lm.with_master(lm.leaf_of(*lm.SHAPES[shape], grad, weight, mu), master)
     adam = dataclasses.replace(lm.ADAM, grad_scale=factor)
-    want, got = (lm.step(form, leaf, adam, impl) for impl in ("xla", "triton"))
+    expected, actual = (lm.step(form, leaf, adam, impl) for impl in ("xla", "triton"))
     # Of a master by parts the high one: the other wraps around where that is another.
     high = lambda x: x.high if isinstance(x, MasterWeight) else x  # noqa: E731
-    want, got = (jax.tree.map(high, x, is_leaf=lambda x: isinstance(x, MasterWeight)) for x in (want, got))
-    for path, a in jax.tree_util.tree_leaves_with_path(want):
-        b = dict(jax.tree_util.tree_leaves_with_path(got))[path]
+    expected, actual = (
+        jax.tree.map(high, x, is_leaf=lambda x: isinstance(x, MasterWeight)) for x in (expected, actual)
+    )
+    for path, a in jax.tree_util.tree_leaves_with_path(expected):
+        b = dict(jax.tree_util.tree_leaves_with_path(actual))[path]
         x, y = (np.asarray(z).astype(np.float32) for z in (a, b))
         np.testing.assert_array_equal(np.isnan(x), np.isnan(y), err_msg=str(path))
         finite = np.isfinite(x)

@@ -47,12 +47,12 @@ def test_shards_have_the_statistics_of_the_whole(spec, axis_type, monkeypatch):
 
     monkeypatch.setattr(statistics_triton, "compare_parts", compare_parts)
     monkeypatch.setattr(statistics_triton, "merge", lambda parts, *_, **__: parts)
-    names, want = statistics.compare(x, None, codes, bits=8, impl="xla")
+    names, expected = statistics.compare(x, None, codes, bits=8, impl="xla")
     mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType[axis_type],) * 2)
     with jax.set_mesh(mesh):
         sharded = jax.device_put(x, jax.NamedSharding(mesh, P("data", "fsdp")))
         run = jax.jit(lambda x, codes: statistics.compare(x, None, codes, bits=8, impl="triton")[1])
-        got = run(sharded, codes)
+        actual = run(sharded, codes)
     assert (8, 32) in shapes
-    for name, a, b in zip(names, np.asarray(want), np.asarray(got), strict=True):
+    for name, a, b in zip(names, np.asarray(expected), np.asarray(actual), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5, err_msg=name)

@@ -23,15 +23,15 @@ pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.miss
 HALF = {"t4": ("f16", "f16")}
 
 
-def products(found: dict[str, Any]) -> list[Product]:
+def products(actual: dict[str, Any]) -> list[Product]:
     """The products of quantized operands."""
-    listed = [Product(p[0], tuple(p[1]), *p[2:]) for p in found["products"]]
+    listed = [Product(p[0], tuple(p[1]), *p[2:]) for p in actual["products"]]
     return [p for p in listed if p.requested_formats]
 
 
-def check(found: dict[str, Any]) -> None:
+def check(actual: dict[str, Any]) -> None:
     """Every product of codes is one of 8 or 16 bits, and none a loop."""
-    for kind, programs in found.items():
+    for kind, programs in actual.items():
         for name, program in programs.items():
             listed, by_kernel = products(program), program["kernels"].get("multiply", 0)
             ran = sum(p.executions for p in listed) + by_kernel
@@ -68,10 +68,10 @@ def test_codes_are_decoded_to_16_bits_where_nothing_multiplies_them(few: dict[st
 
 
 def test_a_gradient_that_two_products_read_is_decoded_once_and_no_codes_to_fp32() -> None:
-    found = targets.report("decoded", ["h200"], targets.FP8)["h200"]
-    for name, program in found.items():
+    actual = targets.report("decoded", ["h200"], targets.FP8)["h200"]
+    for name, program in actual.items():
         assert not {"16384,2048", "2048,16384", "16384,4096", "4096,16384"} & set(program["wide"]), name
-    written = found["int8_block"]["written"]
+    written = actual["int8_block"]["written"]
     assert sum(written.get(shape, 0) for shape in ("16384,4096", "4096,16384")) == 1, written
 
 
@@ -94,9 +94,9 @@ def test_an_fp8_path_that_is_broken_is_reported(few: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("function", ["few_sharded", slow("sharded"), slow("by_hand")])
 def test_weights_in_shards_are_gathered_as_codes_and_each_gpu_gets_its_part_of_their_gradients(function: str) -> None:
-    found = targets.report(function, ["h200"], targets.FP8)["h200"]
+    actual = targets.report(function, ["h200"], targets.FP8)["h200"]
     own = [("all-reduce", "f32", 4 * 512 * 256 // 2)] if function == "by_hand" else []  # the program's over "data"
-    for name, program in found.items():
+    for name, program in actual.items():
         sums = [tuple(c[:3]) for c in program["sums"] if c[2] > 4096]
         assert sums == [("reduce-scatter", "bf16", 2 * 512 * 256), *own], name
         if not name.endswith(targets.WITHOUT):
@@ -158,29 +158,29 @@ def test_the_nvfp4_kernel_makes_its_codes_alone(
     columns: str, rotation: int | None, capability: int, impl: str, reason: str
 ) -> None:
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
-    found = chosen(
+    actual = chosen(
         functools.partial(quantize, rows="e2m1:nv16", columns=columns, rotation=rotation), x, capability=capability
     )
-    assert found.impl == impl
-    assert reason in found.reason
+    assert actual.impl == impl
+    assert reason in actual.reason
 
 
 @pytest.mark.slow
 def test_rows_of_int8_are_multiplied_by_the_kernel_on_hopper_alone() -> None:
     """Sharded, too: codes travel, and where a contraction is cut its sums, in 16 bits."""
-    found = targets.report("switchback", ["a100", "h200"], targets.FP8)
+    actual = targets.report("switchback", ["a100", "h200"], targets.FP8)
     for kind, operation in (("a100", "__cublas$lt$matmul"), ("h200", "mosaic_gpu_v2")):
         gathers, sums = {"tokens": [["s8", [512, 256]]] * 2, "inputs": []}, {"tokens": "f32", "inputs": "bf16"}
-        for name, program in found[kind].items():
+        for name, program in actual[kind].items():
             listed = products(program)
             assert {(p.operation, p.operands) for p in listed} == {(operation, ("s8", "s8"))}, (kind, name, listed)
             assert sum(p.executions for p in listed) == 2, (kind, name)
             assert program["gathers"] == gathers[name], (kind, name)
             large = [(c[0], c[1]) for c in program["sums"] if c[2] >= 2 * 512 * 256]
             assert large == [("all-reduce", sums[name])], (kind, name)
-        assert len(found[kind]) == 2
+        assert len(actual[kind]) == 2
     # Sums of int32 stay in the kernel; only vectors of scales are prepared for it.
-    assert {shape for program in found["h200"].values() for shape in program["wide"]} <= {"512,1", "1024,1"}
+    assert {shape for program in actual["h200"].values() for shape in program["wide"]} <= {"512,1", "1024,1"}
 
 
 @pytest.mark.slow
@@ -191,9 +191,11 @@ def test_kernels_of_int8_codes_run_where_gpus_convert_no_fp8() -> None:
             noisy = {"rows": "int8:block128+stochastic", "columns": "int8:token", "key": jax.random.key(0)}
             assert chosen(functools.partial(quantize, **noisy), x).impl == "triton", kind
             for spec in ("e4m3", "e5m2"):
-                found = chosen(functools.partial(quantize, rows=spec), x)
-                assert (found.impl == "triton") == (capability >= 89), kind
-                assert found.impl == "triton" or f"capability {capability}, and fp8 conversions need 89" in found.reason
+                actual = chosen(functools.partial(quantize, rows=spec), x)
+                assert (actual.impl == "triton") == (capability >= 89), kind
+                assert (
+                    actual.impl == "triton" or f"capability {capability}, and fp8 conversions need 89" in actual.reason
+                )
     text = ""
     with choice.target(capability=80):
         text = jax.jit(lambda x: quantize(x, "int8:block128", "same")).trace(x).lower(
@@ -228,41 +230,41 @@ def test_products_leave_multiprocessors_to_others(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", targets.FP8])
 def test_every_recipe_on_every_gpu(flags: str) -> None:
-    found = targets.report("linears", list(targets.CAPABILITIES), flags)
-    check(found)
+    actual = targets.report("linears", list(targets.CAPABILITIES), flags)
+    check(actual)
     for kind, capability in targets.CAPABILITIES.items():
-        ran = {p.operation for p in products(found[kind]["te_current"])}
+        ran = {p.operation for p in products(actual[kind]["te_current"])}
         assert (ran == {"__cublas$lt$matmul$f8"}) == (bool(flags) and capability >= 89), (kind, ran)
 
 
 @pytest.mark.slow
 def test_experts_in_int8_blocks_are_multiplied_by_their_kernels_and_others_are_reported() -> None:
-    found = targets.report("experts", ["h200"])
-    check(found)
-    ran = {name: {(p.kernel, p.operands, p.executions) for p in products(f)} for name, f in found["h200"].items()}
+    actual = targets.report("experts", ["h200"])
+    check(actual)
+    ran = {name: {(p.kernel, p.operands, p.executions) for p in products(f)} for name, f in actual["h200"].items()}
     int8, bf16 = ("s8", "s8"), ("bf16", "bf16")
     assert ran["int8_fallback"] == {("int8_grouped_block", int8, 2), ("int8_grouped_block_dw", int8, 1)}
     assert ran["jetfire"] == {("bf16_grouped", bf16, 2), ("bf16_grouped_dw", bf16, 1)}
-    (warning,) = found["h200"]["jetfire"]["warnings"]
+    (warning,) = actual["h200"]["jetfire"]["warnings"]
     assert "codes are decoded: its scales are of tensors and rows, not of int8:group32" in warning
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["h200", "a100"])
 def test_codes_of_ten_bits_are_packed_and_unpacked_where_norms_and_activations_are_computed(kind: str) -> None:
-    found = {name: programs["block"] for name, programs in targets.report("ten_bits", [kind, "t4"]).items()}
+    actual = {name: programs["block"] for name, programs in targets.report("ten_bits", [kind, "t4"]).items()}
     # Packed rows of 512 and of 1,280 codes, and their high bits alone, which XLA makes first.
     packed = {f"1024,{n // 4 * part}" for n in (512, 1280) for part in (5, 1)}
     once = {"forward": 1, "backward": 1, "encode_residuals": 1, "cotangents": 1}
     others = {"fallback", "quantize", "transpose", "multiply"}
-    assert {k: n for k, n in found[kind]["kernels"].items() if k not in others} == once
-    assert not packed & {*found[kind]["bytes"]}
-    assert packed & {*found["t4"]["bytes"]}  # for which no such kernel is
+    assert {k: n for k, n in actual[kind]["kernels"].items() if k not in others} == once
+    assert not packed & {*actual[kind]["bytes"]}
+    assert packed & {*actual["t4"]["bytes"]}  # for which no such kernel is
 
 
 @pytest.mark.slow
 def test_telemetry_needs_little_more_memory() -> None:
     """Four blocks with saved codes. Tensors kept for their statistics would be several times as large as the codes."""
-    (found,) = targets.report("observed", ["h200"]).values()
-    sizes = {name: program["temporaries"] for name, program in found.items()}
+    (actual,) = targets.report("observed", ["h200"]).values()
+    sizes = {name: program["temporaries"] for name, program in actual.items()}
     assert sizes["observed"] < 1.3 * sizes["plain"], sizes

@@ -104,10 +104,10 @@ def registers(arch: str, every: int) -> None:
 @pytest.mark.parametrize(("arch", "every"), [("sm_90a", 6), slow("sm_90a", 1), slow("sm_80", 1), slow("sm_89", 1)])
 def test_kernels_compile_without_spills(arch, every):
     command = f"from tests.kernels import test_ten_bits; test_ten_bits.registers({arch!r}, {every})"
-    found = python("-c", command, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
-    most = {name: REGISTERS[name] * (1 if arch == "sm_90a" else 1.125) for name in found}
-    assert {name for name, (used, spilled, _) in found.items() if spilled or used > most[name]} == set(), found
-    assert max(shared for _, _, shared in found.values()) <= SHARED, found
+    actual = python("-c", command, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+    most = {name: REGISTERS[name] * (1 if arch == "sm_90a" else 1.125) for name in actual}
+    assert {name for name, (used, spilled, _) in actual.items() if spilled or used > most[name]} == set(), actual
+    assert max(shared for _, _, shared in actual.values()) <= SHARED, actual
 
 
 def accesses():
@@ -156,9 +156,9 @@ def values(seed, *shape):
     return jnp.where(jax.random.uniform(keys[1], shape) < 0.01, 30 * x, x).astype(jnp.bfloat16)
 
 
-def alike(got, want, share=0.0):
+def alike(actual, expected, share=0.0):
     """Arrays in bf16: sums and approximate functions may round a value to the next one, and a share of them further."""
-    a, b = (np.asarray(x, np.float32) for x in (got, want))
+    a, b = (np.asarray(x, np.float32) for x in (actual, expected))
     assert np.isfinite(b).all()
     # Where terms cancel, a step is of these.
     step = 2.0**-7 * (np.abs(b) + 1e-3 * np.abs(b).max())
@@ -170,9 +170,9 @@ def alike(got, want, share=0.0):
 def stored_alike(part, x, share=3e-4):
     """Codes and scales as those of an array, but for a share of them: XLA on a GPU may not round reciprocals."""
     q = quantize(x, QuantSpec("int10", "group", 128, scale_format="bf16"))
-    for got, want in zip(part, (q.codes, q.scale), strict=True):
-        assert got.shape == want.shape
-        assert np.mean(np.asarray(got) != np.asarray(want)) <= share
+    for actual, expected in zip(part, (q.codes, q.scale), strict=True):
+        assert actual.shape == expected.shape
+        assert np.mean(np.asarray(actual) != np.asarray(expected)) <= share
 
 
 @pytest.mark.gpu
@@ -192,18 +192,20 @@ def test_a_norm_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(centered
         bias_of = bias if centered else None
         return jax.jit(lambda x: on.forward(operation, x, weight, bias_of, 1e-6, coding, result=(None, x.dtype)))(x)
 
-    got, want = forward(fused_kernels), forward(fused_reference)
+    actual, expected = forward(fused_kernels), forward(fused_reference)
     if centered:
         # Of a difference to a mean, whose last bit depends on the order of the sum, a code may be the next.
-        assert max(np.mean(np.asarray(a) != np.asarray(b)) for a, b in zip(got[:2], want[:2], strict=True)) < 1e-3
+        assert (
+            max(np.mean(np.asarray(a) != np.asarray(b)) for a, b in zip(actual[:2], expected[:2], strict=True)) < 1e-3
+        )
     else:
-        stored_alike(got[:2], x)
-    np.testing.assert_allclose(np.asarray(got[2]), np.asarray(want[2]), rtol=1e-5)
-    alike(got[-1], want[-1])
+        stored_alike(actual[:2], x)
+    np.testing.assert_allclose(np.asarray(actual[2]), np.asarray(expected[2]), rtol=1e-5)
+    alike(actual[-1], expected[-1])
 
     def backward(on):
         run = jax.jit(lambda *a: on.backward(operation, *a[:3], weight, a[3], jnp.bfloat16, a[4]))
-        return run(*want[:3], dy, others)
+        return run(*expected[:3], dy, others)
 
     (dx, *sums, amax), (want_dx, *want_sums, _) = backward(fused_kernels), backward(fused_reference)
     alike(dx, want_dx)

@@ -217,8 +217,8 @@ def main() -> None:
     wrong = {}
     runs = [*((case, cases.arrays) for case in cases.CASES), *((case, cases.folded) for case in cases.FOLDS)]
     for case, run in [*runs, *((case, cases.refolded) for case in cases.REFOLDS)]:
-        want, got = run(case, "xla"), run(case, "triton")
-        differ = [int(np.sum((a != b) & ((a == a) | (b == b)))) for a, b in zip(want, got, strict=True)]
+        expected, actual = run(case, "xla"), run(case, "triton")
+        differ = [int(np.sum((a != b) & ((a == a) | (b == b)))) for a, b in zip(expected, actual, strict=True)]
         if any(differ):
             wrong[str(case)] = differ
     for case in cases.FALLBACKS:

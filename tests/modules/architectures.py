@@ -1,8 +1,8 @@
-"""Two public architectures that this project did not write, in plain Flax, and a task on which they learn in seconds.
+"""Two public architectures in plain Flax, and a task that they learn in seconds.
 
 `MiniGPT` is that of the JAX AI Stack's tutorial on language models in Flax NNX (nnx.MultiHeadAttention, ReLU, norms
-after the residual sums, an output layer of its own); `Nanodo` that of google-deepmind/nanodo in Flax Linen
-(nn.DenseGeneral projections, GELU, norms before, logits from `Embed.attend`). Both are described anew, without dropout.
+after the residual sums, its own output layer). `Nanodo` is that of google-deepmind/nanodo in Flax Linen
+(nn.DenseGeneral projections, GELU, pre-norms, logits from `Embed.attend`). Both are written anew, without dropout.
 """
 
 import functools
@@ -104,7 +104,7 @@ class Nanodo(nn.Module):
 
 @functools.cache
 def batches() -> np.ndarray:
-    """Text (steps, batch, length + 1) of a source in which the two tokens before decide the next in 9 of 10 cases."""
+    """Returns text (steps, batch, length + 1) in which two tokens determine the next one in 9 of 10 cases."""
     rng = np.random.default_rng(0)
     table = rng.integers(0, VOCAB, (VOCAB, VOCAB))
     text = np.zeros((STEPS, BATCH, LENGTH + 1), np.int32)
@@ -117,7 +117,7 @@ def batches() -> np.ndarray:
 
 
 def train(init: Callable[[jax.Array], Any], logits: Callable[[Any, jax.Array], jax.Array]) -> np.ndarray:
-    """Losses (seeds, steps) of Adam from `init(key)`; all seeds see the same data in the same order."""
+    """Returns losses (seeds, steps) of Adam from `init(key)`. All seeds see the same data in the same order."""
     optimizer = optax.flatten(optax.adam(3e-3))
 
     def loss(params: Any, text: jax.Array) -> jax.Array:
@@ -138,13 +138,13 @@ def train(init: Callable[[jax.Array], Any], logits: Callable[[Any, jax.Array], j
 
 
 def within_noise(losses: np.ndarray, baseline: np.ndarray) -> bool:
-    """Whether the last losses of each seed lie no further from the baseline's of the same seed than its seeds do."""
+    """Returns whether the final losses differ from the baseline's of the same seed by less than seeds differ."""
     end, base = (x[:, -STEPS // 8 :].mean(1) for x in (losses, baseline))
     return bool((np.abs(end - base) <= base.max() - base.min()).all())
 
 
 def starve_gradients(quantize: Callable) -> Callable:
-    """A quantizer whose e5m2 scales are 2^30 too large: of each gradient only the largest values are left."""
+    """A quantizer whose e5m2 scales are 2^30 too large: only the largest values of each gradient survive."""
 
     def broken(x: jax.Array, rows: Any, columns: Any = None, *, scale: Any = None, **settings: Any) -> Any:
         if any(str(spec).startswith("e5m2") for spec in (rows, columns)):
@@ -155,7 +155,7 @@ def starve_gradients(quantize: Callable) -> Callable:
 
 
 class Lm1b(nn.Module):
-    """As Flax's example lm1b: a decoder, whose logits come from a layer called logitdense, or one of another name."""
+    """As Flax's example lm1b: a decoder whose logits come from a layer named logitdense, or another name."""
 
     head: str = "logitdense"
 
@@ -166,7 +166,7 @@ class Lm1b(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts: a router, whose probabilities or largest logits weigh the experts' results."""
+    """A mixture of experts. A router's probabilities or largest logits weight the results of the experts."""
 
     router: str = "router"
     experts: int = 4
@@ -181,7 +181,7 @@ class Experts(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Convolutions, a projection, and a classifier that has no name of its own."""
+    """Convolutions, a projection, and a classifier without a name."""
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -191,7 +191,7 @@ class ResNet(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """A linear layer as transformers' FlaxConv1D: its kernel is (outputs, inputs)."""
+    """A linear layer as transformers' FlaxConv1D, with a kernel (outputs, inputs)."""
 
     features: int
 
@@ -203,7 +203,7 @@ class Conv1D(nn.Module):
 
 
 class Gpt2(nn.Module):
-    """As Flax's GPT-2: all layers but the tied head, which is called through `apply`, are of a class of its own."""
+    """As Flax's GPT-2: all layers are of a custom class, except the tied head, which is called through `apply`."""
 
     def setup(self) -> None:
         self.wte = nn.Embed(VOCAB, WIDTH)
@@ -218,7 +218,7 @@ class Gpt2(nn.Module):
 
 
 class Einsum(nn.Module):
-    """A product as in Gemma: the weight is called w, and the subscripts are an argument."""
+    """A matmul as in Gemma: the weight is named w, and the subscripts are an argument."""
 
     shape: tuple[int, ...]
 
@@ -228,7 +228,7 @@ class Einsum(nn.Module):
 
 
 class Gemma(nn.Module):
-    """Products of a class of its own, a norm of its own, and a Dense beside them."""
+    """Matmuls of a custom class, a custom norm, and a Dense layer."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -239,7 +239,7 @@ class Gemma(nn.Module):
 
 
 class OwnNorm(nn.Module):
-    """RMSNorm written by hand."""
+    """A handwritten RMSNorm."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -248,7 +248,7 @@ class OwnNorm(nn.Module):
 
 
 class NnxExperts(nnx.Module):
-    """The mixture of experts in NNX: experts as arrays, and a router with a name that says nothing."""
+    """The mixture of experts in NNX: experts as arrays, and a router with a generic name."""
 
     def __init__(self, rngs: nnx.Rngs, name: str = "choose", experts: int = 4) -> None:
         self.name = name
@@ -264,7 +264,7 @@ class NnxExperts(nnx.Module):
 
 
 class NnxCnn(nnx.Module):
-    """As NNX's tutorial on MNIST: two convolutions, then linear1 and linear2, which is the classifier."""
+    """As NNX's tutorial on MNIST: two convolutions, then linear1 and linear2, the classifier."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.conv = nnx.Conv(1, 8, (3, 3), rngs=rngs)

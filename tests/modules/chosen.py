@@ -1,4 +1,4 @@
-"""What rules choose for layers by their paths alone."""
+"""The choices of rules for layers by their paths alone."""
 
 from collections.abc import Iterable, Mapping
 

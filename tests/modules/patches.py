@@ -1,4 +1,4 @@
-"""A small library of adapters that does what Qwix's LoRA does: it changes JAX's products while a model runs."""
+"""A small adapter library that patches JAX's matmuls while a model runs, like Qwix's LoRA."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ handlers: list[Callable[..., Any]] = []
 
 
 def _code() -> types.CodeType:
-    """Code without free variables, which stands in any function's place."""
+    """Returns code without free variables, which can replace the code of any function."""
 
     def call(*args, **kwargs):  # type: ignore[no-untyped-def]
         from tests.modules.patches import handlers
@@ -28,7 +28,7 @@ def _code() -> types.CodeType:
 
 @contextlib.contextmanager
 def code_changed(product: Callable[..., Any]) -> Iterator[None]:
-    """Calls of `jax.lax.dot_general`, by whatever name, are calls of `product(original, *args, **kwargs)`."""
+    """Calls of `jax.lax.dot_general`, under any name, call `product(original, *args, **kwargs)`."""
     function: Any = lax.dot_general
     code = function.__code__
     original = types.FunctionType(code, function.__globals__, "dot_general", function.__defaults__)
@@ -44,7 +44,7 @@ def code_changed(product: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def name_changed(module: Any, name: str, product: Callable[..., Any]) -> Iterator[None]:
-    """The same of one name in a module of JAX."""
+    """The same for one name in a module of JAX."""
     original = getattr(module, name)
     setattr(module, name, functools.wraps(original)(functools.partial(product, original)))
     try:
@@ -54,7 +54,7 @@ def name_changed(module: Any, name: str, product: Callable[..., Any]) -> Iterato
 
 
 def adapted(original: Callable[..., Any], lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-    """A layer's product and its adapter's, whose parameters the first call makes; the layer is found in the stack."""
+    """Adds an adapter's product to a layer's. The first call creates its parameters; the call stack shows the layer."""
     y, frame = original(lhs, rhs, *args, **kwargs), inspect.currentframe()
     while frame is not None:
         layer = frame.f_locals.get("self")
@@ -70,7 +70,7 @@ def adapted(original: Callable[..., Any], lhs: Any, rhs: Any, *args: Any, **kwar
 
 
 def with_adapters(model: Any, *sample: jax.Array) -> Any:
-    """A copy of a model of either interface of Flax, whose call runs under the change; in NNX with adapters made."""
+    """Returns a copy of a Flax model whose call runs with the patch; in NNX with adapters created."""
     copy = nnx.clone(model) if isinstance(model, nnx.Module) else model.copy()
     cls = type(copy)
 

@@ -1,6 +1,6 @@
-"""Norms and activations that keep their inputs as they are: on a GPU they make the codes that layers read.
+"""Norms and activations that save their inputs unquantized: on a GPU they compute the codes that layers read.
 
-Here the references of the kernels take their places.
+Here the references of the kernels replace them.
 """
 
 import collections
@@ -34,7 +34,7 @@ CALLS = {
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Switches the kernels on or off; how often each has run."""
+    """Switches the kernels on or off; returns how often each has run."""
     monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     counted = collections.Counter()
     names = ("quantize", "peaks", "quantize_and_predict", "encode_activation_residuals", "forward", "backward")
@@ -63,7 +63,7 @@ def plain():
 
 
 def block(recipe=None):
-    """A block as a function of its parameters and input, and these; as written if there is no recipe."""
+    """Returns a block as a function of parameters and input, and these; unquantized without a recipe."""
     model = plain() if recipe is None else fp8jax.nnx.quantize(plain(), recipe)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     tables = rope_tables(TOKENS // 2, LLAMA.head_dim, 1e4)
@@ -83,7 +83,7 @@ def distance(a, b):
 
 
 def residual_memory(layer, params, x):
-    """Bytes of what a block keeps but for its parameters, and of that the codes."""
+    """Returns residual bytes of a block without its parameters, and the bytes of codes among them."""
     weights = {leaf.shape for leaf in jax.tree.leaves(params)}
     weights |= {shape[::-1] for shape in weights}
     leaves = jax.tree.leaves(jax.eval_shape(lambda params, x: jax.vjp(layer, params, x)[1], params, x))
@@ -103,9 +103,9 @@ def test_a_block_computes_what_it_did_from_codes_made_once_and_keeps_none_of_the
     )
     counted = kernels(True)
     layer, *args = block(RECIPES[name])
-    got = three(layer, *args)
+    actual = three(layer, *args)
     assert counted == CALLS[name]
-    for a, b, c in zip(exact, without, got, strict=True):
+    for a, b, c in zip(exact, without, actual, strict=True):
         assert 0 < distance(c, a) < 1.05 * distance(b, a) + 0.003
     after = residual_memory(layer, *args)
     # Codes of the attention's output are all that is left of them.
@@ -120,7 +120,7 @@ def checkpointed(layer):
 
 
 class LinenBlock(linen.Module):
-    """A norm and a perceptron of Linen."""
+    """A norm and an MLP in Linen."""
 
     @linen.compact
     def __call__(self, x):
@@ -137,7 +137,7 @@ def test_in_linen_likewise(kernels):
     kernels(False)
     exact, without = three(model.apply, params, x), three(layer, params, x)
     counted = kernels(True)
-    got = three(layer, params, x)
+    actual = three(layer, params, x)
     assert counted == {
         "forward": 1,
         "encode_activation_residuals": 1,
@@ -145,7 +145,7 @@ def test_in_linen_likewise(kernels):
         "quantize_and_predict": 1,
         "backward": 1,
     }
-    for a, b, c in zip(exact, without, got, strict=True):
+    for a, b, c in zip(exact, without, actual, strict=True):
         assert distance(c, a) < 1.05 * distance(b, a) + 0.003
 
 

@@ -35,21 +35,21 @@ def task(microbatches=1):
 
 
 def layers(state):
-    """(bound, largest magnitude) of each kernel of a state, (layers,) each, by path."""
-    weights, found = jax.tree.leaves_with_path(state.params["layers"]), {}
+    """Returns (bound, amax) of each kernel of a state, (layers,) each, by path."""
+    weights, results = jax.tree.leaves_with_path(state.params["layers"]), {}
     for path, w in weights:
         if path[-1].key == "kernel":
             node = state.model_state["layers"]
             for key in path[:-1]:
                 node = node[key.key]
             (bound,) = jax.tree.leaves(node)
-            found[jax.tree_util.keystr(path)] = np.asarray(bound), np.abs(np.asarray(w)).max((-2, -1))
-    assert len(found) == 7
-    return found
+            results[jax.tree_util.keystr(path)] = np.asarray(bound), np.abs(np.asarray(w)).max((-2, -1))
+    assert len(results) == 7
+    return results
 
 
 def reductions(jaxpr, shapes, depth=0):
-    """How deep in conditionals each reduction by maximum over an array of these last two axes stands."""
+    """Returns the nesting depth in conditionals of each maximum over an array with these last two axes."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("reduce_max", "argmax", "reduce_min") and eqn.invars[0].aval.shape[-2:] in shapes:
             yield depth
@@ -64,7 +64,7 @@ def reductions(jaxpr, shapes, depth=0):
 
 @pytest.fixture(scope="module")
 def run():
-    """The states of some steps of training, and the compiled step."""
+    """Returns the states of some training steps, and the compiled step."""
     program = task()
     step, states = jax.jit(program.step), [jax.jit(program.init)()]
     for _ in range(INTERVAL + 2):
@@ -136,8 +136,8 @@ def test_a_layer_takes_the_scale_of_its_bound_and_measures_loaded_weights():
     fp8jax.nnx.update_weight_amax_bounds(quantized, fp8jax.get_weight_amax_bounds(optimizer.opt_state))
     bound, moved = float(jnp.abs(w).max()) + 0.5, quantized.kernel[...]
     np.testing.assert_allclose(quantized.dot_general.automatic_w[...], bound, rtol=1e-6)
-    held = fp8jax.quantize_weight(moved, recipe=PART, scale=quantized.dot_general.automatic_w[...] / 448)
-    np.testing.assert_allclose(quantized(x), fp8jax.linear(x, moved, recipe=PART, quantized=held), rtol=1e-6)
+    prequantized = fp8jax.quantize_weight(moved, recipe=PART, scale=quantized.dot_general.automatic_w[...] / 448)
+    np.testing.assert_allclose(quantized(x), fp8jax.linear(x, moved, recipe=PART, quantized=prequantized), rtol=1e-6)
     quantized.kernel[...] = 10 * moved
     fp8jax.nnx.reset_weight_amax_bounds(quantized)
     np.testing.assert_array_equal(quantized.dot_general.automatic_w[...], jnp.abs(10 * moved).max())
@@ -172,7 +172,7 @@ def by_transform(x, w):
 
 
 def by_shards(x, w):
-    """Each device has some of the weight's columns: their scale is that of all."""
+    """Each device has some columns of the weight; their scale is that of the whole weight."""
     fast = fp8jax.transform(lambda w, x: x @ w["w"], [fp8jax.Rule(".*", PART)])
     mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     columns, states = P(None, "model"), fast.init({"w": w}, x)
@@ -217,8 +217,8 @@ def test_linen_layers_are_given_bounds_one_a_layer():
     _, state = tx.update(grads, tx.init(params), params)
     after = fp8jax.linen.update_weight_amax_bounds(scaling, fp8jax.get_weight_amax_bounds(state))
     assert jax.tree.structure(after) == jax.tree.structure(scaling)
-    want = largest + np.abs(np.asarray(jax.tree.leaves(grads)[1])).max((-2, -1))
-    np.testing.assert_allclose(jax.tree.leaves(after)[0], want, rtol=1e-6)
+    expected = largest + np.abs(np.asarray(jax.tree.leaves(grads)[1])).max((-2, -1))
+    np.testing.assert_allclose(jax.tree.leaves(after)[0], expected, rtol=1e-6)
     again = fp8jax.linen.reset_weight_amax_bounds(after, jax.tree.map(lambda p: 2 * p, params))
     np.testing.assert_array_equal(jax.tree.leaves(again)[0], 2 * largest)
     with pytest.raises(ValueError, match="has automatic scaling: pass the collections 'fp8jax_scaling' from"):
@@ -242,16 +242,16 @@ def test_shards_of_a_weight_have_one_bound():
 
         if axis is not None:
             two_steps = jax.shard_map(two_steps, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-        given = (w, grads) if place is None else jax.device_put((w, grads), NamedSharding(mesh, place))
-        results.append(np.asarray(jax.jit(two_steps)(*given)))
+        operands = (w, grads) if place is None else jax.device_put((w, grads), NamedSharding(mesh, place))
+        results.append(np.asarray(jax.jit(two_steps)(*operands)))
     assert results[2].shape == (4,)
-    for found in results[1:]:
-        np.testing.assert_allclose(found, np.broadcast_to(results[0], found.shape), rtol=1e-6)
+    for actual in results[1:]:
+        np.testing.assert_allclose(actual, np.broadcast_to(results[0], actual.shape), rtol=1e-6)
     assert results[0] > float(Automatic().measure_amax(w))
 
 
 def test_of_weights_without_a_bound_those_alone_are_measured():
-    """Of a partly frozen model, whose optimizer follows the rest: what has a bound counts as that, unread."""
+    """A partly frozen model whose optimizer tracks the other weights: weights with a bound are not read."""
     layers = [nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2)]
     model = fp8jax.nnx.quantize(nnx.Sequential(*layers), PART)
     x, call = jax.random.normal(jax.random.key(2), (4, 16)), nnx.jit(lambda model, x: model(x))

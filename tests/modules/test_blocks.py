@@ -1,4 +1,4 @@
-"""Activations between layers of NNX models: which are known, what they compute, and what they keep."""
+"""Activations between layers of NNX models: which are recognized, their values and their residuals."""
 
 import dataclasses
 from collections import Counter
@@ -21,7 +21,7 @@ from tests.modules.residuals import (
     assert_same,
     both,
     codes,
-    found,
+    found_activations,
     gradients,
     inputs,
     linear,
@@ -32,7 +32,7 @@ FAITHFUL = dataclasses.replace(COAT, context=Context("e4m3:group16"))
 
 
 class Perceptron(nnx.Module):
-    """Three layers and a function of them and the input."""
+    """Three layers, and a function of them and the input."""
 
     def __init__(self, compute, doubled=False, bias=False) -> None:
         self.a, self.c = linear(outer=2 * INNER if doubled else INNER, use_bias=bias), linear(INNER, WIDTH)
@@ -82,7 +82,7 @@ SLOW = ("swapped", "two inputs", "short", "sigmoid", "gelu", "halves", "by tanh"
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in KNOWN])
 def test_perceptrons_are_known_by_what_they_compute(name):
     (form, model), x = KNOWN[name], inputs(2, 6, WIDTH)
-    assert found(model, x) == [form]
+    assert found_activations(model, x) == [form]
     quantized, written = both(model)
     assert isinstance(quantized, type(model))
     # Forward it is the same function, of which an order of sums may differ.
@@ -103,7 +103,7 @@ def test_a_loop_and_a_layer_that_is_called_twice_keep_codes():
     rounded = lambda h: h.astype(jnp.float8_e5m2).astype(h.dtype)  # noqa: E731
     cast = Perceptron(lambda m, x: m.c(jax.nn.silu(rounded(m.a(x))) * m.b(x)))
     for model in (loop, again, cast):
-        assert found(model, inputs()) == [f"{SILU}(gate) * up"]
+        assert found_activations(model, inputs()) == [f"{SILU}(gate) * up"]
         quantized, written = both(model)
         assert codes(quantized, inputs())[INNER] > codes(written, inputs())[INNER]
         assert relative(quantized(inputs()), written(inputs())) < 1e-3
@@ -124,7 +124,7 @@ def test_what_computes_anything_else_is_left_as_it_is(name):
     assert_same(quantized(x), written(x))
     if name == "a value":
         return
-    assert found(model, x) == []
+    assert found_activations(model, x) == []
     assert codes(quantized, x) == codes(written, x)
 
 
@@ -145,7 +145,7 @@ class NormFirst(nnx.Module):
 def test_a_norm_and_an_activation_by_hand_are_known_and_dropout_hides_one():
     parts = [part.kind for part in fp8jax.explain(NormFirst(), COAT, inputs()).context_entries]
     assert parts == ["RMSNorm", f"{TANH}(x)"]
-    assert found(Dropping(lambda m, x: m.down(m.dropout(nnx.gelu(m.up(x))))), inputs()) == []
+    assert found_activations(Dropping(lambda m, x: m.down(m.dropout(nnx.gelu(m.up(x))))), inputs()) == []
 
 
 def test_a_block_that_is_not_known_keeps_codes_by_the_hook():
@@ -157,7 +157,7 @@ def test_a_block_that_is_not_known_keeps_codes_by_the_hook():
 
 
 class Decoder(nnx.Module):
-    """A block as in one file of a model: attention, a gated perceptron and dropout, beside each other in one call."""
+    """A block in one call: attention, a gated MLP and dropout."""
 
     def __init__(self, rngs: nnx.Rngs, attend=flash) -> None:
         make = lambda inner, outer: nnx.Linear(inner, outer, dtype=jnp.bfloat16, use_bias=False, rngs=rngs)  # noqa: E731
@@ -238,7 +238,7 @@ def test_loops_checkpoints_and_jit_keep_what_one_call_keeps():
     saved_codes = {}
     for remat in (False, True):
         quantized = fp8jax.nnx.quantize(Stack(remat), COAT)
-        assert found(Stack(remat), X) == [f"{SILU}(gate) * up"]
+        assert found_activations(Stack(remat), X) == [f"{SILU}(gate) * up"]
         saved_codes[remat] = codes(quantized, X)
     assert saved_codes == {False: {WIDTH: 3, INNER: 2}, True: {}}
     quantized, written = both(Decoder(nnx.Rngs(0)))
@@ -246,9 +246,9 @@ def test_loops_checkpoints_and_jit_keep_what_one_call_keeps():
     (value, grads), (again, same) = (
         nnx.jit(nnx.value_and_grad(f))(quantized, X) for f in (loss, nnx.remat(loss, prevent_cse=False))
     )
-    want, by_linear = nnx.jit(nnx.value_and_grad(loss))(written, X)
-    assert abs(value - want) < 1e-2 * abs(want)
-    assert abs(again - want) < 1e-2 * abs(want)
+    expected, by_linear = nnx.jit(nnx.value_and_grad(loss))(written, X)
+    assert abs(value - expected) < 1e-2 * abs(expected)
+    assert abs(again - expected) < 1e-2 * abs(expected)
     assert relative(grads, by_linear) < 0.15
     assert relative(same, by_linear) < 0.15
     assert relative(grads, by_linear) > 0

@@ -1,4 +1,4 @@
-"""Activations of NNX models are known in each call: with its arguments and settings, in its trace, once."""
+"""Activations of NNX models are recognized in each call: with its arguments and settings, in its trace, once."""
 
 import itertools
 import sys
@@ -19,7 +19,7 @@ from tests.modules.residuals import (
     X,
     assert_same,
     both,
-    found,
+    found_activations,
     kept_by,
     linear,
     wide,
@@ -32,7 +32,7 @@ def plain(m, x):
 
 
 class Dropping(nnx.Module):
-    """A perceptron with dropout, and an activation as an attribute."""
+    """An MLP with dropout, and an activation as an attribute."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up, self.down = linear(), linear(INNER, WIDTH, 1)
@@ -65,7 +65,7 @@ class Changeable:
 
 
 class Chooses(nnx.Module):
-    """Two perceptrons in one module, in a list; arguments say which run, and how."""
+    """Two MLPs in one module, in a list; arguments select which run, and how."""
 
     def __init__(self) -> None:
         self.ups, self.downs = (nnx.List([linear(*s, i) for i in range(2)]) for s in ((WIDTH, INNER), (INNER, WIDTH)))
@@ -82,9 +82,9 @@ class Chooses(nnx.Module):
 def test_each_call_is_recognised_by_itself():
     model = Chooses()
     tanh, silu = ([f"{f}(x)"] * 2 for f in ("gelu_tanh", "silu"))
-    assert [found(model, X, how) for how in (None, True, 1)] == [tanh, silu, tanh]
-    assert found(model, X, which=(1,)) == tanh[1:]
-    assert found(model, X, which=(1, 1)) == tanh
+    assert [found_activations(model, X, how) for how in (None, True, 1)] == [tanh, silu, tanh]
+    assert found_activations(model, X, which=(1,)) == tanh[1:]
+    assert found_activations(model, X, which=(1, 1)) == tanh
     quantized, written = both(model)
     for how, which in itertools.product((True, 1), ((0, 1), (0, 0))):
         assert_same(quantized(X, how, which=which), written(X, how, which=which))
@@ -104,7 +104,7 @@ def test_layers_that_modules_share_keep_codes_in_both():
             return self.inner(x) + self.down(jax.nn.silu(self.up(x)))
 
     model = Outer()
-    assert found(model, X) == ["gelu_tanh(x)", "silu(x)"]
+    assert found_activations(model, X) == ["gelu_tanh(x)", "silu(x)"]
     quantized, written = both(model)
     assert relative(quantized(X), written(X)) < 1e-3
     assert 0 == wide(quantized, X) < wide(written, X)
@@ -161,8 +161,8 @@ def test_layers_inside_other_programs_are_known():
     def half_inside(m, x):
         return m.down(nnx.gelu(jax.jit(lambda x: m.up(x))(x)))
 
-    assert found(Several(), X) == ["gelu_tanh(x)", "silu(gate) * up", "silu(gate) * up"]
-    assert [found(m, X) for m in (Short(half_inside), Jitted(), Checkpointed())] == [["gelu_tanh(x)"]] * 3
+    assert found_activations(Several(), X) == ["gelu_tanh(x)", "silu(gate) * up", "silu(gate) * up"]
+    assert [found_activations(m, X) for m in (Short(half_inside), Jitted(), Checkpointed())] == [["gelu_tanh(x)"]] * 3
     for model in (Several(), Short(half_inside), Jitted(), Checkpointed()):
         quantized, written = both(model)
         for _ in range(2):
@@ -170,7 +170,7 @@ def test_layers_inside_other_programs_are_known():
 
 
 class Nested(nnx.Module):
-    """Two layers, and as many modules as are said, in a list or one inside the other."""
+    """Two layers, and a number of modules, in a list or nested."""
 
     runs = 0
 
@@ -185,7 +185,7 @@ class Nested(nnx.Module):
 
 
 def runs(model) -> list[int]:
-    """How often bodies of `Nested` run in a first call and in a second one."""
+    """Returns how often bodies of `Nested` run in a first and in a second call."""
     counts = []
     for _ in range(2):
         Nested.runs = 0
@@ -208,7 +208,7 @@ scanned = nnx.scan(lambda x, inner: inner(x), in_axes=(nnx.Carry, 0), out_axes=n
 
 
 class Above(nnx.Module):
-    """Two layers, and a module between them that a transformed function runs, which outlives the call."""
+    """Two layers, and a module between them that a transformed function runs and that outlives the call."""
 
     def __init__(self, run, inner) -> None:
         self.first, self.last, self.run, self.inner = linear(outer=WIDTH), linear(outer=WIDTH, seed=1), run, inner
@@ -227,7 +227,7 @@ def test_functions_that_jax_has_traced_aside_keep_codes_in_the_call():
     stacked = nnx.vmap(Stacked)(nnx.Rngs(0).split(2))
     for run, inner in ((lambda m, x: jitted(m.inner, x), Short(plain)), (lambda m, x: scanned(x, m.inner), stacked)):
         model = Above(run, inner)
-        assert found(model, X) == ["gelu_tanh(x)"]
+        assert found_activations(model, X) == ["gelu_tanh(x)"]
         quantized, written = both(model)
         few, many = (
             sum(d != "uint8" and s[-1:] == (INNER,) and len(s) > 2 for d, s in kept_by(m, X))
@@ -286,7 +286,7 @@ def test_threads_do_not_see_each_other():
 
 
 class Beside(nnx.Module):
-    """Three layers, and what the model computes with them."""
+    """Three layers, and a function of them."""
 
     def __init__(self, compute) -> None:
         self.a, self.b, self.c = (nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=nnx.Rngs(i)) for i in range(3))
@@ -297,7 +297,7 @@ class Beside(nnx.Module):
 
 
 def padded(m, x):
-    """Products keep no factor of a mask that is not differentiated: two layers keep codes of what they read."""
+    """Matmuls save no factor of a mask that is not differentiated: two layers save codes of their inputs."""
     h = jnp.sin(m.a(x))
     real = (jnp.abs(x).sum(-1, keepdims=True) > 0).astype(jnp.bfloat16)
     return m.b(h) + m.c(h * real)
@@ -314,4 +314,4 @@ def test_what_no_gradient_needs_is_not_kept_anyway():
 
 
 def test_a_product_beside_an_activation_hides_it_not():
-    assert found(Beside(weighed), X) == ["silu(x)"]
+    assert found_activations(Beside(weighed), X) == ["silu(x)"]

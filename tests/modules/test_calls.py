@@ -1,4 +1,4 @@
-"""Calls of modules as functions: what leaves are, what tells settings apart, and the paths that rules match."""
+"""Calls of modules as functions: leaves, static settings, and the paths that rules match."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def test_leaves_are_parted_and_joined_again_in_their_order():
 
 
 def test_a_call_says_which_of_its_inputs_are_arguments_and_how_many_outputs_results():
-    """The program has its parameters first, and as many inputs for a leaf as it has arrays."""
+    """The program's first inputs are parameters. Each leaf has as many inputs as it has arrays."""
 
     def method(): ...
 

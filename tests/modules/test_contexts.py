@@ -1,4 +1,4 @@
-"""Norms and attentions of NNX models: which are known, what they compute, and what they keep."""
+"""Norms and attention of NNX models: which are recognized, their values and their residuals."""
 
 import dataclasses
 import re
@@ -34,7 +34,7 @@ NORMS = {
 
 
 def shaken(module):
-    """A module whose parameters are no zeros and ones."""
+    """Returns a module with random parameters instead of zeros and ones."""
     params = nnx.state(module, nnx.Param)
     leaves, tree = jax.tree.flatten(params)
     noise = [0.3 * jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
@@ -69,15 +69,15 @@ NORMS_OF_KINDS = [(norm, {}) for norm in NORMS] + [
 def test_norms_compute_what_they_did_and_keep_one_copy_of_their_input_in_codes(norm, kinds):
     model, x = Normed(norm, **kinds), 2 + inputs(dtype=jnp.bfloat16 if kinds else jnp.float32)
     quantized = fp8jax.nnx.quantize(model, COAT)
-    y, want = quantized.norm(x), model.norm(x)
-    assert y.dtype == want.dtype
+    y, expected = quantized.norm(x), model.norm(x)
+    assert y.dtype == expected.dtype
     assert isinstance(quantized.norm, type(model.norm))
     # Variances are taken of the centered input here, of squares there: a bf16 result may round the other way.
-    np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(want, np.float32), rtol=2.0**-8, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(expected, np.float32), rtol=2.0**-8, atol=1e-5)
     assert codes(quantized, x) == {WIDTH: 1}
     assert codes(fp8jax.nnx.quantize(model, FAITHFUL), x) == {WIDTH: 2}
-    got, exact = gradients(quantized, x), gradients(model, x)
-    assert relative(got[1], exact[1]) < 0.12
+    actual, exact = gradients(quantized, x), gradients(model, x)
+    assert relative(actual[1], exact[1]) < 0.12
     jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (model, quantized)))
 
 
@@ -87,7 +87,7 @@ class OwnNorm(nnx.RMSNorm):
 
 
 def test_norms_that_compute_something_else_are_left_as_written():
-    """Over other axes, with a mask, of another class: their values are kept."""
+    """Other axes, a mask, or another class: values do not change."""
     several = nnx.LayerNorm(WIDTH, reduction_axes=(-2, -1), feature_axes=-1, rngs=nnx.Rngs(0))
     masked = nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0))
     mask = jnp.arange(WIDTH) < 7
@@ -99,9 +99,13 @@ def test_norms_that_compute_something_else_are_left_as_written():
         def __call__(self, x):
             return self.linear(self.norm(x, mask=mask if self.more else None))
 
-    for model, known in ((Reads(several), []), (Reads(masked, 1), []), (Reads(OwnNorm(WIDTH, rngs=nnx.Rngs(0))), [])):
+    for model, expected_norms in (
+        (Reads(several), []),
+        (Reads(masked, 1), []),
+        (Reads(OwnNorm(WIDTH, rngs=nnx.Rngs(0))), []),
+    ):
         parts = fp8jax.explain(model, COAT, inputs(2, 6, WIDTH)).context_entries
-        assert [part.path for part in parts] == known
+        assert [part.path for part in parts] == expected_norms
         quantized, linear = (fp8jax.nnx.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
         x = inputs(2, 6, WIDTH)
         np.testing.assert_array_equal(np.asarray(quantized(x)), np.asarray(linear(x)))
@@ -143,7 +147,7 @@ class Gated(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections around attention, with an argument that is no array."""
+    """Projections around attention, with an argument that is not an array."""
 
     def __init__(self, attend) -> None:
         make = lambda: nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))  # noqa: E731
@@ -198,9 +202,9 @@ def test_a_cache_of_attention_is_written_as_before():
         outputs = [model(inputs(2, 1, WIDTH, dtype=jnp.float32)) for _ in range(3)]
         return outputs, int(model.cache_index[...])
 
-    (want, index), (got, same_index) = decoded(LINEAR_ONLY), decoded(COAT)
+    (expected, index), (actual, same_index) = decoded(LINEAR_ONLY), decoded(COAT)
     assert (index, same_index) == (3, 3)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), want, got)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), expected, actual)
 
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=4, mlp_dim=96)
@@ -273,8 +277,8 @@ def test_layers_with_delayed_scaling_make_their_input_again_too():
 
     def saved_arrays(recipe) -> Counter:
         graph, params, rest = nnx.split(fp8jax.nnx.quantize(model, recipe), nnx.Param, ...)
-        found = residuals(lambda p, x: nnx.merge(graph, p, rest, copy=True)(x), params, x)
-        return Counter((dtype, shape[-1]) for dtype, shape in found if TOKENS in shape and shape[-1] == WIDTH)
+        actual = residuals(lambda p, x: nnx.merge(graph, p, rest, copy=True)(x), params, x)
+        return Counter((dtype, shape[-1]) for dtype, shape in actual if TOKENS in shape and shape[-1] == WIDTH)
 
     assert saved_arrays(dataclasses.replace(delayed, context=COAT.context)) == {("uint8", WIDTH): 1}
     assert saved_arrays(dataclasses.replace(delayed, context=FAITHFUL.context)) == {("uint8", WIDTH): 2}

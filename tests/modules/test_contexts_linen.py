@@ -1,4 +1,4 @@
-"""Norms of Linen models: what they compute, and what they keep."""
+"""Norms of Linen models: their values and their residuals."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ class LinenBlock(linen.Module):
 
 
 def whole(recipe):
-    """The recipe for all layers: what the model returns is the result of one that is meant, too."""
+    """Returns rules for all layers, including heads, because the model returns a layer's result."""
     return fp8jax.Rule(".*", recipe)
 
 
@@ -53,13 +53,15 @@ def test_norms_of_linen_compute_what_they_did_and_keep_codes(kinds):
     quantized = fp8jax.linen.quantize(model, whole(COAT))
     assert jax.tree.structure(quantized.init(jax.random.key(0), x)) == jax.tree.structure(variables)
 
-    def found(recipe, capture="norm"):
+    def intermediate(recipe, capture="norm"):
         copy = model if recipe is None else fp8jax.linen.quantize(model, whole(recipe))
         _, state = copy.apply(variables, x, capture_intermediates=True, mutable="intermediates")
         return state["intermediates"][capture]["__call__"][0]
 
-    np.testing.assert_allclose(*(np.asarray(found(r), np.float32) for r in (None, COAT)), rtol=2.0**-7, atol=1e-5)
-    assert found(COAT).dtype == found(None).dtype
+    np.testing.assert_allclose(
+        *(np.asarray(intermediate(r), np.float32) for r in (None, COAT)), rtol=2.0**-7, atol=1e-5
+    )
+    assert intermediate(COAT).dtype == intermediate(None).dtype
     saved = {
         name: [s for d, s in residuals(lambda p, x, m=m: m.apply(p, x), variables, x) if d == "uint8"]
         for name, m in (("linear", fp8jax.linen.quantize(model, whole(LINEAR_ONLY))), ("lean", quantized))
@@ -84,7 +86,7 @@ def test_rules_and_explain_know_the_norms_of_linen():
 
 
 class Swiglu(linen.Module):
-    """As most models write it, its layers in setup, with dropout; or one layer for gate and up, in compact."""
+    """As in most models, with layers in setup and dropout; or one compact layer for gate and up."""
 
     split: bool = False
     rate: float = 0.0
@@ -101,7 +103,7 @@ class Swiglu(linen.Module):
 
 
 class Plain(linen.Module):
-    """A perceptron whose layers are made in setup."""
+    """An MLP with layers in setup."""
 
     scale: float | None = None
 
@@ -114,7 +116,7 @@ class Plain(linen.Module):
 
 
 class Layers(linen.Module):
-    """A stack under nn.scan, each layer a checkpoint that keeps what is named."""
+    """A stack under nn.scan; each layer is a checkpoint that saves named values."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -189,7 +191,7 @@ JITTED = linen.jit(Swiglu)
 
 
 class Shared(linen.Module):
-    """A perceptron that is called twice, jitted, and one whose layers lie inside a block beside others."""
+    """An MLP that is called twice, jitted, and one with layers inside another block."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -218,7 +220,7 @@ def test_perceptrons_that_are_shared_jitted_or_written_into_a_block_are_recognis
 
 
 class Remade(linen.Module):
-    """A perceptron beside a layer that is a checkpoint, and one whose first layer is."""
+    """An MLP next to a layer under a checkpoint, and one whose first layer is under a checkpoint."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -239,7 +241,7 @@ def test_activations_of_what_a_checkpoint_gives_are_found():
 
 
 class Chooses(linen.Module):
-    """A perceptron that chooses its activation by an argument, or by its name."""
+    """An MLP that selects its activation by an argument, or by its name."""
 
     @linen.compact
     def __call__(self, x: jax.Array, how: object = None) -> jax.Array:

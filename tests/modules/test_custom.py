@@ -1,4 +1,4 @@
-"""Models of a user's own classes: what is not known is named, and `layers=` makes layers of classes."""
+"""Models of custom classes: unrecognized layers are named, and layers of custom classes are quantized."""
 
 import re
 import warnings
@@ -26,13 +26,13 @@ def eight(fn, *args) -> int:
 
 
 def eight_of(model, x) -> int:
-    """How many products of a call of an NNX model have 8 bits."""
+    """Returns the number of 8-bit matmuls in a call of an NNX model."""
     graph, state = nnx.split(model)
     return eight(lambda state, x: nnx.merge(graph, state, copy=True)(x), state, x)
 
 
 class Own(nnx.Module):
-    """A layer as in Gemma's NNX models or MaxText's DenseGeneral: a class of its own around one matrix."""
+    """A layer as in Gemma's NNX models or MaxText's DenseGeneral: a custom class around one matrix."""
 
     def __init__(self, inner: int, outer: int, how: str, rngs: nnx.Rngs) -> None:
         self.kernel, self.how = nnx.Param(jax.random.normal(rngs.params(), (inner, outer)) / inner**0.5), how
@@ -51,10 +51,10 @@ class Own(nnx.Module):
 
 
 class Model(nnx.Module):
-    def __init__(self, how: str = "@") -> None:
+    def __init__(self, style: str = "@") -> None:
         rngs = nnx.Rngs(0)
-        self.known, self.own = nnx.Linear(WIDTH, WIDTH, rngs=rngs), Own(WIDTH, FEEDFORWARD, how, rngs)
-        self.down, self.table_embedding = Own(FEEDFORWARD, WIDTH, how, rngs), nnx.Param(jnp.ones((99, WIDTH)))
+        self.known, self.own = nnx.Linear(WIDTH, WIDTH, rngs=rngs), Own(WIDTH, FEEDFORWARD, style, rngs)
+        self.down, self.table_embedding = Own(FEEDFORWARD, WIDTH, style, rngs), nnx.Param(jnp.ones((99, WIDTH)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x + self.down(jnp.tanh(self.own(self.known(x))))
@@ -71,15 +71,15 @@ def test_own_classes_are_known_without_a_word():
     assert eight_of(fp8jax.nnx.quantize(model, TE), jnp.ones((3, 8))) == 2
 
 
-@pytest.mark.parametrize("how", ["@", slow("einsum"), "weight first", slow("dot_general")])
-def test_layers_of_a_users_class_compute_as_a_linear_with_the_recipe(how):
-    model = Model(how)
+@pytest.mark.parametrize("style", ["@", slow("einsum"), "weight first", slow("dot_general")])
+def test_layers_of_a_users_class_compute_as_a_linear_with_the_recipe(style):
+    model = Model(style)
     quantized = fp8jax.nnx.quantize(model, DEEPSEEK)
     assert isinstance(quantized.own, Own)
-    got = quantized.own(X)
+    actual = quantized.own(X)
     # The parameter is quantized from all of its bits.
     w, x = model.own.kernel[...], X.astype(jnp.bfloat16)
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(fp8jax.linear(x, w, recipe=DEEPSEEK), got.dtype))
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(fp8jax.linear(x, w, recipe=DEEPSEEK), actual.dtype))
     assert quantized.own.calls[...] == 1
     jax.tree.map(
         np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m, nnx.Param)) for m in (quantized, model))
@@ -88,8 +88,8 @@ def test_layers_of_a_users_class_compute_as_a_linear_with_the_recipe(how):
     def loss(model):
         return jnp.mean(model(X).astype(jnp.float32) ** 2)
 
-    got, want = (nnx.jit(nnx.grad(loss))(m) for m in (quantized, model))
-    assert 0 < relative(got["own"]["kernel"][...], want["own"]["kernel"][...]) < 0.15
+    actual, expected = (nnx.jit(nnx.grad(loss))(m) for m in (quantized, model))
+    assert 0 < relative(actual["own"]["kernel"][...], expected["own"]["kernel"][...]) < 0.15
     report = fp8jax.explain(model, DEEPSEEK, X)
     assert sorted((layer.path, layer.kind) for layer in report.quantized_layers) == [
         ("down", "Own"),
@@ -113,10 +113,10 @@ def test_layers_of_a_users_class_in_linen(model, x, products):
         return jnp.mean(model.apply(variables, x).astype(jnp.float32) ** 2)
 
     assert eight(jax.grad(lambda v: loss(quantized, v)), variables) == 3 * products
-    got, want = (jax.jit(jax.grad(lambda v, m=m: loss(m, v)))(variables) for m in (quantized, model))
-    for a, b in zip(*(jax.tree.leaves(jax.device_get(g)) for g in (got, want)), strict=True):
+    actual, expected = (jax.jit(jax.grad(lambda v, m=m: loss(m, v)))(variables) for m in (quantized, model))
+    for a, b in zip(*(jax.tree.leaves(jax.device_get(g)) for g in (actual, expected)), strict=True):
         assert relative(a, b) < 0.25
-    assert relative(got, want) > 0
+    assert relative(actual, expected) > 0
     report = fp8jax.explain(model, TE, x)
     assert len(report.quantized_layers) == products
     assert report.notes == ()
@@ -142,14 +142,14 @@ def test_what_is_no_model_of_flax_is_refused_with_what_to_do(take):
     function = {"fp8jax.nnx.quantize": fp8jax.nnx.quantize, "fp8jax.linen.quantize": fp8jax.linen.quantize}
     call = function.get(take, fp8jax.explain)
     do = "use fp8jax.transform(fn, rules) for any function of parameters, or call fp8jax.linear(x, w, recipe=...)"
-    for given, message in (
+    for model, message in (
         (EQUINOX(), "Linear, of Equinox; use fp8jax.filter_transform(loss, rules)"),
         (lambda x: x, f"function. Without Flax, {do}"),
         ({"w": 1}, f"dict; pass the model, not its parameters. Without Flax, {do}"),
         (nnx.Linear, "the class Linear; pass an instance"),
     ):
         with pytest.raises(TypeError, match=f"{take} expects an?.* module, not {re.escape(message)}"):
-            call(given, TE)
+            call(model, TE)
 
 
 def test_an_equinox_model_is_told_what_to_do():

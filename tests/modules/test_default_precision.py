@@ -1,4 +1,4 @@
-"""JAX's default precision in all its spellings goes through every door of a quantized product; another is refused."""
+"""JAX's default precision, in all spellings, is accepted by every quantized matmul; other precisions are refused."""
 
 import flax.linen as nn
 import jax
@@ -30,8 +30,8 @@ def einsum(precision):
     return fp8jax.einsum("td,dh->th", X, jnp.ones((16, 8)), precision, recipe=TE)
 
 
-def of_nnx(layer, recipe=TE, **how):
-    return fp8jax.nnx.quantize(layer, fp8jax.Rule("", recipe), **how)(X)
+def of_nnx(layer, recipe=TE, **kwargs):
+    return fp8jax.nnx.quantize(layer, fp8jax.Rule("", recipe), **kwargs)(X)
 
 
 def linear(precision):
@@ -87,10 +87,10 @@ def program(call, precision):
 
 @pytest.mark.parametrize("call", [dot_general, einsum, *LAYERS])
 def test_the_default_precision_is_one_in_all_spellings(call):
-    want = program(call, None)
-    assert "float8_e4m3fn" in want or "f8_e4m3fn" in want
+    expected = program(call, None)
+    assert "float8_e4m3fn" in expected or "f8_e4m3fn" in expected
     for precision in SPELLINGS if call is dot_general else SPELLINGS[1:2]:
-        assert program(call, precision) == want, precision
+        assert program(call, precision) == expected, precision
 
 
 @pytest.mark.parametrize("call", [dot_general, einsum, *LAYERS])

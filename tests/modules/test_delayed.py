@@ -84,7 +84,7 @@ def test_missing_statistics_and_layers_without_state_are_refused():
 
 
 class Listed(nnx.Module):
-    """Weights in Flax's own list, which takes nothing else."""
+    """Weights in Flax's own list, which accepts nothing else."""
 
     def __init__(self, rngs):
         self.ws = nnx.List([nnx.Param(jax.random.normal(rngs.params(), (32, 32)) / 6) for _ in range(2)])

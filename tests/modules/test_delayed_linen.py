@@ -1,4 +1,4 @@
-"""Delayed scaling in Linen models: collections of their own, training, evaluation, layers under scan."""
+"""Delayed scaling in Linen models: collections, training, evaluation, layers under scan."""
 
 import dataclasses
 import re
@@ -29,9 +29,9 @@ def make_step(model, tx, loss_of):
     @jax.jit
     def step(variables, state, batch):
         values = (variables["params"], variables["fp8jax_statistics"], variables["fp8jax_scaling"])
-        (value, scaling), (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(*values, batch)
+        (value, scaling), (grads, recorded) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(*values, batch)
         updates, state = tx.update(grads, state, variables["params"])
-        advanced = fp8jax.linen.advance_scaling(scaling, seen)
+        advanced = fp8jax.linen.advance_scaling(scaling, recorded)
         params = optax.apply_updates(variables["params"], updates)
         return variables | {"params": params, "fp8jax_scaling": advanced}, state, value
 
@@ -110,7 +110,7 @@ def test_stacked_layers_have_histories_of_their_own_where_scan_lifts_them():
 
 
 class Around(nn.Module):
-    """A loop around a quantized part."""
+    """A loop around a quantized module."""
 
     inner: nn.Module
     axes: tuple[str, ...] = ("params",)
@@ -127,18 +127,18 @@ class Around(nn.Module):
 )
 def test_a_loop_around_a_part_is_told_which_axes_to_write(recipe, names):
     part = fp8jax.linen.quantize(nn.Dense(16), fp8jax.Rule("", recipe))
-    said = "the layer has .* in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling. "
+    message = "the layer has .* in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling. "
     axes = re.escape(f'Pass variable_axes={{"params": 0, {names}}} to it')
-    with pytest.raises(ValueError, match=said + axes):
+    with pytest.raises(ValueError, match=message + axes):
         Around(part).init(KEY, X)
     # What it says works.
     model = Around(part, ("params", *re.findall(r"fp8jax_\w+", names)))
     variables = model.init(KEY, X)
     assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(variables))
     _, new = model.apply(variables, X, mutable=["fp8jax_scaling"])
-    seen = np.asarray(new["fp8jax_scaling"]["inner"]["seen_x"])
-    assert len(seen) == 3
-    assert (np.max(seen.reshape(3, -1), 1) > 0).all()
+    recorded = np.asarray(new["fp8jax_scaling"]["inner"]["seen_x"])
+    assert len(recorded) == 3
+    assert (np.max(recorded.reshape(3, -1), 1) > 0).all()
 
 
 def test_collections_of_other_layers_are_refused():

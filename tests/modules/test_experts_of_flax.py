@@ -1,4 +1,4 @@
-"""Experts in modules of NNX, Linen and Equinox: as arrays of a module, and as modules that are mapped or listed."""
+"""Experts in NNX, Linen and Equinox modules: as arrays of a module, and as mapped or listed modules."""
 
 import flax.linen as nn
 import jax
@@ -18,7 +18,7 @@ PRODUCTS = {"experts/gate", "experts/up", "experts/down"}
 
 
 class NnxExperts(nnx.Module):
-    """Experts as arrays, multiplied by a grouped product."""
+    """Experts as arrays, in a grouped matmul."""
 
     def __init__(self, dot):
         self.dot, self.router = dot, nnx.Param(P["router"])
@@ -47,7 +47,7 @@ class NnxExpert(nnx.Module):
 
 
 class NnxMapped(nnx.Module):
-    """One module for all experts, whose parameters have an axis of experts."""
+    """One module for all experts, with an expert axis in its parameters."""
 
     def __init__(self):
         self.router = nnx.Param(P["router"])
@@ -66,7 +66,7 @@ class LinenBlock(nn.Module):
 
 
 class LinenExperts(nn.Module):
-    """Experts as arrays, multiplied by batched products."""
+    """Experts as arrays, in batched matmuls."""
 
     @nn.compact
     def __call__(self, x):

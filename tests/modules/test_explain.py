@@ -1,4 +1,4 @@
-"""What `explain` says of models, against what is known of them."""
+"""The output of `explain` for models, against their known properties."""
 
 import collections
 import dataclasses
@@ -123,16 +123,16 @@ def test_a_report_names_the_bits_of_each_section_and_the_edges_of_a_loop(model):
 def test_what_cpu_makes_of_the_products():
     for recipe, names in ((TE, {"f8e4m3fn", "f8e5m2"}), (fp8jax.recipes.jetfire(), {"s8"})):
         report = fp8jax.explain(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), recipe, jnp.ones((8, 64)))
-        made = {name for p in report.program.compiled for name in p.operands}
+        dtypes = {name for p in report.program.compiled for name in p.operands}
         if jax.default_backend() == "cpu" and recipe is TE:
             # Nothing on a CPU multiplies fp8: the program says so. (The input's gradient is not asked for.)
-            assert not made & names
+            assert not dtypes & names
             assert "fp8jax asked for 2 products, 0 of them multiply codes of 8 or 4 bits" in str(report.program)
             assert "WARNING: 1 products of e4m3 x e5m2 run in fp32: XLA has no such product for cpu" in str(
                 report.program
             )
         else:
-            assert made & names
+            assert dtypes & names
             assert re.search(r"fp8jax asked for \d+ products, [1-9]\d* of them multiply codes", str(report.program))
 
 
@@ -153,7 +153,7 @@ def test_the_program_says_what_computes_each_operation(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("line", "want"),
+    ("line", "expected"),
     [
         (
             '  %c = (f32[8,8]{1,0}, s8[0]{0}) custom-call(%x, %y, %s), custom_call_target="__cublas$lt$matmul$f8"',
@@ -163,13 +163,13 @@ def test_the_program_says_what_computes_each_operation(monkeypatch):
         ("  %d = s32[8,8]{1,0} dot(s8[8,4]{1,0} %p, s8[8,4]{1,0} %q), metadata={}", ("dot", ("s8", "s8"))),
     ],
 )
-def test_products_are_read_from_programs_of_xla(line, want):
+def test_products_are_read_from_programs_of_xla(line, expected):
     text = (
         f"ENTRY %main {{\n  %x = f8e4m3fn[8,4]{{1,0}} parameter(0)\n  %y = f8e5m2[8,4]{{1,0}} parameter(1)\n{line}\n}}"
     )
-    (found,) = compiled.parse_products(text)
-    assert found == compiled.Product(*want, 1, 1)
-    assert found.has_codes
+    (actual,) = compiled.parse_products(text)
+    assert actual == compiled.Product(*expected, 1, 1)
+    assert actual.has_codes
 
 
 PROGRAM = """HloModule jit_step
@@ -197,13 +197,13 @@ ENTRY %main (x: bf16[8,4]) -> f32[8,8] {
 
 
 def test_what_became_of_products_is_told_with_its_reason_and_a_remedy():
-    found = {p.requested_formats: p for p in compiled.parse_products(PROGRAM)}
-    assert {(p.operation, p.kernel, p.occurrences, p.executions, p.widened_dtype) for p in found.values()} == {
+    actual = {p.requested_formats: p for p in compiled.parse_products(PROGRAM)}
+    assert {(p.operation, p.kernel, p.occurrences, p.executions, p.widened_dtype) for p in actual.values()} == {
         ("dot", "", 1, 7, "bf16"),
         ("mosaic_gpu", "fp8_matmul", 1, 7, None),
         ("dot", "", 1, 1, None),  # one operand was not to be quantized
     }
-    lost = [found["e4m3 x e5m2"]]
+    lost = [actual["e4m3 x e5m2"]]
     (line,) = compiled.describe_widened(lost, [("matmul", Choice("xla", "cuBLASLt's product, scales applied in it"))])
     assert line == (
         "7 products of e4m3 x e5m2 run in bf16: XLA did not match the pattern of cuBLASLt's FP8 matmul; "
@@ -230,7 +230,7 @@ def test_what_became_of_products_is_told_with_its_reason_and_a_remedy():
     ],
 )
 def test_scales_that_span_tokens_are_those_that_let_the_future_in(x, leaks):
-    """The marks agree with the model: does a change of the last token change what a layer makes of the first?"""
+    """Marks agree with the model: a change of the last token changes a layer's result for the first one."""
     linear = fp8jax.recipes.Linear(x, "e4m3", "e5m2", x_residual="e4m3")
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     report = fp8jax.explain(model, linear)
@@ -245,7 +245,7 @@ def test_scales_that_span_tokens_are_those_that_let_the_future_in(x, leaks):
 
 
 class Odd(nnx.Module):
-    """A convolution, and a matrix of its own."""
+    """A convolution, and a custom matrix."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.conv = nnx.Conv(8, 8, (3,), rngs=rngs)
@@ -268,8 +268,8 @@ def test_what_is_left_alone_has_a_reason():
     report = fp8jax.explain(Odd(nnx.Rngs(0)), fp8jax.recipes.switchback(), jnp.ones((2, 5, 8)), double=True)
     skipped = {layer.path: (layer.shape, layer.reason.split(":")[0]) for layer in report.skipped_layers}
     assert skipped == {"conv": ((3, 8, 8), "convolutions are not quantized")}
-    up, own = report.quantized_layers
-    assert (own.path, own.kind, own.shape) == ("own", "Own", (8, 8))
+    up, own_layer = report.quantized_layers
+    assert (own_layer.path, own_layer.kind, own_layer.shape) == ("own", "Own", (8, 8))
     assert up.residual == "bfloat16, 2 B/element"
     assert up.products["wgrad"] == "bfloat16"
     assert any(p.operation == "conv_general_dilated" for p in report.program.traced)
@@ -345,7 +345,7 @@ def test_layers_with_a_state_are_explained(make):
 
 
 class Precise(nnx.Module):
-    """As umT5: two of three layers ask for all bits."""
+    """As umT5: two of three layers ask for the highest precision."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.wi = nnx.Linear(16, 24, precision="highest", rngs=rngs)
@@ -384,10 +384,10 @@ def test_experts_on_blackwell_are_said_to_decode_their_codes(spec):
     rows = fp8jax.quantize(jnp.ones((32, 64)), spec)
     matrices = jax.vmap(lambda w: fp8jax.quantize(w, spec))(jnp.ones((2, 16, 64)))
     with choice.target(capability=100):
-        found, kernel = grouped_hopper.choose_kernel(rows, matrices, 64, False)
+        actual, kernel = grouped_hopper.choose_kernel(rows, matrices, 64, False)
     assert kernel is None
     product = compiled.Product("dot", ("bf16", "bf16"), 1, 1, "e2m1 x e2m1")
-    (line,) = compiled.describe_widened([product], [("grouped matmul", found)])
+    (line,) = compiled.describe_widened([product], [("grouped matmul", actual)])
     assert line == (
         "1 products of e2m1 x e2m1 run in bf16: a loop over tiles, codes are decoded, not the kernel: it needs a "
         "Hopper GPU and jax >= 0.11; on this GPU codes save memory, no time"

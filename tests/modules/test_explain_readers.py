@@ -1,4 +1,4 @@
-"""What `explain` says of norms whose readers stay as they are, of norms that a model returns, and of biases."""
+"""The output of `explain` for norms with unquantized readers, for returned norms, and for biases."""
 
 import math
 
@@ -51,18 +51,18 @@ def keeps(model, rules):
 
 @pytest.mark.parametrize("make", [Model, LinenModel])
 def test_a_norm_whose_reader_stays_as_it_is_keeps_what_this_reads(make):
-    """It was said to keep nothing but codes."""
-    want = {
+    """Regression: the row listed only codes."""
+    expected = {
         "norm": f"{SAVED}; gate saves the result in bfloat16",
         "last": f"{SAVED}; head saves the result in bfloat16",
     }
     rules = [fp8jax.Rule("gate|head", None), COAT]
-    assert keeps(make(), rules) == want
+    assert keeps(make(), rules) == expected
     faithful = fp8jax.recipes.Context("e4m3:group16")
     plain = fp8jax.recipes.Recipe("plain", context=faithful, linear=fp8jax.recipes.switchback().linear)
-    found = keeps(make(), [fp8jax.Rule("gate|head", None), plain])
-    assert found["last"] == f"{SAVED}; head saves the result in bfloat16"
-    assert set(found["norm"].split("; ")[1:]) == {
+    actual = keeps(make(), [fp8jax.Rule("gate|head", None), plain])
+    assert actual["last"] == f"{SAVED}; head saves the result in bfloat16"
+    assert set(actual["norm"].split("; ")[1:]) == {
         "gate saves the result in bfloat16",
         "up saves the result in bfloat16",
     }
@@ -72,16 +72,16 @@ def test_a_norm_whose_reader_stays_as_it_is_keeps_what_this_reads(make):
 
 def test_what_is_said_to_be_kept_is_kept():
     for rules, copies in (([fp8jax.Rule("gate|head", None), COAT], 2), (fp8jax.Rule(".*", COAT), 0)):
-        said = "".join(keeps(Model(), rules).values())
+        reasons = "".join(keeps(Model(), rules).values())
         saved = kept_by(fp8jax.nnx.quantize(Model(), rules), X)
-        assert said.count("saves the result in bfloat16") == copies
+        assert reasons.count("saves the result in bfloat16") == copies
         # One more is the sum that the gate multiplies.
         assert sum(dtype == "bfloat16" and math.prod(shape) == X.size for dtype, shape in saved) == copies + 1
 
 
 def test_a_tied_head_keeps_what_a_norm_gives_it():
-    found = keeps(LinenModel(tied=True), [fp8jax.Rule("gate", None), COAT])
-    assert found["last"] == f"{SAVED}; table saves the result in bfloat16"
+    actual = keeps(LinenModel(tied=True), [fp8jax.Rule("gate", None), COAT])
+    assert actual["last"] == f"{SAVED}; table saves the result in bfloat16"
 
 
 def test_a_model_that_returns_a_norm_written_by_hand_is_no_norm():

@@ -1,4 +1,4 @@
-"""What `explain` says of each layer, norm and activation: formats and bytes that no two of them share."""
+"""The formats and bytes that `explain` prints for each layer, norm and activation; all values differ."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ MODELS = {"nnx": lambda: Block(nnx.Rngs(0)), "linen": LinenBlock}
 
 @pytest.fixture
 def traced(monkeypatch):
-    """Programs are traced, as models must run to be known, and not compiled."""
+    """Traces programs to plan models, without compiling them."""
 
     def trace(fn, *args):
         jax.eval_shape(fn, *args)
@@ -59,37 +59,37 @@ def traced(monkeypatch):
 @pytest.mark.parametrize("model", MODELS)
 def test_each_layer_is_said_to_compute_and_save_what_its_rule_says(model, monkeypatch):
     report = fp8jax.explain(MODELS[model](), [fp8jax.Rule("gate", LINEAR), fp8jax.Rule("down", TE)], X)
-    found = {layer.path: layer for layer in report.quantized_layers}
-    assert set(found) == {"gate", "down"}
-    assert found["gate"].products == {
+    actual = {layer.path: layer for layer in report.quantized_layers}
+    assert set(actual) == {"gate", "down"}
+    assert actual["gate"].products == {
         "forward": "e4m3:token x e4m3:block32",
         "dgrad": "e5m2:group64 x e5m2:block64",
         "wgrad": "e4m3:token x e5m2:group128",
     }
-    assert found["gate"].residual == f"int10:group128, {1.25 + 4 / 128:.4g} B/element"
-    assert found["gate"].token_spanning_spec is None
-    assert (found["down"].residual, found["down"].token_spanning_spec) == ("e4m3:tensor, 1 B/element", "e4m3:tensor")
+    assert actual["gate"].residual == f"int10:group128, {1.25 + 4 / 128:.4g} B/element"
+    assert actual["gate"].token_spanning_spec is None
+    assert (actual["down"].residual, actual["down"].token_spanning_spec) == ("e4m3:tensor, 1 B/element", "e4m3:tensor")
     assert {layer.path: layer.shape for layer in report.layers} == {"gate": (16, 24), "up": (16, 24), "down": (24, 16)}
     monkeypatch.setenv("COLUMNS", "400")
     (row,) = [line for line in report.details.splitlines() if line.startswith("gate")]
     cells = [cell.strip() for cell in row.split("  ") if cell.strip()]
-    want = ["(16,24)", *found["gate"].products.values(), "int10:group128, 1.281 B/element", "rule 'gate'"]
-    assert [cell for cell in cells[1:] if cell in want] == want
+    expected = ["(16,24)", *actual["gate"].products.values(), "int10:group128, 1.281 B/element", "rule 'gate'"]
+    assert [cell for cell in cells[1:] if cell in expected] == expected
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "want"),
+    ("dtypes", "expected"),
     [({"dtype": jnp.bfloat16}, ("bfloat16", 2)), ({"param_dtype": jnp.float16}, ("float16", 2)),
      ({"dtype": jnp.bfloat16, "param_dtype": jnp.float32}, ("bfloat16", 2)), ({}, ("float32", 4))],
 )  # fmt: skip
-def test_what_is_kept_as_it_is_has_the_dtype_that_the_layer_computes_in(dtypes, want):
+def test_what_is_kept_as_it_is_has_the_dtype_that_the_layer_computes_in(dtypes, expected):
     report = fp8jax.explain(Block(nnx.Rngs(0), **dtypes), fp8jax.Rule("down", fp8jax.recipes.switchback()))
     (down,) = report.quantized_layers
-    assert down.residual == "{}, {} B/element".format(*want)
+    assert down.residual == "{}, {} B/element".format(*expected)
     assert down.products == {
         "forward": "int8:token x int8:tensor",
         "dgrad": "int8:token x int8:tensor",
-        "wgrad": want[0],
+        "wgrad": expected[0],
     }
 
 
@@ -104,7 +104,9 @@ CONTEXTS = {
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("model", MODELS)
 def test_each_norm_and_activation_is_said_to_save_what_its_rule_says(model, monkeypatch):
-    """An activation follows the rule of the layer that reads it, a norm its own. If lean, its readers save nothing."""
+    """An activation has the rule of the layer that reads it, a norm its own. If it is recomputed, its readers save
+    nothing.
+    """
     monkeypatch.setenv("COLUMNS", "400")
     texts = [*CONTEXTS]
     for saved, other in ((texts[0], texts[1]), (texts[3], texts[2])):
@@ -126,17 +128,17 @@ def test_state_bytes_tell_the_moments_apart():
     params = {"w": jnp.zeros((64, 128)), "b": jnp.zeros(8)}
     state = fp8jax.compressed_adamw(1e-3, mu="bf16", nu="e4m3", group_size=32, min_size=1024).init(params)
     groups = 64 * 128 // 32
-    want = {"mu": 2 * (64 * 128 + 8), "nu": 64 * 128 + 6 * groups + 4 * 8, "other": 4}
-    assert fp8jax.state_bytes(state) == want
+    expected = {"mu": 2 * (64 * 128 + 8), "nu": 64 * 128 + 6 * groups + 4 * 8, "other": 4}
+    assert fp8jax.state_bytes(state) == expected
     state = fp8jax.compressed_adamw(1e-3, mu="e5m2", nu="fp32", expand=False, min_size=1024, group_size=64).init(params)
-    want = {"mu": 64 * 128 + 4 * 128 + 4 * 8, "nu": 4 * (64 * 128 + 8), "other": 4}
-    assert fp8jax.state_bytes(state) == want
+    expected = {"mu": 64 * 128 + 4 * 128 + 4 * 8, "nu": 4 * (64 * 128 + 8), "other": 4}
+    assert fp8jax.state_bytes(state) == expected
     noise = optax.add_noise(0.1, 0.5, jax.random.key(0)).init(params)  # a count and a key of two words
-    assert fp8jax.state_bytes((state, noise)) == want | {"other": 4 + 4 + 8}
+    assert fp8jax.state_bytes((state, noise)) == expected | {"other": 4 + 4 + 8}
 
 
 def test_how_often_products_run_counts_loops():
-    """Of three layers in a loop the products run three times as often as they are written."""
+    """Matmuls in a loop over three layers run three times."""
 
     class Layer(nn.Module):
         @nn.compact
@@ -151,7 +153,7 @@ def test_how_often_products_run_counts_loops():
 
 
 def test_products_that_lose_their_8_bits_are_told_on_a_gpu(monkeypatch):
-    """On a CPU nothing is compiled unless a user asks for it."""
+    """On a CPU nothing is compiled unless the user requests it."""
     compilations = []
 
     def inspect():
@@ -181,10 +183,10 @@ def layer(linear=TE.linear, **fields):
 )  # fmt: skip
 def test_scales_of_inputs_that_span_tokens_are_told(x, spans):
     part = dataclasses.replace(TE.linear, x=x, x_wgrad="e4m3:block32", x_residual="e4m3:block32")
-    found = layer(part)
-    assert found.token_spanning_spec == (x if spans else None)
-    said = str(Explanation((found, layer(None))))
-    assert ("scales that span tokens: the inputs of 1 layer " in said) == spans
+    actual = layer(part)
+    assert actual.token_spanning_spec == (x if spans else None)
+    text = str(Explanation((actual, layer(None))))
+    assert ("scales that span tokens: the inputs of 1 layer " in text) == spans
     assert layer(None).token_spanning_spec is None
     assert layer(None).products == {}
 
@@ -199,15 +201,15 @@ def test_scales_of_inputs_that_span_tokens_are_told(x, spans):
 )
 def test_a_layer_whose_weight_is_not_trained_multiplies_codes_and_has_no_wgrad(rank, linear, saved, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
-    found = layer(linear, dtype="bfloat16", frozen=FrozenInfo(fp8jax.QuantSpec("int8", "token"), 16, 24, rank))
+    actual = layer(linear, dtype="bfloat16", frozen=FrozenInfo(fp8jax.QuantSpec("int8", "token"), 16, 24, rank))
     x, dy = (linear.spec(side) or "bfloat16" for side in ("x", "dy"))
-    assert found.products == {"forward": f"{x} x int8:token", "dgrad": f"{dy} x int8:token", "wgrad": "-"}
-    assert found.residual == saved
-    plain = found._replace(frozen=FrozenInfo(None, 16, 24, 2))
+    assert actual.products == {"forward": f"{x} x int8:token", "dgrad": f"{dy} x int8:token", "wgrad": "-"}
+    assert actual.residual == saved
+    plain = actual._replace(frozen=FrozenInfo(None, 16, 24, 2))
     assert plain.products["forward"] == f"{x} x bfloat16"
-    (row,) = [line for line in Explanation((found,)).details.splitlines() if line.startswith("a/b")]
+    (row,) = [line for line in Explanation((actual,)).details.splitlines() if line.startswith("a/b")]
     assert " ".join(row.split()).endswith(f"int8:token {saved} why")
-    unknown = found._replace(dtype=None, frozen=FrozenInfo(None, 16, 24, 2))
+    unknown = actual._replace(dtype=None, frozen=FrozenInfo(None, 16, 24, 2))
     assert unknown.residual == "as written"
 
 

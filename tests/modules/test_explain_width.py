@@ -1,4 +1,4 @@
-"""What `explain` prints fits into the terminal: a summary on one screen, and details that lose nothing."""
+"""The output of `explain` fits the terminal: a summary of one screen, and complete details."""
 
 import re
 
@@ -84,7 +84,7 @@ class Deep(nnx.Module):
 
 
 def test_many_equal_blocks_are_one_screen(monkeypatch):
-    """Each row of the plan is in the summary, folded with its like; what a rule leaves out of two blocks is seen."""
+    """The summary has each row of the plan, folded with equal ones. Two blocks that a rule excludes are visible."""
     monkeypatch.setenv("COLUMNS", "100")
     left = fp8jax.Rule("blocks/(0|23)/query", None)
     report = fp8jax.explain(nnx.eval_shape(lambda: Deep(nnx.Rngs(0))), [left, "coat"], X)

@@ -1,4 +1,4 @@
-"""Output heads and routers are left alone: by names, by shapes, and by what reads the results of layers."""
+"""Output heads and routers stay in 16 bits: found by names, shapes, and the readers of results."""
 
 import dataclasses
 import functools
@@ -24,8 +24,8 @@ IMAGES = jax.random.normal(KEY, (2, 8, 8, 1))
 WIDTHS = {"hidden": (8, 8), "a": (8, 4), "b": (8, 4), "same": (8, 8), "v": (8, 6), "out": (6, 4)}
 
 
-def found(function) -> dict[str, str]:
-    """What is read of `function(layer, x, bias)`, a model whose layers are `layer(name, x)`."""
+def classify_outputs(function) -> dict[str, str]:
+    """Returns the reasons by layer for `function(layer, x, bias)`, a model whose layers are `layer(name, x)`."""
 
     def model(params, x, tokens):
         layer = lambda name, x: x @ params[name]  # noqa: E731
@@ -51,7 +51,7 @@ def chosen_in_a_loop(layer, x, bias):
 
 
 def swapped_in_a_loop(layer, x, bias):
-    """What is returned is a result in one turn, and something else in the next."""
+    """The returned value is a layer's result in one iteration, and something else in the next."""
     pair = layer("a", x), jnp.sin(x[:, :4])
     return jax.lax.scan(lambda pair, _: (pair[::-1], None), pair, length=2)[0][1]
 
@@ -104,8 +104,8 @@ READ = {
 
 @pytest.mark.parametrize("name", READ)
 def test_what_reads_a_result_says_what_it_is(name):
-    function, want = READ[name]
-    assert found(function) == want
+    function, expected = READ[name]
+    assert classify_outputs(function) == expected
 
 
 def test_a_function_of_outputs_alone_is_a_part_of_a_model_but_choices_stay_choices():
@@ -117,7 +117,7 @@ def test_a_function_of_outputs_alone_is_a_part_of_a_model_but_choices_stay_choic
 
 
 def test_output_heads_follow_the_recipes_own():
-    """Those that are returned, and those that are called heads; not what chooses, nor embeddings."""
+    """Returned results and layers named as heads; neither routers nor embeddings."""
     recipe = dataclasses.replace(fp8jax.recipes.te_current(), head=fp8jax.recipes.HEAD)
 
     def model(w, x):
@@ -174,7 +174,7 @@ def test_a_head_without_a_name_has_no_state_under_delayed_scaling():
 
 
 class Tied(nn.Module):
-    """A tied head that is called through `apply`, without a name, and a layer."""
+    """A tied head called through `apply` without a name, and a layer."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -213,7 +213,7 @@ def test_heads_and_routers_of_nnx_stay_in_16_bits(model, x, products, path, why)
 
 def test_what_only_a_call_gives_away_is_left_alone():
     class Scorer(nnx.Module):
-        """A router whose shape and name say nothing."""
+        """A router whose shape and name do not identify it."""
 
         def __init__(self) -> None:
             self.body, self.pick = line(8, 8), line(8, 8)
@@ -257,7 +257,7 @@ NARROW = "fewer than 16 outputs"
 
 
 def critic(p, x):
-    """The loss of a policy and of a value, whose heads the function reads itself."""
+    """The loss of a policy and a value; the function itself reads both heads."""
     h = jnp.tanh(x @ p["trunk"])
     return jnp.mean(-jax.nn.log_softmax(h @ p["policy"])[:, 0]) + jnp.mean((h @ p["value"] + 0.5) ** 2)
 
@@ -350,15 +350,15 @@ def test_a_loss_in_a_method_runs_with_the_head(kind, tied):
         quantized = fp8jax.nnx.quantize(model, recipe, methods=("__call__", "loss"))
         graph, state = nnx.split(quantized)
         run = lambda state: nnx.merge(graph, state).loss(TOKENS)  # noqa: E731
-        logits, want = model(TOKENS), model.loss(TOKENS)
+        logits, expected = model(TOKENS), model.loss(TOKENS)
     else:
         model = LinenLoss(tied)
         state = model.init(KEY, TOKENS)
         run = lambda state: fp8jax.linen.quantize(model, recipe).apply(state, TOKENS, method="loss")  # noqa: E731
-        logits, want = model.apply(state, TOKENS), model.apply(state, TOKENS, method="loss")
+        logits, expected = model.apply(state, TOKENS), model.apply(state, TOKENS, method="loss")
     log_probs = jax.nn.log_softmax(np.asarray(logits, np.float64)[:, :-1])
-    np.testing.assert_allclose(want, -np.mean(np.take_along_axis(log_probs, TOKENS[:, 1:, None], -1)), rtol=1e-4)
-    np.testing.assert_allclose(run(state), want, rtol=3e-2)
+    np.testing.assert_allclose(expected, -np.mean(np.take_along_axis(log_probs, TOKENS[:, 1:, None], -1)), rtol=1e-4)
+    np.testing.assert_allclose(run(state), expected, rtol=3e-2)
     assert eight(jax.grad(run), state) == len(dots(jax.grad(run), state)) == 6
     assert not any(shape[:1] + shape[-1:] == (len(TOKENS), VOCAB) for _, shape in residuals(run, state))
 
@@ -366,8 +366,8 @@ def test_a_loss_in_a_method_runs_with_the_head(kind, tied):
 @pytest.mark.parametrize("tied", [False, True])
 def test_explain_says_that_a_head_stays_in_16_bits_and_how_to_choose_8(tied):
     note = f"output head: {'embed' if tied else 'out'} in 16 bits; a recipe with head=fp8jax.recipes.HEAD"
-    found = {recipe: str(fp8jax.explain(NnxLoss(tied), recipe, TOKENS)) for recipe in ("coat_fast", "coat_optimizer")}
-    assert {recipe: note in " ".join(text.split()) for recipe, text in found.items()} == {
+    texts = {recipe: str(fp8jax.explain(NnxLoss(tied), recipe, TOKENS)) for recipe in ("coat_fast", "coat_optimizer")}
+    assert {recipe: note in " ".join(text.split()) for recipe, text in texts.items()} == {
         "coat_fast": True,
         "coat_optimizer": False,
     }

@@ -1,4 +1,4 @@
-"""INT8 fallback in layers of NNX and Linen: the products, thresholds over microbatches and replicas, what is saved."""
+"""INT8 fallback in NNX and Linen layers: matmuls, thresholds over microbatches and replicas, residuals."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ WEIGHT = jax.random.normal(jax.random.key(1), (64, 48)) / 8
 
 @jax.jit
 def grads(x, w, dy, threshold, key):
-    """Output, both gradients, and what was observed."""
+    """Returns the output, both gradients, and the observations."""
 
     def run(x, w):
         return fp8jax.scaled_linear(x, w, fp8jax.init_scaling(LINEAR)._replace(x=threshold), recipe=LINEAR, key=key)
@@ -48,17 +48,17 @@ def test_the_forward_product_is_that_of_the_pair_and_both_gradients_are_unbiased
     np.testing.assert_array_equal(observed.x, [2, 6])
     pair, _ = fallback.quantize(x, "int8:block32", 10.0)
     right, _ = op.quantize(WEIGHT.T, "int8:block32")
-    want = np.asarray(pair.dequantize(), np.float64) @ np.asarray(right.dequantize(), np.float64).T
-    np.testing.assert_allclose(y, want, atol=1e-5 * np.abs(want).max())
+    expected = np.asarray(pair.dequantize(), np.float64) @ np.asarray(right.dequantize(), np.float64).T
+    np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max())
     each = jax.lax.map(
         lambda key: grads(x, WEIGHT, dy, jnp.float32(10), key)[1:3], jax.random.split(jax.random.key(4), 100)
     )
     exact = np.asarray(dy, np.float64) @ np.asarray(right.dequantize(), np.float64), np.asarray(x, np.float64).T @ dy
-    for found, want in zip(each, exact, strict=True):
-        mean, spread = np.mean(found, 0), np.std(found, 0)
+    for actual, expected in zip(each, exact, strict=True):
+        mean, spread = np.mean(actual, 0), np.std(actual, 0)
         assert (spread > 0).mean() > 0.9
         # Of 3,000 means few are four deviations from what they estimate, and none five and a half.
-        assert np.abs((mean - want) / (spread / 10 + 1e-6)).max() < 5.5
+        assert np.abs((mean - expected) / (spread / 10 + 1e-6)).max() < 5.5
 
 
 def test_a_linear_saves_int8_codes_of_its_input_and_nothing_wider():
@@ -75,7 +75,7 @@ def test_a_linear_saves_int8_codes_of_its_input_and_nothing_wider():
 def test_a_threshold_follows_algorithm_2():
     part = scaling.Threshold()
     state = part.init()
-    for used, count, want in (
+    for used, count, expected in (
         (0, 10, 1 / 1.3),
         (1, 10, 1 / 1.3),
         (3, 10, 1 / 1.3),
@@ -84,7 +84,7 @@ def test_a_threshold_follows_algorithm_2():
         (10, 10, 1.3),
     ):
         state = part.update(state, jnp.array([used, count], jnp.float32))
-        np.testing.assert_allclose(state, want, rtol=1e-6)
+        np.testing.assert_allclose(state, expected, rtol=1e-6)
     for _ in range(400):  # nothing falls back, as of zeros: it stays a number that can grow again
         state = part.update(state, jnp.array([0.0, 8.0]))
     assert part.update(state, jnp.array([8.0, 8.0])) > state > 0
@@ -108,9 +108,9 @@ def test_nnx_counts_all_microbatches_and_evaluation_reads_only():
     assert variables(layer)["seen_x"][1] == 12
     layer.train()
     fp8jax.nnx.advance_scaling(layer, run(layer, outliers()))
-    found = variables(layer)
-    np.testing.assert_allclose(found["threshold_x"], 1.3)
-    np.testing.assert_array_equal(found["seen_x"], [0, 0])
+    actual = variables(layer)
+    np.testing.assert_allclose(actual["threshold_x"], 1.3)
+    np.testing.assert_array_equal(actual["seen_x"], [0, 0])
 
 
 def test_linen_and_replicas_count_alike():

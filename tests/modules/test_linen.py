@@ -64,9 +64,9 @@ class Stack(nn.Module):
 
 
 def eight_and_wide(fn, *args) -> tuple[int, int]:
-    found = dots(fn, *args)
-    eight = sum("8" in a and "8" in b for a, b in found)
-    return eight, len(found) - eight
+    actual = dots(fn, *args)
+    eight = sum("8" in a and "8" in b for a, b in actual)
+    return eight, len(actual) - eight
 
 
 @functools.cache
@@ -86,8 +86,8 @@ def test_all_linears_are_quantized_under_transformations(how):
     before = jax.jit(plain.apply)(variables(how), X)
     eight, wide = REMAT if "remat" in how else PLAIN
     written = 1 if "scan" in how else LAYERS
-    found = eight_and_wide(jax.grad(lambda v: model.apply(v, X).sum()), variables(how))
-    assert found == (eight * written, wide * written + 3)
+    actual = eight_and_wide(jax.grad(lambda v: model.apply(v, X).sum()), variables(how))
+    assert actual == (eight * written, wide * written + 3)
     after = jax.jit(model.apply)(variables(how), X)
     assert 0 < np.linalg.norm(after - before) < 0.3 * np.linalg.norm(before)
     assert eight_and_wide(plain.apply, variables(how), X)[0] == 0
@@ -220,8 +220,8 @@ def test_einsum_has_its_bias_where_flax_has_it():
         plain = nn.Einsum(shape, subscripts, bias_init=nn.initializers.normal(1.0))
         model, v = fp8jax.linen.quantize(plain, TE), plain.init(KEY, X)
         jax.tree.map(np.testing.assert_array_equal, v, model.init(KEY, X))
-        want = plain.apply(v, X)
-        assert np.linalg.norm(model.apply(v, X) - want) < 0.06 * np.linalg.norm(want)
+        expected = plain.apply(v, X)
+        assert np.linalg.norm(model.apply(v, X) - expected) < 0.06 * np.linalg.norm(expected)
         zeros = jnp.zeros_like(X)
         np.testing.assert_allclose(model.apply(v, zeros), plain.apply(v, zeros), atol=1e-6)
 
@@ -282,7 +282,7 @@ def test_train_state():
 
 
 def arm(recipe):
-    """Initial parameters by key and logits of Nanodo, quantized by a recipe or not."""
+    """Returns initial parameters by key and logits of Nanodo, quantized by a recipe or not."""
     model = fp8jax.linen.quantize(Nanodo(), recipe) if recipe else Nanodo()
     return lambda key: Nanodo().init(key, TOKENS), model.apply
 

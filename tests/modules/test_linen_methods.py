@@ -1,4 +1,4 @@
-"""Quantized Linen models as what Flax's users do with models: collections, keys, bindings, copies, other libraries."""
+"""Quantized Linen models as Flax users use models: collections, keys, bindings, copies, other libraries."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ def eight(fn, *args) -> int:
 
 
 class Everything(nn.Module):
-    """Dropout, running statistics, what is sown, a cache, and results that are no arrays."""
+    """Dropout, running statistics, sown values, a cache, and results that are not arrays."""
 
     @nn.compact
     def __call__(self, x, train: bool = False, power: int = 1):
@@ -51,11 +51,15 @@ def test_collections_keys_and_results_of_any_kind_come_out_as_they_do():
     plain, model = Everything(), fp8jax.linen.quantize(Everything(), TE)
     variables = plain.init(KEY, X)
     jax.tree.map(np.testing.assert_array_equal, variables, model.init(KEY, X))
-    how = {"rngs": {"dropout": jax.random.key(5)}, "mutable": ["batch_stats", "cache", "intermediates"]}
-    (got, after), (want, written) = (m.apply(variables, X, True, power=2, **how) for m in (model, plain))
-    assert eight(lambda v: model.apply(v, X, True, **how)[0]["y"], variables) == 2
-    assert {name: got[name] for name in ("power", "name", "none")} == {"power": 2, "name": "everything", "none": None}
-    assert 0 < relative(got["y"], want["y"]) < 0.1
+    kwargs = {"rngs": {"dropout": jax.random.key(5)}, "mutable": ["batch_stats", "cache", "intermediates"]}
+    (actual, after), (expected, written) = (m.apply(variables, X, True, power=2, **kwargs) for m in (model, plain))
+    assert eight(lambda v: model.apply(v, X, True, **kwargs)[0]["y"], variables) == 2
+    assert {name: actual[name] for name in ("power", "name", "none")} == {
+        "power": 2,
+        "name": "everything",
+        "none": None,
+    }
+    assert 0 < relative(actual["y"], expected["y"]) < 0.1
     assert jax.tree.structure(after) == jax.tree.structure(written)
     assert after["cache"]["calls"] == 1
     dropped = [np.asarray(w["intermediates"]["inner"][0]) == 0 for w in (after, written)]
@@ -94,7 +98,7 @@ def test_parts_that_are_called_from_outside_are_quantized_by_the_same_rules():
 
 
 class Outer(nn.Module):
-    """Modules in fields: one, those of a list, of a dictionary; one of them has another in a field of its own."""
+    """Modules in fields: a single one, a list, a dictionary. One of them has another module in its own field."""
 
     inner: nn.Module
     listed: list[nn.Module]
@@ -115,10 +119,16 @@ def test_parts_in_fields_of_a_model_that_is_not_bound_are_quantized_by_the_same_
     parts = Holding(nn.Dense(WIDTH)), [nn.Dense(WIDTH), nn.Dense(WIDTH)], {"last": nn.Dense(WIDTH)}
     plain = Outer(*parts)
     model = fp8jax.linen.quantize(plain, [fp8jax.Rule("listed_1", None), fp8jax.Rule(".*", TE)])
-    variables, of = plain.init(KEY, X), plain.init(KEY, X)["params"]
+    variables, params_of_model = plain.init(KEY, X), plain.init(KEY, X)["params"]
     bound = model.bind(variables)
     own, whole = ((m.inner, m.inner.dense, *m.listed, m.named["last"]) for m in (model, bound))
-    places = of["inner"], of["inner"]["dense"], of["listed_0"], of["listed_1"], of["named_last"]
+    places = (
+        params_of_model["inner"],
+        params_of_model["inner"]["dense"],
+        params_of_model["listed_0"],
+        params_of_model["listed_1"],
+        params_of_model["named_last"],
+    )
     for part, other, params, count in zip(own, whole, places, (1, 1, 1, 0, 1), strict=True):
         assert eight(part.apply, {"params": params}, X) == eight(other, X) == count
         np.testing.assert_array_equal(part.apply({"params": params}, X), other(X))
@@ -137,7 +147,7 @@ def test_parts_in_fields_of_a_model_that_is_not_bound_are_quantized_by_the_same_
 
 
 class Reader(nn.Module):
-    """What reads a layer of its own, then one that it is given."""
+    """Calls its own layer, then a layer that is passed to it."""
 
     @nn.compact
     def __call__(self, x, other):
@@ -197,9 +207,9 @@ def test_outside_of_programs_a_call_is_planned_once(monkeypatch):
     model = fp8jax.linen.quantize(Configured(config), TE)
     variables = {"params": model.init(KEY, X)["params"]}
 
-    def call(*args, of=model, x=X, **how):
+    def call(*args, of=model, x=X, **options):
         before = len(plans)
-        y = of.apply(variables, x, *args, **how)
+        y = of.apply(variables, x, *args, **options)
         return y, len(plans) - before
 
     (y, *names), count = call()
@@ -228,15 +238,15 @@ def test_outside_of_programs_a_call_is_planned_once(monkeypatch):
     # Keys are drawn as they are by the model as written.
     keys = [{"rngs": {"dropout": jax.random.key(i)}} for i in (1, 1, 2)]
     dropped = [np.asarray(call(True, **key)[0][0]) == 0 for key in keys]
-    want = [np.asarray(Configured(config).apply(variables, X, True, **key)[0]) == 0 for key in keys]
-    np.testing.assert_array_equal(dropped, want)
+    expected = [np.asarray(Configured(config).apply(variables, X, True, **key)[0]) == 0 for key in keys]
+    np.testing.assert_array_equal(dropped, expected)
     bound, plain = (m.bind(variables, rngs=keys[0]["rngs"]) for m in (model, Configured(config)))
     for _ in range(2):
         np.testing.assert_array_equal(bound(X, True)[0] == 0, plain(X, True)[0] == 0)
     # Who looks into a call sees it each time.
     for _ in range(2):
-        _, seen = model.apply(variables, X, capture_intermediates=True, mutable=["intermediates"])
-        assert "Dense_0" in seen["intermediates"]
+        _, recorded = model.apply(variables, X, capture_intermediates=True, mutable=["intermediates"])
+        assert "Dense_0" in recorded["intermediates"]
     with nn.intercept_methods(lambda call, args, kwargs, context: (plans.append("call"), call(*args, **kwargs))[1]):
         assert all(call()[1] > 1 for _ in range(2))
     assert "Dense_0" not in model.apply(variables, X, mutable=["intermediates"])[1].get("intermediates", {})
@@ -244,8 +254,8 @@ def test_outside_of_programs_a_call_is_planned_once(monkeypatch):
 
 def test_a_checkpoint_without_the_states_of_a_layer_is_told_what_to_do():
     model = fp8jax.linen.quantize(nn.Sequential([nn.Dense(WIDTH), nn.Dense(WIDTH)]), "te_delayed")
-    made = model.init(KEY, X)
-    flat = traverse_util.flatten_dict(made)
+    variables = model.init(KEY, X)
+    flat = traverse_util.flatten_dict(variables)
     saved = {path: leaf for path, leaf in flat.items() if "layers_1" not in path or path[0] == "params"}
     saved[("fp8jax_scaling", "layers_0", "x")] += 1
     with pytest.raises(ValueError, match=r"layers_1 has delayed scaling: other layers have.*Rule\('layers_1', None\)"):
@@ -258,7 +268,7 @@ def test_a_checkpoint_without_the_states_of_a_layer_is_told_what_to_do():
     left = fp8jax.linen.quantize(nn.Sequential([nn.Dense(WIDTH)] * 2), [fp8jax.Rule("layers_1", None), "te_delayed"])
     assert np.all(np.isfinite(left.apply(traverse_util.unflatten_dict(saved), X)))
     with pytest.raises(ValueError, match="pass the collections"):
-        model.apply({"params": made["params"]}, X)
+        model.apply({"params": variables["params"]}, X)
 
 
 @pytest.mark.parametrize("dumps", ["pickle", "cloudpickle", "deepcopy"])
@@ -295,7 +305,7 @@ def test_a_table_of_a_model_is_that_of_the_model():
 
 
 class MaxTextLike(nn.Module):
-    """A layer as in MaxText: a class of its own, a kernel of more axes, both operands cast, a pair of precisions."""
+    """A layer as in MaxText: its own class, a kernel with more axes, both operands cast, a pair of precisions."""
 
     features: tuple[int, ...]
 
@@ -331,7 +341,7 @@ def test_layers_as_in_maxtext_with_partitioned_parameters(name):
 
 
 class Scanned(nn.Module):
-    """Layers in a loop of Flax that knows nothing of scalings."""
+    """Layers in a Flax loop without axes for scaling collections."""
 
     @nn.compact
     def __call__(self, x):
@@ -360,8 +370,8 @@ def test_a_loop_needs_no_axes_for_the_collections_of_scalings():
             return jnp.mean(y**2), new["fp8jax_scaling"]
 
         take = jax.grad(loss, (0, 1), has_aux=True)
-        (grads, seen), scaling = take(variables["params"], variables["fp8jax_statistics"])
-        return grads, fp8jax.linen.advance_scaling(scaling, seen)
+        (grads, recorded), scaling = take(variables["params"], variables["fp8jax_statistics"])
+        return grads, fp8jax.linen.advance_scaling(scaling, recorded)
 
     grads, scaling = step(variables)
     newest = {name: np.asarray(scaling["layers"]["a"][name])[:, 0] for name in ("x", "w", "dy")}
@@ -372,7 +382,7 @@ def test_a_loop_needs_no_axes_for_the_collections_of_scalings():
 
 
 def test_adapters_that_another_library_adds_to_products_keep_their_part():
-    """The adapter's part was lost, and later refused."""
+    """Regression: the adapter's term was lost, and later refused."""
     a, b = jax.random.normal(KEY, (WIDTH, 2)), jax.random.normal(KEY, (2, WIDTH))
 
     def adapted(original, lhs, rhs, *args, **kwargs):
@@ -391,7 +401,7 @@ def test_adapters_that_another_library_adds_to_products_keep_their_part():
 
 
 def test_a_gradient_inside_of_a_loss_is_that_of_first_order():
-    """MAML of first order: a step of an inner loss, without its derivative."""
+    """First-order MAML: an inner gradient step without its derivative."""
     model = fp8jax.linen.quantize(nn.Sequential([nn.Dense(WIDTH), nn.silu, nn.Dense(WIDTH)]), fp8jax.Rule(".*", TE))
     plain = fp8jax.linen.unquantize(model)
     params = plain.init(KEY, X)
@@ -401,13 +411,13 @@ def test_a_gradient_inside_of_a_loss_is_that_of_first_order():
         step = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(inner)(lax.stop_gradient(params)))
         return jnp.mean(jnp.sin(apply(step, X[2:])))
 
-    got, want = (jax.jit(jax.value_and_grad(functools.partial(outer, m.apply)))(params) for m in (model, plain))
-    assert relative(got[0], want[0]) < 0.1
-    assert 0 < relative(got[1], want[1]) < 0.2
+    actual, expected = (jax.jit(jax.value_and_grad(functools.partial(outer, m.apply)))(params) for m in (model, plain))
+    assert relative(actual[0], expected[0]) < 0.1
+    assert 0 < relative(actual[1], expected[1]) < 0.2
 
 
 class Residual(nn.Module):
-    """What is added to a product may be a bias: its axes are looked at, and those of heads."""
+    """A value added to a matmul may be a bias: its axes decide, also those of heads."""
 
     @nn.compact
     def __call__(self, x):
@@ -444,8 +454,10 @@ def test_a_cache_for_decoding_is_made_at_full_length_and_read_token_by_token():
     assert len(variables["fp8jax_scaling"]["attention"]) == 4
     for i in range(2):
         y, new = model.apply(variables | {"cache": cache}, X[:, i : i + 1], mutable=["cache"])
-        want, written = plain.apply({"params": variables["params"], "cache": cache}, X[:, i : i + 1], mutable=["cache"])
-        assert relative(y, want) < 0.1
+        expected, written = plain.apply(
+            {"params": variables["params"], "cache": cache}, X[:, i : i + 1], mutable=["cache"]
+        )
+        assert relative(y, expected) < 0.1
         assert relative(new["cache"], written["cache"]) < 0.1
         cache = new["cache"]
     assert cache["attention"]["cache_index"] == 2
@@ -494,14 +506,14 @@ def test_explicit_meshes(name):
         return jnp.mean(jnp.sin(y) ** 2)
 
     trained = {name: v for name, v in variables.items() if name != "fp8jax_scaling"}
-    want = jax.value_and_grad(loss)(trained, X)
+    expected = jax.value_and_grad(loss)(trained, X)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
         trained = jax.device_put(trained, jax.NamedSharding(mesh, jax.P()))
         variables = jax.device_put(variables, jax.NamedSharding(mesh, jax.P()))
-        got = jax.value_and_grad(loss)(trained, x)
-    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        actual = jax.value_and_grad(loss)(trained, x)
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
@@ -522,8 +534,8 @@ def test_a_trainer_that_never_advances_states_is_told_how():
 
         @jax.jit
         def step(statistics, scaling):
-            seen, scaling = jax.grad(loss, has_aux=True)(statistics, scaling)
-            return fp8jax.linen.advance_scaling(scaling, seen)
+            recorded, scaling = jax.grad(loss, has_aux=True)(statistics, scaling)
+            return fp8jax.linen.advance_scaling(scaling, recorded)
 
         step(*given)
 

@@ -1,4 +1,4 @@
-"""LoRA in a user's Linen model: `fp8jax.lora` on its variables, which its quantized copy takes."""
+"""LoRA in a user's Linen model: `fp8jax.lora` on the variables of its quantized copy."""
 
 import flax.linen as nn
 import jax
@@ -36,12 +36,12 @@ QUANTIZED = fp8jax.linen.quantize(Model(), "te_current")
 PARAMS = QUANTIZED.init(jax.random.key(0), T)["params"]
 
 
-def held():
+def base_and_adapters():
     base = fp8jax.lora.freeze(PARAMS, targets="layers/(up|down)/kernel")
     base = fp8jax.lora.freeze(base, targets="layers/q/kernel", axes=(1, 2))
     base = fp8jax.lora.freeze(base, targets="layers/o/kernel", axes=(2, 1))
-    how = {"rank": 4, "alpha": 8.0, "targets": "layers/.*kernel", "dtype": jnp.bfloat16}
-    return base, fp8jax.lora.init(jax.random.key(1), base, **how)
+    options = {"rank": 4, "alpha": 8.0, "targets": "layers/.*kernel", "dtype": jnp.bfloat16}
+    return base, fp8jax.lora.init(jax.random.key(1), base, **options)
 
 
 def logits(base, adapters):
@@ -55,7 +55,7 @@ def loss(adapters, base):
 
 @pytest.fixture(scope="module")
 def trained():
-    (base, adapters), tx = held(), optax.adamw(1e-2)
+    (base, adapters), tx = base_and_adapters(), optax.adamw(1e-2)
     state, losses = tx.init(adapters), []
 
     @jax.jit
@@ -71,8 +71,8 @@ def trained():
 
 
 def test_a_base_of_codes_gives_what_the_weights_give():
-    """Codes per tensor are those that the recipe makes of the weights."""
-    base, adapters = held()
+    """Per-tensor codes equal those that the recipe computes from the weights."""
+    base, adapters = base_and_adapters()
     np.testing.assert_allclose(logits(base, adapters), QUANTIZED.apply({"params": PARAMS}, T), rtol=1e-5, atol=1e-5)
 
 

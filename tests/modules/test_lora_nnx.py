@@ -1,4 +1,4 @@
-"""LoRA in a user's NNX model: adapters beside codes, trained, saved, merged; beside the same written by hand."""
+"""LoRA in a user's NNX model: adapters on quantized weights, trained, saved and merged, against a manual version."""
 
 import jax
 import jax.numpy as jnp
@@ -75,11 +75,11 @@ def shapes(state):
 def test_adapters_alone_are_parameters(trained):
     model, optimizer, losses = trained
     names = {"q/kernel", "o/kernel", "up/kernel", "down/kernel", "ws_0"}
-    want = {f"layers/{name}_adapter_{factor}" for name in names for factor in "ab"}
-    assert set(shapes(nnx.state(model, nnx.Param))) == set(shapes(nnx.state(model, nnx.LoRAParam))) == want
+    expected = {f"layers/{name}_adapter_{factor}" for name in names for factor in "ab"}
+    assert set(shapes(nnx.state(model, nnx.Param))) == set(shapes(nnx.state(model, nnx.LoRAParam))) == expected
     assert shapes(nnx.state(model, nnx.Param))["layers/q/kernel_adapter_b"] == (2, RANK, WIDTH)
     grads = nnx.grad(loss_of)(model)
-    assert set(shapes(grads)) == want
+    assert set(shapes(grads)) == expected
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
     moments = jax.tree.leaves(optimizer.opt_state)
     assert sum(m.size for m in moments) == 2 * sum(np.prod(s) for s in shapes(grads).values()) + len([*moments]) % 2
@@ -113,18 +113,18 @@ def test_weights_are_codes_of_a_byte_and_stay_so(trained):
 
 def by_hand(model, adapters, x):
     """The layers of a model, written out."""
-    how = {"recipe": "te_current"}
+    options = {"recipe": "te_current"}
 
     def layer(x, parts):
         b, a = parts
         h = x * (jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * b["norm"]["scale"])
-        q = fp8jax.lora.linear(h, b["q"]["kernel"].matrix, a["layers/q/kernel"], **how)
+        q = fp8jax.lora.linear(h, b["q"]["kernel"].matrix, a["layers/q/kernel"], **options)
         q = jnp.tanh(q.reshape(*q.shape[:-1], HEADS, -1) + b["q"]["bias"])
-        o = fp8jax.lora.linear(q.reshape(x.shape), b["o"]["kernel"].matrix, a["layers/o/kernel"], **how)
+        o = fp8jax.lora.linear(q.reshape(x.shape), b["o"]["kernel"].matrix, a["layers/o/kernel"], **options)
         x = x + (o + b["o"]["bias"])
-        u = fp8jax.lora.linear(x, b["up"]["kernel"], a["layers/up/kernel"], **how) + b["up"]["bias"]
-        x = x + fp8jax.lora.linear(nnx.silu(u), b["down"]["kernel"], a["layers/down/kernel"], **how)
-        return x + fp8jax.lora.linear(x, b["ws"][0], a["layers/ws/0"], **how), None
+        u = fp8jax.lora.linear(x, b["up"]["kernel"], a["layers/up/kernel"], **options) + b["up"]["bias"]
+        x = x + fp8jax.lora.linear(nnx.silu(u), b["down"]["kernel"], a["layers/down/kernel"], **options)
+        return x + fp8jax.lora.linear(x, b["ws"][0], a["layers/ws/0"], **options), None
 
     base = nnx.to_pure_dict(nnx.state(model.layers, fp8jax.nnx.FrozenParam))
     y, _ = jax.lax.scan(jax.checkpoint(layer), x, (base, adapters))
@@ -139,16 +139,16 @@ def test_a_model_is_what_one_writes_by_hand(trained):
         logits = by_hand(model, adapters, model.embed.embedding[...][T])
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], T[:, 1:]).mean()
 
-    want, theirs = jax.jit(jax.value_and_grad(hand))(adapters)
-    got, grads = nnx.jit(nnx.value_and_grad(loss_of))(model)
+    expected, theirs = jax.jit(jax.value_and_grad(hand))(adapters)
+    result, grads = nnx.jit(nnx.value_and_grad(loss_of))(model)
     ours = {k.replace("ws_0", "ws/0"): v for k, v in flat(grads).items()}
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(result, expected)
     for path, adapter in theirs.items():
-        for found, exact in ((ours[f"{path}_adapter_a"], adapter.a), (ours[f"{path}_adapter_b"], adapter.b)):
-            found, exact = np.asarray(found, np.float32), np.asarray(exact, np.float32)
+        for actual, exact in ((ours[f"{path}_adapter_a"], adapter.a), (ours[f"{path}_adapter_b"], adapter.b)):
+            actual, exact = np.asarray(actual, np.float32), np.asarray(exact, np.float32)
             # XLA orders a sum of Flax's norm otherwise: a gradient may be the next number of bf16.
-            np.testing.assert_allclose(found, exact, rtol=2.0**-7)
-            assert (found != exact).mean() < 0.01
+            np.testing.assert_allclose(actual, exact, rtol=2.0**-7)
+            assert (actual != exact).mean() < 0.01
 
 
 def flat(state):
@@ -176,9 +176,9 @@ def test_merged_models_have_parameters_again(trained):
     plain = fp8jax.nnx.unquantize(merged)
     assert shapes(nnx.state(plain, nnx.Param)) == shapes(nnx.state(Model(nnx.Rngs(0)), nnx.Param))
     for path, adapter in fp8jax.nnx.adapters(model).items():
-        found = flat(nnx.state(plain, nnx.Param))[path]
-        own = flat(nnx.state(model, fp8jax.nnx.FrozenParam))[path]
-        np.testing.assert_array_equal(found, fp8jax.lora.merge_adapter(own, adapter))
+        actual = flat(nnx.state(plain, nnx.Param))[path]
+        frozen_param = flat(nnx.state(model, fp8jax.nnx.FrozenParam))[path]
+        np.testing.assert_array_equal(actual, fp8jax.lora.merge_adapter(frozen_param, adapter))
     assert relative(merged(T), model(T)) < 0.1
     with pytest.raises(ValueError, match="the model has no adapters"):
         fp8jax.nnx.merge_lora(merged)
@@ -238,8 +238,8 @@ def test_rules_targets_and_a_base_of_its_own_dtype():
         jnp.dtype(jnp.float32)
     }
     np.testing.assert_allclose(model(T), quantized(T), rtol=1e-5, atol=1e-5)
-    found = dots(lambda s: nnx.merge(nnx.graphdef(model), s)(T), nnx.state(model))
-    assert ("float8_e4m3fn", "float8_e4m3fn") in found
+    actual = dots(lambda s: nnx.merge(nnx.graphdef(model), s)(T), nnx.state(model))
+    assert ("float8_e4m3fn", "float8_e4m3fn") in actual
 
 
 def test_a_part_called_from_outside_and_other_methods():
@@ -258,9 +258,9 @@ def test_a_part_called_from_outside_and_other_methods():
 
     model = fp8jax.nnx.lora(fp8jax.nnx.quantize(Two(), "te_current"), rank=2, alpha=1, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (8, 32))
-    want = fp8jax.linear(x, model.one.kernel.get_value(), recipe="te_current")
-    np.testing.assert_array_equal(model.one(x), want)
-    np.testing.assert_array_equal(model.half(x), want)
+    expected = fp8jax.linear(x, model.one.kernel.get_value(), recipe="te_current")
+    np.testing.assert_array_equal(model.one(x), expected)
+    np.testing.assert_array_equal(model.half(x), expected)
     with pytest.raises(TypeError, match=r"a frozen weight .* is not an array"):
         model.by_itself(x)
 
@@ -268,17 +268,17 @@ def test_a_part_called_from_outside_and_other_methods():
 def test_what_is_refused_says_how(trained):
     model, *_ = trained
     plain, quantized = Model(nnx.Rngs(0)), fp8jax.nnx.quantize(Model(nnx.Rngs(0)), "te_current")
-    how = {"rank": RANK, "alpha": 8.0, "rngs": nnx.Rngs(1)}
+    options = {"rank": RANK, "alpha": 8.0, "rngs": nnx.Rngs(1)}
     with pytest.raises(TypeError, match="expects an NNX module, not dict"):
-        fp8jax.nnx.lora({}, **how)
+        fp8jax.nnx.lora({}, **options)
     with pytest.raises(ValueError, match=r"call fp8jax\.nnx\.quantize first"):
-        fp8jax.nnx.lora(plain, **how)
+        fp8jax.nnx.lora(plain, **options)
     with pytest.raises(ValueError, match=r"already has adapters; merge them with fp8jax\.nnx\.merge_lora"):
-        fp8jax.nnx.lora(model, **how)
+        fp8jax.nnx.lora(model, **options)
     with pytest.raises(ValueError, match="delayed scaling, which keeps a state"):
-        fp8jax.nnx.lora(fp8jax.nnx.quantize(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), "te_delayed"), **how)
+        fp8jax.nnx.lora(fp8jax.nnx.quantize(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), "te_delayed"), **options)
     with pytest.raises(ValueError, match=r"targets 'x' match none of the layers layers/down, "):
-        fp8jax.nnx.lora(quantized, targets="x", **how)
+        fp8jax.nnx.lora(quantized, targets="x", **options)
     with pytest.raises(ValueError, match=r"fp8jax\.nnx\.unquantize\(fp8jax\.nnx\.merge_lora\(model\)\)"):
         fp8jax.nnx.unquantize(model)
     with pytest.raises(ValueError, match="the model has no layer with a quantized weight"):
@@ -286,4 +286,4 @@ def test_what_is_refused_says_how(trained):
     with pytest.raises(ValueError, match="the rank of an adapter"):
         fp8jax.nnx.lora(quantized, rank=999, alpha=1, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="floating-point and integer codes"):
-        fp8jax.nnx.lora(quantized, base="int8", **how)(T)
+        fp8jax.nnx.lora(quantized, base="int8", **options)(T)

@@ -1,6 +1,6 @@
-"""Bytes that a layer keeps for the backward pass, counted from the program and compared with the recipe's plan.
+"""Residual bytes of a layer, counted from the program and compared with the recipe's plan.
 
-U = batch x sequence x width x 2 bytes, and the SwiGLU is 8/3 times as wide, as in Table 2 of COAT.
+U = batch x sequence x width x 2 bytes. The SwiGLU is 8/3 times as wide, as in Table 2 of COAT.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def flash_attention(monkeypatch):
 
 
 class Unrolled(nnx.Module):
-    """The blocks of a Llama one after the other."""
+    """The blocks of a Llama, unrolled."""
 
     def __init__(self, model: Llama) -> None:
         graph, stacked = nnx.split(model.layers)
@@ -63,32 +63,32 @@ def model(recipe, width, layers, remat, scan):
     config = LlamaConfig(vocab=64, dim=width, layers=layers, heads=HEADS, kv_heads=HEADS, mlp_dim=width * 8 // 3)
     plain = Llama(config, remat=remat, rngs=nnx.Rngs(0))
     plain = plain if scan else Unrolled(plain)
-    found = (RECIPES | INT8_RECIPES)[recipe]
-    return plain if found is None else fp8jax.nnx.quantize(plain, found)
+    actual = (RECIPES | INT8_RECIPES)[recipe]
+    return plain if actual is None else fp8jax.nnx.quantize(plain, actual)
 
 
 @functools.cache
 def residual_bytes(recipe, batch, length, width, layers, remat, scan) -> int:
-    """Bytes kept, but for the rotary tables, which all layers share, and for keys."""
+    """Returns residual bytes, without keys and the rotary tables, which all layers share."""
     graph, params, rest = nnx.split(model(recipe, width, layers, remat, scan), nnx.Param, ...)
     tokens = jnp.zeros((batch, length), jnp.int32)
-    found = residuals(lambda p: jnp.sum(nnx.merge(graph, p, rest, copy=True)(tokens).astype(jnp.float32)), params)
+    actual = residuals(lambda p: jnp.sum(nnx.merge(graph, p, rest, copy=True)(tokens).astype(jnp.float32)), params)
     table = (length, width // HEADS // 2)
-    of_tokens = [(d, s) for d, s in found if tuple(n for n in s if n != 1) != table and not d.startswith("key<")]
+    of_tokens = [(d, s) for d, s in actual if tuple(n for n in s if n != 1) != table and not d.startswith("key<")]
     return int(sum(np.prod(shape) * jnp.dtype(dtype).itemsize for dtype, shape in of_tokens))
 
 
 def per_layer(recipe, batch, length, width, remat=False, scan=True) -> float:
-    """What a token makes a layer keep, in U: what more tokens in more layers keep more."""
+    """Returns residuals of a layer per token, in U: the difference between more and fewer tokens and layers."""
     count = lambda length, layers: residual_bytes(recipe, batch, length, width, layers, remat, scan)  # noqa: E731
     more = count(2 * length, 3) - count(length, 3) - count(2 * length, 2) + count(length, 2)
     return more / (batch * length * width * 2)
 
 
 def planned(context: Context, width: int, plain: int = 0) -> tuple[float, float]:
-    """Values and scales that a token makes a layer keep, in U, by the recipe: Table 2 of COAT without RoPE.
+    """Returns values and scales that a layer saves per token, in U, by the recipe: Table 2 of COAT without RoPE.
 
-    The MLP is a SwiGLU; where `plain` is given, it has that width and no factor besides the activation.
+    The MLP is a SwiGLU. With `plain` it has that width, and only the activation as a factor.
     """
     inner = plain or width * 8 // 3
     gate_up_activated = [inner] * (1 if plain else 2 if context.recompute_activations else 3)
@@ -106,7 +106,7 @@ ONE_FAST = few([(shape, scan) for scan in (True, False) for shape in SHAPES], (S
 @pytest.mark.parametrize(
     ("recipe", "bound", "shape", "scan"),
     few(
-        [(*how, shape, scan) for how in (("faithful", 11.4), ("lean", 7.7)) for shape in SHAPES
+        [(*mode, shape, scan) for mode in (("faithful", 11.4), ("lean", 7.7)) for shape in SHAPES
          for scan in (True, False)],
         ("faithful", 11.4, SHAPES[0], True), ("lean", 7.7, SHAPES[0], False),
     ),
@@ -133,8 +133,8 @@ def test_layers_of_other_models_keep_what_the_recipe_plans(recipe):
         model = fp8jax.nnx.quantize(VLM(*shapes, rngs=nnx.Rngs(0)), RECIPES[recipe])
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         images, tokens = jnp.zeros((batch, 8, 8, 3)), jnp.zeros((batch, length), jnp.int32)
-        found = residuals(lambda p: jnp.sum(nnx.merge(graph, p, rest)(images, tokens).astype(jnp.float32)), params)
-        return sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for dtype, shape in found)
+        actual = residuals(lambda p: jnp.sum(nnx.merge(graph, p, rest)(images, tokens).astype(jnp.float32)), params)
+        return sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for dtype, shape in actual)
 
     context = RECIPES[recipe].context
     of_vision = sum(planned(context, 32, 64)) * batch * vision.patches * 32 * 2
@@ -159,17 +159,17 @@ def test_a_checkpointed_layer_keeps_its_input(recipe, shape, scan):
 def test_kernels_that_quantize_what_they_compute_keep_the_same(recipe, monkeypatch):
     pytest.importorskip("jax_triton")
     plain = per_layer(recipe, *SHAPES[0])
-    made = []
+    programs = []
     monkeypatch.setitem(globals(), "residual_bytes", residual_bytes.__wrapped__)  # counted anew
     monkeypatch.setattr(fused_outputs, "on_cuda", lambda: True)
     monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     monkeypatch.setattr(
         fused_outputs,
         "_quantize_group",
-        lambda *args, make=fused_outputs._quantize_group: made.append(args) or make(*args),
+        lambda *args, make=fused_outputs._quantize_group: programs.append(args) or make(*args),
     )
     assert per_layer(recipe, *SHAPES[0]) == pytest.approx(plain, abs=1e-9)
-    assert made
+    assert programs
 
 
 @pytest.mark.parametrize(("recipe", "copies"), [("bf16", 7), ("te_current", 0), ("lean", 0)])
@@ -177,10 +177,10 @@ def test_no_copy_of_a_quantized_weight_is_kept_beside_the_parameter(recipe, copi
     width, layers = SHAPES[0][2], 2
     graph, params, rest = nnx.split(model(recipe, width, layers, False, True), nnx.Param, ...)
     tokens = jnp.zeros(SHAPES[0][:2], jnp.int32)
-    found = residuals(lambda p: jnp.sum(nnx.merge(graph, p, rest)(tokens).astype(jnp.float32)), params)
+    actual = residuals(lambda p: jnp.sum(nnx.merge(graph, p, rest)(tokens).astype(jnp.float32)), params)
     inner = width * 8 // 3
     weights = {(layers, *shape) for shape in ((width, width), (width, inner), (inner, width))}
-    assert sum(dtype == "bfloat16" and shape in weights for dtype, shape in found) == copies
+    assert sum(dtype == "bfloat16" and shape in weights for dtype, shape in actual) == copies
 
 
 def test_bf16_keeps_at_least_three_and_a_half_times_as_much():
@@ -216,7 +216,7 @@ def test_int8_fallback_keeps_ten_bits_of_operations_and_eight_of_linear_layers(r
     scales = sum(4 * n // 128 / 128 for n in linear) + 2 * 4 + HEADS * 4
     planned = sum(context.nbytes((1, n)) for n in operations) + sum(linear) + 4 * width * 2 + scales
     assert context.nbytes((1, width)) == 1.25 * width + 2 * width / 128
-    found = per_layer(recipe, batch, length, width)
-    assert found == pytest.approx(planned / (2 * width), abs=1e-9)
+    actual = per_layer(recipe, batch, length, width)
+    assert actual == pytest.approx(planned / (2 * width), abs=1e-9)
     assert bool(ran) == kernels
-    assert found < (1 - below) * per_layer("bf16", batch, length, width)
+    assert actual < (1 - below) * per_layer("bf16", batch, length, width)

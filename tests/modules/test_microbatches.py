@@ -1,4 +1,4 @@
-"""Delayed scaling over the microbatches of a step: histories get the largest magnitude of all, whichever has it."""
+"""Delayed scaling over microbatches: histories get the amax of all microbatches."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def _gradients(layer, x, dy):
 
 
 class Nnx:
-    """One linear layer of NNX through the microbatches of steps."""
+    """A linear NNX layer over the microbatches of steps."""
 
     def __init__(self) -> None:
         self.layer = fp8jax.nnx.quantize(nnx.Linear(8, 5, rngs=nnx.Rngs(0)), PART)
@@ -60,7 +60,7 @@ class Nnx:
 
 
 class Linen:
-    """The same of Linen."""
+    """The same in Linen."""
 
     def __init__(self) -> None:
         self.model = fp8jax.linen.quantize(nn.Dense(5), PART)
@@ -78,14 +78,14 @@ class Linen:
             y, new = self.model.apply(variables, x * X, mutable=["fp8jax_scaling"])
             return jnp.sum(y * (dy * DY)), new["fp8jax_scaling"]
 
-        seen, scaling = jax.grad(loss, has_aux=True)(self.variables["fp8jax_statistics"])
+        recorded, scaling = jax.grad(loss, has_aux=True)(self.variables["fp8jax_statistics"])
         self.variables = self.variables | {"fp8jax_scaling": scaling}
-        self.seen.append(seen)
+        self.seen.append(recorded)
 
     def advance(self):
-        seen = jax.tree.map(lambda *leaves: jnp.max(jnp.stack(leaves), 0), *self.seen)
+        recorded = jax.tree.map(lambda *leaves: jnp.max(jnp.stack(leaves), 0), *self.seen)
         self.seen = []
-        scaling = fp8jax.linen.advance_scaling(self.variables["fp8jax_scaling"], seen)
+        scaling = fp8jax.linen.advance_scaling(self.variables["fp8jax_scaling"], recorded)
         self.variables = self.variables | {"fp8jax_scaling": scaling}
         return scaling
 
@@ -103,24 +103,24 @@ def test_the_largest_magnitude_of_all_microbatches_enters_the_history(make):
             # The largest input, weight and gradient come in different microbatches, and none of them last each time.
             x, w, dy = (FACTORS[(order + shift) % 6][i] * 2.0**order for shift in (0, 1, 3))
             layer.microbatch(x, w, dy)
-        found = layer.advance()
+        actual = layer.advance()
         for name, array in (("x", X), ("w", kernel), ("dy", DY)):
             histories[name] = [largest(8.0 * 2.0**order * array), *histories[name]]
-            want = np.resize([*histories[name], 0, 0, 0], 3)
-            np.testing.assert_allclose(found[name], want, rtol=1e-6)
-        assert (found["seen_x"], found["seen_w"]) == (0, 0)
+            expected = np.resize([*histories[name], 0, 0, 0], 3)
+            np.testing.assert_allclose(actual[name], expected, rtol=1e-6)
+        assert (actual["seen_x"], actual["seen_w"]) == (0, 0)
     # Evaluation sees nothing, and a step that saw nothing larger keeps the history's largest as its scale.
     before = layer.evaluate(1000.0)
     layer.microbatch(1.0, 1.0, 1.0)
-    found = layer.advance()
-    np.testing.assert_allclose(found["x"], [largest(X), *np.array(histories["x"])[:2]], rtol=1e-6)
+    actual = layer.advance()
+    np.testing.assert_allclose(actual["x"], [largest(X), *np.array(histories["x"])[:2]], rtol=1e-6)
     top = histories["x"][0]
     clipped = jnp.clip(1000 * X, -top, top)
     params = layer.layer if make is Nnx else layer.variables["params"]
     bias = params.bias[...] if make is Nnx else params["bias"]
     last = FACTORS[(4 + 1) % 6][2] * 2.0**4
-    want = clipped @ (last * kernel) + bias
-    assert float(jnp.linalg.norm(before - want) / jnp.linalg.norm(want)) < 0.06
+    expected = clipped @ (last * kernel) + bias
+    assert float(jnp.linalg.norm(before - expected) / jnp.linalg.norm(expected)) < 0.06
 
 
 def test_a_linen_layer_asks_for_its_histories_in_evaluation():
@@ -135,14 +135,14 @@ def test_scales_of_the_weight_follow_its_history_also_where_it_is_quantized_for_
     layer.microbatch(1.0, 64.0, 1.0)
     layer.advance()
     layer.layer.kernel[...] = layer.kernel
-    held = fp8jax.nnx.quantize_weights(layer.layer)
-    want = largest(64 * layer.kernel) / 448
-    for weight in held.dot_general.prequantized.unflatten():
-        np.testing.assert_allclose(float(weight.scale.reshape(())), want, rtol=1e-6)
-    seen = layer.layer.dot_general.seen_x
-    assert seen[...] == 0
-    result = nnx.jit(lambda held, x: held(x))(held, X)
-    np.testing.assert_allclose(seen[...], largest(X), rtol=1e-6)  # the model advances by what copies have seen
+    prequantized = fp8jax.nnx.quantize_weights(layer.layer)
+    expected = largest(64 * layer.kernel) / 448
+    for weight in prequantized.dot_general.prequantized.unflatten():
+        np.testing.assert_allclose(float(weight.scale.reshape(())), expected, rtol=1e-6)
+    recorded = layer.layer.dot_general.seen_x
+    assert recorded[...] == 0
+    result = nnx.jit(lambda prequantized, x: prequantized(x))(prequantized, X)
+    np.testing.assert_allclose(recorded[...], largest(X), rtol=1e-6)  # the model advances by what copies have seen
     np.testing.assert_array_equal(result, layer.layer(X))
 
 
@@ -185,10 +185,10 @@ def test_the_bias_of_a_layer_with_delayed_scaling_is_added_and_has_its_gradient(
         assert y.dtype == dtype
         np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(plain + BIAS.astype(dtype), np.float32))
         (db,) = back(DY.astype(dtype))
-        want = np.asarray(DY.astype(dtype), np.float64).sum(0)
+        expected = np.asarray(DY.astype(dtype), np.float64).sum(0)
         assert db.dtype == jnp.float32
         np.testing.assert_allclose(
-            np.asarray(db, np.float64), want, rtol=0, atol=2e-6 if dtype == jnp.float32 else 0.06
+            np.asarray(db, np.float64), expected, rtol=0, atol=2e-6 if dtype == jnp.float32 else 0.06
         )
 
 

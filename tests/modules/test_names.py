@@ -1,4 +1,4 @@
-"""A preset's name stands for it wherever a recipe is taken; what is none is refused with what to do."""
+"""A preset's name is accepted wherever a recipe is. Other names raise an error with the fix."""
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ def test_a_part_that_says_nothing_of_an_operation_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "taken"),
+    ("name", "shape", "is_matrix"),
     [
         *((name, (4, 4), True) for name in ("kernel", "w", "layers/up/w1", "embeds/kernel", "scalar")),
         *((name, (4, 4), False) for name in ("wte_embedding", "pos_table", "position", "token_types", "out_bias")),
@@ -97,27 +97,27 @@ def test_a_part_that_says_nothing_of_an_operation_is_refused():
         ("w", (4, 1, 1), False),
     ],
 )
-def test_matrices_are_told_by_name_and_shape(name, shape, taken):
-    assert calls.is_matrix(name, shape) == taken
+def test_matrices_are_told_by_name_and_shape(name, shape, is_matrix):
+    assert calls.is_matrix(name, shape) == is_matrix
 
 
 def test_what_is_no_model_is_told_what_takes_it():
     other = {kind: type("Mlp", (), {"__module__": f"{kind}.nn"})() for kind in ("equinox", "haiku")}
-    for model, said in (
+    for model, message in (
         (nnx.Linear, "f takes, not the class Linear; pass an instance"),
         ({}, "f takes, not dict; pass the model, not its parameters. Without Flax, use fp8jax"),
         (3, "f takes, not int. Without Flax, use fp8jax.transform"),
         (other["equinox"], "f takes, not Mlp, of Equinox; use fp8jax.filter_transform"),
         (other["haiku"], "f takes, not Mlp, of Haiku; use fp8jax.transform"),
     ):
-        assert calls.wrong_model_message("f takes", model).startswith(said)
+        assert calls.wrong_model_message("f takes", model).startswith(message)
 
 
 def test_a_module_of_the_other_flax_is_told_its_function():
     class Mine(nn.Dense):
         pass
 
-    for call, said in (
+    for call, message in (
         (lambda: fp8jax.nnx.quantize(Mine(8), "coat"), "not Mine, a module of Flax Linen; use fp8jax.linen.quantize"),
         (lambda: fp8jax.nnx.unquantize(nn.Dense(8)), "a module of Flax Linen; use fp8jax.linen.unquantize"),
         (
@@ -127,5 +127,5 @@ def test_a_module_of_the_other_flax_is_told_its_function():
         (lambda: fp8jax.linen.quantize(layer(), "coat"), "not Linear, a module of Flax NNX; use fp8jax.nnx.quantize"),
         (lambda: fp8jax.linen.unquantize(layer()), "a module of Flax NNX; use fp8jax.nnx.unquantize"),
     ):
-        with pytest.raises(TypeError, match=said):
+        with pytest.raises(TypeError, match=message):
             call()

@@ -1,4 +1,4 @@
-"""A trainer that leaves the states of a scaling as they are gets an error or a warning, for each model; nobody else."""
+"""A trainer that never updates scaling states gets an error or a warning, once per model; other trainers do not."""
 
 import pickle
 import warnings
@@ -23,7 +23,7 @@ LOST = "delayed scaling, whose state needs the amax of the output's gradient"
 
 
 class Layers(nnx.Module):
-    """Two layers in a loop, which differentiates a program of its own."""
+    """Two layers in a loop that differentiates its own program."""
 
     def __init__(self):
         make = lambda key: nnx.Linear(16, 16, rngs=nnx.Rngs(key))  # noqa: E731
@@ -68,9 +68,9 @@ def collect_warnings(call):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    found = [one for one in caught if MESSAGE in str(one.message)]
-    assert all(one.filename == __file__ for one in found)  # the user's line
-    return [str(one.message) for one in found]
+    actual = [one for one in caught if MESSAGE in str(one.message)]
+    assert all(one.filename == __file__ for one in actual)  # the user's line
+    return [str(one.message) for one in actual]
 
 
 def train(step, name, model="layer", steps=3):
@@ -92,7 +92,7 @@ def train(step, name, model="layer", steps=3):
     ),
 )
 def test_a_trainer_that_never_advances_states_is_told_for_each_model(names, model):
-    """The second model was trained without a word, by the program of the first one."""
+    """Regression: the second model was trained silently by the program of the first."""
     name, kind, call = names
     for _ in range(2):
         (message,) = collect_warnings(lambda: train(never, name, model))
@@ -133,7 +133,7 @@ def test_gradients_in_a_program_of_their_own_are_no_mistake_beside_our_optimizer
     ("wraps", "model", "program"), covering([lambda loss: loss, nnx.jit, nnx.remat], MODELS, [lambda f: f, nnx.jit])
 )
 def test_a_gradient_that_loses_statistics_is_refused(wraps, model, program):
-    """Histories of all three operands stayed 0 for ever, in the loop that README had."""
+    """Regression: in README's loop, histories of all three operands stayed 0."""
     for _ in range(2):
         # An inspection that fails is over, too.
         with pytest.raises(RuntimeError), training.suppress_training_checks():
@@ -149,7 +149,7 @@ def test_a_gradient_that_loses_statistics_is_refused(wraps, model, program):
 
 @pytest.mark.parametrize(("wraps", "model"), covering([lambda loss: loss, nnx.jit, nnx.remat], MODELS))
 def test_bounds_of_weights_that_are_not_trained_are_not_asked_for(model, wraps):
-    """They stay what they are, and the optimizer follows none of them: the call would have raised."""
+    """They do not change, and the optimizer tracks none of them; the call raised an error before."""
     frozen = quantized("moss", model)
     of_input, of_both = (nnx.jit(nnx.grad(wraps(loss), argnums=which)) for which in (1, (0, 1)))
     assert collect_warnings(lambda: of_input(frozen, X)) == []
@@ -181,25 +181,25 @@ def test_linen_is_told_nothing_of_weights_that_are_not_trained():
 
 @pytest.mark.parametrize(("name", "program"), covering(["te_delayed", "int8_fallback"], [lambda f: f, jax.jit]))
 def test_linen_refuses_what_loses_statistics(name, program):
-    """Without a word both trained with their first state for ever."""
+    """Regression: both were trained silently with their first state."""
     model = fp8jax.linen.quantize(nn.Dense(16), fp8jax.Rule(".*", name))
     variables = model.init(jax.random.key(0), X)
 
-    def of(params, statistics, mutable=True):
+    def loss_fn(params, statistics, mutable=True):
         collections = variables | {"params": params, "fp8jax_statistics": statistics}
         y = model.apply(collections, X, mutable=["fp8jax_scaling"] if mutable else False)
         return jnp.mean((y[0] if mutable else y) ** 2)
 
     given = variables["params"], variables.get("fp8jax_statistics", {})
     with pytest.raises(ValueError, match=r"'fp8jax_scaling' is not mutable. Use .*argnums=\(0, 1\), has_aux=True"):
-        program(jax.grad(lambda *given: of(*given, mutable=False), argnums=(0, 1)))(*given)
+        program(jax.grad(lambda *given: loss_fn(*given, mutable=False), argnums=(0, 1)))(*given)
     with pytest.raises(ValueError, match="is not mutable"):  # also where states are differentiated, too
         program(jax.grad(lambda variables: jnp.mean(model.apply(variables, X) ** 2)))(variables)
     if name == "te_delayed":
         with pytest.raises(ValueError, match=LOST):
-            program(jax.grad(of))(*given)
-    program(jax.grad(of, argnums=(0, 1)))(*given)
-    program(lambda *given: of(*given, mutable=False))(*given)  # evaluation
+            program(jax.grad(loss_fn))(*given)
+    program(jax.grad(loss_fn, argnums=(0, 1)))(*given)
+    program(lambda *given: loss_fn(*given, mutable=False))(*given)  # evaluation
 
 
 def test_a_train_state_without_statistics_says_where_they_come_from():
@@ -248,7 +248,7 @@ def test_a_transformed_function_gets_the_bounds_of_its_weights():
 
 
 def readme_step(tx, accumulated=1):
-    """README's step; with several microbatches, whose gradients are summed."""
+    """README's step; with several microbatches, gradients are summed."""
 
     @nnx.jit
     def step(model, optimizer, x):
@@ -270,7 +270,7 @@ def readme_step(tx, accumulated=1):
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_statistics_arrive_in_the_loop_of_the_readme(accumulated):
-    """Against float64: of microbatches the largest, not the sum or the mean."""
+    """Against float64: the maximum over microbatches, not the sum or the mean."""
     state, (norm, _) = readme_step(lambda name: fp8jax.optimizer(name, 0.0), accumulated)("te_delayed")
     kernel = np.asarray(MODELS["layer"]().layers[0].kernel[...], np.float64)
     x = np.asarray(X, np.float64)
@@ -316,7 +316,7 @@ def test_gradients_are_those_of_flax_for_models_without_statistics_and_arrays():
 
 @pytest.mark.parametrize("name", ["te_delayed", "int8_fallback"])
 def test_loops_that_drop_observations_are_told(name):
-    """`nnx.scan` drops changes of what it broadcasts."""
+    """`nnx.scan` drops changes of broadcast variables."""
 
     def run(axes):
         model = quantized(name)

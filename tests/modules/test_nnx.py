@@ -1,4 +1,4 @@
-"""Quantized NNX models: which products take codes, what is saved, and that all else is as it was."""
+"""Quantized NNX models: matmuls of codes, residuals, and unchanged behaviour otherwise."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ def llama(**settings):
 
 
 def functional(model):
-    """Loss of the text as a function of the parameters, and the parameters."""
+    """Returns the loss of the text as a function of the parameters, and the parameters."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params):
@@ -46,9 +46,9 @@ def functional(model):
     return loss, params
 
 
-def wide(found) -> int:
-    """How many products in a list of operand dtypes are of 16 or 32 bits."""
-    return sum("8" not in a and "8" not in b for a, b in found)
+def wide(actual) -> int:
+    """Returns the number of 16- or 32-bit matmuls in a list of operand dtypes."""
+    return sum("8" not in a and "8" not in b for a, b in actual)
 
 
 @pytest.mark.parametrize(
@@ -59,21 +59,21 @@ def wide(found) -> int:
 def test_every_linear_of_a_training_step_takes_the_operands_of_the_recipe(name):
     recipe = fp8jax.recipes.get(name)
     loss, params = functional(fp8jax.nnx.quantize(llama(), recipe))
-    want = Counter(
+    expected = Counter(
         tuple(str(fp8jax.formats.get(s.format).dtype) if s and not s.is_block_scaled else "bfloat16" for s in pair)
         # Seven linears in the body of the loop over layers.
         for pair in recipe.linear.products().values()
         for _ in range(7)
     )
     if recipe.linear.scaling == "threshold":  # forward each block is multiplied, and its residual
-        want[("int8", "int8")] += 7
+        expected[("int8", "int8")] += 7
     # The lookup of embeddings and its gradient, the three of the head, QK and AV with two gradients each, some in fp32.
-    found = Counter("float32" if "float32" in pair else pair for pair in dots(jax.grad(loss), params))
-    left = found - Counter({pair: n for pair, n in want.items() if "8" in pair[0]})
-    assert sum(want.values()) in (21, 28)
-    assert sum(found.values()) - sum(want.values()) == 2 + 3 + 6
+    actual = Counter("float32" if "float32" in pair else pair for pair in dots(jax.grad(loss), params))
+    left = actual - Counter({pair: n for pair, n in expected.items() if "8" in pair[0]})
+    assert sum(expected.values()) in (21, 28)
+    assert sum(actual.values()) - sum(expected.values()) == 2 + 3 + 6
     assert set(left) == {("bfloat16", "bfloat16"), "float32"}
-    assert all(found[pair] == n for pair, n in want.items() if "8" in pair[0])
+    assert all(actual[pair] == n for pair, n in expected.items() if "8" in pair[0])
 
 
 def test_layers_times_seven_times_three_products_run():
@@ -88,9 +88,9 @@ def test_a_tied_head_is_left_alone_and_an_asked_for_one_is_not():
     eight = {}
     for tied in (True, False):
         loss, params = functional(fp8jax.nnx.quantize(llama(tied=tied), TE))
-        found = dots(jax.grad(loss), params)
-        eight[tied] = len(found) - wide(found)
-        assert wide(found) == 2 + 9
+        actual = dots(jax.grad(loss), params)
+        eight[tied] = len(actual) - wide(actual)
+        assert wide(actual) == 2 + 9
     assert eight == {True: 21, False: 21}
     rules = [fp8jax.Rule("head", TE), fp8jax.Rule("layers/.*", TE)]
     loss, params = functional(fp8jax.nnx.quantize(llama(), rules))
@@ -112,19 +112,19 @@ def test_linears_that_read_one_input_save_its_codes_once(name, dtype):
 
 
 def test_no_input_of_a_linear_is_saved_beside_its_codes():
-    """Residuals in bf16 shrink by three inputs of width D a layer, and by the input of the down projection."""
+    """bf16 residuals shrink by three inputs of width D per layer, and by the input of the down projection."""
     plain, quantized = (residuals(*functional(m)) for m in (llama(), fp8jax.nnx.quantize(llama(), TE)))
     layers, width, mlp = CONFIG.layers, CONFIG.dim, CONFIG.mlp_dim
 
-    def of(found, shape):
-        return sum(dtype == "bfloat16" and s == shape for dtype, s in found)
+    def count_saved(actual, shape):
+        return sum(dtype == "bfloat16" and s == shape for dtype, s in actual)
 
-    assert of(plain, (layers, TOKENS, width)) - of(quantized, (layers, TOKENS, width)) == 3
-    assert of(plain, (layers, TOKENS, mlp)) - of(quantized, (layers, TOKENS, mlp)) == 1
+    assert count_saved(plain, (layers, TOKENS, width)) - count_saved(quantized, (layers, TOKENS, width)) == 3
+    assert count_saved(plain, (layers, TOKENS, mlp)) - count_saved(quantized, (layers, TOKENS, mlp)) == 1
 
 
 class Branches(nnx.Module):
-    """Three layers that cast one fp32 input to bf16, as in models whose residual stream is in fp32."""
+    """Three layers that cast one fp32 input to bf16, as in models with an fp32 residual stream."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         make = {
@@ -152,16 +152,16 @@ def test_layers_that_cast_one_input_share_the_cast_and_its_codes():
 def test_a_shared_cast_is_not_that_of_another_input_or_trace():
     model = fp8jax.nnx.quantize(Branches(nnx.Rngs(0)), TE)
     xs = jax.random.normal(jax.random.key(0), (3, 10, 32))
-    want = [model(x) for x in xs]
+    expected = [model(x) for x in xs]
     together = jax.jit(lambda xs: jax.lax.map(lambda x: (model(x), jax.jit(model.__call__)(x)), xs))
-    for got in (*together(xs), *together(xs)):
+    for actual in (*together(xs), *together(xs)):
         # A code may flip where eager and compiled casts round differently.
-        for a, b in zip(got, want, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=0.05)
 
 
 def copy_blocks(model):
-    """The blocks of a scanned Llama as a list, and the model as a loop over them."""
+    """Returns the blocks of a scanned Llama as a list, and the model as a loop over them."""
     graph, stacked = nnx.split(model.layers)
     blocks = [nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(CONFIG.layers)]
 
@@ -208,7 +208,7 @@ def test_remat_changes_no_value_and_saves_no_codes():
 
 @functools.cache
 def losses_of_training(name):
-    """Eight steps of a Llama of one layer with the optimizer of NNX, quantized by a preset or not."""
+    """Returns eight losses of a one-layer Llama with the NNX optimizer, quantized by a preset or not."""
     model = llama(layers=1) if name is None else fp8jax.nnx.quantize(llama(layers=1), fp8jax.recipes.get(name))
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
 
@@ -274,7 +274,7 @@ def test_jit_grad_and_vmap_give_what_a_loop_gives():
 
 
 class Mixed(nnx.Module):
-    """Layers in a list, in a dict, shared by two places, inside attention, and over several axes."""
+    """Layers in a list, in a dict, shared, inside attention, and over several axes."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.list = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
@@ -310,18 +310,18 @@ def test_layers_are_found_wherever_they_are():
     assert quantized.shared is quantized.list[0]
     x = jax.random.normal(jax.random.key(0), (2, 6, 16))
     graph, params, rest = nnx.split(quantized, nnx.Param, ...)
-    found = dots(lambda p: nnx.merge(graph, p, rest)(x), params)
+    actual = dots(lambda p: nnx.merge(graph, p, rest)(x), params)
     # A shared layer runs once more; QK and AV stay as they are.
-    assert (len(found) - wide(found), wide(found)) == (len(PATHS) + 1, 2)
-    got, want = (nnx.jit(lambda m, x: m(x))(m, x) for m in (quantized, model))
-    assert 0 < np.linalg.norm(got - want) < 0.15 * np.linalg.norm(want)
+    assert (len(actual) - wide(actual), wide(actual)) == (len(PATHS) + 1, 2)
+    result, expected = (nnx.jit(lambda m, x: m(x))(m, x) for m in (quantized, model))
+    assert 0 < np.linalg.norm(result - expected) < 0.15 * np.linalg.norm(expected)
 
 
 def test_rules_pick_layers_by_path():
     model = fp8jax.nnx.quantize(Mixed(nnx.Rngs(0)), [fp8jax.Rule("list/1|attention/.*", TE)])
     graph, params, rest = nnx.split(model, nnx.Param, ...)
-    found = dots(lambda p: nnx.merge(graph, p, rest)(jnp.ones((2, 6, 16))), params)
-    assert len(found) - wide(found) == 5
+    actual = dots(lambda p: nnx.merge(graph, p, rest)(jnp.ones((2, 6, 16))), params)
+    assert len(actual) - wide(actual) == 5
     with pytest.raises(ValueError, match="no layer is left for 'list/2' to match; the layers are attention/key"):
         fp8jax.nnx.quantize(Mixed(nnx.Rngs(0)), fp8jax.Rule("list/2", TE))
     with pytest.raises(ValueError, match="no linear layer"):
@@ -339,7 +339,7 @@ def test_a_product_of_a_layers_own_is_quantized_and_another_precision_refused():
 
 
 def arm(recipe):
-    """Initial parameters by key and logits of MiniGPT, quantized by a recipe or not."""
+    """Returns initial parameters by key and logits of MiniGPT, quantized by a recipe or not."""
     model = MiniGPT(rngs=nnx.Rngs(0))
     graph, _, rest = nnx.split(fp8jax.nnx.quantize(model, recipe) if recipe else model, nnx.Param, ...)
     return lambda key: nnx.state(MiniGPT(rngs=nnx.Rngs(key)), nnx.Param), lambda p, t: nnx.merge(graph, p, rest)(t)

@@ -1,4 +1,4 @@
-"""Norms written by hand: in NNX they are known; in Linen `explain` names them, with what to call instead."""
+"""Handwritten norms: recognized in NNX. In Linen, `explain` names them and the alternative."""
 
 import functools
 from collections.abc import Callable
@@ -134,7 +134,7 @@ def perceptrons(function: Callable, inside: bool) -> tuple[Any, Any]:
 
 
 def normed(model: Any, rules: Any = COAT) -> list[str]:
-    """Paths of what is known as a norm."""
+    """Returns the paths of recognized norms."""
     return [p.path for p in fp8jax.explain(model, rules, X).context_entries if p.kind.endswith("Norm")]
 
 

@@ -1,6 +1,6 @@
-"""Libraries that change JAX's products while a model runs, as Qwix's LoRA does: refused in Linen, unseen by operations.
+"""Libraries that patch JAX's matmuls while a model runs, as Qwix's LoRA: refused in Linen, no effect on operations.
 
-`tests.modules.patches` does what such a library does; adapters that are modules of their own work.
+`tests.modules.patches` patches like such a library. Adapters that are modules work.
 """
 
 import flax.linen as nn
@@ -41,58 +41,59 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), covering(["te_current", "coat", "deepseek", "moss", "switchback", "int8_block"], ["code", "name"])
+    ("name", "change"),
+    covering(["te_current", "coat", "deepseek", "moss", "switchback", "int8_block"], ["code", "name"]),
 )
-def test_no_product_of_an_operation_is_seen(name, how):
-    recipe, seen = fp8jax.recipes.get(name), []
+def test_no_product_of_an_operation_is_seen(name, change):
+    recipe, calls = fp8jax.recipes.get(name), []
 
     def refuse(original, *args, **kwargs):
-        seen.append(args)
+        calls.append(args)
         return original(*args, **kwargs)
 
     def loss(x, w):
         y = fp8jax.linear(fp8jax.rms_norm(x, jnp.ones(32), recipe=recipe), w, recipe=recipe, key=KEY)
         return jnp.sum(jnp.sin(fp8jax.einsum("td,dh->th", y, w.T, recipe=recipe, key=KEY)))
 
-    with CHANGES[how](refuse):
+    with CHANGES[change](refuse):
         program = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(X, W))
-        assert not seen
+        assert not calls
         lax.dot_general(X, W, (((1,), (0,)), ((), ())))  # which a model's own product is
-        assert len(seen) == 1
+        assert len(calls) == 1
     assert program == str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(X, W))
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("name", "change"),
     few(
-        [(name, how) for name in ("te_current", "coat", "te_delayed", "int8_fallback") for how in CHANGES],
+        [(name, change) for name in ("te_current", "coat", "te_delayed", "int8_fallback") for change in CHANGES],
         ("te_current", "name"), ("coat", "code"), ("int8_fallback", "einsum"),
     ),
 )  # fmt: skip
-def test_a_layer_runs_under_a_change(name, how):
+def test_a_layer_runs_under_a_change(name, change):
     model, linen = fp8jax.nnx.quantize(Model(), name), fp8jax.linen.quantize(LinenModel(), name)
-    variables, want = linen.init(KEY, X), np.asarray(model(X))
+    variables, expected = linen.init(KEY, X), np.asarray(model(X))
     other = np.asarray(linen.apply(variables, X))
-    with CHANGES[how](lambda original, *args, **kwargs: original(*args, **kwargs)):
-        np.testing.assert_allclose(np.asarray(model(X)), want, rtol=1e-5, atol=1e-5)
+    with CHANGES[change](lambda original, *args, **kwargs: original(*args, **kwargs)):
+        np.testing.assert_allclose(np.asarray(model(X)), expected, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(linen.apply(variables, X), other, rtol=1e-5, atol=1e-5)
-    with CHANGES[how](lambda original, *args, **kwargs: 2 * original(*args, **kwargs)):
+    with CHANGES[change](lambda original, *args, **kwargs: 2 * original(*args, **kwargs)):
         # Layers of Flax hold the function itself: a name that is another one does not reach them.
-        assert (np.asarray(model(X)) != want).any() == (how == "code")
-        assert (np.asarray(linen.apply(variables, X)) != other).any() or how != "code"
-    np.testing.assert_array_equal(np.asarray(model(X)), want)
+        assert (np.asarray(model(X)) != expected).any() == (change == "code")
+        assert (np.asarray(linen.apply(variables, X)) != other).any() or change != "code"
+    np.testing.assert_array_equal(np.asarray(model(X)), expected)
 
 
 @pytest.mark.parametrize("name", ["te_current", "coat", "te_delayed"])
 def test_products_of_linen_may_be_changed_in_both_orders(name):
-    """What is in the program is what is quantized; a change that does nothing changes nothing."""
+    """The matmuls in the program are quantized. A patch without effect changes nothing."""
     quantized = fp8jax.linen.quantize(LinenModel(), name)
     variables = quantized.init(KEY, X)
-    want = quantized.apply(variables, X)
+    expected = quantized.apply(variables, X)
     inside = fp8jax.linen.quantize(patches.with_adapters(LinenModel()), name)
     for model in (patches.with_adapters(quantized), inside):
         jax.tree.map(np.testing.assert_array_equal, variables, model.init(KEY, X))
-        np.testing.assert_array_equal(model.apply(variables, X), want)
+        np.testing.assert_array_equal(model.apply(variables, X), expected)
 
 
 def test_a_class_made_of_a_quantized_linen_model_runs():
@@ -121,5 +122,5 @@ def test_adapters_that_are_modules_keep_their_part():
     part = np.asarray(X, np.float64) @ np.asarray(model.lora_a[...], np.float64) @ np.asarray(model.lora_b[...])
     np.testing.assert_allclose(quantized(X) - plain, part, rtol=1e-4, atol=1e-4)
     grads = nnx.grad(lambda m: jnp.sum(m(X)), argnums=nnx.DiffState(0, nnx.LoRAParam))(quantized)
-    want = np.asarray(X @ model.lora_a[...]).sum(0)[:, None] * np.ones((1, 64))
-    np.testing.assert_allclose(grads.lora_b[...], want, rtol=1e-4, atol=1e-4)
+    expected = np.asarray(X @ model.lora_a[...]).sum(0)[:, None] * np.ones((1, 64))
+    np.testing.assert_allclose(grads.lora_b[...], expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Every parameter and setting of a layer of Flax keeps its meaning: epsilons, biases, dtypes, one by one."""
+"""Every parameter and setting of a Flax layer keeps its meaning: epsilons, biases, dtypes."""
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ DY = jax.random.normal(jax.random.key(1), (12, 32))
 
 
 def shaken(params):
-    """Parameters that are neither zeros nor ones, of other values each."""
+    """Returns parameters with random values instead of zeros and ones."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(2), len(leaves))
     return tree.unflatten([1 + 0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)])
@@ -33,8 +33,8 @@ def nnx_case(norm, eps, recipe):
 
 
 def linen_case(norm, eps, recipe):
-    made = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[norm](epsilon=eps)
-    model = nn.Sequential([made, nn.Dense(32)])
+    norm_module = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}[norm](epsilon=eps)
+    model = nn.Sequential([norm_module, nn.Dense(32)])
     params = shaken(model.init(jax.random.key(0), X))
     model = model if recipe is None else fp8jax.linen.quantize(model, recipe)
 
@@ -52,8 +52,8 @@ def test_a_norm_has_its_epsilon_and_gradients_of_each_parameter(norm, case):
     jax.tree.map(np.testing.assert_array_equal, params, same)
     x = 0.3 * X
     y, back = jax.vjp(f, params, x)
-    want, exact = jax.vjp(plain, params, x)
-    assert relative(y, want) < 1e-5
+    expected, exact = jax.vjp(plain, params, x)
+    assert relative(y, expected) < 1e-5
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(back(DY)), jax.tree.leaves(exact(DY)), strict=True):
         # The input is kept in e4m3; the layer behind the norm has no gradients here.
         assert not (a.any() or b.any()) or relative(a, b) < 0.06, path
@@ -74,9 +74,9 @@ def test_biases_of_linen_layers_have_their_gradients(layer):
         y, back = jax.vjp(lambda p: model.apply({"params": p}, X), params)
         return back(jax.random.normal(jax.random.key(3), y.shape))[0]
 
-    got, want = gradients(fp8jax.linen.quantize(model, TE)), gradients(model)
-    np.testing.assert_allclose(got["bias"], want["bias"], rtol=1e-5, atol=1e-5)
-    assert 0 < relative(got["kernel"], want["kernel"]) < 0.1
+    actual, expected = gradients(fp8jax.linen.quantize(model, TE)), gradients(model)
+    np.testing.assert_allclose(actual["bias"], expected["bias"], rtol=1e-5, atol=1e-5)
+    assert 0 < relative(actual["kernel"], expected["kernel"]) < 0.1
 
 
 @pytest.mark.parametrize("recipe", [TE, fp8jax.recipes.te_delayed()], ids=lambda r: r.name)
@@ -88,9 +88,9 @@ def test_biases_of_nnx_layers_have_their_gradients(recipe):
         target = jax.random.normal(jax.random.key(3), (12, 4, 4))
         return nnx.to_pure_dict(fp8jax.nnx.grad(lambda layer: jnp.sum(layer(X) * target))(layer))
 
-    got, want = gradients(fp8jax.nnx.quantize(layer, recipe)), gradients(layer)
-    np.testing.assert_allclose(got["bias"], want["bias"], rtol=1e-5, atol=1e-5)
-    assert 0 < relative(got["kernel"], want["kernel"]) < 0.1
+    actual, expected = gradients(fp8jax.nnx.quantize(layer, recipe)), gradients(layer)
+    np.testing.assert_allclose(actual["bias"], expected["bias"], rtol=1e-5, atol=1e-5)
+    assert 0 < relative(actual["kernel"], expected["kernel"]) < 0.1
 
 
 @pytest.mark.parametrize("expected", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)

@@ -1,4 +1,4 @@
-"""Quantized NNX models as objects: pickled, tabulated, taken back, called in parts, with adapters and states."""
+"""Quantized NNX models as objects: pickled, tabulated, unquantized, called in parts, with adapters and states."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ def model(rngs=0):
 
 
 def eight(m, call=lambda m, x: m(x)):
-    """How many forward products of a call of a model have 8 bits."""
+    """Returns the number of 8-bit forward matmuls in a call of a model."""
     graph, state = nnx.split(m)
     return dots(lambda state, x: call(nnx.merge(graph, state, copy=True), x), state, X).count(EIGHT)
 
@@ -88,7 +88,7 @@ def test_a_class_made_of_a_quantized_one_is_itself():
 
 
 def table(m):
-    """Cells of the table of a model, by row; rules between rows are left out."""
+    """Returns the cells of a model's table by row, without separators."""
     text = nnx.tabulate(m, X, console_kwargs={"width": 240, "force_terminal": False})
     return [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if "│" in line]
 
@@ -100,23 +100,23 @@ def plain_table():
 
 @pytest.mark.parametrize("name", few(["coat", "te_delayed", "int8_fallback", "moss"], "coat", "int8_fallback"))
 def test_its_table_is_that_of_the_model_with_the_recipe_beside_each_layer(name):
-    """The table had the root alone, and with a state it failed."""
+    """Regression: the table had only the root, and failed with a state."""
     quantized = fp8jax.nnx.quantize(model(), [fp8jax.Rule("layers/0/up", None), name])
-    expected, found = plain_table(), table(quantized)
+    expected, actual = plain_table(), table(quantized)
     layers = {row[1]: row[2] for row in expected if row[2] == "Linear"}
     assert len(layers) == 6
-    assert {row[1]: row[2] for row in found if row[1] in layers} == {
+    assert {row[1]: row[2] for row in actual if row[1] in layers} == {
         path: "Linear" if path == "layers/0/up" else f"Linear ({name})" for path in layers
     }
-    assert [[*row[:2], row[2].split(" (")[0], *row[3:]] for row in found] == expected
+    assert [[*row[:2], row[2].split(" (")[0], *row[3:]] for row in actual] == expected
     assert type(quantized.layers[0].up).__name__ == "Linear"
     assert eight(settled(quantized)) == (0 if name == "int8_fallback" else 5)
 
 
 def test_the_table_of_a_model_with_adapters_has_its_layers():
     adapted = fp8jax.nnx.lora(fp8jax.nnx.quantize(model(), COAT), rank=4, alpha=1.0, rngs=nnx.Rngs(1))
-    found = {row[1]: row[2] for row in table(adapted) if row[2].startswith("Linear")}
-    assert found == {f"layers/{i}/{name}": "Linear (coat)" for i in (0, 1) for name in ("gate", "up", "down")}
+    actual = {row[1]: row[2] for row in table(adapted) if row[2].startswith("Linear")}
+    assert actual == {f"layers/{i}/{name}": "Linear (coat)" for i in (0, 1) for name in ("gate", "up", "down")}
 
 
 @pytest.mark.parametrize("name", ["te_current", "int8_fallback"])
@@ -172,7 +172,7 @@ def test_a_part_called_from_outside_is_quantized():
 
 
 def test_methods_that_are_named_are_transformed_whole():
-    """A product by a parameter in a method itself, beside those of modules that it calls."""
+    """A matmul with a parameter in the method itself, and those of modules that it calls."""
 
     class Tied(nnx.Module):
         def __init__(self, rngs):
@@ -193,7 +193,7 @@ def test_methods_that_are_named_are_transformed_whole():
 
 
 def test_what_a_call_does_to_the_model_and_its_arguments_is_done():
-    """Counts, keys of dropout, what is sown, caches among the arguments, settings, new modules."""
+    """Counts, dropout keys, sown values, caches in arguments, settings, new modules."""
 
     class Does(nnx.Module):
         def __init__(self):
@@ -223,15 +223,15 @@ def test_what_a_call_does_to_the_model_and_its_arguments_is_done():
         return ys, m, cache, rngs
 
     written, quantized = run(Does()), run(fp8jax.nnx.quantize(Does(), TE))
-    for found in (written, quantized):
-        ys, m, cache, rngs = found
+    for actual in (written, quantized):
+        ys, m, cache, rngs = actual
         assert (float(m.count[...]), m.called, int(rngs.dropout.count[...])) == (2, 2, 2)
         np.testing.assert_allclose(cache.seen[...], 2 * jnp.sum(X), rtol=1e-5)
         assert (np.asarray(ys[0]) != np.asarray(ys[1])).any()
     # The same elements are dropped, and the rest is near.
-    for got, want in zip(quantized[0], written[0], strict=True):
-        np.testing.assert_array_equal(np.asarray(got) == 0, np.asarray(want) == 0)
-        assert 0 < relative(got, want) < 0.1
+    for result, expected in zip(quantized[0], written[0], strict=True):
+        np.testing.assert_array_equal(np.asarray(result) == 0, np.asarray(expected) == 0)
+        assert 0 < relative(result, expected) < 0.1
     np.testing.assert_array_equal(quantized[1].last[...] != 0, True)
 
 
@@ -246,7 +246,7 @@ def test_explain_takes_a_quantized_model():
 
 @pytest.mark.slow
 def test_adapters_of_a_library_that_changes_products_keep_their_part():
-    """As Qwix's LoRA: what it adds to a layer's product is computed, whether it comes before quantization or after."""
+    """As in Qwix's LoRA: the term added to a layer's matmul is computed, in either order."""
     written = patches.with_adapters(settled(model()), X)
     for _, layer in nnx.iter_modules(written):
         if isinstance(layer, nnx.Linear):
@@ -266,7 +266,7 @@ def test_adapters_of_a_library_that_changes_products_keep_their_part():
 
 
 class DenseGeneral(nnx.Module):
-    """As in MaxText: any axes, a precision that is a pair of defaults, a kernel in fp32."""
+    """As in MaxText: any axes, a precision that is a pair of defaults, an fp32 kernel."""
 
     def __init__(self, inputs, outputs, axis, rngs):
         self.axis, self.dtype = axis, jnp.bfloat16
@@ -281,7 +281,7 @@ class DenseGeneral(nnx.Module):
 
 
 class GemmaEinsum(nnx.Module):
-    """As in bonsai's and DeepMind's Gemma: the subscripts come with the call."""
+    """As in bonsai's and DeepMind's Gemma: subscripts are an argument of the call."""
 
     def __init__(self, shape, rngs):
         self.w = nnx.Param(jax.random.normal(rngs.params(), shape) / 6)
@@ -332,20 +332,20 @@ def test_static_arguments_modes_and_meshes():
     outputs = [quantized(X), quantized(X)]
     assert (np.asarray(outputs[0]) != np.asarray(outputs[1])).any()  # dropout
     quantized.eval()
-    want = quantized(X)
-    np.testing.assert_array_equal(want, quantized(X))
-    np.testing.assert_allclose(nnx.remat(lambda m, x: m(x))(quantized, X), want, rtol=1e-5, atol=1e-5)
+    expected = quantized(X)
+    np.testing.assert_array_equal(expected, quantized(X))
+    np.testing.assert_allclose(nnx.remat(lambda m, x: m(x))(quantized, X), expected, rtol=1e-5, atol=1e-5)
     mapped = nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(quantized, jnp.stack([X, X]))
-    np.testing.assert_allclose(mapped[1], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(mapped[1], expected, rtol=1e-5, atol=1e-5)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
         y = nnx.jit(lambda m, x: m(x))(quantized, x)
-        np.testing.assert_allclose(np.asarray(y), want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_gradient_statistic_is_the_largest_of_two_uses():
-    """Cotangents sum; the statistic of a layer that is called twice is the larger one."""
+    """Cotangents are summed; the statistic of a layer that is called twice is the maximum."""
     delayed = dataclasses.replace(fp8jax.recipes.te_delayed().linear, amax_history_length=3)
 
     class Twice(nnx.Module):
@@ -378,22 +378,22 @@ def test_arguments_that_have_no_hash_are_refused_with_the_method():
 
 def test_held_weights_are_those_of_each_call():
     quantized = settled(fp8jax.nnx.quantize(model(), TE))
-    held = fp8jax.nnx.quantize_weights(quantized)
-    want = np.asarray(quantized(X))
-    np.testing.assert_allclose(held(X), want, rtol=1e-5, atol=1e-6)
+    prequantized = fp8jax.nnx.quantize_weights(quantized)
+    expected = np.asarray(quantized(X))
+    np.testing.assert_allclose(prequantized(X), expected, rtol=1e-5, atol=1e-6)
     # The codes are read, and not the kernels.
-    for layer in held.layers:
+    for layer in prequantized.layers:
         layer.up.kernel[...] *= 2
-    np.testing.assert_allclose(held(X), want, rtol=1e-5, atol=1e-6)
-    assert jax.tree.structure(nnx.state(held, nnx.Param)) == jax.tree.structure(nnx.state(quantized, nnx.Param))
+    np.testing.assert_allclose(prequantized(X), expected, rtol=1e-5, atol=1e-6)
+    assert jax.tree.structure(nnx.state(prequantized, nnx.Param)) == jax.tree.structure(nnx.state(quantized, nnx.Param))
 
 
 def test_gradients_of_held_weights_come_in_16_bits_and_train_the_model_itself():
     quantized = fp8jax.nnx.quantize(model(), "coat")
     quantized.tied = kernel = quantized.layers[0].up.kernel
-    held = [fp8jax.nnx.quantize_weights(quantized, gradient_dtype=dtype) for dtype in (None, "bfloat16")]
-    assert held[1].tied is held[1].layers[0].up.kernel
-    wide, narrow = (nnx.grad(lambda m: jnp.mean(m(X) ** 2))(m) for m in held)
+    prequantized = [fp8jax.nnx.quantize_weights(quantized, gradient_dtype=dtype) for dtype in (None, "bfloat16")]
+    assert prequantized[1].tied is prequantized[1].layers[0].up.kernel
+    wide, narrow = (nnx.grad(lambda m: jnp.mean(m(X) ** 2))(m) for m in prequantized)
     for (path, a), (_, b) in zip(nnx.to_flat_state(wide), nnx.to_flat_state(narrow), strict=True):
         assert b[...].dtype == (jnp.bfloat16 if path[-1] in ("kernel", "tied") else jnp.float32), path
         np.testing.assert_array_equal(a[...].astype(b[...].dtype), b[...], str(path))
@@ -406,7 +406,7 @@ def test_gradients_of_held_weights_come_in_16_bits_and_train_the_model_itself():
 
 
 def test_held_weights_in_16_bits_leave_the_results_dtype():
-    """A layer without a dtype computes in what inputs and parameters promote to: fp32 of bf16 inputs."""
+    """A layer without a dtype computes in the promoted dtype of inputs and parameters: fp32 for bf16 inputs."""
     plain = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0))
     quantized = fp8jax.nnx.quantize(nnx.Sequential(plain), "coat")
     x = X.astype(jnp.bfloat16)
@@ -422,7 +422,7 @@ def test_held_weights_in_16_bits_leave_the_results_dtype():
 
 
 class Layers(nnx.Module):
-    """Layers of each kind, those in `HOLD` with weights that can be held."""
+    """Layers of each kind; those in `HOLD` have weights that can be prequantized."""
 
     HOLD = ("linear", "bf16", "heads", "merged", "stack")
 
@@ -446,30 +446,30 @@ def test_layers_of_each_kind_hold_their_weights_where_both_products_read_codes()
     half = dataclasses.replace(TE.linear, dy=None, w_dgrad=None, x_wgrad=None)
     rules = [fp8jax.Rule("half", half), fp8jax.Rule("batched|linear|bf16|heads|merged|stack", TE)]
     quantized = fp8jax.nnx.quantize(Layers(nnx.Rngs(0)), rules)
-    want = quantized(X)
+    expected = quantized(X)
 
     def differ(copy):
-        """Layers whose results follow the weights of the copy no longer."""
-        got = copy(X)
-        assert {name: y.dtype for name, y in got.items()} == {name: y.dtype for name, y in want.items()}
-        assert max(relative(got[name], want[name]) for name in want) < 1e-6
-        for name in want:
+        """Returns the layers whose results no longer follow the weights of the copy."""
+        actual = copy(X)
+        assert {name: y.dtype for name, y in actual.items()} == {name: y.dtype for name, y in expected.items()}
+        assert max(relative(actual[name], expected[name]) for name in expected) < 1e-6
+        for name in expected:
             kernel = getattr(copy, name).kernel
             kernel[...] = 0 * kernel[...]
-        return {name for name, y in copy(X).items() if name == "merged" or relative(y, want[name]) < 1e-6}
+        return {name for name, y in copy(X).items() if name == "merged" or relative(y, expected[name]) < 1e-6}
 
     assert differ(fp8jax.nnx.quantize_weights(quantized)) == set(Layers.HOLD)
     assert differ(fp8jax.nnx.quantize_weights(quantized, gradient_dtype="bfloat16")) == set(Layers.HOLD)
-    seen = {}
+    recorded = {}
 
-    def own(path, w, linear, scale):
-        seen[path] = w.shape
+    def quantize_heads(path, w, linear, scale):
+        recorded[path] = w.shape
         return fp8jax.quantize_weight(w, recipe=linear, scale=scale) if path == "heads" else None
 
-    assert differ(fp8jax.nnx.quantize_weights(quantized, own)) == {"heads", "merged"}
+    assert differ(fp8jax.nnx.quantize_weights(quantized, quantize_heads)) == {"heads", "merged"}
     wide = HEADS * WIDTH
     shapes = {name: (WIDTH, WIDTH) for name in ("linear", "bf16", "stack")}
-    assert seen == shapes | {"heads": (WIDTH, wide), "merged": (wide, WIDTH)}
+    assert recorded == shapes | {"heads": (WIDTH, wide), "merged": (wide, WIDTH)}
     fp8jax.nnx.quantize_weights(quantized, lambda *_: None)  # nothing is held, as was asked for
     with pytest.raises(ValueError, match="no layer with a quantized weight"):
         fp8jax.nnx.quantize_weights(Layers(nnx.Rngs(0)))
@@ -487,15 +487,15 @@ def test_settings_that_compare_as_equal_are_told_apart():
     model = fp8jax.nnx.quantize(Kind(nnx.Rngs(0)), TE)
     names = ["int", "bool", "float", "int"]
     assert [model(X, power)[1] for power in (1, True, 1.0, 1)] == names
-    found = []
+    results = []
     for kind in (1, True, 1.0, 1):
         model.kind.set_raw_value(kind)
-        found.append(model(X, 1)[2])
-    assert found == names
+        results.append(model(X, 1)[2])
+    assert results == names
 
 
 class Gives(nnx.Module):
-    """Results and new values that were given, as they are, beside others."""
+    """Returns results and given values unchanged, among others."""
 
     def __init__(self, rngs):
         self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -513,11 +513,11 @@ class Gives(nnx.Module):
 def test_what_was_given_comes_back_as_it_was(run):
     plain = Gives(nnx.Rngs(0))
     model, more = fp8jax.nnx.quantize(plain, TE), {"a": jnp.ones(2), "b": jnp.zeros(())}
-    got, want = run(model, X, more), run(plain, X, more)
-    assert 0 < relative(got.pop("y"), want.pop("y")) < 0.1
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(got))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert (got["x"] is X) == (want["x"] is X)  # not as another array, outside of a program
+    actual, expected = run(model, X, more), run(plain, X, more)
+    assert 0 < relative(actual.pop("y"), expected.pop("y")) < 0.1
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(actual))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert (actual["x"] is X) == (expected["x"] is X)  # not as another array, outside of a program
     states = (nnx.to_pure_dict(nnx.state(m, nnx.BatchStat)) for m in (model, plain))
     jax.tree.map(np.testing.assert_array_equal, *states)
     assert model.first[0] == 2

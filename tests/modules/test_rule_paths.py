@@ -1,4 +1,4 @@
-"""A rule is of whole paths: not of those that begin or end with what it names, in any model."""
+"""A rule matches whole paths, not their prefixes or suffixes, in any model."""
 
 import dataclasses
 

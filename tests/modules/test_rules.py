@@ -1,4 +1,4 @@
-"""Rules on paths: order, what is left alone, and what is refused."""
+"""Rules on paths: order, default exclusions, and errors."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Scalings with a state in einsum layers: Flax's own and classes as in Gemma and Qwen3, in NNX and in Linen."""
+"""Stateful scalings in einsum layers: Flax's and those of Gemma and Qwen3, in NNX and Linen."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def case(request):
 
 
 def one_step(layer, x):
-    """The output of an NNX layer, gradients of kernel and input, and the states after the step."""
+    """Returns the output of an NNX layer, gradients of kernel and input, and the states after the step."""
 
     def loss(layer, x):
         y = layer(x)
@@ -68,13 +68,13 @@ def test_an_einsum_of_nnx_is_the_linear_layer_of_the_same_contraction(case, reci
     plain = nnx.LinearGeneral(inputs, outputs, axis=range(-len(inputs), 0), use_bias=False, rngs=nnx.Rngs(0))
     plain.kernel[...] = jnp.transpose(einsum.kernel[...], axes)
     step = nnx.jit(one_step)
-    got, want = (step(fp8jax.nnx.quantize(layer, recipe), x) for layer in (einsum, plain))
-    got = (got[0], jnp.transpose(got[1], axes), *got[2:])
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    actual, expected = (step(fp8jax.nnx.quantize(layer, recipe), x) for layer in (einsum, plain))
+    actual = (actual[0], jnp.transpose(actual[1], axes), *actual[2:])
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
     start = nnx.state(fp8jax.nnx.quantize(einsum, recipe), fp8jax.nnx.ScalingVariable)
-    moved = [np.any(a != b[...]) for a, (_, b) in zip(got[3], nnx.to_flat_state(start), strict=True)]
+    moved = [np.any(a != b[...]) for a, (_, b) in zip(actual[3], nnx.to_flat_state(start), strict=True)]
     assert sum(moved) == (3 if recipe is DELAYED else 1)
-    assert 0 < relative(got[0], jnp.einsum(subscripts, x, einsum.kernel[...])) < 0.1
+    assert 0 < relative(actual[0], jnp.einsum(subscripts, x, einsum.kernel[...])) < 0.1
 
 
 @CASES_AND_RECIPES
@@ -96,12 +96,12 @@ def test_an_einsum_of_linen_is_the_dense_layer_of_the_same_contraction(case, rec
             )
             return jnp.sum(y * jnp.sin(jnp.arange(y.size).reshape(y.shape))), (y, new["fp8jax_scaling"])
 
-        of = jax.grad(loss, argnums=(0, 1), has_aux=True)
-        (grads, seen), (y, scaling) = of({"kernel": kernel}, variables.get("fp8jax_statistics", {}))
-        return y, grads["kernel"], fp8jax.linen.advance_scaling(scaling, seen, recipe)
+        grad_fn = jax.grad(loss, argnums=(0, 1), has_aux=True)
+        (grads, recorded), (y, scaling) = grad_fn({"kernel": kernel}, variables.get("fp8jax_statistics", {}))
+        return y, grads["kernel"], fp8jax.linen.advance_scaling(scaling, recorded, recipe)
 
-    got, want = step(einsum, kernel), step(plain, jnp.transpose(kernel, axes))
-    jax.tree.map(np.testing.assert_array_equal, (got[0], jnp.transpose(got[1], axes), got[2]), want)
+    actual, expected = step(einsum, kernel), step(plain, jnp.transpose(kernel, axes))
+    jax.tree.map(np.testing.assert_array_equal, (actual[0], jnp.transpose(actual[1], axes), actual[2]), expected)
 
 
 def test_stacked_einsums_have_states_of_their_own():
@@ -123,7 +123,7 @@ def test_stacked_einsums_have_states_of_their_own():
 
 
 class NnxEinsum(nnx.Module):
-    """As in bonsai's Qwen3: a class of its own around one matrix."""
+    """As in bonsai's Qwen3: a class around one matrix."""
 
     def __init__(self, subscripts, shape, rngs):
         self.subscripts, self.w = subscripts, nnx.Param(jax.random.normal(rngs.params(), shape) / 6)
@@ -135,7 +135,7 @@ class NnxEinsum(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention as in Gemma: q, k and v and the output are einsums, of a class of Flax or of its own."""
+    """Attention as in Gemma: q, k, v and the output are einsums of a Flax class or a custom class."""
 
     def __init__(self, make, rngs):
         self.q = make("btd,dnh->btnh", (WIDTH, HEADS, CHANNELS), rngs=rngs)
@@ -170,7 +170,7 @@ def test_attention_of_einsums_trains_in_nnx(make, recipe):
     plain = Attention(make, nnx.Rngs(0))
     model = fp8jax.nnx.quantize(plain, recipe)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    weights, states = (nnx.to_flat_state(nnx.state(model, of)) for of in (nnx.Param, fp8jax.nnx.ScalingVariable))
+    weights, states = (nnx.to_flat_state(nnx.state(model, kind)) for kind in (nnx.Param, fp8jax.nnx.ScalingVariable))
     names = {"".join(map(str, path[-2:-1])) for path, _ in states}
     assert names == {"einsum_op" if make is nnx.Einsum else "fp8jax_w"}
     assert [path for path, _ in weights] == [path for path, _ in nnx.to_flat_state(nnx.state(plain, nnx.Param))]
@@ -225,7 +225,7 @@ class LinenAttention(nn.Module):
 
 
 class Gated(nn.Module):
-    """Two layers in the scope of the module around them, whose weights have names of their own."""
+    """Two layers in the scope of the module around them, with named weights."""
 
     @nn.compact
     def __call__(self, x):
@@ -269,9 +269,9 @@ def test_attention_of_einsums_trains_in_linen(own, recipe):
             y, new = state.apply_fn(collections, X, mutable=["fp8jax_scaling"])
             return jnp.mean((y - GOAL) ** 2), new["fp8jax_scaling"]
 
-        of = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-        (value, scaling), (grads, seen) = of(state.params, state.statistics)
-        advanced = fp8jax.linen.advance_scaling(scaling, seen, rules)
+        grad_fn = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        (value, scaling), (grads, recorded) = grad_fn(state.params, state.statistics)
+        advanced = fp8jax.linen.advance_scaling(scaling, recorded, rules)
         return state.apply_gradients(grads=grads, scaling=advanced), value
 
     losses = []
@@ -294,7 +294,7 @@ def test_attention_of_einsums_trains_in_linen(own, recipe):
 
 @RECIPES
 def test_products_with_batch_axes_of_nnx_have_a_state_for_each(recipe):
-    """In Flax's einsums of experts, its general layers and einsums of a user's own."""
+    """In Flax's einsums of experts, its general layers, and custom einsums."""
     experts = nnx.Einsum("ebd,edf->ebf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0))
     general = nnx.LinearGeneral(WIDTH, WIDTH, batch_axis={0: 2}, rngs=nnx.Rngs(0))
     own = NnxEinsum("ebd,edf->ebf", (2, WIDTH, WIDTH), nnx.Rngs(0))
@@ -311,7 +311,7 @@ def test_products_with_batch_axes_of_nnx_have_a_state_for_each(recipe):
 
 @RECIPES
 def test_batch_axes_of_linen_are_axes_of_the_states(recipe):
-    """Each expert has a state of its own. One of them has no tokens."""
+    """Each expert has its own state. One of them has no tokens."""
 
     class Experts(nn.Module):
         @nn.compact
@@ -329,10 +329,10 @@ def test_batch_axes_of_linen_are_axes_of_the_states(recipe):
         y, new = model.apply(collections, x, mutable=["fp8jax_scaling"])
         return jnp.sum(jnp.sin(y)), (y, new["fp8jax_scaling"])
 
-    (grads, seen), (y, scaling) = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(
+    (grads, recorded), (y, scaling) = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(
         variables["params"], variables.get("fp8jax_statistics", {})
     )
-    state = fp8jax.linen.advance_scaling(scaling, seen, recipe)["experts"]
+    state = fp8jax.linen.advance_scaling(scaling, recorded, recipe)["experts"]
     if recipe is DELAYED:
         np.testing.assert_allclose(state["x"], [[9, 0, 0], [0, 0, 0]], rtol=1e-6)
         kernel = np.abs(np.asarray(variables["params"]["experts"]["kernel"]))
@@ -340,9 +340,9 @@ def test_batch_axes_of_linen_are_axes_of_the_states(recipe):
         np.testing.assert_array_equal(state["dy"][:, 0] > 0, [True, True])
     else:
         np.testing.assert_allclose(state["threshold_x"], [1.3, 1], rtol=1e-6)
-    want, vjp = jax.vjp(lambda p: plain.apply({"params": p}, x), variables["params"])
-    assert 0 < relative(y, want) < 0.1
-    assert 0 < relative(grads, vjp(jnp.cos(want))[0]) < 0.1
+    expected, vjp = jax.vjp(lambda p: plain.apply({"params": p}, x), variables["params"])
+    assert 0 < relative(y, expected) < 0.1
+    assert 0 < relative(grads, vjp(jnp.cos(expected))[0]) < 0.1
 
 
 MIXED = dataclasses.replace(DELAYED, w_scaling="automatic")
@@ -379,15 +379,15 @@ def test_bounds_reach_the_weights_of_einsums_in_linen(own):
 
 @pytest.mark.parametrize("make", [nnx.Einsum, NnxEinsum], ids=["nnx.Einsum", "own class"])
 def test_einsums_of_shapes_alone_get_the_states_of_arrays(make):
-    of = lambda: Attention(make, nnx.Rngs(0))  # noqa: E731
+    make_model = lambda: Attention(make, nnx.Rngs(0))  # noqa: E731
     quantize = lambda model: nnx.state(fp8jax.nnx.quantize(model, MIXED))  # noqa: E731
-    abstract, whole = quantize(nnx.eval_shape(of)), nnx.eval_shape(lambda: quantize(of()))
+    abstract, whole = quantize(nnx.eval_shape(make_model)), nnx.eval_shape(lambda: quantize(make_model()))
     assert len(jax.tree.leaves(nnx.filter_state(abstract, fp8jax.nnx.ScalingVariable))) == 3 * 4
     assert nnx.to_pure_dict(abstract) == nnx.to_pure_dict(whole)
 
 
 class Stack(nn.Module):
-    """Layers of an own class under scan and remat."""
+    """Layers of a custom class under scan and remat."""
 
     @nn.compact
     def __call__(self, x):
@@ -413,14 +413,14 @@ def test_own_classes_under_scan_have_a_state_for_each_layer_and_weight():
             y, new = model.apply(variables | {"fp8jax_statistics": statistics}, X, mutable=["fp8jax_scaling"])
             return jnp.sum(y**2), new["fp8jax_scaling"]
 
-        seen, scaling = jax.grad(loss, has_aux=True)(variables["fp8jax_statistics"])
-        return fp8jax.linen.advance_scaling(scaling, seen, rules)
+        recorded, scaling = jax.grad(loss, has_aux=True)(variables["fp8jax_statistics"])
+        return fp8jax.linen.advance_scaling(scaling, recorded, rules)
 
     products = step(variables)["layers"]["mlp"]
     for weight in ("up", "down"):
         newest = {operand: np.asarray(products[f"fp8jax_{weight}"][operand])[:, 0] for operand in ("x", "w", "dy")}
-        want = np.abs(variables["params"]["layers"]["mlp"][weight]).max((1, 2))
-        np.testing.assert_allclose(newest["w"], want, rtol=1e-6)
+        expected = np.abs(variables["params"]["layers"]["mlp"][weight]).max((1, 2))
+        np.testing.assert_allclose(newest["w"], expected, rtol=1e-6)
         assert all(len({*values.tolist()}) == 2 and (values > 0).all() for values in newest.values())
 
 
@@ -432,7 +432,7 @@ def test_explain_tells_of_einsums_with_states():
 
 
 class Perceptron(nnx.Module):
-    """A class of its own around two matrices, cast and laid out before it multiplies by them."""
+    """A custom class with two matrices, which it casts and transposes before the matmul."""
 
     def __init__(self, rngs):
         self.down = nnx.Param(jax.random.normal(rngs.params(), (48, WIDTH)) / 6)
@@ -459,16 +459,16 @@ def test_each_weight_of_an_own_class_has_a_state_whatever_is_done_to_it_before()
 
     step(model, lambda m, x: m(x), X)
     step(linears, run, X)
-    for got, want in ((model.fp8jax_up, linears.up.dot_general), (model.fp8jax_down, linears.down.dot_general)):
+    for actual, expected in ((model.fp8jax_up, linears.up.dot_general), (model.fp8jax_down, linears.down.dot_general)):
         for operand in ("x", "w", "dy"):
-            assert getattr(want, operand)[0] > 0
+            assert getattr(expected, operand)[0] > 0
             # Of a parameter all bits are read, which the linear layers' had no more.
-            np.testing.assert_allclose(getattr(got, operand)[...], getattr(want, operand)[...], rtol=2.0**-5)
+            np.testing.assert_allclose(getattr(actual, operand)[...], getattr(expected, operand)[...], rtol=2.0**-5)
 
 
 @pytest.mark.parametrize("make", [nnx.Einsum, NnxEinsum], ids=["nnx.Einsum", "own class"])
 def test_einsums_of_recipes_that_observe_nothing_have_no_state(make):
-    """Automatic scaling takes no bound of Flax's einsums: the weight's own scale is as good."""
+    """Automatic scaling uses no bound for Flax's einsums; the weight's current scale is as good."""
     einsum = make("ebd,edf->ebf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0))
     model, x = fp8jax.nnx.quantize(einsum, "moss"), jnp.ones((2, 8, WIDTH))
     states = [state.shape for state in jax.tree.leaves(nnx.state(model, fp8jax.nnx.ScalingVariable))]

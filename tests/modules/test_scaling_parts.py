@@ -1,4 +1,4 @@
-"""A scaling written by someone else, through layers of NNX and Linen: its state, accumulation, evaluation, replicas."""
+"""A user-defined scaling in NNX and Linen layers: state, accumulation, evaluation, replicas."""
 
 import dataclasses
 
@@ -16,9 +16,9 @@ from fp8jax.core import scaling
 
 @dataclasses.dataclass(frozen=True)
 class MeanSquare(scaling.Stateful):
-    """Scales inputs for `margin` binades above the root of their mean square of the last step: a toy.
+    """Scales inputs for `margin` binades above the root mean square of the last step.
 
-    Observations are sums of squares and counts, which merge by sum; the state is the mean square.
+    Observations are sums of squares and counts, merged by addition. The state is the mean square.
     """
 
     operands = ("x",)
@@ -55,7 +55,7 @@ def recipe(monkeypatch):
 
 
 def codes_limit(layer):
-    """The largest input that a layer tells from larger ones: where its scale saturates; None if the scale follows."""
+    """Returns the largest input below saturation, or None if the scale follows the input."""
     outputs = [float(layer(jnp.full((1, 16), value))[0, 0]) for value in (1e3, 2e3)]
     return None if outputs[0] != outputs[1] else outputs[0]
 

@@ -1,4 +1,4 @@
-"""The share of a model's FLOPs that stays in 16 bits: what is counted, and who is warned, in each interface."""
+"""The share of FLOPs that stay in 16 bits: what counts, and when each interface warns."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ P = {"up": jnp.ones((WIDTH, INNER)), "cut": jnp.ones((INNER, OUT))}
 
 
 class Nnx(nnx.Module):
-    """A layer, and a matrix that is computed from a parameter."""
+    """A layer, and a matrix computed from a parameter."""
 
     def __init__(self, out: int = OUT) -> None:
         self.up = nnx.Linear(WIDTH, INNER, use_bias=False, rngs=nnx.Rngs(0))
@@ -63,27 +63,27 @@ def of_transform(out=OUT):
     return (lambda: fast(p, X)), (lambda: jax.grad(fast)(p, X)), functools.partial(jax.jit(fast), p, X)
 
 
-def said(*calls):
-    """The warnings of calls."""
-    with warnings.catch_warnings(record=True) as found:
+def unquantized_warnings(*calls):
+    """Returns the `UnquantizedWarning`s of calls."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for call in calls:
             call()
-    return [w for w in found if w.category is fp8jax.UnquantizedWarning]
+    return [w for w in caught if w.category is fp8jax.UnquantizedWarning]
 
 
-@pytest.mark.parametrize("of", [of_nnx, of_linen, of_transform])
-def test_each_model_says_once_what_share_stays_in_16_bits_and_why(of):
+@pytest.mark.parametrize("make", [of_nnx, of_linen, of_transform])
+def test_each_model_says_once_what_share_stays_in_16_bits_and_why(make):
     share = INNER * OUT / (INNER * OUT + WIDTH * INNER)
     for _ in range(2):  # the second model is another one, of the same class
-        call, gradient, jitted = of()
-        (warned,) = said(call, gradient, jitted, call, gradient)
+        call, gradient, jitted = make()
+        (warned,) = unquantized_warnings(call, gradient, jitted, call, gradient)
         assert str(warned.message).startswith(f"{100 * share:.2g} % of the FLOPs of matmuls with parameters")
         assert re.search(
             r"1 matmul .*data are multiplied by a value computed from cut; .*test_shares.py:\d+ ", str(warned.message)
         )
         assert warned.filename == __file__
-    assert not said(*of(3)[:2])  # less than a tenth
+    assert not unquantized_warnings(*make(3)[:2])  # less than a tenth
 
 
 def test_explain_prints_the_share_and_says_nothing_else():
@@ -94,11 +94,11 @@ def test_explain_prints_the_share_and_says_nothing_else():
         lambda: fp8jax.explain(fp8jax.nnx.quantize(Nnx(), "coat"), X),
         lambda: fp8jax.transform(loss, "coat").explain(P, X),
     ):
-        assert not said(lambda explained=explained: texts.append(" ".join(str(explained()).split())))
+        assert not unquantized_warnings(lambda explained=explained: texts.append(" ".join(str(explained()).split())))
         assert "75 % of the FLOPs of matmuls with parameters stay in 16 bits, although" in texts[-1]
     model = fp8jax.nnx.quantize(Nnx(), "coat")
     fp8jax.explain(model, X)
-    assert len(said(lambda: model(X))) == 1  # explain has not said it in its place
+    assert len(unquantized_warnings(lambda: model(X))) == 1  # explain has not said it in its place
 
 
 def test_what_rules_and_heads_leave_and_attention_computes_is_not_counted():
@@ -109,10 +109,10 @@ def test_what_rules_and_heads_leave_and_attention_computes_is_not_counted():
         h = jax.nn.softmax(h @ h.T) @ h + x @ jnp.maximum(p["embed"], 0)[:, :INNER]
         return -jnp.mean(jax.nn.log_softmax(h @ (p["out"] / jnp.linalg.norm(p["out"], axis=0)))[:, 0])
 
-    assert not said(lambda: fp8jax.transform(model, "coat")(p, X))
+    assert not unquantized_warnings(lambda: fp8jax.transform(model, "coat")(p, X))
     rules = [fp8jax.Rule("cut", None), "coat"]
-    assert not said(lambda: fp8jax.transform(loss, rules)(P, X))
-    assert not said(lambda: fp8jax.transform(loss, fp8jax.Rule("up", "coat"))(P, X))
+    assert not unquantized_warnings(lambda: fp8jax.transform(loss, rules)(P, X))
+    assert not unquantized_warnings(lambda: fp8jax.transform(loss, fp8jax.Rule("up", "coat"))(P, X))
     with pytest.warns(fp8jax.UnquantizedWarning, match="data are multiplied by a value computed from cut"):
         fp8jax.transform(loss, fp8jax.Rule("up|cut", "coat"))(P, X)
 
@@ -153,12 +153,12 @@ def test_products_in_loops_count_for_each_turn():
 def test_ordinary_models_say_nothing(make):
     if make is MiniGPT:
         model = fp8jax.nnx.quantize(MiniGPT(rngs=nnx.Rngs(0)), "coat")
-        assert not said(lambda: jax.eval_shape(lambda t: model(t), jnp.zeros((2, 8), jnp.int32)))
+        assert not unquantized_warnings(lambda: jax.eval_shape(lambda t: model(t), jnp.zeros((2, 8), jnp.int32)))
         return
     model, tokens = fp8jax.linen.quantize(make(), "coat"), jnp.zeros((2, 8), jnp.int32)
     sample = tokens if make is not Gemma else jnp.ones((2, 8, 64))
     params = jax.eval_shape(make().init, KEY, sample)
-    assert not said(lambda: jax.eval_shape(model.apply, params, sample))
+    assert not unquantized_warnings(lambda: jax.eval_shape(model.apply, params, sample))
 
 
 class ConvNet(nn.Module):
@@ -174,7 +174,7 @@ def test_convolutions_are_counted_and_not_warned_of():
     x = jnp.ones((2, 8, 8, 32))
     model = fp8jax.linen.quantize(ConvNet(), "coat")
     params = jax.tree.map(lambda s: jnp.zeros(s.shape), jax.eval_shape(ConvNet().init, KEY, x))
-    assert not said(lambda: jax.eval_shape(model.apply, params, x))
+    assert not unquantized_warnings(lambda: jax.eval_shape(model.apply, params, x))
     hidden, conv, head = 64 * 256, 3 * 3 * 32 * 64, 256 * 64  # multiplications for each pixel
     expected = f"({100 * hidden / (hidden + conv + head):.3g} % of the FLOPs of matmuls and convolutions"
     transformed = fp8jax.transform(lambda p, x: ConvNet().apply(p, x), "coat")

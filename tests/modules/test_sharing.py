@@ -1,4 +1,4 @@
-"""Which layers share codes, what is held of traces that fail, and that nothing leaks from one."""
+"""Layers that share codes, memory after failed traces, and no leaked tracers."""
 
 import functools
 import gc
@@ -77,10 +77,10 @@ def test_under_the_leak_checker_the_same_program_is_compiled(recipe):
         yield jax.jit(gradient(lambda state, x: nnx.merge(graph, state)(x, False))).lower(state, X).as_text()
         yield jax.jit(gradient(lambda *args: unbound.apply(*args))).lower(variables, X).as_text()
 
-    want = list(programs())
-    assert all(len(program) > 1000 for program in want)
+    expected = list(programs())
+    assert all(len(program) > 1000 for program in expected)
     with jax.checking_leaks():
-        assert list(programs()) == want
+        assert list(programs()) == expected
 
 
 @pytest.mark.usefixtures("young_heap")
@@ -94,7 +94,7 @@ def test_nothing_is_held_of_a_trace_that_is_over():
 
 
 class Failing(nnx.Module):
-    """A norm and a layer, and an error of the model's own while `fails`."""
+    """A norm and a layer, and an error while `fails` is set."""
 
     def __init__(self, rngs):
         self.norm, self.dense = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, INNER, use_bias=False, rngs=rngs)
@@ -107,7 +107,7 @@ class Failing(nnx.Module):
 
 
 def failing(kind):
-    """A function of whether it fails; both traced anew in each call."""
+    """Returns a function of whether it fails; each call traces again."""
     if kind == "nnx":
         model = fp8jax.nnx.quantize(Failing(nnx.Rngs(0)), COAT)
         return lambda fails: nnx.jit(lambda model, x: model(x, fails))(model, X)
@@ -132,12 +132,12 @@ def test_of_traces_that_fail_at_most_one_is_held_and_that_until_the_next_operati
 
     run = failing(kind)
     run(False)
-    before, held = alive(), []
+    before, alive_after = alive(), []
     for _ in range(4):
         with pytest.raises(RuntimeError, match="an error of the model"):
             run(True)
-        held.append(alive())
-    assert held[0] == held[1] == held[2] == held[3]
+        alive_after.append(alive())
+    assert alive_after[0] == alive_after[1] == alive_after[2] == alive_after[3]
     jax.grad(lambda x: jnp.sum(fp8jax.rms_norm(x, recipe=COAT)))(X)
     assert alive() <= before
     with pytest.raises(RuntimeError, match="an error of the model"):
@@ -151,7 +151,7 @@ def codes(f, *args):
 
 
 class Parallel(nnx.Module):
-    """Attention and MLP side by side: one norm is read by q, k, v, gate and up."""
+    """Parallel attention and MLP: q, k, v, gate and up read one norm."""
 
     def __init__(self, rngs):
         def dense(inputs, outputs):
@@ -184,9 +184,9 @@ def test_attention_and_mlp_side_by_side_share_their_input(recipe):
     model = fp8jax.linen.quantize(ParallelLinen(), recipe)
     variables = model.init(jax.random.key(0), X)
     # Under COAT those of the norm, of gate and up, and of what attention keeps.
-    want = [WIDTH, WIDTH, INNER, INNER] if recipe == "coat" else [WIDTH, WIDTH, INNER]
-    assert codes(lambda state, x: nnx.merge(graph, state)(x), state, X) == want
-    assert codes(lambda p, x: model.apply({**variables, "params": p}, x), variables["params"], X) == want
+    expected = [WIDTH, WIDTH, INNER, INNER] if recipe == "coat" else [WIDTH, WIDTH, INNER]
+    assert codes(lambda state, x: nnx.merge(graph, state)(x), state, X) == expected
+    assert codes(lambda p, x: model.apply({**variables, "params": p}, x), variables["params"], X) == expected
 
 
 @pytest.mark.parametrize("f", [
@@ -226,8 +226,8 @@ def test_jitted_layers_of_linen_are_told_apart_in_any_order_of_calls(order):
     model = fp8jax.linen.quantize(Two(), [fp8jax.Rule("b", None), fp8jax.Rule(".*", TE)])
     x = draw(0, 4, WIDTH, dtype=jnp.float32)
     variables = model.init(jax.random.key(0), x)
-    want = {"encode": "float8_e4m3fn", "score": "float32"}
+    expected = {"encode": "float8_e4m3fn", "score": "float32"}
     for method in (*order, *order):
         model.apply(variables, x, method=method)
         apply = functools.partial(model.apply, method=method)
-        assert dots(apply, variables, x) == [(want[method], want[method])]
+        assert dots(apply, variables, x) == [(expected[method], expected[method])]

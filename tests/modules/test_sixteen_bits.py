@@ -1,4 +1,4 @@
-"""Recipes that quantize no product: models as written, in each framework, and LoRA on a base of codes under them."""
+"""Recipes without quantized matmuls: unchanged models in each framework, and LoRA on a quantized base."""
 
 import flax.linen as nn
 import jax
@@ -60,10 +60,10 @@ def of_function(recipe):
 
 @pytest.mark.parametrize("run", [of_nnx, of_linen, of_function])
 def test_a_recipe_without_products_leaves_every_bit(run):
-    want = jax.tree.leaves(run(None))
+    expected = jax.tree.leaves(run(None))
     for recipe in (*RECIPES, [fp8jax.Rule(".*up", "bf16"), "coat_optimizer"]):
-        for got, value in zip(jax.tree.leaves(run(recipe)), want, strict=True):
-            np.testing.assert_array_equal(got, value)
+        for actual, value in zip(jax.tree.leaves(run(recipe)), expected, strict=True):
+            np.testing.assert_array_equal(actual, value)
 
 
 def test_a_loop_over_recipes_trains_and_explains():
@@ -82,7 +82,7 @@ def test_a_loop_over_recipes_trains_and_explains():
 
 
 def decoded(w):
-    """A weight through e4m3 codes under one scale, of its amax."""
+    """Returns a weight after rounding to e4m3 with one scale."""
     w = np.asarray(w, np.float64)
     scale = np.float32(np.abs(w).max() / 448)
     return (w / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
@@ -147,10 +147,10 @@ def test_an_integer_base_under_a_recipe_of_floats_is_told_one_that_takes_it():
 
 
 def test_lora_of_a_model_whose_rules_have_no_recipe_says_what_does():
-    how = {"rank": 4, "alpha": 8.0, "rngs": nnx.Rngs(1)}
+    options = {"rank": 4, "alpha": 8.0, "rngs": nnx.Rngs(1)}
     for model in (Mlp(), fp8jax.nnx.quantize(Mlp(), [fp8jax.Rule(".*", None)])):
         with pytest.raises(ValueError, match=r"For products in 16 bits, use fp8jax.nnx.quantize\(model, 'bf16'\)"):
-            fp8jax.nnx.lora(model, **how)
+            fp8jax.nnx.lora(model, **options)
     norms = fp8jax.nnx.quantize(Mlp(), [fp8jax.Rule("norm", "coat"), fp8jax.Rule(".*", None)])
     with pytest.raises(ValueError, match=r"For products in 16 bits, use fp8jax.nnx.quantize\(model, 'bf16'\)"):
-        fp8jax.nnx.lora(norms, **how)
+        fp8jax.nnx.lora(norms, **options)

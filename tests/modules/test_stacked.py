@@ -1,4 +1,4 @@
-"""Models whose methods stack the parameters of their layers and scan over them, in both interfaces of Flax."""
+"""Models whose methods stack the parameters of their layers and scan over them, in NNX and Linen."""
 
 import flax.linen as nn
 import jax
@@ -24,7 +24,7 @@ class Block(nnx.Module):
 
 
 class Stacked(nnx.Module):
-    """As simply's transformer: layers are modules of their own, and a call stacks them."""
+    """As simply's transformer: layers are modules, and a call stacks their parameters."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
@@ -66,8 +66,8 @@ def test_stacked_layers_are_quantized_and_each_is_listed(kind):
     assert sum(p.executions for p in report.program.traced if p.has_codes) == 2 * 3 * LAYERS
     copy = (fp8jax.nnx if kind == "nnx" else fp8jax.linen).quantize(model, "te_current")
     params = () if kind == "nnx" else (model.init(KEY, X),)
-    got, want = gradients(copy, *params), gradients(model, *params)
-    assert all(0 < relative(a, b) < 0.2 for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True))
+    actual, expected = gradients(copy, *params), gradients(model, *params)
+    assert all(0 < relative(a, b) < 0.2 for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True))
 
 
 @pytest.mark.parametrize("make", [lambda: Stacked(nnx.Rngs(0)), StackedLinen], ids=["nnx", "linen"])

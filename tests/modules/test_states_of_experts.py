@@ -1,4 +1,4 @@
-"""Experts of Flax models under scalings with a state: a state for each expert, in training and in checkpoints."""
+"""Experts in Flax models with stateful scaling: a state per expert, in training and in checkpoints."""
 
 import flax.linen as nn
 import jax
@@ -28,7 +28,7 @@ def train_step(model, optimizer, x):
 
 @pytest.mark.parametrize("recipe", few(RECIPES, "te_delayed"))
 def test_experts_of_nnx_train_with_a_state_each(recipe, tmp_path):
-    """The loop of README. A checkpoint of the states continues as the model that it was made of."""
+    """README's loop. A checkpoint of the states continues like the original model."""
 
     def make():
         model = fp8jax.nnx.quantize(NnxBlock(), recipe)
@@ -89,14 +89,14 @@ def test_concatenated_experts_have_the_states_of_the_first_parameter(recipe):
     """Codes of one parameter are not those of the matrix."""
     model = fp8jax.nnx.quantize(ConcatenatedExperts(), recipe)
     assert {layer.path for layer in fp8jax.explain(model, X).quantized_layers} == {"gate", "up", "down"}
-    want = ConcatenatedExperts()(X)
-    assert 0 < relative(model(X), want) < 0.1
+    expected = ConcatenatedExperts()(X)
+    assert 0 < relative(model(X), expected) < 0.1
     fp8jax.nnx.grad(lambda model: jnp.sum(jnp.sin(model(X))))(model)
     fp8jax.nnx.advance_scaling(model)
     if recipe == "te_delayed":
         largest = np.maximum(*(np.abs(np.asarray(P[name])).max((1, 2)) for name in ("gate", "up")))
         np.testing.assert_allclose(model.fp8jax_gate.w[:, 0], largest, rtol=1e-6)
-    assert 0 < relative(fp8jax.nnx.quantize_weights(model)(X), want) < 0.1
+    assert 0 < relative(fp8jax.nnx.quantize_weights(model)(X), expected) < 0.1
 
 
 class ListedExperts(nnx.Module):
@@ -135,7 +135,7 @@ def test_a_call_that_stacks_layers_is_listed_and_warned_of(recipe, dot):
 
 
 def test_an_expert_of_nnx_without_tokens_keeps_its_state():
-    """Tokens choose the first two experts alone; maxima of microbatches are maxima."""
+    """Tokens choose only the first two experts. Maxima over microbatches are merged by maximum."""
     model = fp8jax.nnx.quantize(NnxBlock(), "te_delayed")
     x = jnp.abs(X)
     model.experts.router.set_value(jnp.zeros_like(P["router"]).at[:, 0].set(2).at[:, 1].set(1))
@@ -155,7 +155,7 @@ def test_an_expert_of_nnx_without_tokens_keeps_its_state():
 @pytest.mark.parametrize("recipe", few(["te_delayed", "int8_fallback"], "int8_fallback"))
 @pytest.mark.parametrize("model", [slow(NnxBlock()), NnxMapped()], ids=["arrays", "mapped"])
 def test_codes_of_experts_of_a_step_are_those_of_the_states(recipe, model):
-    """Results are those of the model, and other codes give other results."""
+    """Results equal those of the model, and other codes give other results."""
     model = fp8jax.nnx.quantize(model, recipe)
 
     @nnx.jit
@@ -181,7 +181,7 @@ def test_codes_of_experts_of_a_step_are_those_of_the_states(recipe, model):
     ids=["reversed", "reversed inputs", "scaled", "twice"],
 )
 def test_codes_of_experts_are_none_of_matrices_computed_from_them(recipe, compute):
-    """The product quantizes these matrices itself."""
+    """The matmul quantizes these matrices itself."""
 
     class Computed(nnx.Module):
         def __init__(self):
@@ -196,7 +196,7 @@ def test_codes_of_experts_are_none_of_matrices_computed_from_them(recipe, comput
 
 
 def test_a_product_of_all_matrices_has_the_first_state():
-    """The parameter might have been one of experts: it is of heads."""
+    """The parameter contains heads, not experts."""
 
     class Heads(nnx.Module):
         def __init__(self):
@@ -252,8 +252,8 @@ def test_experts_of_linen_train_with_a_state_each(model, recipe):
             y, new = model.apply(arrays, x, mutable=["fp8jax_scaling"])
             return jnp.mean((y - x) ** 2), new["fp8jax_scaling"]
 
-        (value, scaling), (grads, seen) = jax.value_and_grad(loss, (0, 1), has_aux=True)(state.params, statistics)
-        return state.apply_gradients(grads=grads, statistics=seen, scaling=scaling), value
+        (value, scaling), (grads, recorded) = jax.value_and_grad(loss, (0, 1), has_aux=True)(state.params, statistics)
+        return state.apply_gradients(grads=grads, statistics=recorded, scaling=scaling), value
 
     losses = []
     for _ in range(3):
@@ -331,8 +331,8 @@ def test_matrices_of_one_parameter_train_with_a_state_each(fn, recipe):
             y, new = linen.apply(arrays, x, mutable=["fp8jax_scaling"])
             return jnp.sum(y), (y, new.get("fp8jax_scaling", {}))
 
-        (_, (y, scaling)), (grads, seen) = jax.value_and_grad(loss, (0, 1), has_aux=True)(state.params, statistics)
-        return state.apply_gradients(grads=grads, statistics=seen, scaling=scaling), y, grads["w"]
+        (_, (y, scaling)), (grads, recorded) = jax.value_and_grad(loss, (0, 1), has_aux=True)(state.params, statistics)
+        return state.apply_gradients(grads=grads, statistics=recorded, scaling=scaling), y, grads["w"]
 
     for _ in range(3):
         nnx_grads = nnx_step(model, optimizer, X)

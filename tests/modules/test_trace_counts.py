@@ -1,4 +1,4 @@
-"""The bodies of a model run once in a call of its quantized copy in NNX; in Linen twice, of which once aside."""
+"""A call of a quantized NNX copy traces the model once; in Linen twice, once of them abstractly."""
 
 import collections
 
@@ -77,7 +77,7 @@ class NnxBlock(nnx.Module):
 
 
 class NnxModel(nnx.Module):
-    """Layers of its own make it a candidate, too."""
+    """Its own layers make it a candidate, too."""
 
     def __init__(self, rngs: nnx.Rngs, scan: bool) -> None:
         self.embed, self.scan = nnx.Embed(VOCAB, WIDTH, dtype=BF16, rngs=rngs), scan
@@ -99,7 +99,7 @@ class NnxModel(nnx.Module):
 
 
 def executions(call, *args) -> dict[str, int]:
-    """How often each body runs while a gradient of a call is traced."""
+    """Returns how often each body runs while a gradient of a call is traced."""
     counts.clear()
     jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(call(*args).astype(jnp.float32))))(*args)
     return dict(counts)
@@ -189,9 +189,9 @@ def test_a_model_that_looks_at_values_runs_as_written_around_quantized_layers():
 
     x = jnp.ones((2, WIDTH))
     model, other = Looks(nnx.Rngs(0)), NnxMlp(nnx.Rngs(0))
-    got, want = (fp8jax.nnx.quantize(m, fp8jax.recipes.te_current())(x) for m in (model, other))
-    assert relative(got, want) < 0.01
-    assert relative(got, model(x)) > 0.001
+    actual, expected = (fp8jax.nnx.quantize(m, fp8jax.recipes.te_current())(x) for m in (model, other))
+    assert relative(actual, expected) < 0.01
+    assert relative(actual, model(x)) > 0.001
 
     class Multiplies(Looks):
         def __init__(self, rngs):

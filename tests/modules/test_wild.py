@@ -19,7 +19,7 @@ X = jax.random.normal(KEY, (2, 8, WIDTH))
 
 
 class Norms(nnx.Module):
-    """Norms, a perceptron and its norm: all that layers read can be made again."""
+    """Norms and an MLP with its norm: all inputs of layers can be recomputed."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
@@ -37,7 +37,7 @@ def test_what_is_saved_aside_is_not_said_to_be_saved():
 
 
 class OwnInit(nn.Module):
-    """A model whose `init` and `apply` take something else than Flax's."""
+    """A model whose `init` and `apply` have other arguments than Flax's."""
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
@@ -70,7 +70,7 @@ class Relu(nn.Module):
 
 
 class Gated(nn.Module):
-    """A gated perceptron in whose own scope its layers have their weights, as in Gemma."""
+    """A gated MLP with the weights of its layers in its own scope, as in Gemma."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -111,7 +111,7 @@ def test_layers_in_the_scope_of_the_module_around_them_are_layers():
 
 
 class Experts(nnx.Module):
-    """A router beside the layers of its experts, all in one module."""
+    """A router and the layers of its experts in one module."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
@@ -129,9 +129,9 @@ def test_a_router_beside_activations_needs_no_line():
 
 
 class Bridged(nnx.Module):
-    def __init__(self, held: nn.Module) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         self.known = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
-        self.held = bridge.lazy_init(bridge.ToNNX(held, rngs=nnx.Rngs(0)), X)
+        self.held = bridge.lazy_init(bridge.ToNNX(inner, rngs=nnx.Rngs(0)), X)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x + self.held(self.known(x))

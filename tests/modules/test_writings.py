@@ -1,4 +1,4 @@
-"""Blocks of models that constrain, name, cast or reshape what stands between their layers save what others save."""
+"""Blocks that constrain, name, cast or reshape values between layers save the same residuals as others."""
 
 import functools
 
@@ -19,7 +19,7 @@ MLP = "silu(gate) * up"
 
 
 class NnxBlock(nnx.Module):
-    """A norm and a gated perceptron, with something done to all that stands between its layers."""
+    """A norm and a gated MLP, with an operation on all values between its layers."""
 
     def __init__(self, via) -> None:
         def dense(inputs, outputs):
@@ -49,7 +49,7 @@ class LinenBlock(nn.Module):
 
 
 def program(kind: str, via):
-    """A function of parameters and an input, and the parameters, of a quantized block."""
+    """Returns a function of parameters and input, and the parameters, of a quantized block."""
     rules = fp8jax.Rule(".*", COAT)
     if kind == "nnx":
         graph, state = nnx.split(fp8jax.nnx.quantize(NnxBlock(via), rules))
@@ -77,11 +77,11 @@ def test_what_a_block_saves_does_not_depend_on_how_it_is_written(writing, kind):
     saved = [shape[-1] for dtype, shape in residuals(f, params, X) if dtype == "uint8"]
     # The norm's input, gate and up.
     assert sorted(saved) == [WIDTH, INNER, INNER]
-    got, want = np.asarray(jax.jit(f)(params, X), np.float32), as_written_plainly(kind)
+    actual, expected = np.asarray(jax.jit(f)(params, X), np.float32), as_written_plainly(kind)
     if writing == "casts" and kind == "nnx":  # XLA leaves out what rounds and widens, and so rounds less often
-        assert relative(got, want) < 2.0**-7
+        assert relative(actual, expected) < 2.0**-7
     else:
-        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(actual, expected)
     block = (NnxBlock if kind == "nnx" else LinenBlock)(WRITINGS[writing])
     parts = fp8jax.explain(block, fp8jax.Rule(".*", COAT), X).context_entries
     assert {part.kind for part in parts} == {"RMSNorm", MLP}
@@ -90,7 +90,7 @@ def test_what_a_block_saves_does_not_depend_on_how_it_is_written(writing, kind):
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 @pytest.mark.parametrize(("writing", "primitive"), [("a constraint", "sharding_constraint"), ("a name", "name")])
 def test_constraints_and_names_of_the_model_stay_in_its_program(kind, writing, primitive):
-    """Those of the results of the norm, gate, up, the activation and the last layer."""
+    """For the results of the norm, gate, up, the activation and the last layer."""
     f, params = program(kind, WRITINGS[writing])
     plain, same = program(kind, WRITINGS["plain"])
     extra = count(jax.jit(f), primitive, params, X) - count(jax.jit(plain), primitive, same, X)

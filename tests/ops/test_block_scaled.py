@@ -38,45 +38,47 @@ def compiled(recipe: Linear):
 
 
 def errors(recipe: Linear, x, w, dy) -> list[float]:
-    """Relative errors of the three products."""
+    """Returns the relative errors of the three matmuls."""
     x64, w64, dy64 = (np.asarray(a, np.float64) for a in (x, w, dy))
-    want = x64 @ w64, dy64 @ w64.T, x64.T @ dy64
-    return [relative(got, product) for got, product in zip(compiled(recipe)(x, w, dy), want, strict=True)]
+    expected = x64 @ w64, dy64 @ w64.T, x64.T @ dy64
+    return [relative(actual, product) for actual, product in zip(compiled(recipe)(x, w, dy), expected, strict=True)]
 
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_products_have_the_error_of_their_format_and_no_more(name):
-    found = errors(LINEAR[name], *problem())
-    assert all(bound / 1.6 < error < bound for error, bound in zip(found, BOUNDS[name], strict=True)), found
+    actual = errors(LINEAR[name], *problem())
+    assert all(bound / 1.6 < error < bound for error, bound in zip(actual, BOUNDS[name], strict=True)), actual
 
 
 def test_each_operand_is_made_from_the_values_along_its_own_contraction():
-    """In exact arithmetic on what `fp8jax.quantize` makes of the matrix, or of its transpose."""
+    """Exact arithmetic on `fp8jax.quantize` of the matrix, or of its transpose."""
     x, w, dy = problem()
     x64, w64, dy64 = (
         {
-            turned: np.asarray(fp8jax.quantize(a.T if turned else a, "e4m3:mx32+ocp+roundup").dequantize(), np.float64)
-            for turned in (False, True)
+            transposed: np.asarray(
+                fp8jax.quantize(a.T if transposed else a, "e4m3:mx32+ocp+roundup").dequantize(), np.float64
+            )
+            for transposed in (False, True)
         }
         for a in (x, w, dy)
     )
-    want = x64[False] @ w64[True].T, dy64[False] @ w64[False].T, x64[True] @ dy64[True].T
-    for got, product in zip(compiled(LINEAR["mxfp8"])(x, w, dy), want, strict=True):
-        np.testing.assert_allclose(got, product, atol=2e-5 * np.abs(product).max())
+    expected = x64[False] @ w64[True].T, dy64[False] @ w64[False].T, x64[True] @ dy64[True].T
+    for actual, product in zip(compiled(LINEAR["mxfp8"])(x, w, dy), expected, strict=True):
+        np.testing.assert_allclose(actual, product, atol=2e-5 * np.abs(product).max())
 
 
 @pytest.mark.parametrize("size", [16, 64])
 def test_the_rotation_is_hadamards_matrix_with_signs_and_leaves_a_short_group(size):
     x = np.random.default_rng(0).normal(size=(2 * size + 5, 7)).astype(np.float32)
-    got = np.asarray(rotation.rotate_rows(jnp.asarray(x), size), np.float64)
+    actual = np.asarray(rotation.rotate_rows(jnp.asarray(x), size), np.float64)
     signs = rotation.signs(size)
     assert set(signs) == {-1, 1}
     # Signs that are a row of the matrix would only permute it, and equal tokens would become one large value.
     assert np.abs(hadamard(size) @ signs).max() <= size / 2
     matrix = hadamard(size) * signs / np.sqrt(size)
-    want = np.concatenate([matrix @ x[:size], matrix @ x[size : 2 * size], x[2 * size :]])
-    np.testing.assert_allclose(got, want, atol=1e-5)
-    np.testing.assert_allclose(got.T @ got, x.T.astype(np.float64) @ x, atol=1e-3)  # no product changes
+    expected = np.concatenate([matrix @ x[:size], matrix @ x[size : 2 * size], x[2 * size :]])
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    np.testing.assert_allclose(actual.T @ actual, x.T.astype(np.float64) @ x, atol=1e-3)  # no product changes
     assert rotation.rotate_rows(x, None) is x
 
 
@@ -90,7 +92,7 @@ ROWS = Linear("int8:token", "int8:token", "int8:token", "int8:token", "int8:toke
     ids=["rows", "int8_block", "te_current", "nvfp4"],
 )  # fmt: skip
 def test_a_rotation_spreads_outliers_before_wgrad_and_changes_no_other_product(linear, largest):
-    """Integers gain where one of 16 tokens has the range of all. Floating-point codes have the error that they have."""
+    """Integers gain if one of 16 tokens has the full range. Floating-point codes keep their error."""
     x, w, dy = problem()
     x = x.at[::16].multiply(30.0)
     plain, rotated = (errors(dataclasses.replace(linear, rotation=size), x, w, dy) for size in (None, 16))
@@ -111,8 +113,8 @@ def test_stochastic_gradients_average_out():
     dx, dw = jax.lax.map(gradients, jax.random.split(jax.random.key(5), 64))
     assert not np.array_equal(dx[0], dx[1])
     # What is left is the error of the operands that are rounded to nearest: of the weight, and of the input.
-    for mean, got, want in ((dx.mean(0), dx[0], dy @ w.T), (dw.mean(0), dw[0], x.T @ dy)):
-        assert relative(mean, want) < 0.8 * relative(got, want)
+    for mean, actual, expected in ((dx.mean(0), dx[0], dy @ w.T), (dw.mean(0), dw[0], x.T @ dy)):
+        assert relative(mean, expected) < 0.8 * relative(actual, expected)
 
 
 SIZES = np.asarray([40, 0, 23, 100])
@@ -120,7 +122,7 @@ SIZES = np.asarray([40, 0, 23, 100])
 
 @functools.cache
 def grouped(name: str):
-    """The operands of a grouped product, its three results, and those of dense products with the same recipe."""
+    """Returns operands of a grouped matmul, its three results, and those of dense matmuls with the same recipe."""
     x, w, dy = (np.array(a) for a in problem())
     ends = np.cumsum(SIZES)
     for scale, start, end in zip((1, 1, 1e-4, 1e4), ends - SIZES, ends, strict=True):
@@ -144,8 +146,8 @@ def test_experts_have_the_error_of_their_format_and_no_scale_spans_two(name):
     for group in (0, 2, 3):
         rows = slice(ends[group] - SIZES[group], ends[group])
         x64, w64, dy64 = (a.astype(np.float64) for a in (x[rows], w[group], dy[rows]))
-        found = relative(y[rows], x64 @ w64), relative(dx[rows], dy64 @ w64.T), relative(dw[group], x64.T @ dy64)
-        assert all(bound / 1.7 < error < bound for error, bound in zip(found, BOUNDS[name], strict=True)), found
+        actual = relative(y[rows], x64 @ w64), relative(dx[rows], dy64 @ w64.T), relative(dw[group], x64.T @ dy64)
+        assert all(bound / 1.7 < error < bound for error, bound in zip(actual, BOUNDS[name], strict=True)), actual
     assert not np.any(dw[1])
     assert not np.any(y[ends[-1] :])
     assert not np.any(dx[ends[-1] :])
@@ -170,9 +172,9 @@ def test_one_group_is_a_dense_product_rotated_before_wgrad(linear):
         y, back = jax.vjp(multiply, x, w)
         return y, *back(dy)
 
-    dense, got = jax.jit(functools.partial(run, linear))(), jax.jit(functools.partial(run, linear, 128))()
-    assert all(relative(a, b) < 5e-3 for a, b in zip(got, dense, strict=True))
-    assert relative(got[2], jax.jit(functools.partial(run, dataclasses.replace(linear, rotation=None)))()[2]) > 0.01
+    dense, actual = jax.jit(functools.partial(run, linear))(), jax.jit(functools.partial(run, linear, 128))()
+    assert all(relative(a, b) < 5e-3 for a, b in zip(actual, dense, strict=True))
+    assert relative(actual[2], jax.jit(functools.partial(run, dataclasses.replace(linear, rotation=None)))()[2]) > 0.01
 
 
 def test_what_has_no_such_product_says_so():

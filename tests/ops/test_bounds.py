@@ -1,4 +1,4 @@
-"""Scales from bounds: of a norm's and an activation's results, and of an activation's cotangents."""
+"""Scales from bounds on results of norms and activations, and on cotangents of activations."""
 
 import dataclasses
 import functools
@@ -28,28 +28,28 @@ def recipe(amax, recomputes=True, **linear):
 
 @pytest.fixture
 def scales(monkeypatch):
-    """Of each array of a width that is quantized as a layer's input forward: its values, and scale and codes."""
-    seen, found = [], operands.quantize
+    """Returns values, scale and codes of each array of a width that is quantized as a layer's forward input."""
+    calls, actual = [], operands.quantize
 
-    def watched(x, *specs, scale=None, **how):
-        pair = found(x, *specs, scale=scale, **how)
+    def watched(x, *specs, scale=None, **style):
+        pair = actual(x, *specs, scale=scale, **style)
         traced = isinstance(x, jax.core.Tracer)  # substitution runs modules aside to recognise activations
         if not traced and specs[1] is None and pair[0].spec.format == "e4m3":
-            seen.append((np.asarray(x, np.float64), scale is not None, pair[0]))
+            calls.append((np.asarray(x, np.float64), scale is not None, pair[0]))
         return pair
 
     monkeypatch.setattr(operands, "quantize", watched)
-    return seen
+    return calls
 
 
-def check(seen, scale):
-    """That one array was quantized under a scale, and well."""
-    ((values, given, q),) = seen
+def check(recorded, scale):
+    """Asserts that one array was quantized with a scale, accurately."""
+    ((values, given, q),) = recorded
     assert given
     np.testing.assert_allclose(float(q.scale.reshape(())), scale, rtol=1e-5)
     assert np.max(np.abs(np.asarray(q.codes, np.float64))) <= 448
     assert relative(q.dequantize(), values) < 0.04
-    seen.clear()
+    recorded.clear()
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
@@ -68,7 +68,7 @@ def test_the_scale_of_a_norms_result_is_that_of_a_bound_on_it(recomputes, scales
 
 
 def norm_product(x, scale, w, kind, eps):
-    """A norm and a product in float64."""
+    """A norm and a matmul in float64."""
     z = x - x.mean(-1, keepdims=True) if kind == "layer" else x
     return z / np.sqrt((z * z).mean(-1, keepdims=True) + eps) * scale @ w
 
@@ -89,8 +89,8 @@ def test_a_norms_bound_that_is_far_above_its_result_costs_no_accuracy(kind, reco
         part = w / np.reshape(scale * np.ones(64), (64, 1))  # of each channel as much reaches the result
         arrays = (jnp.asarray(a, jnp.float32) for a in (size * x, scale * np.ones(64), part))
         y, back = run(*arrays, eps)
-        want, h = (norm_product(size * x, scale, v, kind, eps) for v in (part, np.eye(64)))
-        assert relative(y, want) < 0.06, (size, eps)
+        expected, h = (norm_product(size * x, scale, v, kind, eps) for v in (part, np.eye(64)))
+        assert relative(y, expected) < 0.06, (size, eps)
         assert relative(back(jnp.asarray(dy, jnp.float32))[0][:5], (h.T @ dy)[:5]) < 0.08, (size, eps)
 
 
@@ -114,8 +114,8 @@ def test_by_substitution_a_layer_behind_a_norm_of_small_inputs_is_as_exact_as_be
         variables = model.init(jax.random.key(0), jnp.float32(x))
         w = variables["params"]["layers_1"]["kernel"]
         y = fp8jax.linen.quantize(model, "coat_fast").apply(variables, jnp.float32(x))
-    want = norm_product(x, 1.0, np.asarray(w, np.float64), {"nnx": "rms", "linen": "layer"}[flax], 1e-3)
-    assert relative(y, want) < 0.06
+    expected = norm_product(x, 1.0, np.asarray(w, np.float64), {"nnx": "rms", "linen": "layer"}[flax], 1e-3)
+    assert relative(y, expected) < 0.06
 
 
 @pytest.mark.parametrize("where", ["everywhere alike", "out of sample", "in the sample", "nothing in the sample"])
@@ -141,7 +141,7 @@ def test_bounds_are_of_layers_that_quantize_so(scales):
     token = recipe("bound", x="e4m3:token", x_wgrad="e4m3:token")
     fp8jax.linear(fp8jax.rms_norm(x, recipe=recipe("bound")), w, recipe=recipe("bound"))  # knows of no norm
     fp8jax.norm_linear(x, None, [w], recipe=token)
-    assert [given for _, given, _ in scales] == [False] * 2
+    assert [scale for _, scale, _ in scales] == [False] * 2
 
 
 class Perceptron(nnx.Module):
@@ -175,7 +175,7 @@ def test_by_substitution_bounds_are_of_the_layers_that_rules_quantize(flax, scal
                 fp8jax.nnx.quantize(Perceptron(nnx.Rngs(0)), rules)(x)
             else:
                 fp8jax.linen.quantize(LinenPerceptron(), rules).apply(variables, x)
-        return {np.shape(values)[-1]: given for values, given, _ in scales}
+        return {np.shape(values)[-1]: scale for values, scale, _ in scales}
 
     assert run(part) == {CHANNELS: True, OUTPUTS: True}
     assert run(recipe("exact")) == {CHANNELS: False, OUTPUTS: False}
@@ -219,20 +219,22 @@ def test_vmap_and_jit_give_what_a_loop_gives():
     value = lambda gate, up: fp8jax.glu_linear(gate, up, w, recipe=part)  # noqa: E731
     both = lambda *a: (value(*a), *jax.grad(lambda *a: (value(*a) ** 2).sum(), (0, 1))(*a))  # noqa: E731
     together, alone = jax.jit(jax.vmap(both))(gate, up), list(map(jax.jit(both), gate, up))
-    for found, *want in zip(together, *alone, strict=True):
-        for a, b in zip(found, want, strict=True):
+    for actual, *expected in zip(together, *alone, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             assert relative(a, b) < 1e-2
 
 
-@pytest.mark.parametrize(("recomputes", "how"), covering([True, False], [lambda f: f, jax.jit, jax.checkpoint]))
-def test_no_more_is_kept_under_bounds(recomputes, how):
+@pytest.mark.parametrize(("recomputes", "style"), covering([True, False], [lambda f: f, jax.jit, jax.checkpoint]))
+def test_no_more_is_kept_under_bounds(recomputes, style):
     x, p = normal(9, 600, CHANNELS, dtype=jnp.bfloat16), parameters()
 
-    def kept(part):
-        step = how(lambda x, p: whole(part, x, p))
+    def scanned_residuals(part):
+        step = style(lambda x, p: whole(part, x, p))
         return residuals(lambda x, p: jax.lax.scan(lambda x, p: (step(x, p), None), x, p)[0], x, p)
 
-    assert sorted(kept(recipe("bound", recomputes))) == sorted(kept(recipe("exact", recomputes)))
+    assert sorted(scanned_residuals(recipe("bound", recomputes))) == sorted(
+        scanned_residuals(recipe("exact", recomputes))
+    )
 
 
 def test_the_bound_of_a_norm_holds_after_a_cast_and_is_finite(scales):
@@ -257,13 +259,13 @@ def plain(context, x, p):
 
 @pytest.mark.parametrize("f", [layer, plain])
 def test_bounded_cotangents_do_not_saturate_and_are_as_exact_as_those_under_their_largest(f, monkeypatch):
-    seen = []
-    found = product.quantize_and_sum
+    calls = []
+    actual = product.quantize_and_sum
 
-    def watched(x, *specs, scale=None, **how):
-        pair, total = found(x, *specs, scale=scale, **how)
+    def watched(x, *specs, scale=None, **style):
+        pair, total = actual(x, *specs, scale=scale, **style)
         if scale is not None and x.shape[-1] == OUTPUTS and pair[0] is not None and pair[0].spec.format == "e5m2":
-            seen.append(jnp.max(jnp.abs(pair[0].codes.astype(jnp.float32))))
+            calls.append(jnp.max(jnp.abs(pair[0].codes.astype(jnp.float32))))
         return pair, total
 
     monkeypatch.setattr(product, "quantize_and_sum", watched)
@@ -271,8 +273,8 @@ def test_bounded_cotangents_do_not_saturate_and_are_as_exact_as_those_under_thei
     x, dy = normal(0, 40 * TOKENS, CHANNELS), 1e-3 * normal(1, 40 * TOKENS, CHANNELS) * 2.0 ** normal(3, CHANNELS)
 
     def grads(context):
-        seen.clear()
-        run = jax.jit(lambda x, p: (jax.vjp(functools.partial(f, context), x, p)[1](dy), seen))
+        calls.clear()
+        run = jax.jit(lambda x, p: (jax.vjp(functools.partial(f, context), x, p)[1](dy), calls))
         gradients, tops = run(x, p)
         return jax.tree.leaves(gradients), tops
 
@@ -292,7 +294,7 @@ def test_bounded_cotangents_do_not_saturate_and_are_as_exact_as_those_under_thei
     ("name", "gate", "gated"), [("silu", -24.0, True), ("silu", -28.0, False), ("silu", 3.0, True)]
 )
 def test_where_an_activation_is_flat_bounds_of_its_cotangents_cost_nothing(name, gate, gated):
-    """Its slope is far below the largest one, for all elements; at 3 nothing is."""
+    """The slope of all elements is far below the largest one; at 3 it is not."""
     x, dy, up, down = 1 + 0.1 * normal(0, 64, 64), normal(1, 64, CHANNELS), normal(2, 64, 80), normal(3, 80, CHANNELS)
     w = jnp.full((64, 80), gate / 64) * (1 + 0.1 * normal(4, 64, 80))
 
@@ -309,31 +311,31 @@ def test_where_an_activation_is_flat_bounds_of_its_cotangents_cost_nothing(name,
         assert not b.any() or relative(a, b) < 0.12
 
 
-@pytest.mark.parametrize("how", ["e4m3:block16", "e4m3:mx32+ocp", "reshaped", "two axes", "two readers", "known"])
-def test_where_no_bound_is_known_the_largest_cotangent_gives_the_scale(how, monkeypatch):
-    spec = how if ":" in how else "e4m3:group16"
+@pytest.mark.parametrize("style", ["e4m3:block16", "e4m3:mx32+ocp", "reshaped", "two axes", "two readers", "known"])
+def test_where_no_bound_is_known_the_largest_cotangent_gives_the_scale(style, monkeypatch):
+    spec = style if ":" in style else "e4m3:group16"
     x, w, v = normal(0, 32, 64), 0.1 * normal(1, 64, 64), 0.1 * normal(2, 64, 64)
-    given, found = [], product.quantize_and_sum
+    given, actual = [], product.quantize_and_sum
 
-    def watched(x, *specs, scale=None, **how):
+    def watched(x, *specs, scale=None, **style):
         given.append(scale is not None)
-        return found(x, *specs, scale=scale, **how)
+        return actual(x, *specs, scale=scale, **style)
 
     def f(p, x):
         h = jax.nn.silu(x @ p["w"])
-        if how == "reshaped":
+        if style == "reshaped":
             h = h.reshape(2, 16, 64)
-        if how == "two axes":
+        if style == "two axes":
             return jnp.einsum("tac,acd->td", jax.nn.silu((x @ p["w"]).reshape(16, 2, 64)), p["both"])
         y = h @ p["v"]
-        return y + h if how == "two readers" else y
+        return y + h if style == "two readers" else y
 
     monkeypatch.setattr(product, "quantize_and_sum", watched)
     part = dataclasses.replace(recipe("bound"), context=Context(spec, recompute_activations=True, amax="bound"))
     fast = fp8jax.transform(f, [fp8jax.Rule(".*", part)])
     jax.eval_shape(jax.grad(lambda *args: jnp.sum(fast(*args))), {"w": w, "v": v, "both": jnp.stack([w, v])}, x)
     # Of the last product, and of that before the activation. A sum of two readers' gradients is an array of its own.
-    assert given[:2] == [False, how == "known"]
+    assert given[:2] == [False, style == "known"]
 
 
 def test_bounds_of_gradients_that_are_not_finite_are_those_of_the_others():
@@ -349,8 +351,8 @@ def test_bounds_of_gradients_that_are_not_finite_are_those_of_the_others():
         return np.asarray(jax.vjp(f, x)[1](dy)[0])
 
     for value in (np.nan, np.inf):
-        got, want = grad("bound", dy.at[5].set(value))[6:], grad("bound", dy)[6:]
-        assert relative(got, want) < 0.2
+        actual, expected = grad("bound", dy.at[5].set(value))[6:], grad("bound", dy)[6:]
+        assert relative(actual, expected) < 0.2
 
 
 def test_wrong_settings_are_refused():

@@ -1,4 +1,4 @@
-"""Norms and activations that keep codes: against float64, what they keep, and linears that make their input again."""
+"""Norms and activations with 8-bit residuals, against float64; their residuals; layers that recompute their input."""
 
 import dataclasses
 import functools
@@ -28,13 +28,13 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def stored(x, context) -> np.ndarray:
-    """Float64 values of an array after its storage as codes."""
+    """Returns an array after storage as codes, in float64."""
     q = fp8jax.quantize(jnp.asarray(x, jnp.float32), context.spec)
     return np.asarray(q.dequantize(), np.float64)
 
 
 def reference_norm(x, scale, bias, eps, centered, dy, context=None):
-    """Result and gradients in float64; with a context those of the input as it was stored."""
+    """Returns result and gradients in float64; with a context, those of the stored input."""
     x, dy = np.asarray(x, np.float64), np.asarray(dy, np.float64)
     z = x - x.mean(-1, keepdims=True) if centered else x
     inverse = 1 / np.sqrt((z**2).mean(-1, keepdims=True) + eps)
@@ -47,10 +47,10 @@ def reference_norm(x, scale, bias, eps, centered, dy, context=None):
     return y, inverse * dx, (dy * hat).sum(axes), dy.sum(axes)
 
 
-def near(got, want, steps=64):
-    """Equality but for the rounding of some fp32 operations on values as large as the largest here."""
-    got, want = np.asarray(got, np.float64), np.asarray(want)
-    np.testing.assert_allclose(got, want, rtol=0, atol=steps * 2.0**-24 * np.abs(want).max())
+def near(actual, expected, steps=64):
+    """Asserts equality up to the rounding of some fp32 operations on values as large as the largest here."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=steps * 2.0**-24 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_layer_norm_is_exact_forward_and_that_of_the_stored_input_backward(param
     y, back = jax.vjp(f, x, scale, bias)
     residual_context = context if context.residual else None
     expected = reference_norm(x, scale, bias, eps, True, dy, residual_context)
-    for given, got, want in zip((x, x, scale, bias), (y, *back(dy)), expected, strict=True):
-        assert (got is None) == (given is None)
-        if got is not None:
-            near(got, want)
+    for operand, actual, want in zip((x, x, scale, bias), (y, *back(dy)), expected, strict=True):
+        assert (actual is None) == (operand is None)
+        if actual is not None:
+            near(actual, want)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_rms_norm_is_exact_forward_and_that_of_the_stored_input_backward(scaled,
     y, back = jax.vjp(lambda x, s: rms_norm(x, s, recipe=context, eps=eps), x, scale)
     residual_context = context if context.residual else None
     expected = reference_norm(x, scale, None, eps, False, dy, residual_context)[:3]
-    for given, got, want in zip((x, x, scale), (y, *back(dy)), expected, strict=True):
-        assert (got is None) == (given is None)
-        if got is not None:
-            near(got, want)
+    for operand, actual, want in zip((x, x, scale), (y, *back(dy)), expected, strict=True):
+        assert (actual is None) == (operand is None)
+        if actual is not None:
+            near(actual, want)
 
 
 def test_codes_of_layer_norm_do_not_feel_the_mean():
@@ -95,7 +95,7 @@ def test_codes_of_layer_norm_do_not_feel_the_mean():
 
 
 def reference_activation(name, x):
-    """Value and derivative in float64."""
+    """Returns value and derivative in float64."""
     x = np.asarray(x, np.float64)
     if name == "silu":
         s = scipy.special.expit(x)
@@ -122,9 +122,9 @@ def test_activations_have_the_gradient_of_the_stored_input(name, context):
     exact = reference_activation(name, x)[0]
     activated = value if context.recompute_activations else keep(exact)
     near(y, exact * np.asarray(u), steps)
-    for got, want in zip(back(dy), (dy * keep(u) * slope, dy * activated), strict=True):
+    for actual, expected in zip(back(dy), (dy * keep(u) * slope, dy * activated), strict=True):
         # An activation in fp32 may lie on the other side of a rounding boundary than one in float64.
-        assert relative(got, want) < 1e-3
+        assert relative(actual, expected) < 1e-3
 
 
 @pytest.mark.parametrize("context", CONTEXTS, ids=str)
@@ -138,8 +138,8 @@ def test_gradients_are_as_near_the_exact_ones_as_the_format_allows(context):
         "glu": (lambda x: glu(x, u, recipe=context), lambda x: jax.nn.silu(x) * u, 5**0.5),
     }
     for quantized, exact, factor in pairs.values():
-        got, want = (jax.vjp(f, x)[1](dy)[0] for f in (quantized, exact))
-        assert 0 < relative(got, want) <= factor * step
+        actual, expected = (jax.vjp(f, x)[1](dy)[0] for f in (quantized, exact))
+        assert 0 < relative(actual, expected) <= factor * step
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
@@ -186,8 +186,8 @@ def scanned(context, x, p, wrap=lambda f: f):
     return jax.lax.scan(wrap(lambda x, p: (layer(context, x, p), None)), x, p)[0]
 
 
-@pytest.mark.parametrize(("how", "context"), covering(["plain", "scan", "jit", "remat"], [FAITHFUL, LEAN]), ids=str)
-def test_a_layer_keeps_each_input_once_and_in_codes(how, context):
+@pytest.mark.parametrize(("style", "context"), covering(["plain", "scan", "jit", "remat"], [FAITHFUL, LEAN]), ids=str)
+def test_a_layer_keeps_each_input_once_and_in_codes(style, context):
     x, p = normal(9, TOKENS, CHANNELS, dtype=jnp.bfloat16), parameters()
     one = lambda x, p: layer(context, x, jax.tree.map(lambda a: a[0], p))  # noqa: E731
     forms = {
@@ -196,11 +196,11 @@ def test_a_layer_keeps_each_input_once_and_in_codes(how, context):
         "jit": jax.jit(one),
         "remat": functools.partial(scanned, context, wrap=jax.checkpoint),
     }
-    residual_context = residuals(forms[how], x, p)
-    stack = (2,) if how in ("scan", "remat") else ()
+    residual_context = residuals(forms[style], x, p)
+    stack = (2,) if style in ("scan", "remat") else ()
     wide = [shape for dtype, shape in residual_context if dtype != "uint8" and TOKENS in shape and shape[-1] >= OUTPUTS]
     codes = sorted(shape[-1] for dtype, shape in residual_context if dtype == "uint8")
-    if how == "remat":
+    if style == "remat":
         # The block's input alone.
         assert (codes, wide) == ([], [(*stack, TOKENS, CHANNELS)])
         return

@@ -1,4 +1,4 @@
-"""The cross-entropy of a linear head against whole logits, in float64 and by optax; its memory; how meshes cut it."""
+"""Cross-entropy of a linear head against full logits, in float64 and by optax; its memory; its sharding."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ def floats(*arrays, dtype=jnp.float32):
 
 
 def in_float64(x, w, b, *, softcap=None, label_smoothing=0.0, z_loss=0.0):
-    """Losses (...) by the formula, in NumPy."""
+    """Returns losses (...) by the formula, in NumPy."""
     z = x @ w + b
     z = z if softcap is None else softcap * np.tanh(z / softcap)
     root = np.log(np.sum(np.exp(z), axis=-1))
@@ -48,7 +48,7 @@ def in_float64(x, w, b, *, softcap=None, label_smoothing=0.0, z_loss=0.0):
 
 
 def by_optax(x, w, b, *, softcap=None, label_smoothing=0.0, z_loss=0.0):
-    """Losses (...) of whole logits."""
+    """Returns losses (...) of full logits."""
     z = x @ w + b
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     target = optax.smooth_labels(jax.nn.one_hot(LABELS, VOCABULARY), label_smoothing)
@@ -79,8 +79,8 @@ def test_gradients_are_those_of_whole_logits(variant, reduction):
         return 3 * (jnp.sum(value * WEIGHTS) if reduction == "none" else value)
 
     expected = jax.grad(lambda *a: 3 * jnp.sum(by_optax(*a, **options) * weights), (0, 1, 2))(*operands)
-    for gradient, of in zip(jax.grad(ours, (0, 1, 2))(*operands), expected, strict=True):
-        assert relative(gradient, of) < 2e-6
+    for gradient, reference in zip(jax.grad(ours, (0, 1, 2))(*operands), expected, strict=True):
+        assert relative(gradient, reference) < 2e-6
 
 
 def test_a_table_has_its_vocabulary_first():
@@ -106,7 +106,7 @@ INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uin
 
 @pytest.mark.parametrize("dtype", few(INTEGERS, "uint8", "int64"))
 def test_labels_of_any_integers(dtype):
-    """The vocabulary may be larger than their dtype; none is taken for another of the same last 8, 16 or 32 bits."""
+    """The vocabulary may exceed the range of the label dtype. Labels with equal last 8, 16 or 32 bits stay distinct."""
     with jax.enable_x64(dtype.endswith("64")):
         x, w = floats(X, np.tile(W, (1, 320 // VOCABULARY)))
         limits, labels = jnp.iinfo(dtype), np.array(LABELS, dtype)
@@ -116,20 +116,20 @@ def test_labels_of_any_integers(dtype):
         beside = [None, -100, 255, 2**40]
         for i, label in enumerate([*ignored, *outside]):
             labels[1, i] = label
-        want = np.array(optax.softmax_cross_entropy_with_integer_labels(x @ w, LABELS))
+        expected = np.array(optax.softmax_cross_entropy_with_integer_labels(x @ w, LABELS))
         for ignore in beside:
-            got = fp8jax.linear_cross_entropy(x, w, jnp.asarray(labels), reduction="none", ignore_label=ignore)
+            actual = fp8jax.linear_cross_entropy(x, w, jnp.asarray(labels), reduction="none", ignore_label=ignore)
             for i, label in enumerate([*ignored, *outside]):
                 entry = optax.softmax_cross_entropy_with_integer_labels(x[1, i] @ w, max(0, min(label, 319)))
-                want[1, i] = 0 if label == ignore else np.nan if label in (-100, *outside) else entry
-            np.testing.assert_allclose(got, want, rtol=1e-5)
+                expected[1, i] = 0 if label == ignore else np.nan if label in (-100, *outside) else entry
+            np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 def test_labels_of_numpy_are_not_cut_to_32_bits():
     x, w, labels = *floats(X, W), LABELS.astype(np.int64)
     labels[1, 2], labels[2, 3] = 2**32 - 100, 2**32 + 5
-    got = fp8jax.linear_cross_entropy(x, w, labels, reduction="none")
-    assert np.argwhere(np.isnan(got)).tolist() == [[1, 2], [2, 3]]
+    actual = fp8jax.linear_cross_entropy(x, w, labels, reduction="none")
+    assert np.argwhere(np.isnan(actual)).tolist() == [[1, 2], [2, 3]]
 
 
 def test_gradients_of_a_scaled_loss_survive_in_float16():
@@ -169,24 +169,24 @@ def test_what_does_not_count_has_no_effect():
 
 @pytest.mark.parametrize("recipe", few([None, "te_current", "fast"], "te_current"))
 def test_labels_outside_of_the_vocabulary_are_ignored_or_seen(recipe):
-    """PyTorch's -100 is ignored by default; others are NaN where they count, and an error under checkify."""
+    """PyTorch's -100 is ignored by default. Other labels give NaN if they count, and an error under checkify."""
     x, w = floats(X, W)
 
     @functools.partial(jax.jit, static_argnames=("reduction", "ignore_label"))
-    def step(x, w, labels, reduction="mean", **how):
-        call = functools.partial(fp8jax.linear_cross_entropy, recipe=recipe, tokens_per_chunk=5, **how)
+    def step(x, w, labels, reduction="mean", **options):
+        call = functools.partial(fp8jax.linear_cross_entropy, recipe=recipe, tokens_per_chunk=5, **options)
         loss = lambda x, w: (jnp.sum(y := call(x, w, labels, reduction=reduction)), y)  # noqa: E731
         (_, value), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(x, w)
         return value, gradients
 
     where, ignored = jnp.asarray(WHERE), jnp.where(jnp.asarray(WHERE), LABELS, -100)
     for reduction in ("mean", "none"):
-        given = step(jnp.where(where[..., None], x, jnp.nan), w, ignored, reduction)
-        jax.tree.map(np.testing.assert_array_equal, given, step(x, w, jnp.asarray(LABELS), reduction, where=where))
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(given))
-    for label, how in ((-1, {}), (VOCABULARY, {}), (-100, {"ignore_label": None})):
+        result = step(jnp.where(where[..., None], x, jnp.nan), w, ignored, reduction)
+        jax.tree.map(np.testing.assert_array_equal, result, step(x, w, jnp.asarray(LABELS), reduction, where=where))
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result))
+    for label, options in ((-1, {}), (VOCABULARY, {}), (-100, {"ignore_label": None})):
         labels = jnp.asarray(LABELS).at[1, 2].set(label)
-        each, (dx, dw) = step(x, w, labels, "none", **how)
+        each, (dx, dw) = step(x, w, labels, "none", **options)
         assert np.argwhere(np.isnan(each)).tolist() == [[1, 2]]
         assert np.isnan(dw).any()
         assert np.isnan(dx[1, 2]).all()
@@ -221,7 +221,7 @@ def by_whole(x, w, labels):
 
 
 def test_chunks_have_a_gibibyte_and_a_half_by_default():
-    """Of logits and their cotangents, 6 bytes an element, with codes 4; where a few more are of whole tiles, those."""
+    """Logits and cotangents need 6 bytes per element, with codes 4. Chunks are rounded up to whole tiles."""
 
     def loops(tokens, vocabulary, recipe=None):
         shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((tokens, 4), "float32"), ((4, vocabulary), "float32"))]
@@ -279,7 +279,7 @@ CUT_IN_8_BITS = [("Auto", "fsdp"), ("Auto", "vocabulary"), ("Explicit", "sequenc
 @pytest.mark.parametrize(
     ("kind", "placed", "recipe"),
     few(
-        [*CUT, *((*how, "te_current") for how in CUT_IN_8_BITS)],
+        [*CUT, *((*case, "te_current") for case in CUT_IN_8_BITS)],
         ("Auto", "data", None), ("Explicit", "vocabulary", None), ("Explicit", "sequence and vocabulary", "te_current"),
     ),
 )  # fmt: skip
@@ -306,9 +306,9 @@ def test_meshes_cut_it_as_they_lie(kind, placed, recipe):
         expected = jax.device_get(one(*operands))
         with jax.set_mesh(mesh):
             many = jax.jit(functools.partial(step, reduction)).lower(*map(put, operands, specs)).compile()
-            given = many(*map(put, operands, specs))
+            result = many(*map(put, operands, specs))
         # Codes are the same, but where a cotangent lies between two of them: of 4,096 one has a weight of 2^-6.
-        assert relative(jax.device_get(given), expected) < (2e-6 if recipe is None else 2**-8)
+        assert relative(jax.device_get(result), expected) < (2e-6 if recipe is None else 2**-8)
     # Gradients of the weight are summed once, after the loop over chunks, and no logits are gathered.
     program = many.as_text()
     moved = re.findall(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute)\(", program)
@@ -319,7 +319,7 @@ def test_meshes_cut_it_as_they_lie(kind, placed, recipe):
 
 @pytest.mark.parametrize("recipe", ["te_current", "fast"])
 def test_recipes_multiply_in_8_bits(recipe):
-    """With one scale an operand, and as linear layers of any other recipe do."""
+    """One scale per operand, as in linear layers of any other recipe."""
     x, w = jnp.asarray(X, jnp.bfloat16), jnp.asarray(W, jnp.float32)
 
     def mean(x, w, **options):
@@ -354,7 +354,7 @@ def test_heads_of_codes_have_one_fp8_scale_an_operand():
 
 
 def in_codes(x, dtype, scale=None):
-    """What codes of one scale stand for, in float64 but for their own rounding."""
+    """Returns decoded values with one scale, in float64 except for their rounding."""
     largest = float(ml_dtypes.finfo(dtype).max)
     scale = np.abs(x).max() / largest if scale is None else scale / largest
     return np.clip(x / scale, -largest, largest).astype(np.float32).astype(dtype).astype(np.float64) * scale
@@ -362,9 +362,9 @@ def in_codes(x, dtype, scale=None):
 
 @pytest.mark.parametrize(("variant", "axis"), [("plain", 0), ("all", 1), ("z_loss", 1), ("steep", 0)])
 def test_a_head_has_one_scale_an_operand_whatever_the_chunks(variant, axis):
-    """Of cotangents it is not measured: the largest of softmax less the label's 1 is 1, times the largest weight.
+    """The amax of cotangents is not measured: |softmax - label| is at most 1, times the largest weight.
 
-    A z-loss without a cap makes it larger, and what logits of some hundreds make of it does not saturate.
+    A z-loss without a cap makes it larger. Logits of some hundreds do not saturate.
     """
     steep = variant == "steep"
     options, e4m3, e5m2 = VARIANTS["z_loss" if steep else variant], ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -397,7 +397,7 @@ def test_a_head_has_one_scale_an_operand_whatever_the_chunks(variant, axis):
 
 @pytest.mark.parametrize("variant", ["plain", "all"])
 def test_the_gradients_of_a_head_that_is_sure_of_its_labels_are_as_exact_as_others(variant):
-    """Their cotangents are 1e-4 and less of the bound, 1, that is known before. Operands are exact in e4m3."""
+    """Cotangents are at most 1e-4 of the bound 1. Operands are exact in e4m3."""
     options, w = {"softcap": 60.0, "z_loss": 1e-6} if variant == "all" else {}, np.eye(CHANNELS)
     x, cap, labels = 12.0 * w, options.get("softcap", 1e9), jnp.arange(CHANNELS)
     z = cap * np.tanh(x @ w / cap)
@@ -413,14 +413,14 @@ def test_the_gradients_of_a_head_that_is_sure_of_its_labels_are_as_exact_as_othe
 
 @pytest.mark.parametrize(("kind", "names"), covering(["Auto", "Explicit"], [("data",), ("data", "model")]), ids=str)
 def test_gradients_of_devices_that_jax_checks_are_those_of_all_tokens(kind, names):
-    """The weight and the bias do not vary over devices, their gradients on each do and are summed."""
+    """Weight and bias are equal on all devices. Their gradients differ and are summed."""
     rng = np.random.default_rng(1)
     operands = *floats(rng.normal(size=(4, 8, 24)), rng.normal(size=(24, 64)), rng.normal(size=64)), jnp.arange(32)
     operands = (*operands[:3], operands[3].reshape(4, 8))
 
     def mean(reduction, x, w, bias, labels):
-        how = {"bias": bias, "tokens_per_chunk": 5, "reduction": reduction}
-        return jnp.mean(fp8jax.linear_cross_entropy(x, w, labels, **how))
+        options = {"bias": bias, "tokens_per_chunk": 5, "reduction": reduction}
+        return jnp.mean(fp8jax.linear_cross_entropy(x, w, labels, **options))
 
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
     for reduction in ("mean", "none"):
@@ -428,14 +428,14 @@ def test_gradients_of_devices_that_jax_checks_are_those_of_all_tokens(kind, name
         expected = jax.device_get(jax.value_and_grad(whole, (0, 1, 2))(*operands))
         with jax.set_mesh(mesh):
             each = jax.shard_map(
-                lambda *own: jax.lax.pmean(whole(*own), "data"),  # noqa: B023
+                lambda *operands_: jax.lax.pmean(whole(*operands_), "data"),  # noqa: B023
                 in_specs=(P("data"), P(), P(), P("data")),
                 out_specs=P(),
                 axis_names={*names},
             )
             put = [jax.device_put(x, spec) for x, spec in zip(operands, (P("data"), P(), P(), P("data")), strict=True)]
-            given = jax.device_get(jax.jit(jax.value_and_grad(each, (0, 1, 2)))(*put))
-        assert relative(given, expected) < 1e-6
+            result = jax.device_get(jax.jit(jax.value_and_grad(each, (0, 1, 2)))(*put))
+        assert relative(result, expected) < 1e-6
 
 
 def test_it_maps():

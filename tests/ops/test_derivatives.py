@@ -1,4 +1,4 @@
-"""Gradients that 8 bits would make 0 or NaN raise, and name what to take; where nothing is lost they are right."""
+"""Gradients that 8 bits would turn into 0 or NaN raise an error with the alternative; others are correct."""
 
 import dataclasses
 
@@ -28,8 +28,8 @@ def total(y):
     return jnp.sum(y.astype(jnp.float32) ** 3)
 
 
-def differentiate(how, f, x):
-    """A derivative of f at x, by one of JAX's ways."""
+def differentiate(mode, f, x):
+    """Returns a derivative of f at x, by one of JAX's transformations."""
     ways = {
         "grad": lambda: jax.grad(f)(x),
         "jitted": lambda: jax.jit(jax.grad(f))(x),
@@ -38,16 +38,18 @@ def differentiate(how, f, x):
         "checkpoint": lambda: jax.grad(jax.checkpoint(f))(x),
         "scan": lambda: jax.grad(lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, length=2)[0])(x),
     }
-    return ways[how]()
+    return ways[mode]()
 
 
-@pytest.mark.parametrize(("spec", "how"), covering(CODES, ["grad", "jitted", "jvp", "linearize", "checkpoint", "scan"]))
-def test_the_cast_to_codes_is_not_differentiated(spec, how):
+@pytest.mark.parametrize(
+    ("spec", "mode"), covering(CODES, ["grad", "jitted", "jvp", "linearize", "checkpoint", "scan"])
+)
+def test_the_cast_to_codes_is_not_differentiated(spec, mode):
     def f(x):
         return total(fp8jax.quantize(x, spec).dequantize())
 
     with pytest.raises(ValueError, match=r"fp8jax.save_quantized.*fp8jax.linear.*stop_gradient"):
-        differentiate(how, f, X)
+        differentiate(mode, f, X)
     assert np.isfinite(f(X))
     # Where the value is no part of what is differentiated, nothing is lost.
     gradient = differentiate(
@@ -79,16 +81,16 @@ def test_codes_themselves_are_not_differentiated_but_their_scales_are():
     q = fp8jax.quantize(X, "e4m3")
     with pytest.raises(ValueError, match="with respect to FP8 codes"):
         jax.grad(lambda codes: total(dataclasses.replace(q, codes=codes).dequantize()))(q.codes)
-    got = jax.grad(lambda scale: jnp.sum(dataclasses.replace(q, scale=scale).dequantize()))(q.scale)
-    np.testing.assert_allclose(got, jnp.sum(q.codes.astype(jnp.float32)).reshape(1, 1), rtol=1e-5)
+    actual = jax.grad(lambda scale: jnp.sum(dataclasses.replace(q, scale=scale).dequantize()))(q.scale)
+    np.testing.assert_allclose(actual, jnp.sum(q.codes.astype(jnp.float32)).reshape(1, 1), rtol=1e-5)
 
 
 OPERATIONS = {
-    "linear": lambda x, **how: fp8jax.linear(x, W, **how),
+    "linear": lambda x, **mode: fp8jax.linear(x, W, **mode),
     "norm": fp8jax.rms_norm,
     "layer norm": fp8jax.layer_norm,
-    "activation": lambda x, **how: fp8jax.activation(x, activation="silu", **how),
-    "glu": lambda x, **how: fp8jax.glu(x, x, **how),
+    "activation": lambda x, **mode: fp8jax.activation(x, activation="silu", **mode),
+    "glu": lambda x, **mode: fp8jax.glu(x, x, **mode),
 }
 
 
@@ -147,5 +149,5 @@ def test_without_8_bits_a_gradient_of_a_gradient_is_right():
     def inner(f):
         return jax.grad(lambda x: jnp.sum(jax.grad(lambda x: total(f(x)))(x) ** 2))
 
-    got, want = inner(lambda x: fp8jax.linear(x, W, recipe="bf16"))(X), inner(lambda x: x @ W)(X)
-    np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2 * float(jnp.max(jnp.abs(want))))
+    actual, expected = inner(lambda x: fp8jax.linear(x, W, recipe="bf16"))(X), inner(lambda x: x @ W)(X)
+    np.testing.assert_allclose(actual, expected, rtol=2e-2, atol=2e-2 * float(jnp.max(jnp.abs(expected))))

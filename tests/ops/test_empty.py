@@ -15,20 +15,20 @@ SIZES = {"no tokens": (0, 32, 16), "no inputs": (4, 0, 16), "no outputs": (4, 32
 
 
 def outputs(recipe, x, w, many, weights, scale):
-    """What the operations make of operands, of which some are empty; only what is zero then."""
-    how = {"recipe": recipe, "key": KEY}
+    """Returns results of operations with some empty operands; only values that must be zero."""
+    options = {"recipe": recipe, "key": KEY}
     if recipe.linear.stateful_strategies:
-        yield fp8jax.scaled_linear(x, w, fp8jax.init_scaling(recipe, w), jnp.zeros([]), **how)[0]
+        yield fp8jax.scaled_linear(x, w, fp8jax.init_scaling(recipe, w), jnp.zeros([]), **options)[0]
         return
-    yield fp8jax.linear(x, w, **how)
-    yield fp8jax.einsum("eti,eio->eto", many, weights, **how)
+    yield fp8jax.linear(x, w, **options)
+    yield fp8jax.einsum("eti,eio->eto", many, weights, **options)
     if recipe.linear.is_quantized:
-        yield fp8jax.linear(x, w, quantized=fp8jax.quantize_weight(w, recipe=recipe), **how)
+        yield fp8jax.linear(x, w, quantized=fp8jax.quantize_weight(w, recipe=recipe), **options)
     if x.size:
         return
-    x, y, z = fp8jax.norm_linear(x, scale, (w, w), residual=True, **how)
-    yield fp8jax.glu_linear(y, z, w.T, x, **how)
-    yield fp8jax.attention_output(jnp.stack([x, x], -2), jnp.stack([w, w]), **how)
+    x, y, z = fp8jax.norm_linear(x, scale, (w, w), residual=True, **options)
+    yield fp8jax.glu_linear(y, z, w.T, x, **options)
+    yield fp8jax.attention_output(jnp.stack([x, x], -2), jnp.stack([w, w]), **options)
     yield fp8jax.layer_norm(many, scale, scale, recipe=recipe)
     yield fp8jax.activation(fp8jax.glu(x, x, recipe=recipe), recipe=recipe, activation="gelu")
 
@@ -42,12 +42,12 @@ def test_empty_operands_have_empty_or_zero_results_and_zero_gradients(name):
 
     @jax.jit
     def gradients():
-        found = []
+        results = []
         for m, k, n in SIZES.values():
             operands = [jnp.ones(shape) for shape in ((m, k), (k, n), (3, m, k), (3, k, n), (k,))]
             values, back = jax.vjp(lambda *operands: list(outputs(recipe, *operands)), *operands)
-            found.append((values, back(jax.tree.map(jnp.ones_like, values))))
-        return found
+            results.append((values, back(jax.tree.map(jnp.ones_like, values))))
+        return results
 
     for case, (m, k, n), (values, grads) in zip(SIZES, SIZES.values(), gradients(), strict=True):
         assert [g.shape for g in grads] == [(m, k), (k, n), (3, m, k), (3, k, n), (k,)], case

@@ -1,4 +1,4 @@
-"""Meshes with Explicit axes, JAX's default: quantized operations take and give the shardings of plain ones."""
+"""Meshes with Explicit axes, JAX's default: quantized operations accept and return the shardings of plain ones."""
 
 import contextlib
 import functools
@@ -48,23 +48,23 @@ SPECS = {"scale": P(), "gate": P("fsdp", "tensor"), "up": P("fsdp", "tensor"), "
 def perceptron(params, x, recipe, mesh_is_explicit):
     if recipe.linear.stateful_strategies:
 
-        def linear(x, w, slot, **how):
+        def linear(x, w, slot, **options):
             key = key_from_data(x) if recipe.linear.is_stochastic else None
             state = fp8jax.init_scaling(recipe, w)
-            return fp8jax.scaled_linear(x, w, state, slot, recipe=recipe, key=key, **how)[0]
+            return fp8jax.scaled_linear(x, w, state, slot, recipe=recipe, key=key, **options)[0]
 
         h = fp8jax.rms_norm(x, params["scale"], recipe=recipe)
         gate, up = (linear(h, params[name], params["slots"][i]) for i, name in enumerate(("gate", "up")))
         h = fp8jax.glu(gate, up, recipe=recipe)
         return x + linear(h, params["down"], params["slots"][2], out_sharding=whole(mesh_is_explicit))
-    how = {"recipe": recipe, "key": key_from_data(x) if recipe.linear.is_stochastic else None}
+    options = {"recipe": recipe, "key": key_from_data(x) if recipe.linear.is_stochastic else None}
     weights = params["gate"], params["up"]
-    x, gate, up = fp8jax.norm_linear(x, params["scale"], weights, residual=True, **how)
-    return fp8jax.glu_linear(gate, up, params["down"], x, out_sharding=whole(mesh_is_explicit), **how)
+    x, gate, up = fp8jax.norm_linear(x, params["scale"], weights, residual=True, **options)
+    return fp8jax.glu_linear(gate, up, params["down"], x, out_sharding=whole(mesh_is_explicit), **options)
 
 
 def whole(explicit):
-    """What JAX requires where both sides of the contraction are sharded."""
+    """Adds the sharding that JAX requires if both sides of the contraction are sharded."""
     return P("data") if explicit else None
 
 
@@ -91,16 +91,16 @@ def test_a_mesh_changes_no_code_and_no_sharding(name):
         codes = [leaf for leaf in jax.tree.leaves(back) if leaf.dtype == jnp.uint8]
         return (y, back(target)), codes
 
-    want, want_codes = run(params, x, target, False)
+    expected, want_codes = run(params, x, target, False)
     with jax.set_mesh(mesh()):
         operands = put(params, specs), *put((x, target), (P("data"), P("data")))
-        got, codes = run(*operands, True)
-    assert relative(got, want) < 2e-6
+        actual, codes = run(*operands, True)
+    assert relative(actual, expected) < 2e-6
     assert len(codes) == len(want_codes)
     for a, b in zip(codes, want_codes, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
         assert jax.typeof(a).sharding.spec[0] == "data"
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves((operands[1], operands[:2])), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves((operands[1], operands[:2])), strict=True):
         assert jax.typeof(a).sharding == jax.typeof(b).sharding
 
 
@@ -115,12 +115,12 @@ def test_data_parallelism_on_the_default_mesh_needs_nothing(name, context):
         key = key_from_data(x) if recipe.linear.is_stochastic else None
         return jnp.mean(fp8jax.linear(x, w, recipe=recipe, key=key, bias=jnp.ones(16)) ** 2)
 
-    want = jax.jit(jax.value_and_grad(loss))(w, x)
+    expected = jax.jit(jax.value_and_grad(loss))(w, x)
     with jax.set_mesh(mesh) if context == "in jax.set_mesh" else contextlib.nullcontext():
         # The weight is not on the mesh: it is where `init` left it.
-        got = jax.jit(jax.value_and_grad(loss))(w, jax.device_put(x, jax.NamedSharding(mesh, P("data"))))
-    assert relative(got, want) < 2e-6
-    assert got[1].sharding.is_fully_replicated
+        actual = jax.jit(jax.value_and_grad(loss))(w, jax.device_put(x, jax.NamedSharding(mesh, P("data"))))
+    assert relative(actual, expected) < 2e-6
+    assert actual[1].sharding.is_fully_replicated
 
 
 def linear(x, w, recipe, out=None):
@@ -168,7 +168,7 @@ def scanned(x, w, recipe, out=None):
     return lax.scan(layer, x, w)[0]
 
 
-def held(x, w, recipe, out=None):
+def prequantized_linear(x, w, recipe, out=None):
     if not recipe.linear.is_quantized:
         return fp8jax.linear(x, w, recipe=recipe)
     return fp8jax.linear(x, w, recipe=recipe, key=KEY, quantized=fp8jax.quantize_weight(w, recipe=recipe))
@@ -194,7 +194,7 @@ LAYOUTS = {
     "projection": (projection, (4, 8, 4, 8), P("data", None, "tensor"), (4, 8, 16), P("tensor"), P("data")),
     "vmap": (mapped, X, P("data", "fsdp"), (4, *W), P("data", None, "tensor"), None),
     "scan": (scanned, X, P("data"), (3, 32, 32), P(None, "fsdp"), None),
-    "held": (held, X, P("data"), W, P("data"), None),
+    "held": (prequantized_linear, X, P("data"), W, P("data"), None),
     "norm of sharded channels": (rms_norm, X, P("data", None, "tensor"), (32,), P("tensor"), None),
     "norm, replicated scale": (layer_norm, X, P("data", None, "tensor"), (32,), P(), None),
     "glu": (glu, X, P("data", None, "tensor"), X, P("data", None, "tensor"), None),
@@ -221,10 +221,10 @@ def test_results_and_gradients_lie_where_plain_ones_do(layout):
             return type(error).__name__
 
     with jax.set_mesh(mesh()):
-        want = types(PLAIN)
-        assert (want == "ShardingTypeError") == (layout in ("ambiguous", "conflicting", "experts that differ"))
+        expected = types(PLAIN)
+        assert (expected == "ShardingTypeError") == (layout in ("ambiguous", "conflicting", "experts that differ"))
         for name in ("coat_fast", "deepseek", "int8_block", "switchback"):
-            assert types(fp8jax.recipes.get(name)) == want, name
+            assert types(fp8jax.recipes.get(name)) == expected, name
 
 
 @pytest.mark.parametrize("layout", ["sequences", "rows, scattered", "experts", "turned"])
@@ -237,9 +237,9 @@ def test_values_are_those_of_one_device(layout):
         y, back = jax.vjp(lambda x, w: f(x, w, recipe, out), x, w)
         return y, *back(y)
 
-    want = run(x, w, None)
+    expected = run(x, w, None)
     with jax.set_mesh(mesh()):
-        assert relative(run(*put((x, w), (x_spec, w_spec)), out), want) < 2e-6
+        assert relative(run(*put((x, w), (x_spec, w_spec)), out), expected) < 2e-6
 
 
 @pytest.mark.parametrize("spec", [P("data", "tensor"), P(TOKENS)], ids=str)
@@ -251,13 +251,13 @@ def test_codes_and_scales_of_matrices_are_those_of_one_device(spec):
         ("int8:block32+stochastic", "same", {"key": KEY}),
         ("e4m3:mx32+token", None, {}),
     ]
-    run = jax.jit(lambda x: [ops.quantize(x, rows, columns, **how) for rows, columns, how in kinds])
-    want = run(x)
+    run = jax.jit(lambda x: [ops.quantize(x, rows, columns, **options) for rows, columns, options in kinds])
+    expected = run(x)
     with jax.set_mesh(mesh()):
-        got = run(put(x, spec))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        actual = run(put(x, spec))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    for (rows, columns), (_, same, _) in zip(got, kinds, strict=True):
+    for (rows, columns), (_, same, _) in zip(actual, kinds, strict=True):
         assert jax.typeof(rows.codes).sharding == jax.typeof(put(x, spec)).sharding
         assert same is None or jax.typeof(columns.codes).sharding == jax.typeof(put(x, spec).T).sharding
 
@@ -301,7 +301,7 @@ def test_an_einsum_refuses_another_precision():
 
 @pytest.mark.parametrize("name", ["coat", pytest.param("fast", marks=pytest.mark.slow)])
 def test_operations_of_kernels_take_channels_that_a_mesh_cuts(name, monkeypatch):
-    """A program for a CUDA GPU; here it runs the kernels' references."""
+    """A program for a CUDA GPU with sharded channels; here it runs the references of the kernels."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     recipe = fp8jax.recipes.get(name)
     shapes = {"scale": (128,), "gate": (128, 256), "up": (128, 256), "down": (256, 128)}
@@ -312,11 +312,11 @@ def test_operations_of_kernels_take_channels_that_a_mesh_cuts(name, monkeypatch)
         return jnp.mean(jnp.square(perceptron(params, x, recipe, explicit).astype(jnp.float32)))
 
     with choice.target(capability=90), choice.record_choices() as choices:
-        want = jax.jit(jax.grad(loss), static_argnums=2)(params, x, False)
+        expected = jax.jit(jax.grad(loss), static_argnums=2)(params, x, False)
         with jax.set_mesh(mesh()):
-            got = jax.jit(jax.grad(loss), static_argnums=2)(put(params, SPECS), put(x, P("data")), True)
+            actual = jax.jit(jax.grad(loss), static_argnums=2)(put(params, SPECS), put(x, P("data")), True)
     assert {selected.impl for operation, selected in choices if operation == "activation"} == {"triton"}
-    assert relative(got, want) < 1e-2
-    assert {key: jax.typeof(g).sharding.spec for key, g in got.items()} == {
+    assert relative(actual, expected) < 1e-2
+    assert {key: jax.typeof(g).sharding.spec for key, g in actual.items()} == {
         key: jax.typeof(w).sharding.spec for key, w in put(params, SPECS).items()
     }

@@ -21,7 +21,7 @@ def outliers(shape, seed=0):
 
 
 def tiles(x, side):
-    """The blocks of a matrix in float64, by their place."""
+    """Returns the blocks of a matrix in float64, by position."""
     counts = [-(-n // side) for n in x.shape]
     return {
         (i, j): x[i * side : (i + 1) * side, j * side : (j + 1) * side].astype(np.float64)
@@ -34,8 +34,8 @@ def tiles(x, side):
 def test_blocks_that_fall_back_keep_the_residual_to_half_a_step_and_others_the_base(shape, side):
     x = outliers(shape)
     x[:side, :side] = 0
-    pair, drawn = fallback.quantize(x, f"int8:block{side}", 50.0)
-    assert drawn is None
+    pair, samples = fallback.quantize(x, f"int8:block{side}", 50.0)
+    assert samples is None
     decoded, plain = np.asarray(pair.dequantize(), np.float64), np.asarray(pair.base.dequantize(), np.float64)
     used = np.asarray(pair.fallback_mask)
     assert 0 < used.mean() < 1
@@ -58,9 +58,9 @@ def test_what_is_not_finite_stays_visible_and_no_other_block_sees_it():
     bad = np.zeros((2, 3), bool)
     bad[0, 0] = bad[1, 2] = True
     assert not np.asarray(pair.fallback_mask)[bad].any()
-    lost = np.isnan(np.asarray(pair.dequantize()))
-    np.testing.assert_array_equal(lost, np.kron(bad, np.ones((32, 32), bool)))
-    np.testing.assert_array_equal(np.asarray(pair.dequantize())[~lost], np.asarray(clean.dequantize())[~lost])
+    is_nan = np.isnan(np.asarray(pair.dequantize()))
+    np.testing.assert_array_equal(is_nan, np.kron(bad, np.ones((32, 32), bool)))
+    np.testing.assert_array_equal(np.asarray(pair.dequantize())[~is_nan], np.asarray(clean.dequantize())[~is_nan])
 
 
 def test_a_block_falls_back_above_the_threshold_alone_and_its_subnormals_are_zero():
@@ -91,12 +91,12 @@ def test_residuals_of_blocks_that_do_not_fall_back_are_never_read():
 def test_what_is_saved_is_unbiased_under_the_same_scales():
     x = outliers((32, 64))
     run = jax.jit(lambda key: fallback.quantize(x, "int8:block32", 1.0, key=key))
-    pair, drawn = run(jax.random.key(0))
-    np.testing.assert_array_equal(drawn.scale, pair.base.scale)
+    pair, samples = run(jax.random.key(0))
+    np.testing.assert_array_equal(samples.scale, pair.base.scale)
     mean = jnp.mean(jax.lax.map(lambda key: run(key)[1].dequantize(), jax.random.split(jax.random.key(1), 400)), 0)
     step = np.kron(np.asarray(pair.base.scale), np.ones((32, 32)))
     assert np.abs(np.asarray(mean) - x).max() < 5 * (step / 2 / 20).max()
-    assert np.abs(np.asarray(drawn.dequantize()) - np.asarray(pair.base.dequantize())).max() > 0
+    assert np.abs(np.asarray(samples.dequantize()) - np.asarray(pair.base.dequantize())).max() > 0
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_what_is_saved_is_unbiased_under_the_same_scales():
     ],
 )
 def test_errors_name_the_value(arguments, text):
-    given = {"x": jnp.zeros((4, 4)), "spec": "int8:block128", "threshold": 1.0} | arguments
+    settings = {"x": jnp.zeros((4, 4)), "spec": "int8:block128", "threshold": 1.0} | arguments
     with pytest.raises(ValueError, match=text):
-        fallback.quantize(given.pop("x"), given.pop("spec"), given.pop("threshold"), **given)
+        fallback.quantize(settings.pop("x"), settings.pop("spec"), settings.pop("threshold"), **settings)
 
 
 def test_where_no_kernel_runs_pairs_are_decoded_with_the_residuals_that_are_used():
-    """In bf16, and in fp16 by rows, as GPUs without a kernel do; junk stands where blocks do not fall back."""
+    """In bf16, and in fp16 by rows, as on GPUs without a kernel. Unused residual codes contain garbage."""
     x, w = outliers((70, 100)), np.random.default_rng(2).standard_normal((40, 100)).astype(np.float32)
     pair, _ = fallback.quantize(x, "int8:block32", 3.5)
     used = np.asarray(pair.fallback_mask)
@@ -131,13 +131,13 @@ def test_where_no_kernel_runs_pairs_are_decoded_with_the_residuals_that_are_used
 
     falls = np.kron(used, np.ones((32, 32)))[:70, :100]
     left = decoded(pair.base) + falls * decoded(pair.residual)
-    want, size = left @ decoded(right).T, np.abs(left) @ np.abs(decoded(right)).T
+    expected, size = left @ decoded(right).T, np.abs(left) @ np.abs(decoded(right)).T
     base = decoded(pair.base) @ decoded(right).T
     for multiply, bits in ((matmul._dot_decoded, 9), (matmul._dot_fp16, 12)):
-        got = np.asarray(multiply(jnp.float32, pair, right), np.float64)
-        assert (np.abs(got - want) <= 2.1 * 2.0**-bits * size + 1e-6 * np.abs(want).max()).all()
+        actual = np.asarray(multiply(jnp.float32, pair, right), np.float64)
+        assert (np.abs(actual - expected) <= 2.1 * 2.0**-bits * size + 1e-6 * np.abs(expected).max()).all()
     # The last one tells the residual from none.
-    assert np.linalg.norm(got - want) < 0.1 * np.linalg.norm(base - want)
+    assert np.linalg.norm(actual - expected) < 0.1 * np.linalg.norm(base - expected)
 
 
 def test_a_product_of_pairs_equals_float64():
@@ -145,8 +145,8 @@ def test_a_product_of_pairs_equals_float64():
     pair, _ = fallback.quantize(x, "int8:block32", 20.0)
     right, _ = op.quantize(jnp.asarray(w), "int8:block32")
     y = np.asarray(jax.jit(matmul.matmul)(pair, right), np.float64)
-    want = np.asarray(pair.dequantize(), np.float64) @ np.asarray(right.dequantize(), np.float64).T
-    assert np.linalg.norm(y - want) < 1e-6 * np.linalg.norm(want)
+    expected = np.asarray(pair.dequantize(), np.float64) @ np.asarray(right.dequantize(), np.float64).T
+    assert np.linalg.norm(y - expected) < 1e-6 * np.linalg.norm(expected)
     exact = x.astype(np.float64) @ w.astype(np.float64).T
     plain = np.asarray(pair.base.dequantize(), np.float64) @ w.astype(np.float64).T
     assert np.linalg.norm(y - exact) < 0.6 * np.linalg.norm(plain - exact)

@@ -1,4 +1,4 @@
-"""Second derivatives of operations in 8 bits: refused where they are used, and nowhere else (first-order MAML)."""
+"""Second derivatives of 8-bit operations raise only if they are used (first-order MAML works)."""
 
 import re
 
@@ -50,7 +50,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("recipe", few(RECIPES, "switchback"))
 def test_first_order_maml_is_the_gradient_at_the_moved_weights(recipe):
-    """Bit for bit."""
+    """Bitwise equal."""
 
     def inner(w):
         return jax.grad(loss)(w, X, recipe)
@@ -58,10 +58,10 @@ def test_first_order_maml_is_the_gradient_at_the_moved_weights(recipe):
     def outer(w):
         return loss(moved(w, jax.lax.stop_gradient(inner(w))), 2 * X, recipe)
 
-    got = jax.jit(jax.grad(outer))(W)
-    want = jax.jit(lambda w: jax.grad(loss)(moved(w, inner(w)), 2 * X, recipe))(W)
-    same(got, want)
-    assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(got))
+    actual = jax.jit(jax.grad(outer))(W)
+    expected = jax.jit(lambda w: jax.grad(loss)(moved(w, inner(w)), 2 * X, recipe))(W)
+    same(actual, expected)
+    assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(actual))
 
 
 STEPS = {
@@ -72,9 +72,9 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("how", few(STEPS, "vmap"))
-def test_it_is_so_through_transformations_and_inner_loops(how):
-    f = STEPS[how](loss)
+@pytest.mark.parametrize("mode", few(STEPS, "vmap"))
+def test_it_is_so_through_transformations_and_inner_loops(mode):
+    f = STEPS[mode](loss)
     gradient = jax.jit(jax.grad(f))
     weights = W
 
@@ -85,12 +85,12 @@ def test_it_is_so_through_transformations_and_inner_loops(how):
         w, _ = jax.lax.scan(step, w, jnp.stack([X, X[::-1]]))
         return f(w, 2 * X)
 
-    got, w = jax.jit(jax.grad(outer))(weights), weights
+    actual, w = jax.jit(jax.grad(outer))(weights), weights
     for x in (X, X[::-1]):
         w = moved(w, gradient(w, x))
-    want = gradient(w, 2 * X)
+    expected = gradient(w, 2 * X)
     # Programs compiled apart differ by the order of sums, as codes at ties do.
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-2 * float(jnp.max(jnp.abs(b))))
 
 
@@ -113,13 +113,13 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize(("how", "name"), covering(SECOND, OPERATIONS))
-def test_a_second_derivative_that_is_used_raises(how, name):
+@pytest.mark.parametrize(("mode", "name"), covering(SECOND, OPERATIONS))
+def test_a_second_derivative_that_is_used_raises(mode, name):
     def f(x, w, factor=1.0):
         return jnp.sum(OPERATIONS[name](x, w)) * factor
 
     with pytest.raises(ValueError, match=f"{name.removesuffix(' passed on')}.*differentiated twice.*MAML"):
-        jax.eval_shape(SECOND[how](f), W["up"])
+        jax.eval_shape(SECOND[mode](f), W["up"])
 
 
 FORWARD = {
@@ -134,15 +134,15 @@ FORWARD = {
 }
 
 
-@pytest.mark.parametrize("how", FORWARD)
-def test_forward_mode_names_the_operation_and_what_to_take(how):
+@pytest.mark.parametrize("mode", FORWARD)
+def test_forward_mode_names_the_operation_and_what_to_take(mode):
     def f(w):
         with jax.named_scope("mlp/up"):
             return jnp.sum(fp8jax.linear(X, w["up"], recipe="coat"))
 
     message = r"a product of \(32, 64\) and \(64, 64\) in 'mlp/up' .* reverse-mode .*only.*jax.jvp.*Use jax.grad"
     with pytest.raises(ValueError, match=message):
-        FORWARD[how](f)
+        FORWARD[mode](f)
 
 
 @pytest.mark.parametrize(("f", "name"), [
@@ -165,7 +165,7 @@ LABELS = jnp.arange(32)
      slow("linear_cross_entropy of each", "te_current"), ("ragged_dot", "bf16"), slow("ragged_dot", "te_current")],
 )  # fmt: skip
 def test_so_do_operations_in_16_bits_however_forward_mode_is_asked_for(recipe, name):
-    """And products may be differentiated twice in reverse mode, as none in 8 bits may."""
+    """16-bit matmuls can be differentiated twice in reverse mode; 8-bit matmuls cannot."""
     functions = {
         "a product": lambda x: fp8jax.linear(x, W["up"], recipe=recipe),
         "linear_cross_entropy": lambda x: fp8jax.linear_cross_entropy(x, W["up"], LABELS, recipe=recipe),
@@ -188,11 +188,11 @@ def test_so_do_operations_in_16_bits_however_forward_mode_is_asked_for(recipe, n
         "mapped": lambda: jax.vmap(lambda t: jax.jvp(f, (X,), (t,))[1])(X[None]),
     }
     operation = name.removesuffix(" of each")
-    for how, run in ways.items():
+    for mode, run in ways.items():
         with pytest.raises(
             ValueError, match=rf"^{operation} of \(32, 64\) .*in 'head' supports reverse-mode differentiation only"
         ):
-            print(how, run())
+            print(mode, run())
     twice = jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))
     if recipe != "bf16":
         with pytest.raises(ValueError, match="was differentiated twice"):
@@ -255,13 +255,13 @@ def test_a_program_that_differentiates_once_is_the_same_without(monkeypatch):
         lines = re.sub(r"([A-Za-z_]\w*)\.\d+", r"\1", lines).splitlines()
         return [line for line in lines if not re.match(r"\d+ |[A-Z][A-Za-z]+$|$", line)]
 
-    def kept():
+    def residual_shapes():
         return sorted((x.shape, str(x.dtype)) for x in jax.tree.leaves(jax.vjp(lambda w: loss(w, X), W)[1]) if x.size)
 
-    own, saved = program(), kept()
+    own, saved = program(), residual_shapes()
     without = []
     monkeypatch.setattr(derivatives, "second_order_guard", lambda *_: without.append(True))
     choice.clear_trace_cache()
     assert program() == own
-    assert kept() == saved
+    assert residual_shapes() == saved
     assert len(without) >= 8, "four operations, in both"

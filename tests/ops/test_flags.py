@@ -1,4 +1,4 @@
-"""Fast accumulation: every product sums as its own flag says, and the flag reaches whatever multiplies."""
+"""Fast accumulation: every matmul uses its own flag, and each implementation receives it."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def plain(part, x, w):
     return fp8jax.linear(x, w, recipe=part)
 
 
-def held(part, x, w):
+def prequantized_linear(part, x, w):
     return fp8jax.linear(x, w, recipe=part, quantized=fp8jax.quantize_weight(w, recipe=part))
 
 
@@ -57,11 +57,11 @@ def delayed(part, x, w):
 )
 def test_each_product_sums_as_its_own_flag_says(flags):
     part = Linear("e4m3", "e4m3", "e5m2", fast_accumulation=flags)
-    for layer in (plain, held, batched, several, delayed):
+    for layer in (plain, prequantized_linear, batched, several, delayed):
         f = functools.partial(layer, part)
-        found = precisions(lambda x, w, f=f: jax.vjp(f, x, w)[1](jnp.ones_like(f(x, w))), X, W)
-        assert {OPERANDS[operands] for operands, _ in found} == set(PRODUCTS)
-        for operands, precision in found:
+        actual = precisions(lambda x, w, f=f: jax.vjp(f, x, w)[1](jnp.ones_like(f(x, w))), X, W)
+        assert {OPERANDS[operands] for operands, _ in actual} == set(PRODUCTS)
+        for operands, precision in actual:
             assert (precision == jax.lax.Precision.DEFAULT) == (OPERANDS[operands] in flags), layer.__name__
 
 
@@ -72,7 +72,7 @@ def test_presets_sum_weights_gradients_in_full():
 
 
 def operands(left, right, rows=12):
-    """A matrix (rows, 64) and one (7, 64), and their product in float64."""
+    """A matrix (rows, 64), one of (7, 64), and their product in float64."""
     a, b = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(rows, 64), (7, 64)]))
     # Rows of other magnitudes, so that a scale of another row or operand is seen.
     a, b = a * 2.0 ** jnp.arange(rows)[:, None], b * 4.0 ** -jnp.arange(7)[:, None]
@@ -82,15 +82,15 @@ def operands(left, right, rows=12):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Lets products be those of Hopper's kernels, with their references in place of these; what they were given."""
+    """Runs matmuls by Hopper's kernels, replaced by their references. Returns the arguments of each call."""
     mosaic = pytest.importorskip("pallas_kernels.matmul.matmul_mosaic")
     from pallas_kernels.matmul import matmul_block_mosaic, matmul_mx_mosaic
 
-    given = []
+    argument = []
 
     def watched(name):
         def call(*args, **named):
-            given.append((name, named))
+            argument.append((name, named))
             return getattr(matmul_reference, name)(*args, **named)
 
         return call
@@ -100,7 +100,7 @@ def kernels(monkeypatch):
     for module, name in ((mosaic, "matmul"), (matmul_block_mosaic, "matmul_block"), (matmul_mx_mosaic, "matmul_mx")):
         monkeypatch.setattr(module, name, watched(name))
     monkeypatch.setattr(hopper, "_call_kernel", hopper._call_kernel.__wrapped__)  # traced anew each time
-    return given
+    return argument
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -108,27 +108,29 @@ def kernels(monkeypatch):
     ("left", "right"), list(itertools.product(["e4m3", "e4m3:token"], ["e5m2", "e4m3:token"])), ids=str
 )
 def test_the_kernel_of_rows_is_given_the_flag_and_the_scales(left, right, fast, kernels):
-    a, b, want = operands(left, right)
+    a, b, expected = operands(left, right)
     for dtype in (jnp.float32, jnp.bfloat16):
         y = matmul.matmul(a, b, dtype=dtype, impl="mosaic", fast=fast)
         assert y.dtype == dtype
-        assert relative(y, want) < (1e-6 if dtype == jnp.float32 else 2.0**-8)
-        np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=2.0**-7, atol=1e-5 * np.abs(want).min())
+        assert relative(y, expected) < (1e-6 if dtype == jnp.float32 else 2.0**-8)
+        np.testing.assert_allclose(
+            np.asarray(y, np.float64), expected, rtol=2.0**-7, atol=1e-5 * np.abs(expected).min()
+        )
     assert [(name, named["fast"]) for name, named in kernels] == [("matmul", fast)] * 2
     # And without a kernel: nothing is summed in less than fp32.
-    assert relative(matmul.matmul(a, b, impl="xla", fast=fast), want) < 1e-6
+    assert relative(matmul.matmul(a, b, impl="xla", fast=fast), expected) < 1e-6
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("turned", [False, True])
-def test_the_kernel_of_microscaled_operands_is_taken_where_it_is_to_be_exact(exact, turned, kernels):
-    a, b, want = operands("e4m3:mx32+token", "e4m3:token")
-    if turned:
-        a, b, want = b, a, want.T
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_the_kernel_of_microscaled_operands_is_taken_where_it_is_to_be_exact(exact, is_transposed, kernels):
+    a, b, expected = operands("e4m3:mx32+token", "e4m3:token")
+    if is_transposed:
+        a, b, expected = b, a, expected.T
     for fast in (False, True):
-        assert relative(matmul.matmul(a, b, impl="mosaic", fast=fast, exact=exact), want) < 1e-3
-    seen = [(name, named.get("fast")) for name, named in kernels]
-    assert seen == ([("matmul_mx", None)] * 2 if exact else [("matmul", False), ("matmul", True)])
+        assert relative(matmul.matmul(a, b, impl="mosaic", fast=fast, exact=exact), expected) < 1e-3
+    recorded = [(name, named.get("fast")) for name, named in kernels]
+    assert recorded == ([("matmul_mx", None)] * 2 if exact else [("matmul", False), ("matmul", True)])
 
 
 @pytest.mark.parametrize(
@@ -137,10 +139,10 @@ def test_the_kernel_of_microscaled_operands_is_taken_where_it_is_to_be_exact(exa
 def test_the_kernel_of_groups_is_given_the_scales(left, right, length, kernels):
     random = np.random.default_rng(0)
     a, b = (random.standard_normal((n, length)) * 8.0 ** (np.arange(length) // 128) for n in (5, 140))
-    a, b = (fp8jax.quantize(jnp.asarray(x, jnp.float32), how) for x, how in ((a, left), (b, right)))
-    want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
+    a, b = (fp8jax.quantize(jnp.asarray(x, jnp.float32), spec) for x, spec in ((a, left), (b, right)))
+    expected = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     for impl in ("mosaic", "xla"):
-        assert relative(matmul.matmul(a, b, impl=impl), want) < 1e-6
+        assert relative(matmul.matmul(a, b, impl=impl), expected) < 1e-6
     assert [name for name, _ in kernels] == ["matmul_block"]
 
 
@@ -149,8 +151,8 @@ def test_the_product_of_cublas_has_the_flag_and_the_scales(fast):
     a, b, _ = operands("e4m3", "e5m2")
     # Powers of two, for where XLA does not fold it away the cast of a scale to bf16 rounds it.
     a, b = (dataclasses.replace(q, scale=jnp.exp2(jnp.round(jnp.log2(q.scale)))) for q in (a, b))
-    want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
+    expected = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     run = functools.partial(hopper.run, "cublas", False, fast, jnp.float32)
     ((_, precision),) = precisions(run, a, b)
     assert (precision == jax.lax.Precision.DEFAULT) == fast
-    assert relative(run(a, b), want) < 1e-6
+    assert relative(run(a, b), expected) < 1e-6

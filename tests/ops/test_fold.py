@@ -1,4 +1,4 @@
-"""Folded microscaling: its codes, and the contract of its products against the two-level product in float64."""
+"""Folded microscaling: its codes, and its matmuls against the two-level matmul in float64."""
 
 import dataclasses
 import importlib.util
@@ -15,8 +15,8 @@ from fp8jax.ops.quantization.microscaling import fold_microscales, fold_rows
 from tests.rows import few
 
 
-def fold(x, spec, **how):
-    return fold_rows(x, fp8jax.QuantSpec.parse(spec), **how)
+def fold(x, spec, **kwargs):
+    return fold_rows(x, fp8jax.QuantSpec.parse(spec), **kwargs)
 
 
 @pytest.mark.parametrize("level1", ["", "+token"])
@@ -53,15 +53,15 @@ def test_what_the_kernel_cannot_fold_is_refused_or_left_to_xla(columns, reason):
 @pytest.mark.parametrize("spec", ["e4m3:mx32", "e4m3:mx32+token"])
 def test_folding_under_transformations(spec):
     x = jnp.asarray(np.random.default_rng(3).normal(size=(3, 8, 100)) * [[[1]], [[1e3]], [[1e-3]]], jnp.bfloat16)
-    want = [fold(one, spec) for one in x]
+    expected = [fold(one, spec) for one in x]
     mapped = jax.jit(jax.vmap(lambda one: fold(one, spec)))(x)
-    for i, one in enumerate(want):
+    for i, one in enumerate(expected):
         np.testing.assert_array_equal(np.asarray(mapped.scale[i]), np.asarray(one.scale))
         np.testing.assert_array_equal(np.asarray(mapped.codes[i]), np.asarray(one.codes))
 
 
 def round_e4m3(x):
-    """To nearest even with saturation, from the definition: 3 mantissa bits, smallest exponent -6."""
+    """Rounds to nearest even with saturation, from the definition: 3 mantissa bits, smallest exponent -6."""
     step = np.exp2(np.maximum(np.frexp(np.abs(x))[1] - 1, -6) - 3.0)
     return np.clip(np.round(x / step) * step, -448, 448)
 
@@ -86,9 +86,9 @@ def test_folding_afterwards_rounds_each_code_under_its_power_over_the_largest_of
     assert small.ravel().tolist() == [False, True, False, False, level1 != "", False]
     np.testing.assert_array_equal(np.asarray(one.scale), (scale * np.exp2(top - 127)).astype(np.float32))
     factor = np.repeat(np.where(powers == 255, np.nan, np.exp2(wide - top)), 32, 1)[:, :150]
-    want = round_e4m3(np.asarray(q.codes).astype(np.float64) * factor)
-    want[1] = 0
-    np.testing.assert_array_equal(np.asarray(one.codes).astype(np.float64), want)
+    expected = round_e4m3(np.asarray(q.codes).astype(np.float64) * factor)
+    expected[1] = 0
+    np.testing.assert_array_equal(np.asarray(one.codes).astype(np.float64), expected)
 
 
 def test_what_cannot_be_folded_afterwards_is_refused():
@@ -110,25 +110,25 @@ def test_nothing_is_folded_to_nothing(shape):
 def test_folding_afterwards_says_what_does_it_and_works_in_shard_map():
     q = fp8jax.quantize(jnp.ones((4, 64)), "e4m3:mx32+token")
     with choice.record_choices() as choices:
-        want = fold_microscales(q)
+        expected = fold_microscales(q)
     assert [(name, c.impl) for name, c in choices] == [("fold_microscales", "xla")]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     spec = jax.sharding.PartitionSpec("x")
     mapped = jax.jit(jax.shard_map(fold_microscales, mesh=mesh, in_specs=spec, out_specs=spec))
-    np.testing.assert_array_equal(np.asarray(mapped(q).codes), np.asarray(want.codes))
+    np.testing.assert_array_equal(np.asarray(mapped(q).codes), np.asarray(expected.codes))
 
 
-def decibels(got, want):
-    """Signal to noise of each row."""
-    return 10 * np.log10((want**2).sum(1) / ((got - want) ** 2).sum(1))
+def decibels(actual, expected):
+    """Returns the signal-to-noise ratio of each row."""
+    return 10 * np.log10((expected**2).sum(1) / ((actual - expected) ** 2).sum(1))
 
 
 def products(x, w, level1, afterwards=False):
-    """The folded product in bf16, and the two-level one in float64."""
+    """Returns the folded product in bf16, and the two-level product in float64."""
     wq, two = fp8jax.quantize(w, "e4m3"), fp8jax.quantize(x, f"e4m3:mx32{level1}")
-    got = matmul(fold_microscales(two) if afterwards else fold(x, f"e4m3:mx32{level1}"), wq, dtype=jnp.bfloat16)
-    want = np.asarray(two.dequantize(), np.float64) @ np.asarray(wq.dequantize(), np.float64).T
-    return np.asarray(got, np.float64), want
+    actual = matmul(fold_microscales(two) if afterwards else fold(x, f"e4m3:mx32{level1}"), wq, dtype=jnp.bfloat16)
+    expected = np.asarray(two.dequantize(), np.float64) @ np.asarray(wq.dequantize(), np.float64).T
+    return np.asarray(actual, np.float64), expected
 
 
 @pytest.mark.parametrize("level1", ["", "+token"])
@@ -144,9 +144,9 @@ def test_the_worst_row_of_a_folded_product_is_right_to_50_decibels(level1, kind)
     x, w = jnp.asarray(x, jnp.float32), jnp.asarray(rng.normal(size=(96, 1024)), jnp.float32)
     for afterwards in (False, True):
         assert decibels(*products(x, w, level1, afterwards)).min() > 50
-    _, want = products(x, w, level1)
+    _, expected = products(x, w, level1)
     one_scale = matmul(fp8jax.quantize(x, "e4m3"), fp8jax.quantize(w, "e4m3"))
-    assert decibels(np.asarray(one_scale, np.float64), want).min() < 1
+    assert decibels(np.asarray(one_scale, np.float64), expected).min() < 1
 
 
 @pytest.mark.parametrize(
@@ -160,5 +160,5 @@ def test_groups_of_small_activations_keep_six_bits_of_their_product(level1, e):
     x[:, 32:] *= 2.0**-e
     w[:, :32] = 0
     for afterwards in (False, True):
-        got, want = products(*(jnp.asarray(a, jnp.float32) for a in (x, w)), level1, afterwards)
-        assert np.linalg.norm(got - want) <= 2.0**-6 * np.linalg.norm(want)
+        actual, expected = products(*(jnp.asarray(a, jnp.float32) for a in (x, w)), level1, afterwards)
+        assert np.linalg.norm(actual - expected) <= 2.0**-6 * np.linalg.norm(expected)

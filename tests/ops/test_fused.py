@@ -1,4 +1,4 @@
-"""Arrays that are quantized where they are computed: through JAX's transformations, with the kernels' references."""
+"""Fused quantization of results under JAX transformations, with the references of the kernels."""
 
 import collections
 import gc
@@ -23,8 +23,8 @@ WRITTEN = ["layer 2 ten bits", "silu True ten bits"]  # results and cotangents, 
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """Switches the kernels on, which on CPU are their references; what they have made."""
+def fused_calls(monkeypatch):
+    """Returns a function that switches the kernels (here their references) on or off, and returns their calls."""
     found = []
     monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     monkeypatch.setattr(
@@ -43,7 +43,7 @@ def made(monkeypatch):
 
 
 def results(f, *args):
-    """Results and gradients under jit, float64."""
+    """Returns results and gradients under jit, in float64."""
 
     def both(*args):
         y, back = jax.vjp(f, *args)
@@ -52,37 +52,37 @@ def results(f, *args):
     return [np.asarray(a, np.float64) for a in jax.tree.leaves(jax.jit(both)(*args))]
 
 
-def same(got, want):
-    for a, b in zip(got, want, strict=True):
+def same(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         # A code more or less here and there, where values are next to a tie.
         assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b) + 1e-30
 
 
 @pytest.mark.parametrize("case", few([*FEW, *WRITTEN], FEW[2], *WRITTEN))
-def test_a_jitted_layer_computes_the_same(case, made):
+def test_a_jitted_layer_computes_the_same(case, fused_calls):
     f, args = CASES[case]()
-    made(False)
-    want = results(f, *args)
-    seen = made(True)
-    same(results(f, *args), want)
-    assert bool(seen) == (case not in WRITTEN)
+    fused_calls(False)
+    expected = results(f, *args)
+    recorded = fused_calls(True)
+    same(results(f, *args), expected)
+    assert bool(recorded) == (case not in WRITTEN)
 
 
 @pytest.mark.parametrize("case", few(["rms 1 lean", "silu True lean", *WRITTEN], "silu True lean"))
-def test_a_mapped_layer_computes_what_each_does(case, made):
+def test_a_mapped_layer_computes_what_each_does(case, fused_calls):
     f, (x, *weights) = CASES[case]()
     stack = jnp.stack([x, 2 * x[::-1]])
-    made(False)
-    want = results(lambda *w: [f(each, *w) for each in stack], *weights)
-    seen = made(True)
+    fused_calls(False)
+    expected = results(lambda *w: [f(each, *w) for each in stack], *weights)
+    recorded = fused_calls(True)
     mapped = jax.vmap(f, (0, *[None] * len(weights)))
-    got = results(lambda *w: [jax.tree.map(lambda y, i=i: y[i], mapped(stack, *w)) for i in range(2)], *weights)
-    same(got, want)
-    assert bool(seen) == (case not in WRITTEN)
+    actual = results(lambda *w: [jax.tree.map(lambda y, i=i: y[i], mapped(stack, *w)) for i in range(2)], *weights)
+    same(actual, expected)
+    assert bool(recorded) == (case not in WRITTEN)
 
 
 @pytest.mark.parametrize("remat", [slow(False), True])
-def test_a_loop_over_layers_computes_the_same_and_keeps_the_same(remat, made):
+def test_a_loop_over_layers_computes_the_same_and_keeps_the_same(remat, fused_calls):
     part = recipe("lean")
     x = normal(0, 2, 8, 48, dtype=jnp.float32)
     stacks = (
@@ -101,16 +101,16 @@ def test_a_loop_over_layers_computes_the_same_and_keeps_the_same(remat, made):
         anew = lambda *args: layer(*args)  # noqa: E731 (JAX remembers the traces of a function)
         return jax.lax.scan(jax.checkpoint(anew) if remat else anew, x, stacks)[0]
 
-    def kept():
+    def residual_shapes():
         leaves = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(model, *a)[1], x, *stacks))
         return sorted((str(leaf.dtype), leaf.shape) for leaf in leaves if leaf.size > 1)
 
-    made(False)
-    want, bytes_kept = results(model, x, *stacks), kept()
-    seen = made(True)
-    same(results(model, x, *stacks), want)
-    assert len(seen) >= 5
-    assert kept() == bytes_kept
+    fused_calls(False)
+    expected, bytes_kept = results(model, x, *stacks), residual_shapes()
+    recorded = fused_calls(True)
+    same(results(model, x, *stacks), expected)
+    assert len(recorded) >= 5
+    assert residual_shapes() == bytes_kept
 
 
 @pytest.mark.parametrize(("case", "calls"), [
@@ -126,7 +126,7 @@ def test_a_loop_over_layers_computes_the_same_and_keeps_the_same(remat, made):
     ("gelu_tanh False ten bits", {"cotangents": 1}),
     ("rms 1 ten bits", {"forward": 1, "backward": 1}),
 ])  # fmt: skip
-def test_how_often_a_perceptron_is_read(case, calls, made, monkeypatch):
+def test_how_often_a_perceptron_is_read(case, calls, fused_calls, monkeypatch):
     counted = collections.Counter()
 
     def run(call, *arrays):
@@ -140,7 +140,7 @@ def test_how_often_a_perceptron_is_read(case, calls, made, monkeypatch):
 
         return watched(fused_outputs.fused_reference, *arrays)
 
-    made(True)
+    fused_calls(True)
     monkeypatch.setattr(fused_outputs, "run", run)
     f, args = CASES[case]()
     results(f, *args)
@@ -148,7 +148,7 @@ def test_how_often_a_perceptron_is_read(case, calls, made, monkeypatch):
     assert counted == calls
 
 
-def test_layers_of_other_recipes_and_plain_readers_see_the_array_itself(made):
+def test_layers_of_other_recipes_and_plain_readers_see_the_array_itself(fused_calls):
     x, w = normal(0, 16, 48), normal(1, 48, 32)
     rules = [fp8jax.Rule("a", recipe("lean")), fp8jax.Rule("b", fp8jax.recipes.deepseek())]
 
@@ -157,22 +157,22 @@ def test_layers_of_other_recipes_and_plain_readers_see_the_array_itself(made):
         return h @ p["a"], h @ p["b"], jnp.sum(h * h)
 
     params = {"a": w, "b": w}
-    made(False)
-    want = results(fp8jax.transform(f, rules), params, x)
-    seen = made(True)
-    same(results(fp8jax.transform(f, rules), params, x), want)
-    assert seen
+    fused_calls(False)
+    expected = results(fp8jax.transform(f, rules), params, x)
+    recorded = fused_calls(True)
+    same(results(fp8jax.transform(f, rules), params, x), expected)
+    assert recorded
 
 
 def known_of_norm(x, part):
     return norm.normalize(x, None, None, part, 1e-6, None, centered=False)[2]
 
 
-def test_nothing_is_known_where_kernels_do_not_run(made):
-    made(False)
+def test_nothing_is_known_where_kernels_do_not_run(fused_calls):
+    fused_calls(False)
     x = normal(0, 16, 48)
     assert known_of_norm(x, recipe("lean")).fused_output is None
-    made(True)
+    fused_calls(True)
     assert known_of_norm(x, recipe("lean")).fused_output is not None
     # Groups that do not fit, scales in powers of two and integers are XLA's.
     for spec in ("e4m3:group32", "int8:group16"):
@@ -180,7 +180,7 @@ def test_nothing_is_known_where_kernels_do_not_run(made):
 
 
 @pytest.mark.usefixtures("young_heap")
-def test_no_array_of_a_trace_outlives_it(made):
+def test_no_array_of_a_trace_outlives_it(fused_calls):
     part = recipe("lean")
     x, w = normal(0, 16, 48), normal(1, 48, 32)
 
@@ -188,15 +188,15 @@ def test_no_array_of_a_trace_outlives_it(made):
         gate, up = fp8jax.norm_linear(x, None, (w, 2 * w), recipe=part)
         return jnp.sum(fp8jax.glu_linear(gate, up, w.T, recipe=part).astype(jnp.float32))
 
-    seen = made(True)
+    recorded = fused_calls(True)
     jax.make_jaxpr(jax.grad(f, (0, 1)))(x, w)
-    assert seen
-    seen.clear()
+    assert recorded
+    recorded.clear()
     gc.collect()
     assert not any(isinstance(thing, fused_outputs.FusedOutputs) for thing in gc.get_objects())
 
 
-def test_in_a_shard_map_with_and_without_checks_of_what_varies(made):
+def test_in_a_shard_map_with_and_without_checks_of_what_varies(fused_calls):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     x, scale, part = normal(0, 8, 48), 1 + normal(1, 48), recipe("lean")
     noted = []
@@ -209,19 +209,19 @@ def test_in_a_shard_map_with_and_without_checks_of_what_varies(made):
     def step(x, scale):
         return normed(x, scale), jax.grad(lambda x: jnp.sum(normed(x, None).astype(jnp.float32) ** 3))(x)
 
-    made(True)
-    want, found = jax.jit(step)(x, scale), {}
+    fused_calls(True)
+    expected, found = jax.jit(step)(x, scale), {}
     data, whole = jax.P("data"), jax.P()
     for check in (True, False):
         noted.clear()
         mapped = jax.shard_map(step, mesh=mesh, in_specs=(data, whole), out_specs=(data, data), check_vma=check)
-        for a, b in zip(jax.jit(mapped)(x, scale), want, strict=True):
+        for a, b in zip(jax.jit(mapped)(x, scale), expected, strict=True):
             np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0.02, atol=0.02)
         found[check] = set(noted)
     assert found == {True: {True}, False: {True}}
 
 
-def test_a_layer_that_casts_a_norm_to_bf16_reads_what_the_norm_is_computed_from(made):
+def test_a_layer_that_casts_a_norm_to_bf16_reads_what_the_norm_is_computed_from(fused_calls):
     from flax import nnx
 
     class Head(nnx.Module):
@@ -245,9 +245,9 @@ def test_a_layer_that_casts_a_norm_to_bf16_reads_what_the_norm_is_computed_from(
     x = normal(0, 16, 48, dtype=jnp.float32)
     graph, state = nnx.split(fp8jax.nnx.quantize(Model(nnx.Rngs(0)), part))
     f = lambda x, state: nnx.merge(graph, state)(x)  # noqa: E731
-    made(False)
-    want = results(f, x, state)
-    seen = made(True)
-    same(results(f, x, state), want)
+    fused_calls(False)
+    expected = results(f, x, state)
+    recorded = fused_calls(True)
+    same(results(f, x, state), expected)
     # The codes that both layers read, and in each of them those of the same made again.
-    assert [result.operation.dtype for result, *_ in seen] == [1, 1, 1]
+    assert [result.operation.dtype for result, *_ in recorded] == [1, 1, 1]

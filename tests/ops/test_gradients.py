@@ -1,4 +1,4 @@
-"""What is known of gradients: of the very array, in its own trace, once, and no longer than its program."""
+"""Facts about gradients: for the same array, in its own trace, once, and only during its program."""
 
 import dataclasses
 import gc
@@ -56,19 +56,19 @@ def test_a_gradient_is_not_known_in_a_program_inside():
 
 @pytest.mark.usefixtures("young_heap")
 def test_nothing_is_known_of_a_program_that_is_over():
-    before, held = len(residuals._gradient_facts), []
+    before, kept_arrays = len(residuals._gradient_facts), []
 
     @jax.jit
     def program(x):
         y = x + 1
         attach_facts(y, SAID._replace(amax=x[0]))
-        held.append(y)
+        kept_arrays.append(y)
         return y
 
     program(jnp.ones(3))
-    assert pop_facts(held[0]) is NO_FACTS
+    assert pop_facts(kept_arrays[0]) is NO_FACTS
     jax.jit(lambda x: program(x + 1))(jnp.ones(4))
-    held.clear()
+    kept_arrays.clear()
     gc.collect()
     assert len(residuals._gradient_facts) <= before
 
@@ -82,8 +82,8 @@ def test_products_of_one_array_share_its_codes_under_the_scale_of_the_first_stat
         states["a"], state=states["a"].state._replace(x=jnp.full_like(states["a"].state.x, 50.0))
     )
     other = {"a": wide, "b": dataclasses.replace(states["b"], state=wide.state._replace(w=states["b"].state.w))}
-    got = jax.jit(fast)(p, x, states={"a": wide, "b": states["b"]})
-    want = jax.jit(fast)(p, x, states=other)
-    for a, b in zip(got, want, strict=True):
+    actual = jax.jit(fast)(p, x, states={"a": wide, "b": states["b"]})
+    expected = jax.jit(fast)(p, x, states=other)
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(a, b)
-    assert not np.array_equal(got[1], jax.jit(fast)(p, x, states=states)[1])
+    assert not np.array_equal(actual[1], jax.jit(fast)(p, x, states=states)[1])

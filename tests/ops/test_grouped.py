@@ -1,4 +1,4 @@
-"""Products of groups of rows, by oracles in float64: groups of any size, and rows in none that hold anything."""
+"""Grouped matmuls against float64: groups of any size, and rows in no group with arbitrary content."""
 
 import functools
 
@@ -51,7 +51,7 @@ def encode_groups(w, spec):
 
 @functools.cache
 def forward(name):
-    """The codes, and the product of the sizes."""
+    """Returns the codes, and the grouped product of these sizes."""
     x_spec, w_spec, _ = SPECS[name]
     w = encode_groups(jnp.asarray(W), w_spec)
     w_values = np.stack([values(jax.tree.map(lambda leaf, g=g: leaf[g], w)) for g in range(GROUPS)])
@@ -65,10 +65,10 @@ def test_rows_by_the_matrix_of_their_group(name, sizes):
     counts = np.array(SIZES[sizes])
     group = np.repeat(np.arange(GROUPS), counts)
     x = encode(jnp.asarray(X))
-    want = np.einsum("tk,tnk->tn", values(x)[: len(group)], w[group])
+    expected = np.einsum("tk,tnk->tn", values(x)[: len(group)], w[group])
     for bad in (1e7, 1e30, np.nan, np.inf):
         y = np.asarray(run(encode(jnp.asarray(X).at[len(group) :].set(bad)), counts))
-        np.testing.assert_allclose(y[: len(group)], want, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(y[: len(group)], expected, rtol=1e-5, atol=1e-4)
         assert not y[len(group) :].any()
 
 
@@ -79,11 +79,11 @@ def test_tokens_of_each_group(name, sizes):
     assert not np.diff([*places.starts % 128, *places.lengths % 128]).any()
     starts = np.concatenate([[0], np.cumsum(SIZES[sizes])])
     for g in range(GROUPS):
-        own = slice(int(places.starts[g]), int(places.starts[g] + places.lengths[g]))
-        np.testing.assert_allclose(dw[g], values(a)[:, own] @ values(b)[:, own].T, rtol=1e-5, atol=1e-4)
+        rows_ = slice(int(places.starts[g]), int(places.starts[g] + places.lengths[g]))
+        np.testing.assert_allclose(dw[g], values(a)[:, rows_] @ values(b)[:, rows_].T, rtol=1e-5, atol=1e-4)
         rows = slice(starts[g], starts[g + 1])
-        want = X[rows].astype(np.float64).T @ DY[rows]
-        assert np.linalg.norm(dw[g] - want) <= (0.06 if SPECS[name][2] else 1e-6) * np.linalg.norm(want)
+        expected = X[rows].astype(np.float64).T @ DY[rows]
+        assert np.linalg.norm(dw[g] - expected) <= (0.06 if SPECS[name][2] else 1e-6) * np.linalg.norm(expected)
 
 
 @functools.cache
@@ -101,7 +101,7 @@ def of_tokens(name):
 
 
 def test_places_of_rows_are_those_of_their_group_and_others_have_none():
-    """Groups 1 and 2 of sizes 1, 5 and 3 in 11 rows: row 0 is before them, and rows 9 and 10 are after them."""
+    """Groups 1 and 2 of sizes 1, 5 and 3 in 11 rows: row 0 is before them, rows 9 and 10 are after them."""
     groups = Groups.from_sizes(jnp.array([1, 5, 3]), 11, jnp.int32(1), 2)
     places = PaddedTokens.from_groups(groups, 11, alignment=4)
     assert places.places[1:9].tolist() == [0, 1, 2, 3, 4, 8, 9, 10]
@@ -111,7 +111,7 @@ def test_places_of_rows_are_those_of_their_group_and_others_have_none():
 
 @pytest.mark.parametrize("spec", ["e4m3:group128", "int8:block32", None])
 def test_tiles_of_several_blocks_end_with_their_group(spec):
-    """Groups end inside of a tile of 256 places; the next group's scales are NaN."""
+    """Groups end inside a tile of 256 rows; the scales of the next group are NaN."""
     sizes = np.array([300, 380])
     places = PaddedTokens.from_groups(Groups.from_sizes(jnp.asarray(sizes), 700), 700)
     x, dy = (jnp.asarray(RNG.normal(size=(700, 32)), jnp.float32).at[300:].mul(bad) for bad in (1, jnp.nan))
@@ -131,41 +131,41 @@ def test_scales_of_each_group_are_multiplied_to_the_result():
     scale, rows, columns = (
         jnp.asarray(RNG.uniform(1, 2, s).astype(np.float32)) for s in ((GROUPS,), (GROUPS, INPUTS), (GROUPS, OUTPUTS))
     )
-    got = grouped_matmul_dw(a, b, places, scale=scale, row_scale=rows, column_scale=columns)
-    want = grouped_matmul_dw(a, b, places) * scale[:, None, None] * rows[:, :, None] * columns[:, None]
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    actual = grouped_matmul_dw(a, b, places, scale=scale, row_scale=rows, column_scale=columns)
+    expected = grouped_matmul_dw(a, b, places) * scale[:, None, None] * rows[:, :, None] * columns[:, None]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("cut", "kind"), covering(["t", "n", "k"], [AxisType.Auto, AxisType.Explicit]))
 def test_operands_on_several_devices(cut, kind):
-    """Devices multiply their shards; no operand of another device is decoded there."""
+    """Devices multiply their shards. No device decodes another device's operand."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices()[:2])
-    of = lambda names: P(*("d" if name == cut else None for name in names.split()))  # noqa: E731
+    spec = lambda names: P(*("d" if name == cut else None for name in names.split()))  # noqa: E731
     groups = Groups.from_sizes(jnp.array(SIZES["not full"]), ROWS)
     x, w = quantize(jnp.asarray(X), "e4m3:group128")[0], encode_groups(jnp.asarray(W), "e4m3:block32")
-    want = grouped_matmul(x, w, groups)
+    expected = grouped_matmul(x, w, groups)
     with jax.set_mesh(mesh):
-        put = lambda leaf, names: jax.device_put(leaf, NamedSharding(mesh, of(names)))  # noqa: E731
+        put = lambda leaf, names: jax.device_put(leaf, NamedSharding(mesh, spec(names)))  # noqa: E731
         x, w = jax.tree.map(lambda a: put(a, "t k"), x), jax.tree.map(lambda a: put(a, "- n k"), w)
-        got = jax.jit(grouped_matmul)(x, w, Groups(*(put(at, "-") for at in groups)))
+        actual = jax.jit(grouped_matmul)(x, w, Groups(*(put(at, "-") for at in groups)))
     tolerance = 2e-2 if cut == "k" else 1e-6  # sums of codes travel in 16 bits
-    assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
+    assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("cut", ["t", "n", "m"])
 def test_tokens_on_several_devices(cut):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    of = lambda names: NamedSharding(mesh, P(*("d" if name == cut else None for name in names.split())))  # noqa: E731
+    sharding = lambda names: NamedSharding(mesh, P(*("d" if name == cut else None for name in names.split())))  # noqa: E731
     places = padded("uneven", ROWS + 128)
     assert places.length % 256 == 0
     x, dy = (np.pad(m, ((0, 128), (0, 0))) for m in (X, DY))
     a, b = (quantize(places.pad(jnp.asarray(m)), None, "e4m3:group128")[1] for m in (x, dy))
     run = lambda a, b: grouped_matmul_dw(a, b, places)  # noqa: E731
-    want = run(a, b)
+    expected = run(a, b)
     with jax.set_mesh(mesh):
-        a, b = (jax.tree.map(lambda x, n=n: jax.device_put(x, of(n)), m) for m, n in ((a, "m t"), (b, "n t")))
-        got = jax.jit(run)(a, b)
-    assert np.linalg.norm(got - want) <= (2e-2 if cut == "t" else 1e-6) * np.linalg.norm(want)
+        a, b = (jax.tree.map(lambda x, n=n: jax.device_put(x, sharding(n)), m) for m, n in ((a, "m t"), (b, "n t")))
+        actual = jax.jit(run)(a, b)
+    assert np.linalg.norm(actual - expected) <= (2e-2 if cut == "t" else 1e-6) * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 8, 4), (8, 0, 8, 4), (8, 3, 8, 0), (8, 3, 0, 4), (2, 9, 8, 4)])
@@ -198,7 +198,7 @@ def test_bad_input():
 
 
 def test_no_operation_has_the_size_of_all_experts():
-    """The program multiplies tiles: no product of all rows with all matrices, and no copy of codes in 16 bits."""
+    """The program multiplies tiles: no matmul of all rows with all matrices, and no 16-bit copy of codes."""
     shapes = jax.eval_shape(
         lambda x, w: (quantize(x, "e4m3:token")[0], encode_groups(w, "e4m3")), jnp.asarray(X), jnp.asarray(W)
     )
@@ -228,20 +228,20 @@ def interpreted(monkeypatch):
     slow("e4m3:group32", "e4m3", "bf16"),
 ])  # fmt: skip
 def test_kernel_of_rows_is_given_the_scales_of_codes(interpreted, x_spec, w_spec, name):
-    """Groups that start behind the first row; codes that the kernel does not take are decoded."""
+    """Groups start after the first row. Unsupported codes are decoded."""
     groups = Groups.from_sizes(jnp.array([9, 13, 0, 16]), 40, jnp.int32(1), 3)
     x, w = quantize(jnp.asarray(X[:40, :128]), x_spec)[0], encode_groups(jnp.asarray(W[:3, :64, :128]), w_spec)
     choice, kernel = grouped_hopper.choose_kernel(x, w, 128, False)
     assert (choice.impl, kernel) == ("mosaic", name)
-    got = grouped_hopper.multiply_rows(kernel, False, True, 0, jnp.float32, x, w, *groups)
-    assert relative(got, grouped_matmul(x, w, groups, impl="xla")) < (1e-2 if kernel == "bf16" else 1e-6)
-    assert not got[:9].any()
-    assert not got[38:].any()
+    actual = grouped_hopper.multiply_rows(kernel, False, True, 0, jnp.float32, x, w, *groups)
+    assert relative(actual, grouped_matmul(x, w, groups, impl="xla")) < (1e-2 if kernel == "bf16" else 1e-6)
+    assert not actual[:9].any()
+    assert not actual[38:].any()
 
 
 @pytest.mark.parametrize("has_fallback", [slow(False), True])
 def test_kernel_of_int8_blocks_is_given_each_groups_blocks(interpreted, has_fallback):
-    """Blocks of rows start at each group's first row. NaN is a NaN of its block, which does not fall back."""
+    """Blocks of rows start at each group's first row. NaN affects its block, which does not fall back."""
     groups = Groups.from_sizes(jnp.array([9, 130, 0, 61]), 210, jnp.int32(1), 3)
     tokens, spec = PaddedTokens.from_groups(groups, 210), QuantSpec.parse("int8:block128")
     x = jnp.asarray(RNG.normal(size=(210, 256)), jnp.float32).at[20, 200].set(50).at[150, 3].set(jnp.nan)
@@ -252,12 +252,12 @@ def test_kernel_of_int8_blocks_is_given_each_groups_blocks(interpreted, has_fall
     _, kernel = grouped_hopper.choose_kernel(x, w, 256, True)
     assert kernel == "int8 block"
     assert grouped_hopper.choose_kernel(x, w, 256, False)[1] == "bf16"
-    got = grouped_hopper.multiply_rows(kernel, False, True, 0, jnp.float32, x, w, *groups)
-    want = grouped_matmul(x, w, groups, impl="xla")
-    assert np.isnan(want[150]).all()
-    assert np.isnan(got[139:200]).all()
-    assert relative(got[9:139], want[9:139]) < 1e-6
-    assert not got[np.r_[:9, 200:210]].any()
+    actual = grouped_hopper.multiply_rows(kernel, False, True, 0, jnp.float32, x, w, *groups)
+    expected = grouped_matmul(x, w, groups, impl="xla")
+    assert np.isnan(expected[150]).all()
+    assert np.isnan(actual[139:200]).all()
+    assert relative(actual[9:139], expected[9:139]) < 1e-6
+    assert not actual[np.r_[:9, 200:210]].any()
 
 
 @pytest.mark.parametrize("spec", ["rows of codes", slow("e4m3:group128"), slow("e4m3:group32"), "int8:block128", None])
@@ -272,9 +272,9 @@ def test_kernel_of_tokens_is_given_the_scales_of_codes(interpreted, spec):
         a, b = (quantize(places.pad(m), None, spec)[1] for m in (x, dy))
     scales = {"scale": jnp.array([1.0, 2, 3]), "row_scale": jnp.asarray(RNG.uniform(1, 2, (3, 64)), jnp.float32)}
     _, kernel = grouped_hopper.choose_kernel(a, b, 40, True)
-    bounds, given = (places.starts, places.starts + places.lengths), (*scales.values(), None)
+    bounds, arguments = (places.starts, places.starts + places.lengths), (*scales.values(), None)
     with target(kernels=False):  # codes are transposed by XLA
-        got = grouped_hopper.multiply_tokens(kernel, True, 0, jnp.float32, a, b, places.rows, *bounds, *given)
-    want = grouped_matmul_dw(a, b, places, **scales, impl="xla")
-    assert relative(got, want) < (1e-2 if kernel == "bf16" else 1e-6)
-    assert not got[1].any()
+        actual = grouped_hopper.multiply_tokens(kernel, True, 0, jnp.float32, a, b, places.rows, *bounds, *arguments)
+    expected = grouped_matmul_dw(a, b, places, **scales, impl="xla")
+    assert relative(actual, expected) < (1e-2 if kernel == "bf16" else 1e-6)
+    assert not actual[1].any()

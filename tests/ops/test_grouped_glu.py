@@ -1,4 +1,4 @@
-"""GLU between grouped products, and codes of tokens before they are permuted: against float64."""
+"""GLU between grouped matmuls, and codes of tokens before the permutation, against float64."""
 
 import contextlib
 
@@ -21,7 +21,7 @@ SIZES = (30, 0, 1, 43)  # the last 6 rows are in no group
 
 
 def layer(recipe, sizes, index, rows):
-    """A layer of experts without a router, of tokens, row weights and matrices."""
+    """A layer of experts without a router, as a function of tokens, row weights and matrices."""
 
     def run(x, weights, gate_up, down):
         facts = ArrayFacts(row_source=(jax.lax.stop_gradient(x), index))
@@ -35,7 +35,7 @@ def layer(recipe, sizes, index, rows):
 
 
 def oracle(index, rows):
-    """The same in fp32 by dense products, whose gradients JAX computes."""
+    """The same in fp32 by dense matmuls, differentiated by JAX."""
     ends = np.cumsum(SIZES)
 
     def run(x, weights, gate_up, down):
@@ -50,7 +50,7 @@ def oracle(index, rows):
 
 
 def drawn():
-    """Operands. The first tokens, to both of whose rows the first expert belongs, are 1e-5 of the others."""
+    """Returns operands. Tokens whose two rows both belong to the first expert are 1e-5 of the others."""
     rng, few = np.random.default_rng(0), SIZES[0]
     order = np.concatenate([rng.permutation(few), few + rng.permutation(TOKENS * K - few)]).astype(np.int32)
     rows = np.argsort(order).astype(np.int32).reshape(TOKENS, K)
@@ -62,14 +62,14 @@ def drawn():
     return (x, weights, *matrices), ct, index, rows
 
 
-def error(got, want):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
+def error(actual, expected):
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize(("recipe", "on_gpu"), [("coat", True), slow("te_current", True), ("deepseek", False)])
 def test_a_layer_and_its_gradients_are_those_in_16_bits_but_for_rounding(recipe, on_gpu):
-    """`on_gpu` runs the references of the kernels, with their codes."""
+    """`on_gpu` runs the references of the kernels with their codes."""
     operands, ct, index, rows = drawn()
     operands, ct = tuple(jnp.asarray(a, jnp.float32) for a in operands), jnp.asarray(ct, jnp.float32)
     with target(capability=90) if on_gpu else contextlib.nullcontext():
@@ -77,11 +77,11 @@ def test_a_layer_and_its_gradients_are_those_in_16_bits_but_for_rounding(recipe,
         y, grads = jax.jit(lambda *a: (run(*a), jax.vjp(run, *a)[1](ct)))(*operands)
     want, back = jax.vjp(oracle(index, rows), *operands)
     first, others = slice(SIZES[0] // K), slice(SIZES[0] // K, None)
-    for got, expected in zip((y, *grads), (want, *back(ct)), strict=True):
-        assert np.isfinite(np.asarray(got)).all()
-        assert 0.005 < error(got, expected) < 0.15
-    for got, expected in ((y, want), (grads[0], back(ct)[0])):
-        assert error(got[first], expected[first]) < 2 * error(got[others], expected[others])
+    for actual, expected in zip((y, *grads), (want, *back(ct)), strict=True):
+        assert np.isfinite(np.asarray(actual)).all()
+        assert 0.005 < error(actual, expected) < 0.15
+    for actual, expected in ((y, want), (grads[0], back(ct)[0])):
+        assert error(actual[first], expected[first]) < 2 * error(actual[others], expected[others])
     dw, expected = grads[2], back(ct)[2]
     assert error(dw[0], expected[0]) < 2 * error(dw[3], expected[3])
 

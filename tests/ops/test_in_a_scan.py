@@ -10,7 +10,7 @@ from tests.distance import relative
 
 @pytest.mark.parametrize("name", ["te_current", "coat", "deepseek", "int8_block"])
 def test_no_array_of_constants_is_read_in_every_iteration(name):
-    """Of a differentiated scan JAX computes what depends on nothing outside of the loop, such as a matrix of zeros."""
+    """JAX hoists constants out of a differentiated scan, such as a matrix of zeros."""
     part = fp8jax.recipes.get(name).linear
     key = jax.random.key(0) if part.is_stochastic else None
 
@@ -22,13 +22,13 @@ def test_no_array_of_constants_is_read_in_every_iteration(name):
 
     shapes = jax.ShapeDtypeStruct((48, 32), jnp.bfloat16), jax.ShapeDtypeStruct((3, 32, 32), jnp.bfloat16)
     program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*shapes)
-    made = [v.aval for eqn in program.jaxpr.eqns if not eqn.invars for v in eqn.outvars]
-    assert not [kind for kind in made if kind.size >= 32 * 32], made
+    constants = [v.aval for eqn in program.jaxpr.eqns if not eqn.invars for v in eqn.outvars]
+    assert not [kind for kind in constants if kind.size >= 32 * 32], constants
 
 
 @pytest.mark.parametrize("check", [True, False])
 def test_a_gradient_of_a_map_over_devices(check):
-    """What the loop keeps for the backward pass leaves the map: XLA for CPU crashed on empty arrays among that."""
+    """Residuals of the loop leave the map. XLA for CPU crashed on empty arrays among them."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     x, ws = jnp.cos(jnp.arange(4 * 32.0)).reshape(4, 32), jnp.sin(jnp.arange(2 * 32 * 32.0)).reshape(2, 32, 32)
 
@@ -38,5 +38,5 @@ def test_a_gradient_of_a_map_over_devices(check):
 
     specs = {"in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P()}
     mapped = jax.shard_map(lambda *x: jax.lax.psum(loss(*x), "d"), mesh=mesh, check_vma=check, **specs)
-    got, want = (jax.jit(jax.grad(f))(ws, x) for f in (mapped, lambda ws, x: loss(ws, x[:2]) + loss(ws, x[2:])))
-    assert relative(got, want) < 1e-2
+    actual, expected = (jax.jit(jax.grad(f))(ws, x) for f in (mapped, lambda ws, x: loss(ws, x[:2]) + loss(ws, x[2:])))
+    assert relative(actual, expected) < 1e-2

@@ -1,7 +1,7 @@
-"""Noise of stochastic rounding: of each operand, product, layer, call and parameter its own, and repeatable.
+"""Noise of stochastic rounding: distinct for each operand, matmul, layer, call and parameter, and repeatable.
 
-With one token and an identity for a weight, gradients show how each operand was rounded: that of the input is dy as
-it was rounded, and a row of the weight's is the saved input's value times dy as the third product rounded it.
+With one token and an identity weight, gradients show how each operand was rounded. The input's gradient is dy as
+rounded; a row of the weight's gradient is the saved input times dy as rounded for wgrad.
 """
 
 import dataclasses
@@ -32,20 +32,20 @@ HALVES = jnp.asarray(np.random.default_rng(0).integers(-100, 100, N) + 0.5, jnp.
 
 
 def alike(a, b) -> float:
-    """The share of elements that were rounded to the same side; half of them where noise is independent."""
+    """Returns the share of elements rounded in the same direction; one half if the noise is independent."""
     a, b = (np.asarray(x, np.float64).ravel() for x in (a, b))
     return float(np.mean(np.abs(a - b) < 0.25))
 
 
 def independent(*arrays) -> bool:
-    """Whether every two of the arrays were rounded by noise of their own."""
+    """Returns whether every two arrays were rounded by independent noise."""
     # A share of half, with a standard deviation of 0.036 for 192 draws.
     shares = [alike(a, b) for i, a in enumerate(arrays) for b in arrays[:i]]
     return all(0.3 < share < 0.7 for share in shares)
 
 
 def rounded(recipe, key, x=HALVES, dy=HALVES):
-    """How the saved input and dy, in the second and in the third product, were rounded, in units of int8 codes."""
+    """Returns the saved input and dy as rounded for dgrad and wgrad, in units of int8 codes."""
     x, dy = x[None], dy[None]
     _, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe, key=key), x, jnp.eye(N))
     dx, dw = (np.asarray(a, np.float64) for a in back(dy))
@@ -71,8 +71,8 @@ def test_a_key_is_used_neither_twice_nor_as_it_is(monkeypatch):
     keys = [KEY, *(operands.derive_key(KEY, spec, use) for use in ("x_residual", "dy"))]
     assert len({tuple(np.asarray(jax.random.key_data(key))) for key in keys}) == 3
     assert operands.derive_key(KEY, fp8jax.QuantSpec.parse("int8"), "dy") is None
-    uses, found = [], operands.derive_key
-    monkeypatch.setattr(operands, "derive_key", lambda key, spec, use: uses.append(use) or found(key, spec, use))
+    uses, actual = [], operands.derive_key
+    monkeypatch.setattr(operands, "derive_key", lambda key, spec, use: uses.append(use) or actual(key, spec, use))
     fp8jax.linear(HALVES[None], jnp.eye(N), recipe=ALL, key=KEY)
     assert sorted(uses) == ["dy", "x_residual"]
 
@@ -136,15 +136,15 @@ def linen_einsum(x):
 
 @pytest.mark.parametrize("layer", [linear, einsum, dense, linen_einsum], ids=lambda f: f.__name__)
 def test_layers_of_flax_round_the_same_gradient_otherwise_for_other_inputs(layer):
-    """Layers, steps and devices differ in their data, and so in their noise: no key is constant."""
+    """The key derives from the data, so layers, steps and devices have different noise."""
 
     def dx(x):
         return np.asarray(jax.vjp(layer, x[None])[1](HALVES[None])[0])[0]
 
     inputs = [HALVES, HALVES.at[7].add(1.0), 2 * HALVES, HALVES[::-1]]
-    found = [dx(x) for x in inputs[:3]]
-    assert independent(*found)
-    np.testing.assert_array_equal(found[0], dx(HALVES + 0))
+    actual = [dx(x) for x in inputs[:3]]
+    assert independent(*actual)
+    np.testing.assert_array_equal(actual[0], dx(HALVES + 0))
 
 
 def test_a_key_of_contents_follows_each_value_in_every_dtype():
@@ -157,10 +157,10 @@ def test_a_key_of_contents_follows_each_value_in_every_dtype():
         assert len(others | {base}) == 33
         assert data(-x.astype(dtype)) != base
         # All bits of a key differ, also where values have 16.
-        drawn = jax.vmap(lambda x: jax.random.key_data(key_from_data(x))[-1])(
+        samples = jax.vmap(lambda x: jax.random.key_data(key_from_data(x))[-1])(
             jax.random.normal(KEY, (64, 3)).astype(dtype)
         )
-        assert all(0.2 < np.mean(np.asarray(drawn) >> bit & 1) < 0.8 for bit in range(32))
+        assert all(0.2 < np.mean(np.asarray(samples) >> bit & 1) < 0.8 for bit in range(32))
     # Of wide arrays it reads the first channels of all rows.
     wide = jnp.tile(x, (1, 16))
     keys = [int(jax.random.key_data(key_from_data(wide.at[3, i].add(1)))[-1]) for i in (0, 63, 64, 127)]
@@ -191,7 +191,7 @@ def test_noise_of_new_weights_depends_on_both_words():
 
 
 def test_parameters_and_steps_are_rounded_by_noise_of_their_own():
-    """bf16 weights half way between two values, by steps that change nothing else."""
+    """bf16 weights halfway between two values, with steps that change nothing else."""
     w = {name: jnp.full((4, 64), 1.0, jnp.bfloat16) for name in "abc"}
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), w)
     # A decay of half a step of bf16 below one, 2^-9: the result lies between 1 - 2^-8 and 1.
@@ -210,7 +210,7 @@ def test_parameters_and_steps_are_rounded_by_noise_of_their_own():
 
 
 def test_layers_of_a_transformer_hand_their_key_on():
-    """Another key gives other noise, and the same key the same."""
+    """Another key gives other noise, and the same key the same noise."""
     recipe = dataclasses.replace(fp8jax.recipes.bf16(), linear=ALL)
     x, w = HALVES[None], jnp.eye(N)
     functions = {

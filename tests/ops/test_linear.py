@@ -1,4 +1,4 @@
-"""The quantized linear: three products as the recipe says, gradients, what it saves, and its general forms."""
+"""The quantized linear: three matmuls of the recipe, gradients, residuals, and its general forms."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def gradients(linear):
 
 
 def expected_error(*specs) -> float:
-    """Relative error of a product of normal operands that are rounded independently: root of the sum of squares."""
+    """Returns the relative error of a product of independently rounded normal operands."""
     x = jax.random.normal(jax.random.key(1), (256, 256))
     total = 0.0
     for spec in specs:
@@ -49,9 +49,9 @@ def expected_error(*specs) -> float:
 @pytest.mark.parametrize("name", few(QUANTIZED, "moss_mx", "coat", "deepseek", "switchback", "jetfire", "int8_block"))
 def test_products_are_as_near_as_their_formats_allow(name):
     recipe = fp8jax.recipes.get(name)
-    got = jax.jit(lambda: gradients(functools.partial(fp8jax.linear, recipe=recipe, key=KEY)))()
+    actual = jax.jit(lambda: gradients(functools.partial(fp8jax.linear, recipe=recipe, key=KEY)))()
     exact = gradients(lambda x, w: x @ w)
-    for a, b, (left, right) in zip(got, exact, recipe.linear.products().values(), strict=True):
+    for a, b, (left, right) in zip(actual, exact, recipe.linear.products().values(), strict=True):
         saved = [recipe.linear.spec("x_residual")] if left and recipe.linear.x_residual != "same" else []
         bound = expected_error(left, right, *saved)
         assert relative(a, b) <= 1.3 * bound + 4e-3
@@ -62,12 +62,12 @@ def test_products_are_as_near_as_their_formats_allow(name):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_the_three_products_take_the_operands_of_the_recipe(name):
     recipe = fp8jax.recipes.get(name)
-    found = dots(lambda: gradients(functools.partial(fp8jax.linear, recipe=recipe, key=KEY)))
-    want = [
+    actual = dots(lambda: gradients(functools.partial(fp8jax.linear, recipe=recipe, key=KEY)))
+    expected = [
         tuple(str(fp8jax.formats.get(s.format).dtype) if s and not s.is_block_scaled else "float32" for s in pair)
         for pair in recipe.linear.products().values()
     ]
-    assert [f if f[0] != "bfloat16" else ("float32",) * 2 for f in found] == want
+    assert [f if f[0] != "bfloat16" else ("float32",) * 2 for f in actual] == expected
 
 
 @pytest.mark.parametrize("name", ["te_current", "deepseek", "int8_block"])
@@ -100,7 +100,7 @@ def test_the_bias_is_added_and_differentiated():
 
 @pytest.mark.parametrize("name", few(QUANTIZED, "deepseek", "jetfire"))
 def test_a_biass_gradient_is_the_sum_of_all_gradients_in_fp32(name):
-    """Of bf16 gradients: not of their codes, nor rounded on the way; the other gradients are those without a bias."""
+    """The sum of bf16 gradients, not of their codes, without rounding on the way. Other gradients are unchanged."""
     x, w, target = (a.astype(jnp.bfloat16) for a in problem())
     b, key = jnp.arange(OUTPUTS, dtype=jnp.float32), KEY if LINEAR[name].is_stochastic else None
     linear = lambda x, w, b: fp8jax.linear(x, w, recipe=name, bias=b, key=key)  # noqa: E731
@@ -123,12 +123,12 @@ def test_a_bias_of_heads_is_that_of_the_flat_product():
     b = jnp.arange(OUTPUTS, dtype=jnp.float32)
     heads, numbers = w.reshape(INPUTS, 4, -1), (((2,), (0,)), ((), ()))
     y, back = jax.vjp(lambda b: fp8jax.dot_general(x, heads, numbers, recipe="te_current", bias=b), b)
-    want = fp8jax.linear(x, w, recipe="te_current", bias=b)
-    assert np.array_equal(np.asarray(y.reshape(want.shape)), np.asarray(want))
+    expected = fp8jax.linear(x, w, recipe="te_current", bias=b)
+    assert np.array_equal(np.asarray(y.reshape(expected.shape)), np.asarray(expected))
     (db,) = back(target.reshape(y.shape))
     np.testing.assert_allclose(np.asarray(db), np.asarray(target, np.float64).sum((0, 1)), rtol=1e-5, atol=1e-5)
     plain = fp8jax.dot_general(x, heads, numbers, recipe="bf16", bias=b)
-    np.testing.assert_allclose(np.asarray(plain.reshape(want.shape)), np.asarray(x @ w + b), rtol=2e-2, atol=2e-1)
+    np.testing.assert_allclose(np.asarray(plain.reshape(expected.shape)), np.asarray(x @ w + b), rtol=2e-2, atol=2e-1)
     batched = (((2,), (1,)), ((0,), (0,)))
     with pytest.raises(ValueError, match="a bias is not supported with batch axes"):
         fp8jax.dot_general(x, jnp.stack([w, w]), batched, recipe="te_current", bias=b)
@@ -156,26 +156,26 @@ def test_results_and_gradients_keep_the_dtypes(dtype):
 def test_einsum_and_dot_general_have_the_axes_of_jax(subscripts, shapes):
     recipe = fp8jax.recipes.te_current()
     x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes))
-    got = functools.partial(fp8jax.einsum, subscripts, recipe=recipe)
-    want = functools.partial(jnp.einsum, subscripts)
-    assert got(x, w).shape == want(x, w).shape
-    assert relative(got(x, w), want(x, w)) < 0.06
+    actual = functools.partial(fp8jax.einsum, subscripts, recipe=recipe)
+    expected = functools.partial(jnp.einsum, subscripts)
+    assert actual(x, w).shape == expected(x, w).shape
+    assert relative(actual(x, w), expected(x, w)) < 0.06
     loss = lambda f, x, w: (f(x, w) ** 2).sum()  # noqa: E731
-    grads = [jax.jit(jax.grad(functools.partial(loss, f), (0, 1)))(x, w) for f in (got, want)]
+    grads = [jax.jit(jax.grad(functools.partial(loss, f), (0, 1)))(x, w) for f in (actual, expected)]
     for a, b in zip(*grads, strict=True):
         assert a.shape == b.shape
         assert relative(a, b) < 0.15
     plain = fp8jax.einsum(subscripts, x, w, recipe=fp8jax.recipes.bf16())
-    np.testing.assert_allclose(np.asarray(plain), np.asarray(want(x, w)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(plain), np.asarray(expected(x, w)), rtol=1e-5, atol=1e-5)
 
 
 def test_results_have_the_dtype_that_is_preferred():
     recipe, numbers = fp8jax.recipes.te_current(), (((1,), (0,)), ((), ()))
     x, w = jnp.ones((4, 32), jnp.bfloat16), jnp.ones((32, 8), jnp.bfloat16)
     for dtype in (None, jnp.float32, jnp.float16):
-        want = dtype or jnp.bfloat16
-        assert fp8jax.dot_general(x, w, numbers, None, dtype, recipe=recipe).dtype == want
-        assert fp8jax.einsum("td,dh->th", x, w, None, dtype, recipe=recipe).dtype == want
+        expected = dtype or jnp.bfloat16
+        assert fp8jax.dot_general(x, w, numbers, None, dtype, recipe=recipe).dtype == expected
+        assert fp8jax.einsum("td,dh->th", x, w, None, dtype, recipe=recipe).dtype == expected
 
 
 def test_batched_products_have_scales_of_their_own():
@@ -314,10 +314,10 @@ def test_gradients_of_replicated_parameters_are_summed_where_shard_map_checks_wh
 
     data, whole = jax.P("data"), jax.P()
     mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(data, whole, whole), out_specs=(data, whole, whole))
-    got = jax.jit(mapped)(x, w, s)
+    actual = jax.jit(mapped)(x, w, s)
     # Each device has scales of its own for its part.
     alone = jax.jit(gradients)
     parts = [alone(half, w, s) for half in (x[:8], x[8:])]
-    want = [jnp.concatenate([p[0] for p in parts]), parts[0][1] + parts[1][1], parts[0][2] + parts[1][2]]
-    for a, b in zip(got, want, strict=True):
+    expected = [jnp.concatenate([p[0] for p in parts]), parts[0][1] + parts[1][1], parts[0][2] + parts[1][2]]
+    for a, b in zip(actual, expected, strict=True):
         assert float(jnp.linalg.norm(a - b)) <= 1e-2 * float(jnp.linalg.norm(b))

@@ -1,4 +1,4 @@
-"""What a coded head's kernels are told of the logits, on one device and on a part of the vocabulary."""
+"""Arguments of a quantized head's kernels, on one device and on a shard of the vocabulary."""
 
 import functools
 import importlib.util
@@ -29,9 +29,9 @@ def gradients(x, w, **options):
     return jax.value_and_grad(lambda x, w: fp8jax.linear_cross_entropy(x, w, LABELS, **how), (0, 1))(x, w)
 
 
-def from_facts(seen, z, _, facts, *args):
-    """Codes of the cotangents that the kernel makes of logits."""
-    seen.append(facts)
+def from_facts(recorded, z, _, facts, *args):
+    """Returns codes of the cotangents that the kernel computes from logits."""
+    recorded.append(facts)
     root, weights = facts.lse[:, None], facts.weights[:, None]
     hit = facts.labels[:, None] == jnp.arange(z.shape[1])
     d = jnp.exp(z - root) * (1 + facts.two_z_loss * root) - facts.label_weight * hit - facts.other_weight
@@ -40,29 +40,29 @@ def from_facts(seen, z, _, facts, *args):
 
 @pytest.mark.parametrize(("variant", "cut"), covering(VARIANTS, [False, True]), ids=str)
 def test_cotangents_are_what_their_facts_say(variant, cut, monkeypatch):
-    step, seen = functools.partial(gradients, **VARIANTS[variant]), []
+    step, calls = functools.partial(gradients, **VARIANTS[variant]), []
     x = X * (40 if variant == "steep" else 1)
     expected = step(x, W)
-    monkeypatch.setattr(head, "quantize_cotangents", functools.partial(from_facts, seen))
+    monkeypatch.setattr(head, "quantize_cotangents", functools.partial(from_facts, calls))
     if not cut:
-        given = step(x, W)
+        facts = step(x, W)
     else:
         mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
         put = [jax.device_put(a, jax.NamedSharding(mesh, spec)) for a, spec in ((x, P()), (W, P(None, "model")))]
         with jax.set_mesh(mesh):
-            given = jax.device_get(jax.jit(step)(*put))
-    assert seen
+            facts = jax.device_get(jax.jit(step)(*put))
+    assert calls
     # A cotangent that lies between two codes may go either way.
-    assert relative(given, expected) < 2**-8
+    assert relative(facts, expected) < 2**-8
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
 def test_kernels_read_logits_as_a_product_made_them():
-    """And not those to which a bias was added, or that are capped."""
+    """Logits with an added bias or a cap are not read by the kernel."""
     bias = jnp.zeros(VOCABULARY)
     for options, kernel in (({}, True), ({"bias": bias}, False), ({"softcap": 5.0}, False)):
         with choice.target(capability=90), choice.record_choices() as choices:
             jax.eval_shape(lambda x, w, options=options: gradients(x, w, **options), X, W)
-        found = {name: how.impl for name, how in choices if "of logits" in name}
-        assert found.pop("cotangents of logits") == ("triton" if kernel else "xla")
-        assert found == ({"softmax of logits": "triton"} if kernel else {})
+        actual = {name: how.impl for name, how in choices if "of logits" in name}
+        assert actual.pop("cotangents of logits") == ("triton" if kernel else "xla")
+        assert actual == ({"softmax of logits": "triton"} if kernel else {})

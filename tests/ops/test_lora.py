@@ -1,4 +1,4 @@
-"""Frozen weights and adapters: products and gradients beside float64, what is kept, merging, and what is refused."""
+"""Frozen weights and adapters: matmuls and gradients against float64, residuals, merging, and errors."""
 
 import dataclasses
 import re
@@ -38,7 +38,7 @@ case = pytest.mark.parametrize(("spec", "recipe"), CASES, ids="-".join)
 
 
 def float64(w, x=X, dy=DY, adapter=ADAPTER):
-    """The result, and the gradients of input and adapter, of a weight given by its values."""
+    """Returns the result, and the gradients of input and adapter, for the decoded weight."""
     w, a, b = (np.asarray(v, np.float64) for v in (w, adapter.a, adapter.b))
     x, dy = (np.asarray(v, np.float64).reshape(-1, v.shape[-1]) for v in (x, dy))
     scale = ALPHA / RANK
@@ -63,10 +63,10 @@ def ours(w, recipe, adapter=ADAPTER, x=X, dy=DY):
 )
 def test_results_and_gradients_are_float64_s_within_the_recipe_s_error(spec, recipe):
     w, linear = fp8jax.freeze(W, spec), fp8jax.recipes.get(recipe).linear
-    got = jax.jit(lambda: ours(w, recipe))()
-    want = float64(w.dequantize())  # of the codes: what these lose is no error of the product
+    actual = jax.jit(lambda: ours(w, recipe))()
+    expected = float64(w.dequantize())  # of the codes: what these lose is no error of the product
     x_spec, dy_spec = linear.spec("x"), linear.spec("dy") if CASES[spec, recipe][1] != "float32" else None
-    for y, exact, other in zip(got, want, (x_spec, dy_spec, None, None), strict=True):
+    for y, exact, other in zip(actual, expected, (x_spec, dy_spec, None, None), strict=True):
         bound = expected_error(other)
         # Products without codes are fp32 here, or of 16-bit factors.
         assert relative(y, exact) <= 1.3 * bound + (order(INPUTS) if other is None else 4e-3)
@@ -77,11 +77,11 @@ def test_results_and_gradients_are_float64_s_within_the_recipe_s_error(spec, rec
 @case
 def test_products_read_the_codes_where_matrix_units_do(spec, recipe):
     w = fp8jax.freeze(W, spec)
-    found = dots(lambda: ours(w, recipe))
+    actual = dots(lambda: ours(w, recipe))
     of_w, of_dy = CASES[spec, recipe]
-    assert any(of_w in pair for pair in found)
-    assert any(pair[0] == of_dy for pair in found)
-    assert len(found) == 8, "two of the base, two of the adapter's forward pass, four of its backward pass"
+    assert any(of_w in pair for pair in actual)
+    assert any(pair[0] == of_dy for pair in actual)
+    assert len(actual) == 8, "two of the base, two of the adapter's forward pass, four of its backward pass"
 
 
 def test_the_gradient_of_codes_of_outputs_is_by_codes():
@@ -94,13 +94,13 @@ def test_the_gradient_of_codes_of_outputs_is_by_codes():
 @pytest.mark.parametrize("spec", ["e4m3", "e4m3:block128", "e4m3:group128", "e4m3:token", "e4m3:mx32", "int8"])
 def test_values_are_those_of_the_codes_of_the_transposed_weight(spec):
     w = jnp.stack([W, 8 * W])
-    held = fp8jax.freeze(w, spec)
-    assert held.shape == w.shape
-    for one, matrix in zip(held.dequantize(), w, strict=True):
-        want = fp8jax.quantize(matrix.T, spec)
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(want.dequantize().T))
-    assert held.codes.codes.dtype == jnp.uint8
-    assert from_bytes(held.codes).codes.dtype == fp8jax.formats.get(spec.partition(":")[0]).dtype
+    frozen = fp8jax.freeze(w, spec)
+    assert frozen.shape == w.shape
+    for one, matrix in zip(frozen.dequantize(), w, strict=True):
+        expected = fp8jax.quantize(matrix.T, spec)
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(expected.dequantize().T))
+    assert frozen.codes.codes.dtype == jnp.uint8
+    assert from_bytes(frozen.codes).codes.dtype == fp8jax.formats.get(spec.partition(":")[0]).dtype
 
 
 def stack(layers=3):
@@ -109,7 +109,7 @@ def stack(layers=3):
 
 
 def scanned(w, adapters, x):
-    """Layers in a loop, whose widths are made equal again."""
+    """Layers in a loop; their widths are equal again at the end."""
 
     def layer(x, parts):
         w, adapter = parts
@@ -149,10 +149,10 @@ def test_scanned_layers_are_those_one_by_one():
     assert relative(scanned(w, adapters, x), y) < 1e-5
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_merged_weights_give_what_adapters_give(held):
+@pytest.mark.parametrize("frozen", [True, False])
+def test_merged_weights_give_what_adapters_give(frozen):
     params = {"q": {"kernel": W}, "k": {"kernel": 2 * W}, "norm": {"scale": jnp.ones(3)}}
-    base = fp8jax.lora.freeze(params) if held else params
+    base = fp8jax.lora.freeze(params) if frozen else params
     adapters = fp8jax.lora.init(KEY, base, rank=RANK, alpha=ALPHA, targets="(q|k)/kernel")
     assert list(adapters) == ["k/kernel", "q/kernel"]
     unchanged = fp8jax.lora.merge(base, adapters)
@@ -162,7 +162,7 @@ def test_merged_weights_give_what_adapters_give(held):
     for name in ("q", "k"):
         y = fp8jax.lora.linear(X, base[name]["kernel"], adapters[f"{name}/kernel"], recipe="bf16")
         assert relative(y, X @ merged[name]["kernel"]) < order(INPUTS)
-    values = base["q"]["kernel"].dequantize() if held else W
+    values = base["q"]["kernel"].dequantize() if frozen else W
     np.testing.assert_array_equal(np.asarray(unchanged["q"]["kernel"]), np.asarray(values))
     assert relative(merged["q"]["kernel"], values) > 0.1
 

@@ -1,4 +1,4 @@
-"""Kernels inside a `jax.shard_map` over some mesh axes, and on meshes with axes of both kinds: XLA places the rest."""
+"""Kernels inside a `jax.shard_map` over some mesh axes, and on meshes of both axis types: XLA shards the rest."""
 
 import itertools
 import re
@@ -34,7 +34,7 @@ def mesh_of(kinds, order=NAMES):
 
 
 def by_hand(function, check=True):
-    """What each place of "data" makes of its own part, stacked."""
+    """Returns the stacked results of each shard along "data"."""
 
     def inside(*parts):
         return jax.tree.map(lambda y: y[None], function(*(x[0] for x in parts)))
@@ -118,9 +118,9 @@ def test_each_device_keeps_its_part_of_a_sum():
 def test_axes_of_both_kinds(kinds, layout):
     x = np.round(100 * np.asarray(draw(0, 16, 32)))
     mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=kinds)
-    found = jax.jit(statistics)(jax.device_put(x, NamedSharding(mesh, P(*layout))))
-    same(found, expected(x))
-    assert not found[0].sharding.is_fully_replicated
+    actual = jax.jit(statistics)(jax.device_put(x, NamedSharding(mesh, P(*layout))))
+    same(actual, expected(x))
+    assert not actual[0].sharding.is_fully_replicated
 
 
 def test_axes_of_one_device_leave_arrays_a_devices_own():
@@ -148,18 +148,18 @@ def test_parts_of_an_axis_are_no_mesh_axes():
 def test_codes_and_scales_are_those_of_one_device(stand_ins, kinds, rows, check):
     x = draw(0, 2, 64, 32)
     columns = None if rows == "e4m3:group16" else rows if rows == "e4m3:token" else "same"
-    how = ops._parse(rows, columns, scaling.find_scaling("current"), False)
-    run = choice.mark_varying(lambda x: ops._kernel(how, x, None, None, None))
-    reference = [ops._reference(how, part, None, None, None) for part in x]
+    specs = ops._parse(rows, columns, scaling.find_scaling("current"), False)
+    run = choice.mark_varying(lambda x: ops._kernel(specs, x, None, None, None))
+    reference = [ops._reference(specs, part, None, None, None) for part in x]
     with jax.set_mesh(mesh_of(kinds)):
-        found = jax.jit(by_hand(run, check))(jax.device_put(x, P("data", "tensor", "fsdp")))
-    same(jax.tree.leaves(found), [np.stack(leaves) for leaves in zip(*map(jax.tree.leaves, reference), strict=True)])
+        actual = jax.jit(by_hand(run, check))(jax.device_put(x, P("data", "tensor", "fsdp")))
+    same(jax.tree.leaves(actual), [np.stack(leaves) for leaves in zip(*map(jax.tree.leaves, reference), strict=True)])
 
 
 @checks
 @pytest.mark.parametrize("kinds", [KINDS["auto"], KINDS["explicit"]], ids=["auto", "explicit"])
 def test_gradients_reduced_by_hand(stand_ins, monkeypatch, kinds, check):
-    """A linear whose tokens are cut over all axes and whose weight over the one that is not mapped over."""
+    """A linear with tokens sharded over all axes, and the weight over the axis that is not manual."""
     calls = []
 
     def kernels(*args, cuda, default):
@@ -181,7 +181,7 @@ def test_gradients_reduced_by_hand(stand_ins, monkeypatch, kinds, check):
         dw, dx = step(w, x, dy)
         return dw if check else lax.psum(dw, "data"), dx
 
-    own = [step(w, x[i:][:32], dy[i:][:32]) for i in (0, 32)]
+    shards = [step(w, x[i:][:32], dy[i:][:32]) for i in (0, 32)]
     calls.clear()
     mapped = jax.shard_map(
         inside,
@@ -194,8 +194,8 @@ def test_gradients_reduced_by_hand(stand_ins, monkeypatch, kinds, check):
         specs = P("fsdp", "tensor"), P(("data", "fsdp")), P(("data", "fsdp"), "tensor")
         dw, dx = jax.jit(mapped)(*map(jax.device_put, (w, x, dy), specs))
     assert calls
-    assert relative(dw, own[0][0] + own[1][0]) < 1e-6
-    assert relative(dx, jnp.concatenate([own[0][1], own[1][1]])) < 1e-6
+    assert relative(dw, shards[0][0] + shards[1][0]) < 1e-6
+    assert relative(dx, jnp.concatenate([shards[0][1], shards[1][1]])) < 1e-6
 
 
 @pytest.mark.parametrize(("kind", "spmd"), covering([AUTO, EXPLICIT], [None, "rows"]))
@@ -203,11 +203,11 @@ def test_under_vmap_of_an_axis_that_is_cut(kind, spmd):
     x = np.round(100 * np.asarray(draw(0, 4, 16, 32)))
     reference = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
     mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(kind,) * 2)
-    found = jax.jit(jax.vmap(statistics, spmd_axis_name=spmd))(
+    actual = jax.jit(jax.vmap(statistics, spmd_axis_name=spmd))(
         jax.device_put(x, NamedSharding(mesh, P("rows", None, "columns")))
     )
-    same(found, reference)
-    assert found[0].sharding.spec[0] == "rows"
+    same(actual, reference)
+    assert actual[0].sharding.spec[0] == "rows"
 
 
 @pytest.mark.parametrize("layout", [slow(LAYOUTS[0]), slow(LAYOUTS[1]), LAYOUTS[2]], ids=str)
@@ -223,17 +223,17 @@ def test_a_map_within_a_map_over_another_axis():
     x = np.round(100 * np.asarray(draw(0, 2, 2, 16, 32)))
 
     def inner(x):
-        found = jax.tree.map(lambda y: y[None], statistics(x[0, 0]))
-        return jax.tree.map(lambda y: y[None], found)
+        actual = jax.tree.map(lambda y: y[None], statistics(x[0, 0]))
+        return jax.tree.map(lambda y: y[None], actual)
 
     specs = {"in_specs": P(None, "fsdp"), "out_specs": P(None, "fsdp"), "axis_names": {"fsdp"}}
     outer = jax.shard_map(
         lambda x: jax.shard_map(inner, **specs)(x), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
     )
     with jax.set_mesh(mesh_of(KINDS["auto"])):
-        found = jax.jit(outer)(jax.device_put(x, P("data", "fsdp", None, "tensor")))
+        actual = jax.jit(outer)(jax.device_put(x, P("data", "fsdp", None, "tensor")))
     parts = [tuple(np.stack(part) for part in zip(*map(expected, rows), strict=True)) for rows in x]
-    same(found, tuple(np.stack(part) for part in zip(*parts, strict=True)))
+    same(actual, tuple(np.stack(part) for part in zip(*parts, strict=True)))
 
 
 def test_under_pmap():
@@ -244,8 +244,8 @@ def test_under_pmap():
 def test_under_vmap_on_one_of_several_devices():
     x = np.round(100 * np.asarray(draw(0, 2, 16, 32)))
     mesh = jax.make_mesh((1, 1), ("data", "fsdp"), axis_types=(EXPLICIT,) * 2, devices=jax.devices()[2:3])
-    found = jax.jit(jax.vmap(statistics))(jax.device_put(x, NamedSharding(mesh, P("data"))))
-    same(found, tuple(np.stack(part) for part in zip(*map(expected, x), strict=True)))
+    actual = jax.jit(jax.vmap(statistics))(jax.device_put(x, NamedSharding(mesh, P("data"))))
+    same(actual, tuple(np.stack(part) for part in zip(*map(expected, x), strict=True)))
 
 
 def test_references_lie_as_kernels_do_on_axes_of_both_kinds():

@@ -1,4 +1,4 @@
-"""Products of quantized matrices against products of what they decode to, in float64."""
+"""Products of quantized matrices against products of their decoded values, in float64."""
 
 import functools
 import itertools
@@ -44,19 +44,21 @@ DIAGONALS = (FP8, 2 * FP8[::2]), (FP8, 2 * FP8[4::-2]), (INT8, 2 * INT8[1::2])
 def test_codes_are_multiplied_exactly_and_scaled(left, right):
     a, b = operands()
     qa, qb = fp8jax.quantize(a, left), fp8jax.quantize(b, right)
-    want = np.asarray(qa.dequantize(), np.float64) @ np.asarray(qb.dequantize(), np.float64).T
+    expected = np.asarray(qa.dequantize(), np.float64) @ np.asarray(qb.dequantize(), np.float64).T
     size = np.abs(np.asarray(qa.dequantize(), np.float64)) @ np.abs(np.asarray(qb.dequantize(), np.float64)).T
-    got = np.asarray(jax.jit(matmul)(qa, qb), np.float64)
+    actual = np.asarray(jax.jit(matmul)(qa, qb), np.float64)
     # Products of codes are exact in fp32; sums of 100 of them round at most that often.
-    assert (np.abs(got - want) <= 100 * 2.0**-24 * size).all()
+    assert (np.abs(actual - expected) <= 100 * 2.0**-24 * size).all()
 
 
 @pytest.mark.parametrize("spec", OTHER)
 def test_other_codes_are_multiplied_as_bf16(spec):
     a, b = operands()
     qa, qb = fp8jax.quantize(a, spec), fp8jax.quantize(b, "e4m3")
-    want = np.asarray(qa.dequantize(jnp.bfloat16), np.float64) @ np.asarray(qb.dequantize(jnp.bfloat16), np.float64).T
-    np.testing.assert_allclose(np.asarray(matmul(qa, qb)), want, rtol=1e-4, atol=1e-3)
+    expected = (
+        np.asarray(qa.dequantize(jnp.bfloat16), np.float64) @ np.asarray(qb.dequantize(jnp.bfloat16), np.float64).T
+    )
+    np.testing.assert_allclose(np.asarray(matmul(qa, qb)), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("spec", ["e4m3", "e4m3:group32", "int8:block32"])
@@ -90,8 +92,8 @@ def test_wrong_operands_are_refused():
 def test_scales_of_the_indices_of_the_first_axis_are_those_of_rows():
     a, b = operands()
     spec = fp8jax.QuantSpec("e4m3", "channel", axis=0)
-    got, want = (matmul(fp8jax.quantize(a, s), fp8jax.quantize(b, "e4m3")) for s in (spec, "e4m3:token"))
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    actual, expected = (matmul(fp8jax.quantize(a, s), fp8jax.quantize(b, "e4m3")) for s in (spec, "e4m3:token"))
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
 def test_a_nan_in_an_operand_shows_in_its_row():
@@ -128,9 +130,9 @@ CHOICES = [
 @pytest.mark.parametrize(("left", "right", "impl", "reason"), CHOICES)
 def test_what_is_chosen_on_hopper(left, right, impl, reason):
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
-    found = chosen(matmul, a, b, capability=90)
-    assert found.impl == impl
-    assert reason in found.reason
+    actual = chosen(matmul, a, b, capability=90)
+    assert actual.impl == impl
+    assert reason in actual.reason
     assert "CUDA" in chosen(matmul, a, b).reason
     if reason in ("no kernel", "not in a matmul format", "int8 kernels support"):
         with pytest.raises(ValueError, match=reason), choice.target(capability=90):
@@ -173,16 +175,16 @@ MORE = [("e4m3", "e4m3:token"), ("e5m2:block128", "e4m3:group128"), ("e4m3:group
 @mosaic
 @pytest.mark.parametrize(("left", "right"), MORE)
 def test_kernels_get_the_scales_that_they_need(left, right, monkeypatch):
-    """The kernels' own references in their place."""
+    """With the references in place of the kernels."""
     monkeypatch.setattr(hopper, "capability", lambda: 90)
     for module, name in (("matmul_mosaic", "matmul"), ("matmul_block_mosaic", "matmul_block"),
                          ("matmul_mx_mosaic", "matmul_mx")):  # fmt: skip
         monkeypatch.setattr(f"pallas_kernels.matmul.{module}.{name}", getattr(matmul_reference, name))
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
-    got = hopper.run(hopper.find_kernel(a, b), True, True, jnp.float32, a, b)
-    want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
+    actual = hopper.run(hopper.find_kernel(a, b), True, True, jnp.float32, a, b)
+    expected = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     size = np.abs(np.asarray(a.dequantize(), np.float64)) @ np.abs(np.asarray(b.dequantize(), np.float64)).T
-    assert (np.abs(np.asarray(got) - want) <= 300 * 2.0**-24 * size).all()
+    assert (np.abs(np.asarray(actual) - expected) <= 300 * 2.0**-24 * size).all()
 
 
 @mosaic
@@ -198,10 +200,10 @@ def test_unless_exact_the_kernel_for_rows_gets_folded_codes(left, right, fast, m
 
     monkeypatch.setattr("pallas_kernels.matmul.matmul_mosaic.matmul", product)
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
-    got = hopper.run(hopper.find_kernel(a, b), False, fast, jnp.float32, a, b)
+    actual = hopper.run(hopper.find_kernel(a, b), False, fast, jnp.float32, a, b)
     folded = [fold_microscales(q) if q.spec.granularity == "mx" else q for q in (a, b)]
-    want = np.asarray(folded[0].dequantize(), np.float64) @ np.asarray(folded[1].dequantize(), np.float64).T
-    np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    expected = np.asarray(folded[0].dequantize(), np.float64) @ np.asarray(folded[1].dequantize(), np.float64).T
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
     assert called == [fast]
 
 
@@ -212,8 +214,8 @@ def test_the_block_scaled_product(left, right):
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=320), (left, right), strict=True))
     assert chosen(matmul, a, b, capability=100).impl == "xla"
     run = jax.jit(lambda a, b: hopper.run("block_scaled", False, True, jnp.float32, a, b))
-    want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
-    np.testing.assert_allclose(np.asarray(run(a, b)), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    expected = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
+    np.testing.assert_allclose(np.asarray(run(a, b)), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
     # On GPUs with such tensor cores this is one operation, and no product of decoded codes.
     lowered = run.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("block_scaled_dot") == 1
@@ -222,22 +224,22 @@ def test_the_block_scaled_product(left, right):
 
 @pytest.mark.parametrize(("left", "right"), BLOCK_SCALED)
 def test_block_scaled_codes_are_decoded_without_error_on_other_devices(left, right):
-    """In bf16, with outer scales on the sum: only fp32 sums are rounded. In a T4's fp16 values are rounded, too."""
+    """In bf16 with outer scales on the sum, only fp32 sums are rounded. In a T4's fp16, values are rounded too."""
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=330), (left, right), strict=True))
     left, right = (np.asarray(q.dequantize(), np.float64) for q in (a, b))
     bound = 330 * 2.0**-24 * (np.abs(left) @ np.abs(right).T)
     for capability in (None, 90, 100):  # 330 is no multiple of a group: no GPU has such a product
         with choice.target(capability=capability):
-            got = matmul(a, b)
+            actual = matmul(a, b)
             assert "block scaling" not in chosen(matmul, a, b).reason
-        assert (np.abs(np.asarray(got, np.float64) - left @ right.T) <= bound).all()
+        assert (np.abs(np.asarray(actual, np.float64) - left @ right.T) <= bound).all()
     with choice.target(capability=75):
         np.testing.assert_allclose(matmul(a, b), left @ right.T, atol=2.0**-9 * np.abs(left @ right.T).max())
 
 
 @mosaic
 def test_equal_products_of_a_program_are_lowered_once():
-    """Lowering a Mosaic kernel takes most of a second, and a model has the same product in every layer."""
+    """Lowering a Mosaic kernel takes most of a second, and all layers of a model have the same matmuls."""
     a, b = (fp8jax.quantize(jnp.ones((128, 256)), "e4m3") for _ in range(2))
 
     def three(a, b):
@@ -273,18 +275,18 @@ def test_on_a_gpu_without_a_kernel_codes_are_multiplied_in_one_product_of_16_or_
     assert products == [(operands_of_the_product,) * 2]
     assert "stablehlo.while" not in text
     assert ("multiplied in bf16" in reason) == (operands_of_the_product == "bf16")
-    want = np.asarray(qa.dequantize(), np.float64) @ np.asarray(qb.dequantize(), np.float64).T
+    expected = np.asarray(qa.dequantize(), np.float64) @ np.asarray(qb.dequantize(), np.float64).T
     size = np.abs(np.asarray(qa.dequantize(), np.float64)) @ np.abs(np.asarray(qb.dequantize(), np.float64)).T
-    got = np.asarray(matmul_of_16_bits(jnp.bfloat16, qa, qb), np.float64)
+    actual = np.asarray(matmul_of_16_bits(jnp.bfloat16, qa, qb), np.float64)
     # Both operands and the result are rounded to 8 bits, by half a step each; fp32 sums hardly add to it.
-    assert (np.abs(got - want) <= 3.1 * 2.0**-9 * size).all()
+    assert (np.abs(actual - expected) <= 3.1 * 2.0**-9 * size).all()
 
 
 @pytest.mark.parametrize(
     "spec", ["e4m3", "e5m2:token", "e4m3:group32", "int8:block32", "e4m3:mx32+token", "int10:group32"]
 )
 def test_on_a_gpu_without_bf16_products_have_operands_of_fp16_which_do_not_overflow(spec):
-    """Codes of rows 1e12 apart; magnitudes of 1e9 and 1e-9 are none of fp16."""
+    """Codes of rows 1e12 apart; fp16 represents neither 1e9 nor 1e-9."""
     a, b = operands()
     a = a * jnp.float32(10) ** jnp.linspace(-9, 9, len(a))[:, None]
     qa, qb = fp8jax.quantize(a, spec), fp8jax.quantize(b, spec)
@@ -292,24 +294,24 @@ def test_on_a_gpu_without_bf16_products_have_operands_of_fp16_which_do_not_overf
         text = jax.jit(matmul).trace(qa, qb).lower(lowering_platforms=("cuda",)).as_text()
         mixed = jax.jit(matmul).trace(qa, b).lower(lowering_platforms=("cuda",)).as_text()
         assert "multiplied in fp16" in chosen(matmul, qa, qb).reason
-    for found in (text, mixed):
-        products = re.findall(r"stablehlo\.dot_general.*: \(tensor<\d+x\d+x(\w+)>, tensor<\d+x\d+x(\w+)>\)", found)
+    for actual in (text, mixed):
+        products = re.findall(r"stablehlo\.dot_general.*: \(tensor<\d+x\d+x(\w+)>, tensor<\d+x\d+x(\w+)>\)", actual)
         assert products == [("f16", "f16")]
     for right in (qb, b, b.astype(jnp.float16)):
         left, other = (
             np.asarray(x.dequantize() if isinstance(x, fp8jax.QTensor) else x, np.float64) for x in (qa, right)
         )
-        want, size = left @ other.T, np.abs(left) @ np.abs(other).T
+        expected, size = left @ other.T, np.abs(left) @ np.abs(other).T
         # 11 bits of each operand; beside that 2^-24 of the largest in a row.
         unit = 100 * 2.0**-24 * np.abs(left).max(1)[:, None] * np.abs(other).max(1)
-        got = np.asarray(matmul_of_fp16(jnp.float32, qa, right), np.float64)
-        assert (np.abs(got - want) <= 2.1 * 2.0**-11 * size + 2 * unit).all()
+        result = np.asarray(matmul_of_fp16(jnp.float32, qa, right), np.float64)
+        assert (np.abs(result - expected) <= 2.1 * 2.0**-11 * size + 2 * unit).all()
 
 
 def test_codes_that_two_products_read_are_decoded_once():
     a, b = operands(64, 48, 96)
     q, left, right = (fp8jax.quantize(x, "int8:block32") for x in (a, b, jnp.ones((32, 64))))
-    texts, found = [], []
+    texts, results = [], []
     for turned in (False, True):
 
         def both(q, left, right, turned=turned):
@@ -318,7 +320,7 @@ def test_codes_that_two_products_read_are_decoded_once():
 
         program = jax.jit(both).lower(q, left, right).compile()
         texts.append(len(re.findall(r"= f32\[(?:64,96|96,64)\]\S* multiply\(", program.as_text())))
-        found.append(program(q, left, right))
+        results.append(program(q, left, right))
     assert texts == [2, 1]
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -1,4 +1,4 @@
-"""Microscaled linear layers: what enters the weight's gradient, its range, and what each way to get it costs."""
+"""Microscaled linear layers: operands of wgrad, its range, and the cost of each way to compute it."""
 
 import functools
 
@@ -48,16 +48,16 @@ def test_codes_of_both_operands_are_those_of_the_other_products_shifted(specs):
     columns, dy_columns = rescale_rows_pow2(gradient_codes, rows), transpose_codes(rows)
     assert columns.spec.granularity == dy_columns.spec.granularity == "tensor"
     np.testing.assert_array_equal(np.asarray(dy_columns.codes.T).view(np.uint8), np.asarray(rows.codes).view(np.uint8))
-    got = np.asarray(columns.dequantize(), np.float64).T
-    want = np.asarray(gradient_codes.dequantize(), np.float64) * np.asarray(
+    actual = np.asarray(columns.dequantize(), np.float64).T
+    expected = np.asarray(gradient_codes.dequantize(), np.float64) * np.asarray(
         microscaling.relative_token_scales(rows), np.float64
     )
     top = float(columns.scale[0, 0])
-    normal = np.abs(want) >= 2.0**-6 * top * (1 - 1e-6)
+    normal = np.abs(expected) >= 2.0**-6 * top * (1 - 1e-6)
     assert 0.01 < normal.mean() < 1
-    np.testing.assert_allclose(got[normal], want[normal], rtol=1e-6)
+    np.testing.assert_allclose(actual[normal], expected[normal], rtol=1e-6)
     # The rest is rounded to half the smallest code.
-    assert np.max(np.abs(got - want)) <= 2.0**-10 * top * 1.001
+    assert np.max(np.abs(actual - expected)) <= 2.0**-10 * top * 1.001
 
 
 def test_a_scale_of_rows_holds_them_and_wastes_less_than_an_octave():
@@ -81,16 +81,16 @@ def test_tokens_without_gradient_take_no_range_from_others():
     def gradient(x, w, dy):
         return jax.vjp(lambda w: fp8jax.linear(x, w, recipe=MOSS), w)[1](dy)[0]
 
-    got, want = gradient(x, w, dy), gradient(x[1::2], w, dy[1::2])
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-4, atol=1e-9)
+    actual, expected = gradient(x, w, dy), gradient(x[1::2], w, dy[1::2])
+    np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=1e-4, atol=1e-9)
 
 
 def test_of_a_token_far_below_the_others_nothing_else_is_lost_and_what_is_no_number_shows():
     x, w, dy = problem(octaves=0.0)
     _, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=MOSS), x, w)
     dx, dw = back(dy.at[3].multiply(2.0**-40))
-    want = x.T @ dy.at[3].set(0)
-    assert relative(dw, want) < 0.05
+    expected = x.T @ dy.at[3].set(0)
+    assert relative(dw, expected) < 0.05
     assert relative(dx[3], 2.0**-40 * dy[3] @ w.T) < 0.05
     dx, dw = back(dy.at[3, 5].set(jnp.nan))
     assert np.isnan(dx[3]).all()
@@ -100,7 +100,7 @@ def test_of_a_token_far_below_the_others_nothing_else_is_lost_and_what_is_no_num
 
 @pytest.mark.parametrize("recipe", ["moss", "fast"])
 def test_gradients_of_extreme_inputs_and_cotangents_are_as_exact_as_of_ordinary_ones(recipe):
-    """The scales of both operands share tokens: their product may be far outside of fp32 where no gradient is."""
+    """The scales of both operands share tokens. Their product may be far outside fp32, though no gradient is."""
     x, w, dy = (np.asarray(a, np.float64) for a in problem(octaves=1.0))
     dy = 1e4 * dy
 
@@ -129,10 +129,10 @@ def test_the_gradient_of_a_glus_input_is_there_however_small_it_is(recipe):
     gradient = jax.jit(lambda x: jax.vjp(mlp, x)[1](jnp.float32(dy))[0])
     dh = dy @ down.T
     # silu(z) = z / 2 + O(z^2)
-    want = (dh * (x @ up) / 2) @ gate.T + (dh * (x @ gate) / 2) @ up.T
+    expected = (dh * (x @ up) / 2) @ gate.T + (dh * (x @ gate) / 2) @ up.T
     for size in (1e-8, 1e-20, 1e-33):
-        got = np.asarray(gradient(jnp.float32(size * x)), np.float64) / size
-        assert relative(got, want) < 0.15, size
+        actual = np.asarray(gradient(jnp.float32(size * x)), np.float64) / size
+        assert relative(actual, expected) < 0.15, size
 
 
 ARMS = {
@@ -172,13 +172,13 @@ def test_of_a_norms_result_and_a_glu_all_gradients_are_near(recipe):
         return fp8jax.glu_linear(gate, up, w2, x, recipe=recipe)
 
     target = jax.random.normal(jax.random.key(3), x.shape)
-    got, want = (
+    actual, expected = (
         jax.jit(lambda *a, r=r: (lambda y, back: (y, *back(target)))(*jax.vjp(lambda *b: block(*b, recipe=r), *a)))(
             x, w, w2
         )
         for r in (recipe, "bf16")
     )
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert relative(a, b) < 0.1
 
 
@@ -190,12 +190,12 @@ def test_codes_do_not_depend_on_the_mesh():
         y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=MOSS), x, w)
         return y, *back(dy)
 
-    want = three(x, w, dy)
+    expected = three(x, w, dy)
     for shape, names in (((8,), ("data",)), ((4, 2), ("data", "model"))):
         mesh = Mesh(np.array(jax.devices()).reshape(shape), names)
         rows, cut = (NamedSharding(mesh, P(*axes)) for axes in ((names[0],), (None, names[-1])))
-        got = three(jax.device_put(x, rows), jax.device_put(w, cut), jax.device_put(dy, rows))
-        for a, b in zip(got, want, strict=True):
+        actual = three(jax.device_put(x, rows), jax.device_put(w, cut), jax.device_put(dy, rows))
+        for a, b in zip(actual, expected, strict=True):
             # Sums alone may differ: another rounding would show as 2^-4 of single values.
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5 * np.abs(b).max())
 
@@ -225,7 +225,7 @@ def test_a_model_trains_as_in_bf16(recipe):
         tracked = [fp8jax.track_weight_amax(5)] if preset.linear.needs_weight_bounds else []
         task = Task(shape, optax.chain(optax.adamw(3e-3), *tracked), preset, remat=recipe == "fast", seed=0)
         state, step = task.init(), jax.jit(task.step)
-        found = [float((state := (out := step(state, tokens))[0]) and out[1]["loss"]) for _ in range(40)]
-        losses[name] = np.array(found)
+        actual = [float((state := (out := step(state, tokens))[0]) and out[1]["loss"]) for _ in range(40)]
+        losses[name] = np.array(actual)
     assert losses["bf16"][-1] < 0.5 * losses["bf16"][0]
     np.testing.assert_allclose(losses[recipe], losses["bf16"], rtol=0.06)

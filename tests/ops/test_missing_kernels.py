@@ -1,4 +1,4 @@
-"""A GPU on which no kernel runs: the reason, the warning, what models compute then, and what `explain` says."""
+"""A GPU on which no kernel runs: the reason, the warning, the results of models, and the output of `explain`."""
 
 import pathlib
 import sys
@@ -36,7 +36,7 @@ def forget():
 
 @pytest.fixture
 def blocked(monkeypatch):
-    """Triton's kernels cannot be imported, as without jax-triton."""
+    """Makes the import of Triton's kernels fail, as without jax-triton."""
     monkeypatch.setitem(sys.modules, "pallas_kernels.dispatch.call_triton", None)
     for name in (
         "nonlinear.quantize_recomputed_triton",
@@ -53,7 +53,7 @@ def blocked(monkeypatch):
 
 @pytest.fixture
 def present(monkeypatch):
-    """Every kernel can run, as far as the choice knows."""
+    """Makes the dispatch believe that every kernel can run."""
     monkeypatch.setattr(choice, "_missing_triton", lambda kernel, capability, fp8: None)
     with choice.target(capability=90):
         yield
@@ -85,7 +85,7 @@ def test_a_gpu_that_is_too_old_is_told_no_package():
 
 
 def test_a_kernel_that_does_not_exist_raises():
-    """Else XLA would take over, and nobody would see it."""
+    """Otherwise XLA would be used silently."""
     with (
         choice.target(capability=90),
         pytest.raises(ModuleNotFoundError, match=r"pallas_kernels\.quantization\.misspelt"),
@@ -144,12 +144,12 @@ BUILDERS = [of_nnx, of_linen, of_function, of_adamw, of_step, of_fp8lm]
 
 
 def warned(call, args, times=2):
-    """The warnings of as many traces of a call."""
-    with warnings.catch_warnings(record=True) as seen:
+    """Returns the warnings of several traces of a call."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(times):
             jax.eval_shape(lambda *args: call(*args), *args)
-    return [w for w in seen if issubclass(w.category, fp8jax.MissingKernelsWarning)]
+    return [w for w in caught if issubclass(w.category, fp8jax.MissingKernelsWarning)]
 
 
 @pytest.mark.parametrize("build", BUILDERS)

@@ -1,4 +1,4 @@
-"""Granularities written by someone else, who edits what CONTRIBUTING says: quantize, a linear's products, explain."""
+"""Granularities added as CONTRIBUTING describes: quantize, matmuls of a linear layer, explain."""
 
 import importlib.util
 
@@ -43,7 +43,7 @@ def recipe(kind: str) -> Linear:
 
 
 def decoded(x, text: str) -> np.ndarray:
-    """Values of codes under a scale for each block, in float64."""
+    """Returns decoded values with a scale for each block, in float64."""
     x = np.asarray(x, np.float64)
     high, wide = block_shape(QuantSpec.parse(text), x.shape)
     fmt = fp8jax.formats.get(text.partition(":")[0])

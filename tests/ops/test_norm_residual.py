@@ -1,4 +1,4 @@
-"""The gradient of what a norm passes on, added in the norm's own backward pass: with its kernels and without."""
+"""The gradient of a norm's passthrough, added in the norm's backward pass, with and without kernels."""
 
 import dataclasses
 import functools
@@ -22,21 +22,21 @@ def draw(seed, *shape):
 
 
 def gradients(recipe, norm, dtype, through):
-    """Of a norm's input, scale and bias, where what it passes on has the larger gradient of both."""
+    """Returns gradients of a norm's input, scale and bias. The passthrough has the larger gradient."""
     x, scale = (3 * draw(0, 2, ROWS // 2, CHANNELS)).astype(dtype), 1 + 0.3 * draw(1, CHANNELS)
     bias = draw(2, CHANNELS) if norm == "layer" else None
     w = 0.1 * draw(3, CHANNELS, 16).astype(dtype)
     dy, others = draw(4, 2, ROWS // 2, 16).astype(dtype), (5 * draw(5, *x.shape)).astype(dtype)
 
     def f(x, scale, bias):
-        found = fp8jax.norm_linear(x, scale, [w], recipe=recipe, norm=norm, norm_bias=bias, residual=through, eps=0.25)
-        return found if through else (x, *found)
+        actual = fp8jax.norm_linear(x, scale, [w], recipe=recipe, norm=norm, norm_bias=bias, residual=through, eps=0.25)
+        return actual if through else (x, *actual)
 
     return jax.vjp(f, x, scale, bias)[1]((others, dy))
 
 
 def exact(norm):
-    """The same in float64, without quantization, from the formula of a norm's derivative."""
+    """The same in float64 without quantization, from the formula of a norm's derivative."""
     x, scale, w, dy, others = (
         np.asarray(a, np.float64)
         for a in (3 * draw(0, ROWS, CHANNELS), 1 + 0.3 * draw(1, CHANNELS), 0.1 * draw(3, CHANNELS, 16),
@@ -52,7 +52,7 @@ def exact(norm):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Switches the kernels on, which on CPU are their references."""
+    """Switches the kernels on; on a CPU these are their references."""
     pytest.importorskip("jax_triton")
     monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
 
@@ -65,16 +65,16 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("recipe", [COAT, FAITHFUL], ids=["lean", "faithful"])
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_what_a_norm_passes_on_has_its_gradient_added(norm, recipe, kernels):
-    want = [a for a in exact(norm) if a is not None]
+    expected = [a for a in exact(norm) if a is not None]
     for on in (False, True):
         kernels(on)
         for through in (False, True):
-            got = [a for a in gradients(recipe, norm, jnp.float32, through) if a is not None]
+            actual = [a for a in gradients(recipe, norm, jnp.float32, through) if a is not None]
             # The added gradient is 50 times the rest, which has the error of e4m3 and e5m2.
-            rest, exact_rest = (a[0].reshape(ROWS, CHANNELS) - 5 * draw(5, ROWS, CHANNELS) for a in (got, want))
-            for a, b in zip((rest, *got[1:]), (exact_rest, *want[1:]), strict=True):
+            rest, exact_rest = (a[0].reshape(ROWS, CHANNELS) - 5 * draw(5, ROWS, CHANNELS) for a in (actual, expected))
+            for a, b in zip((rest, *actual[1:]), (exact_rest, *expected[1:]), strict=True):
                 assert relative(a, b) < 0.1
-            assert relative(got[0].reshape(ROWS, CHANNELS), want[0]) < 5e-3
+            assert relative(actual[0].reshape(ROWS, CHANNELS), expected[0]) < 5e-3
 
 
 def test_the_sum_is_rounded_once_and_has_the_dtype_of_the_input(kernels):

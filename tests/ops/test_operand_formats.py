@@ -1,4 +1,4 @@
-"""The three products of a linear, each operand in a format of its own and every pair of these, against NumPy's."""
+"""The three matmuls of a linear, with every pair of operand formats, against NumPy."""
 
 import itertools
 
@@ -39,7 +39,7 @@ BLOCKS = [
 
 
 def problem():
-    """Rows and columns of sizes of their own, so that scales of other axes show."""
+    """Operands with rows and columns of different magnitudes, so that wrong scale axes show."""
     rng = np.random.default_rng(0)
 
     def one(rows, columns):
@@ -50,16 +50,17 @@ def problem():
 
 
 def rounded(x, text, largest=None):
-    """What codes of x stand for, float64: one rounding to nearest under the scales that a spec asks for.
+    """Returns decoded codes of x in float64: one rounding to nearest with the scales of a spec.
 
-    Scales, reciprocals and quotients are of fp32, as the library's are: of codes quantized again many lie at ties.
+    Scales, reciprocals and quotients are in fp32, as in the library. If codes are quantized again, many values are
+    ties.
     """
     if text is None:
         return x
     x, one = x.astype(np.float32), np.float32(1)
-    name, _, how = text.partition(":")
-    kind = how.rstrip("0123456789")
-    size = int(how[len(kind) :] or 0)
+    name, _, option = text.partition(":")
+    kind = option.rstrip("0123456789")
+    size = int(option[len(kind) :] or 0)
     rows, columns = x.shape
     tile = {"": (rows, columns), "token": (1, columns), "group": (1, size), "block": (size, size), "mx": (1, columns)}
     top = np.zeros_like(x)
@@ -76,8 +77,8 @@ def rounded(x, text, largest=None):
     return (codes.astype(np.float32) * scale).astype(np.float64)
 
 
-def want(part, x, w, dy, largest):
-    """y, dx and dw in float64. `largest`: magnitudes that scales are given for, by operand, or nothing."""
+def reference(part, x, w, dy, largest):
+    """Returns y, dx and dw in float64. `largest`: given amax by operand, or empty."""
     x, w, dy = (a.astype(np.float64) for a in (x, w, dy))
     own = {name: getattr(part, name) for name in FIELDS}
     second = {name: own[of] if own[name] == SAME else own[name] for name, of in (("w_dgrad", "w"), ("dy_wgrad", "dy"))}
@@ -90,28 +91,28 @@ def want(part, x, w, dy, largest):
     return y, dx, again @ rounded(dy.T, second["dy_wgrad"], largest.get("dy")).T
 
 
-def found(part, x, w, dy, largest, held):
+def computed(part, x, w, dy, largest, prequantized):
     x, w, dy = map(jnp.asarray, (x, w, dy))
     if not part.stateful_strategies:
-        quantized = fp8jax.quantize_weight(w, recipe=part) if held else None
+        quantized = fp8jax.quantize_weight(w, recipe=part) if prequantized else None
         y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=part, quantized=quantized), x, w)
         return y, *back(dy)
     state = fp8jax.init_scaling(part, w)
     histories = {name: jnp.array([value, 0], jnp.float32) for name, value in largest.items()}
     state = state._replace(**histories | ({"w": jnp.float32(largest["w"])} if part.needs_weight_bounds else {}))
     scale = fp8jax.weight_scale(w, state, recipe=part)
-    quantized = fp8jax.quantize_weight(w, recipe=part, scale=scale) if held else None
+    quantized = fp8jax.quantize_weight(w, recipe=part, scale=scale) if prequantized else None
     run = lambda x, w: fp8jax.scaled_linear(x, w, state, jnp.zeros([]), recipe=part, quantized=quantized)[0]  # noqa: E731
     y, back = jax.vjp(run, x, w)
     return y, *back(dy)
 
 
-def check(part, largest, held):
+def check(part, largest, prequantized):
     arrays = problem()
-    for name, got, exact in zip(("y", "dx", "dw"), found(part, *arrays, largest, held), want(part, *arrays, largest),
-                                strict=True):  # fmt: skip
+    results, exact_results = computed(part, *arrays, largest, prequantized), reference(part, *arrays, largest)
+    for name, actual, exact in zip(("y", "dx", "dw"), results, exact_results, strict=True):
         # What products of codes leave is the order of fp32 sums; a code at a tie may be the other one.
-        assert relative(got, exact) < 1e-6, (name, part)
+        assert relative(actual, exact) < 1e-6, (name, part)
 
 
 def test_the_table_has_every_pair_of_forms():
@@ -119,20 +120,20 @@ def test_the_table_has_every_pair_of_forms():
         assert {(p[a], p[b]) for p in PAIRS} == set(itertools.product(FORMS[a], FORMS[b]))
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["", "weights before"])
-def test_every_pair_of_formats_multiplies_as_in_float64(held):
-    for forms in PAIRS if not held else PAIRS[::3]:
-        check(Linear(**forms), {}, held)
+@pytest.mark.parametrize("prequantized", [False, True], ids=["", "weights before"])
+def test_every_pair_of_formats_multiplies_as_in_float64(prequantized):
+    for forms in PAIRS if not prequantized else PAIRS[::3]:
+        check(Linear(**forms), {}, prequantized)
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["", "weights before"])
-def test_every_pair_of_formats_has_the_range_that_histories_give_the_operand(held):
-    """0.7 of the largest magnitude: what is beyond saturates to it, in each format and in both products."""
+@pytest.mark.parametrize("prequantized", [False, True], ids=["", "weights before"])
+def test_every_pair_of_formats_has_the_range_that_histories_give_the_operand(prequantized):
+    """0.7 of the amax: larger values saturate to it, in each format and in both matmuls."""
     largest = {name: 0.7 * np.abs(a).max() for name, a in zip(("x", "w", "dy"), problem(), strict=True)}
-    for forms in PAIRS if not held else PAIRS[::3]:
-        check(Linear(**forms, scaling="delayed", amax_history_length=2), largest, held)
+    for forms in PAIRS if not prequantized else PAIRS[::3]:
+        check(Linear(**forms, scaling="delayed", amax_history_length=2), largest, prequantized)
     for forms in PAIRS[:9:4]:
-        check(Linear(**forms, scaling="delayed", w_scaling="automatic", amax_history_length=2), largest, held)
+        check(Linear(**forms, scaling="delayed", w_scaling="automatic", amax_history_length=2), largest, prequantized)
 
 
 @pytest.mark.parametrize("forms", BLOCKS, ids=lambda forms: " ".join(f"{k}={v}" for k, v in forms.items()))
@@ -148,19 +149,19 @@ def test_scales_of_any_granularity_run_along_the_contraction_of_their_product(fo
     "forms", [PAIRS[4], BLOCKS[0], {"x": None, "w": None, "dy": None}], ids=["tensor", "blocks", "16 bits"]
 )
 def test_of_mixed_dtypes_each_result_is_rounded_to_its_own_alone(forms, form):
-    """A gradient in fp32 beside an input in bf16 has fp32's bits, and is no rounded one that was cast."""
+    """An fp32 gradient with a bf16 input has the bits of fp32, and is not a cast of a rounded one."""
     low = {"x and dy": (True, False, True), "w": (False, True, False)}[form]
     arrays = [a.astype(ml_dtypes.bfloat16) if cast else a for a, cast in zip(problem(), low, strict=True)]
     part = Linear(**forms)
     y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=part), *map(jnp.asarray, arrays[:2]))
-    got = y, *back(jnp.asarray(arrays[2]))
+    actual = y, *back(jnp.asarray(arrays[2]))
     if not part.is_quantized:  # one operand in bf16 makes the product one of bf16
         arrays = [a.astype(ml_dtypes.bfloat16) for a in arrays]
     wide = [a.astype(np.float32) for a in arrays]
-    for name, found, exact, cast in zip(
-        ("y", "dx", "dw"), got, want(part, *wide, {}), (*low[:1], *low[:2]), strict=True
+    for name, result, exact, cast in zip(
+        ("y", "dx", "dw"), actual, reference(part, *wide, {}), (*low[:1], *low[:2]), strict=True
     ):
-        assert found.dtype == (jnp.bfloat16 if cast else jnp.float32), name
-        assert relative(found, exact) < (2.0**-8 if cast else 1e-6), name
+        assert result.dtype == (jnp.bfloat16 if cast else jnp.float32), name
+        assert relative(result, exact) < (2.0**-8 if cast else 1e-6), name
         if not cast:
-            assert (np.asarray(found) != np.asarray(found).astype(ml_dtypes.bfloat16).astype(np.float32)).any(), name
+            assert (np.asarray(result) != np.asarray(result).astype(ml_dtypes.bfloat16).astype(np.float32)).any(), name

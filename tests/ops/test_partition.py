@@ -1,4 +1,4 @@
-"""Kernels' calls on sharded arrays give what one device gives; references stand in for the kernels."""
+"""Kernel calls on sharded arrays equal those on one device; references replace the kernels."""
 
 import contextlib
 import functools
@@ -42,8 +42,8 @@ def draw(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
 
 
-def same(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, tree) for tree in (found, expected)))
+def same(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, tree) for tree in (actual, expected)))
 
 
 def statistics(x):
@@ -65,37 +65,37 @@ def statistics(x):
 def test_parts_are_put_together(kind, layout, within):
     x, mesh = jnp.round(100 * draw(0, 16, 32)), mesh_of(kind)
     with jax.set_mesh(mesh) if within else contextlib.nullcontext():
-        found = jax.jit(statistics)(place(mesh, x, *layout))
+        actual = jax.jit(statistics)(place(mesh, x, *layout))
     rows = np.asarray(x)
-    same(found, (rows.T, rows.max(), rows.astype(np.int32).sum(0), rows.reshape(16, 8, 4).max(-1), np.arange(16)))
+    same(actual, (rows.T, rows.max(), rows.astype(np.int32).sum(0), rows.reshape(16, 8, 4).max(-1), np.arange(16)))
 
 
 def test_what_is_cut_stays_cut():
     mesh = mesh_of(AxisType.Auto)
-    turned, _, sums, maxima, _ = jax.jit(statistics)(place(mesh, draw(0, 16, 32), "rows", "columns"))
-    specs = [tuple(x.sharding.spec) for x in (turned, sums, maxima)]
+    transposed, _, sums, maxima, _ = jax.jit(statistics)(place(mesh, draw(0, 16, 32), "rows", "columns"))
+    specs = [tuple(x.sharding.spec) for x in (transposed, sums, maxima)]
     assert specs == [("columns", "rows"), ("columns",), ("rows", "columns")]
 
 
 @both
 def test_blocks_are_cut_between(kind):
-    """Of 8 columns in two blocks of 4 no device of eight has a whole block: they are gathered."""
+    """8 columns in two blocks of 4 over eight devices: no device has a whole block, so they are gathered."""
     mesh = mesh_of(kind)
     for width, spec in ((64, (None, "columns")), (8, (None, ("rows", "columns")))):
         x = draw(0, 16, width)
-        found = jax.jit(statistics)(place(mesh, x, *spec))[3]
-        same(found, np.asarray(x).reshape(16, -1, 4).max(-1))
-        assert found.sharding.is_fully_replicated == (width == 8)
+        actual = jax.jit(statistics)(place(mesh, x, *spec))[3]
+        same(actual, np.asarray(x).reshape(16, -1, 4).max(-1))
+        assert actual.sharding.is_fully_replicated == (width == 8)
 
 
 @both
 def test_under_vmap(kind):
     mesh, x = mesh_of(kind), jnp.round(100 * draw(0, 3, 8, 16))
-    found = jax.jit(jax.vmap(statistics))(place(mesh, x, None, "rows", "columns"))
-    same(found, jax.vmap(lambda x: statistics(x))(x))
-    assert not found[0].sharding.is_fully_replicated
+    actual = jax.jit(jax.vmap(statistics))(place(mesh, x, None, "rows", "columns"))
+    same(actual, jax.vmap(lambda x: statistics(x))(x))
+    assert not actual[0].sharding.is_fully_replicated
     twice = jax.jit(jax.vmap(jax.vmap(statistics)))(place(mesh, jnp.stack([x, 2 * x]), None, None, "rows", "columns"))
-    same(jax.tree.map(lambda y: y[0], twice), found)
+    same(jax.tree.map(lambda y: y[0], twice), actual)
 
 
 def test_programs_are_told_apart_by_their_code(monkeypatch):
@@ -114,13 +114,13 @@ def test_a_contraction_that_is_cut_is_summed_once(kind):
 
     mesh, a, b = mesh_of(kind), jnp.round(8 * draw(0, 16, 32)), jnp.round(8 * draw(1, 24, 32))
     for left, right in (((None, "rows"), (None, "rows")), (("rows",), ("rows",)), (("rows", "columns"), ("columns",))):
-        found = jax.jit(product)(place(mesh, a, *left), place(mesh, b, *right))
-        same(found, np.asarray(a) @ np.asarray(b).T)
+        actual = jax.jit(product)(place(mesh, a, *left), place(mesh, b, *right))
+        same(actual, np.asarray(a) @ np.asarray(b).T)
 
 
 @both
 @pytest.mark.parametrize(
-    ("operand", "expected", "kept"),
+    ("operand", "expected", "is_sharded"),
     [
         ("rows", ("rows", None), ("rows", None)),
         ("rows", (None, "rows"), (None, "rows")),
@@ -130,8 +130,8 @@ def test_a_contraction_that_is_cut_is_summed_once(kind):
     ],
     ids=str,
 )
-def test_each_device_keeps_its_part_of_a_sum(kind, operand, expected, kept):
-    """As FSDP has gradients of weights: what the devices send is half of an all-reduce's."""
+def test_each_device_keeps_its_part_of_a_sum(kind, operand, expected, is_sharded):
+    """As gradients of weights in FSDP: half of the traffic of an all-reduce."""
 
     def summed_over_k(a, b):
         def local(cut: DimSharding, a, b):
@@ -141,21 +141,21 @@ def test_each_device_keeps_its_part_of_a_sum(kind, operand, expected, kept):
 
     def product(a, b, sharding):
         y = summed_over_k(a, b)
-        found.append(jax.typeof(y).sharding.spec)
+        results.append(jax.typeof(y).sharding.spec)
         explicit = kind == AxisType.Explicit
         return jax.sharding.reshard(y, sharding) if explicit else lax.with_sharding_constraint(y, sharding)
 
-    found, mesh, a, b = [], mesh_of(kind), jnp.round(8 * draw(0, 16, 64)), jnp.round(8 * draw(1, 24, 64))
+    results, mesh, a, b = [], mesh_of(kind), jnp.round(8 * draw(0, 16, 64)), jnp.round(8 * draw(1, 24, 64))
     placed = place(mesh, a, None, operand), place(mesh, b, None, operand)
     run = jax.jit(lambda a, b: product(a, b, NamedSharding(mesh, PartitionSpec(*expected)))).lower(*placed).compile()
     same(run(*placed), np.asarray(a) @ np.asarray(b).T)
     if kind == AxisType.Explicit:
-        assert tuple(found[0]) == kept
+        assert tuple(results[0]) == is_sharded
         several = [place(mesh, jnp.stack([x, x]), None, None, operand) for x in (a, b)]
-        assert tuple(jax.eval_shape(jax.vmap(summed_over_k), *several).sharding.spec) == (None, *kept)
-    text, summed = run.as_text(), kept != (None, None)
+        assert tuple(jax.eval_shape(jax.vmap(summed_over_k), *several).sharding.spec) == (None, *is_sharded)
+    text, summed = run.as_text(), is_sharded != (None, None)
     assert ("reduce-scatter(" in text) == summed
-    assert ("all-reduce(" in text) == (not summed or (operand, kept) == (("rows", "columns"), (None, "rows")))
+    assert ("all-reduce(" in text) == (not summed or (operand, is_sharded) == (("rows", "columns"), (None, "rows")))
 
 
 def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
@@ -168,19 +168,19 @@ def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
 
 
 def test_what_a_notation_says_of_cuts():
-    of = lambda *sides: partition.ShardingRule(*([partition.dimensions(t) for t in side] for side in sides))  # noqa: E731
-    two = of(("m n/4", "m n"), ("m n/6",))
+    rule = lambda *sides: partition.ShardingRule(*([partition.dimensions(t) for t in side] for side in sides))  # noqa: E731
+    two = rule(("m n/4", "m n"), ("m n/6",))
     assert (two.unit("n"), two.unit("m")) == (12, 1)
     for shapes in (((8, 6), (9, 24)), ((9, 6), (8, 24))):
         with pytest.raises(ValueError, match=r"dimension m has lengths [89] and [89]"):
             two.lengths(shapes)
     # Shardy is told of dimensions that all devices divide; the others, and empty ones, are each alone.
-    assert of(("m n",), ("m n",)).shardy_rule({"m": 8, "n": 6}, 4) == ("m_ free0 -> m_ free1", {})
-    assert of(("m n",), ("m",)).shardy_rule({"m": 0, "n": 8}, 4) == ("free0 n_ -> free1", {})
+    assert rule(("m n",), ("m n",)).shardy_rule({"m": 8, "n": 6}, 4) == ("m_ free0 -> m_ free1", {})
+    assert rule(("m n",), ("m",)).shardy_rule({"m": 0, "n": 8}, 4) == ("free0 n_ -> free1", {})
     assert two.shardy_rule({"m": 8, "n": 48}, 4)[1] == {"n_in4": 3, "n_": 4, "n_in1": 12, "n_in6": 2}
     # The operand that comes first says by which axes a dimension is cut.
     rows = (PartitionSpec("a"), PartitionSpec("b"))
-    assert of(("m k", "m n"), ("m",)).assign({"m": 8, "k": 8, "n": 8}, rows, {"a": 2, "b": 2}).axes == {"m": ("a",)}
+    assert rule(("m k", "m n"), ("m",)).assign({"m": 8, "k": 8, "n": 8}, rows, {"a": 2, "b": 2}).axes == {"m": ("a",)}
 
 
 def test_nan_is_a_maximum():
@@ -196,19 +196,19 @@ def test_a_dimension_may_be_cut_by_two_axes():
         places = cut.shard_offset("m", 5), cut.num_shards("m"), *cut.rng_offset((40, 3), (4, 3))
         return jnp.stack([*places, cut.shard_offset("n", 5)])
 
-    found = jax.shard_map(
+    actual = jax.shard_map(
         lambda x: run(x)[None], mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec(axes)
     )
-    assert jax.jit(found)(jnp.zeros(8)).tolist() == [[5 * i, 8, 3, 3 * i, 0] for i in range(8)]
+    assert jax.jit(actual)(jnp.zeros(8)).tolist() == [[5 * i, 8, 3, 3 * i, 0] for i in range(8)]
 
 
 def test_inside_shard_map_arrays_are_a_devices_own():
     mesh, x = mesh_of(AxisType.Auto), draw(0, 16, 32)
     spec = PartitionSpec("rows", "columns")
-    found = jax.jit(jax.shard_map(lambda x: statistics(x)[1][None, None], mesh=mesh, in_specs=spec, out_specs=spec))(
+    actual = jax.jit(jax.shard_map(lambda x: statistics(x)[1][None, None], mesh=mesh, in_specs=spec, out_specs=spec))(
         place(mesh, x, "rows", "columns")
     )
-    same(found, np.asarray(x).reshape(4, 4, 2, 16).max((1, 3)))
+    same(actual, np.asarray(x).reshape(4, 4, 2, 16).max((1, 3)))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_notation_that_does_not_fit_is_refused():
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """References in place of the kernels of norms, activations and quantization."""
+    """Replaces the kernels of norms, activations and quantization by references."""
     pytest.importorskip("jax_triton")
     from fp8jax.ops.quantization import fused_kernels
     from pallas_kernels.quantization import amax_triton, quantize_rows_triton, quantize_triton
@@ -294,8 +294,8 @@ def stand_ins(monkeypatch):
 
         if columns == "same":
             first = one(x, rows, row_scale)
-            turned = types.SimpleNamespace(codes=first.codes.T, scale=first.scale.T, microscale=None)
-            return first, turned, total
+            transposed = types.SimpleNamespace(codes=first.codes.T, scale=first.scale.T, microscale=None)
+            return first, transposed, total
         return one(x, rows, row_scale), one(x.T, columns, column_scale), total
 
     monkeypatch.setattr(amax_triton, "compute_amax", maxima)
@@ -314,36 +314,36 @@ QUANTIZED = [
 @pytest.mark.parametrize(
     ("kind", "rows", "columns", "strategy"),
     [
-        (kind, *how) if i % 2 == (kind == AxisType.Auto) else slow(kind, *how)
-        for i, how in enumerate(QUANTIZED)
+        (kind, *specs) if i % 2 == (kind == AxisType.Auto) else slow(kind, *specs)
+        for i, specs in enumerate(QUANTIZED)
         for kind in (AxisType.Auto, AxisType.Explicit)
     ],
 )
 def test_codes_and_scales_do_not_depend_on_the_mesh(stand_ins, kind, rows, columns, strategy):
     mesh, x = mesh_of(kind), draw(0, 128, 64)
-    how = ops._parse(rows, columns, scaling.find_scaling(strategy), True)
-    known = scaling.compute_amax(x) if rows == "e4m3" else None
-    run = jax.jit(lambda x: ops._kernel(how, x, None, None, known))
-    expected, sums = ops._reference(how, x, None, None, known)
+    specs = ops._parse(rows, columns, scaling.find_scaling(strategy), True)
+    amax_ = scaling.compute_amax(x) if rows == "e4m3" else None
+    run = jax.jit(lambda x: ops._kernel(specs, x, None, None, amax_))
+    expected, sums = ops._reference(specs, x, None, None, amax_)
     for layout in LAYOUTS[:3]:
-        found, total = run(place(mesh, x, *layout))
-        same(jax.tree.leaves(found), jax.tree.leaves(expected))
+        actual, total = run(place(mesh, x, *layout))
+        same(jax.tree.leaves(actual), jax.tree.leaves(expected))
         np.testing.assert_allclose(np.asarray(total), np.asarray(sums), rtol=1e-5, atol=1e-4)
 
 
 @both
 def test_noise_goes_by_the_place_in_the_whole_matrix(stand_ins, kind):
     mesh, x, key = mesh_of(kind), draw(0, 64, 32), jax.random.key(0)
-    how = ops._parse("int8:token+stochastic", None, scaling.find_scaling("current"), False)
-    found = [
-        jax.jit(lambda x: ops._kernel(how, x, None, key, None)[0][0].codes)(place(mesh, x, *layout))
+    specs = ops._parse("int8:token+stochastic", None, scaling.find_scaling("current"), False)
+    actual = [
+        jax.jit(lambda x: ops._kernel(specs, x, None, key, None)[0][0].codes)(place(mesh, x, *layout))
         for layout in LAYOUTS
     ]
-    for other in found[:-1]:
-        same(other, found[-1])
+    for other in actual[:-1]:
+        same(other, actual[-1])
     first = np.asarray(jax.random.bits(key, (2,), jnp.uint32))[0]
     i, j = np.indices((64, 32)).astype(np.uint32)
-    same(found[0].view(jnp.uint8), ((i // 4 * np.uint32(32) + j + first) % 251).astype(np.uint8))
+    same(actual[0].view(jnp.uint8), ((i // 4 * np.uint32(32) + j + first) % 251).astype(np.uint8))
 
 
 @both
@@ -361,7 +361,7 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
     from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, NORM, RESULT, UP, Operands
 
     def everything(on, x, up, dy, weight):
-        codes, scales, inverse, mean, amax, made = on.forward(
+        codes, scales, inverse, mean, amax, output = on.forward(
             norm, x, weight, weight, 1e-6, coding, result=(jnp.float32(0.01), jnp.float8_e4m3fn)
         )
         back = on.backward(norm, codes, scales, inverse, weight, dy, jnp.float32, x)
@@ -369,20 +369,22 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
         exact, plain = gated._replace(reads_arrays=True), Operands(x, up=up)
         sample = on.compute_amaxes(exact, (RESULT,), plain, every=scaling.SAMPLE_EVERY)
         (g, gs), (u, us) = parts[:2]
-        kept = Operands(g, gs, up=u, up_scale=us, gradient=dy)
-        ahead = on.quantize_and_predict(gated, kept, jnp.float32(0.01), jnp.float8_e4m3fn)
+        operands = Operands(g, gs, up=u, up_scale=us, gradient=dy)
+        ahead = on.quantize_and_predict(gated, operands, jnp.float32(0.01), jnp.float8_e4m3fn)
         cotangents, totals = on.quantize(
-            gated, (GATE, UP), kept, (jnp.float32(0.01),) * 2, jnp.float8_e5m2, rows=True, columns=True, sums=True
+            gated, (GATE, UP), operands, (jnp.float32(0.01),) * 2, jnp.float8_e5m2, rows=True, columns=True, sums=True
         )
-        mended = on.requantize_if(exact, (RESULT,), plain, made, jnp.float32(0.02), top > 0)
+        mended = on.requantize_if(exact, (RESULT,), plain, output, jnp.float32(0.02), top > 0)
         of_norm = Operands(x, rstd=inverse, mean=mean, weight=weight, bias=weight)
-        again = on.requantize_if(norm._replace(reads_arrays=True), (NORM,), of_norm, made, jnp.float32(0.02), amax > 0)
+        again = on.requantize_if(
+            norm._replace(reads_arrays=True), (NORM,), of_norm, output, jnp.float32(0.02), amax > 0
+        )
         exact_parts = (
             codes,
             scales,
             inverse,
             amax,
-            made,
+            output,
             parts,
             top,
             sample,
@@ -392,14 +394,14 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
             again,
             back[0],
         )
-        amaxes = [on.compute_amaxes(gated, (GATE, UP), kept, compute_if=flag) for flag in (top > 0, top < 0)]
+        amaxes = [on.compute_amaxes(gated, (GATE, UP), operands, compute_if=flag) for flag in (top > 0, top < 0)]
         return (*exact_parts, amaxes), [*back[1:], *totals]
 
     expected, sums = jax.jit(lambda *a: everything(fused_reference, *a))(x, up, dy, weight)
     for layout in LAYOUTS[:3]:
         arrays = (place(mesh, a, *layout) for a in (x, up, dy))
-        found, totals = jax.jit(lambda *a: everything(stand_ins, *a))(*arrays, weight)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        actual, totals = jax.jit(lambda *a: everything(stand_ins, *a))(*arrays, weight)
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             # Rows of a norm that a device does not hold whole are gathered; elementary functions may differ in bits.
             close = np.isclose(*(np.asarray(t, np.float32) for t in (a, b)), rtol=1e-5, atol=1e-5)
             assert close.mean() > 0.999, (layout, a.shape)
@@ -409,7 +411,7 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
 
 @pytest.mark.parametrize("paired", [False, True])
 def test_products_without_kernels_are_mapped_in_one_and_gather_codes(paired):
-    """Blocks in a batch; rows of both sides are cut by one mesh axis."""
+    """Blocks in a batch; one mesh axis shards the rows of both sides."""
     mesh, spec = mesh_of(AxisType.Auto), QuantSpec.parse("int8:block16")
     a, b = (quantize_with_scale(draw(i, 64, 128), spec, None) for i in range(2))
     b = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), b)
@@ -432,7 +434,7 @@ def test_products_without_kernels_are_mapped_in_one_and_gather_codes(paired):
     ids=str,
 )
 def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monkeypatch):
-    """A stand-in for AdamW's kernel returns where it believes its groups to be, and small changes of weights."""
+    """A replacement of AdamW's kernel returns the positions of its groups, and small changes of weights."""
     pytest.importorskip("jax_triton")
     from fp8jax.core import noise
     from fp8jax.core.noise import round_stochastic
@@ -476,15 +478,15 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     layouts = [(), ("rows",), (None, "columns"), (None, "columns", "rows"), ("rows", "columns"), (None, None, "rows")]
     for layout in layouts:
         placed = jax.tree.map(lambda x: place(mesh, x, *(layout if x.ndim == 3 else ())), leaf)  # noqa: B023
-        new, codes, found = jax.jit(run)(placed)
-        same(found, np.asarray(seed)[0] + numbers)
+        new, codes, actual = jax.jit(run)(placed)
+        same(actual, np.asarray(seed)[0] + numbers)
         same(codes, leaf.mu.codes)
         moved = weight.astype(jnp.float32) + leaf.grad / 1024
         same(new, round_stochastic(moved, seed) if stochastic else moved)
 
 
 def test_a_program_is_found_in_the_persistent_cache_and_no_other_in_its_place(monkeypatch, tmp_path):
-    """With the address of the partitioner's callback out of the key, names alone tell kernels apart."""
+    """Without the address of the partitioner's callback in the cache key, only names distinguish kernels."""
     hits = []
     note = lambda event, **_: hits.append(event) if event == "/jax/compilation_cache/cache_hits" else None  # noqa: E731
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))

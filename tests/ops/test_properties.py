@@ -83,13 +83,13 @@ def test_values_come_back_within_half_a_step_of_their_block(spec, count):
     fmt = formats.get(spec.format)
 
     def holds(x):
-        found, amax = np.float64(decoded(spec)(x)), block_amax(x, spec)
+        actual, amax = np.float64(decoded(spec)(x)), block_amax(x, spec)
         is_normal = amax > NORMAL
         limit = step(np.abs(np.float64(x)), amax, fmt) * (1 + 1e-5) + 2.0**-22 * np.abs(x)
-        assert (np.abs(found - x) <= limit)[is_normal].all()
-        assert np.isfinite(found).all()
-        assert (found * np.sign(x) >= 0).all()
-        assert (np.abs(found) <= amax * (1 + 1e-6) + formats.TINY).all()
+        assert (np.abs(actual - x) <= limit)[is_normal].all()
+        assert np.isfinite(actual).all()
+        assert (actual * np.sign(x) >= 0).all()
+        assert (np.abs(actual) <= amax * (1 + 1e-6) + formats.TINY).all()
 
     # A block of zeros; one of numbers near the end of fp32; and values that 16 bits hold exactly.
     ones = np.ones(SHAPE, np.float32)
@@ -112,10 +112,10 @@ def test_a_power_of_two_times_the_values_gives_as_many_times_the_result(spec, co
 @pytest.mark.parametrize("spec", few(["e4m3", "e5m2:token", "e4m3:group128", "e4m3:group128+expand"], "e5m2:token"))
 def test_what_is_not_finite_stays_so_and_changes_no_other_value(spec, count):
     def holds(x):
-        found, is_finite = np.asarray(decoded(fp8jax.QuantSpec.parse(spec))(x)), np.isfinite(x)
-        assert (np.isfinite(found) == is_finite).all()
+        actual, is_finite = np.asarray(decoded(fp8jax.QuantSpec.parse(spec))(x)), np.isfinite(x)
+        assert (np.isfinite(actual) == is_finite).all()
         without = decoded(fp8jax.QuantSpec.parse(spec))(np.where(is_finite, x, 0))
-        np.testing.assert_array_equal(found[is_finite], np.asarray(without)[is_finite])
+        np.testing.assert_array_equal(actual[is_finite], np.asarray(without)[is_finite])
 
     check(holds, count, arrays(specials=NON_FINITE))
 
@@ -127,13 +127,13 @@ def test_microscales_lose_at_most_a_power_of_two_of_their_group(spec, count):
     group = fp8jax.QuantSpec("e4m3", "group", 32)
 
     def holds(x):
-        found, amax = np.float64(decoded(fp8jax.QuantSpec.parse(spec))(x)), block_amax(x, group)
+        actual, amax = np.float64(decoded(fp8jax.QuantSpec.parse(spec))(x)), block_amax(x, group)
         # The powers of groups reach 2^-127 of the outer scale.
         is_normal = amax > max(NORMAL, np.abs(x).max() * 2.0**-100)
         limit = step(np.abs(np.float64(x)), 2 * amax, formats.E4M3) * (1 + 1e-5) + 2.0**-21 * np.abs(x)
-        saturated = np.abs(found) >= amax * 0.8 if spec.endswith("ocp") else np.zeros(SHAPE, bool)
-        assert ((np.abs(found - x) <= limit) | saturated)[is_normal].all()
-        assert (np.abs(found - x) <= np.abs(x) / 8 + limit)[is_normal].all()
+        saturated = np.abs(actual) >= amax * 0.8 if spec.endswith("ocp") else np.zeros(SHAPE, bool)
+        assert ((np.abs(actual - x) <= limit) | saturated)[is_normal].all()
+        assert (np.abs(actual - x) <= np.abs(x) / 8 + limit)[is_normal].all()
 
     check(holds, count, arrays(lowest=-20, highest=20, specials=(0.0, 1e-30)))
 
@@ -187,13 +187,13 @@ def test_a_product_and_its_gradients_err_by_no_more_than_their_operands(recipe, 
     def holds(x, seed):
         x = np.asarray(x, jnp.bfloat16)
         dy = np.asarray(np.random.default_rng(seed).normal(size=(SHAPE[0], 64)), jnp.bfloat16)
-        found = [np.float64(array) for array in run(x, dy)]
+        actual = [np.float64(array) for array in run(x, dy)]
         a, b, c = (np.float64(np.float32(array)) for array in (x, w, dy))
         specs = {"x": linear.x, "w": linear.w, "dy": linear.dy or linear.x}
         ex, ew, ec = (error(*pair) for pair in ((a, specs["x"]), (b, specs["w"]), (c, specs["dy"])))
         # Operands of gradients are codes of codes: twice the error.
         pairs = [(a, b, ex, ew), (c, b.T, 2 * ec, 2 * ew.T), (a.T, c, 2 * ex.T, 2 * ec)]
-        for y, (left, right, el, er) in zip(found, pairs, strict=True):
+        for y, (left, right, el, er) in zip(actual, pairs, strict=True):
             limit = np.sum(el**2 @ right**2 + left**2 @ er**2 + el**2 @ er**2) ** 0.5
             limit += np.linalg.norm(left @ right) * 2.0**-8 + formats.TINY
             assert np.linalg.norm(y - left @ right) <= limit

@@ -41,20 +41,20 @@ MIXED = fp8jax.recipes.Linear("e4m3", "e4m3", "e4m3", "e5m2", "e5m2", "e5m2", x_
 @pytest.mark.parametrize("recipe", ["te_current", MIXED], ids=["te_current", "mixed"])
 def test_each_group_by_its_own_matrix(recipe):
     y, back = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, SIZES, recipe=recipe), X, W)
-    dy, of = jax.random.normal(jax.random.key(2), y.shape), fp8jax.recipes.linear_part(recipe)
+    dy, part = jax.random.normal(jax.random.key(2), y.shape), fp8jax.recipes.linear_part(recipe)
     kinds = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": E5M2}
-    by = lambda x, operand: rounded(np.asarray(x), kinds[of.spec(operand).format])  # noqa: E731
+    by = lambda x, operand: rounded(np.asarray(x), kinds[part.spec(operand).format])  # noqa: E731
     forward, backward = ([by(m, operand) for m in W] for operand in ("w", "w_dgrad"))
     # One scale for each group's tokens, whatever the token in none holds.
     x, x_wgrad = (by_group(np.asarray(X), lambda m, o=o: by(m, o)) for o in ("x", "x_wgrad"))
     g, g_wgrad = (by_group(np.asarray(dy), lambda m, o=o: by(m, o)) for o in ("dy", "dy_wgrad"))
-    want = np.stack([x[i] @ forward[e] for i, e in enumerate(OF)] + [np.zeros(OUTPUTS)])
-    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    expected = np.stack([x[i] @ forward[e] for i, e in enumerate(OF)] + [np.zeros(OUTPUTS)])
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
     dx, dw = back(dy)
-    want = np.stack([g[i] @ backward[e].T for i, e in enumerate(OF)] + [np.zeros(INPUTS)])
-    np.testing.assert_allclose(dx, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
-    want = np.stack([x_wgrad[:9][e == OF].T @ g_wgrad[:9][e == OF] for e in range(3)])
-    np.testing.assert_allclose(dw, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    expected = np.stack([g[i] @ backward[e].T for i, e in enumerate(OF)] + [np.zeros(INPUTS)])
+    np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    expected = np.stack([x_wgrad[:9][e == OF].T @ g_wgrad[:9][e == OF] for e in range(3)])
+    np.testing.assert_allclose(dw, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_recipes_lie_near_the_product(name):
     w = w + 0.1 * jax.random.normal(jax.random.key(1), w.shape)
     key = jax.random.key(3)
     run = lambda f: jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))(x, w)  # noqa: E731
-    got = run(lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe=name, key=key))
-    assert 0 < relative(got, run(lambda x, w: jax.lax.ragged_dot(x, w, sizes))) < 0.25
+    actual = run(lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe=name, key=key))
+    assert 0 < relative(actual, run(lambda x, w: jax.lax.ragged_dot(x, w, sizes))) < 0.25
 
 
 @pytest.mark.parametrize("shared", [True, False])

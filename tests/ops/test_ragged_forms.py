@@ -66,8 +66,8 @@ def test_weights_of_both_layouts(recipe, x_transposed):
     x, w = X.T if x_transposed else X, W.swapaxes(1, 2)
     y, dx, dw = jax.jit(gradients(lambda x, w: run(x, w, jnp.asarray(SIZES))))(x, w, DY)
     dx = dx.T if x_transposed else dx
-    for got, want in zip((y, dx, dw.swapaxes(1, 2)), oracle(X, W, DY), strict=True):
-        assert relative(got, want) < limit(recipe)
+    for actual, expected in zip((y, dx, dw.swapaxes(1, 2)), oracle(X, W, DY), strict=True):
+        assert relative(actual, expected) < limit(recipe)
 
 
 def test_the_outputs_of_a_transposed_weight_are_placed_on_an_explicit_mesh_as_its_second_axis():
@@ -87,8 +87,8 @@ def test_products_along_tokens(recipe):
     tail = np.arange(TOKENS)[:, None] >= STARTS[-1]
     x, dy = np.where(tail, np.nan, X), np.where(tail, np.inf, DY)
     dw, da, db = jax.jit(gradients(lambda a, b: run(a, b, jnp.asarray(SIZES))))(x, dy, W)
-    _, _, want = oracle(X, W, DY)
-    assert relative(dw, want) < limit(recipe)
+    _, _, expected = oracle(X, W, DY)
+    assert relative(dw, expected) < limit(recipe)
     y, dx, _ = oracle(X, W, DY)  # the product's operands are multiplied by the cotangent W
     assert relative(da, dx) < limit(recipe)
     assert relative(db, y) < limit(recipe)
@@ -104,9 +104,13 @@ def test_a_devices_part_of_the_experts(recipe):
     run = jax.jit(lambda x, w, dy, at: gradients(lambda x, w: dot(recipe)(x, w, SIZES, group_offset=at))(x, w, dy))
     y, dx, dw = run(x, W[1:], dy, jnp.array([1]))
     want_y, want_dx, want_dw = oracle(X, W, DY)
-    own = slice(20, STARTS[-1])
-    for got, want in ((y[own], want_y[own]), (dx[own], want_dx[own]), (dw, want_dw[1:])):
-        assert relative(got, want) < limit(recipe)
+    rows_of_device = slice(20, STARTS[-1])
+    for actual, expected in (
+        (y[rows_of_device], want_y[rows_of_device]),
+        (dx[rows_of_device], want_dx[rows_of_device]),
+        (dw, want_dw[1:]),
+    ):
+        assert relative(actual, expected) < limit(recipe)
     assert not np.asarray(y)[others].any()
     assert not np.asarray(dx)[others].any()
     np.testing.assert_array_equal(y, dot(recipe)(x, W[1:], SIZES, group_offset=1))
@@ -142,7 +146,7 @@ def test_explicit_meshes(recipe):
     """Each placement has the specs of x, of w and of the result."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     run = gradients(lambda x, w: dot(recipe)(x, w, jnp.asarray(SIZES)))
-    want = jax.jit(run)(X, W, DY)
+    expected = jax.jit(run)(X, W, DY)
     for x_spec, w_spec, y_spec in (
         (P("d"), P(), P("d", None)),
         (P(), P(None, None, "d"), P(None, "d")),
@@ -155,8 +159,8 @@ def test_explicit_meshes(recipe):
         assert jax.typeof(dx).sharding == jax.typeof(x).sharding
         assert jax.typeof(dw).sharding == jax.typeof(w).sharding
         # Sums of codes travel between devices in 16 bits.
-        for got, alone in zip((y, dx, dw), want, strict=True):
-            assert relative(got, alone) < (1e-5 if recipe == "bf16" else 5e-3)
+        for actual, alone in zip((y, dx, dw), expected, strict=True):
+            assert relative(actual, alone) < (1e-5 if recipe == "bf16" else 5e-3)
 
 
 def test_mapped_over_inputs_and_weights():
@@ -168,8 +172,8 @@ def test_mapped_over_inputs_and_weights():
     each = [alone(x, W) for x in xs]
     assert relative(dx, jnp.stack([d for d, _ in each])) < 1e-5
     assert relative(dw, each[0][1] + each[1][1]) < 1e-5
-    got = jax.jit(jax.vmap(run))(xs, ws)
-    assert relative(got, jnp.stack([run(*pair) for pair in zip(xs, ws, strict=True)])) < 1e-5
+    actual = jax.jit(jax.vmap(run))(xs, ws)
+    assert relative(actual, jnp.stack([run(*pair) for pair in zip(xs, ws, strict=True)])) < 1e-5
 
 
 @pytest.mark.parametrize(("recipe", "transposed"), covering(["coat", "deepseek"], [False, True]))
@@ -181,10 +185,12 @@ def test_codes_of_experts_are_given_once_for_all_calls(recipe, transposed):
     assert quantized.forward.shape == (GROUPS, OUTPUTS, INPUTS)
     run = dot(recipe, dimension_numbers=numbers)
     plain = lambda x, w: run(x, w, jnp.asarray(SIZES))  # noqa: E731
-    given = lambda x, w: run(x, w, jnp.asarray(SIZES), quantized=quantized)  # noqa: E731
-    for got, want in zip(jax.jit(gradients(given))(X, w, DY), jax.jit(gradients(plain))(X, w, DY), strict=True):
-        assert relative(got, want) < 1e-6
-    saved = residuals(given, jnp.asarray(X), w)
+    run_quantized = lambda x, w: run(x, w, jnp.asarray(SIZES), quantized=quantized)  # noqa: E731
+    for actual, expected in zip(
+        jax.jit(gradients(run_quantized))(X, w, DY), jax.jit(gradients(plain))(X, w, DY), strict=True
+    ):
+        assert relative(actual, expected) < 1e-6
+    saved = residuals(run_quantized, jnp.asarray(X), w)
     assert ("uint8", (GROUPS, INPUTS, OUTPUTS)) in saved
     assert ("float32", w.shape) not in saved
     # Codes of another weight give another product: the given ones are read.

@@ -1,4 +1,4 @@
-"""Memory of experts: temporaries of compiled programs beside a lean form in bf16, and what is saved."""
+"""Memory of experts: temporaries of compiled programs against a minimal bf16 version, and residuals."""
 
 import functools
 
@@ -28,7 +28,7 @@ PARAMS = {
 
 
 def over_tiles(sizes, tokens, body, result):
-    """body(group, first row, rows of the group) for each tile of rows, one after the other."""
+    """Calls body(group, first row, rows of the group) for each tile of rows in order."""
     ends = jnp.cumsum(sizes)
     counts = -(-sizes // TILE)
     tile_ends = jnp.cumsum(counts)
@@ -44,24 +44,26 @@ def over_tiles(sizes, tokens, body, result):
 
 
 def multiply_rows(x, w, sizes, transposed=False):
-    def body(group, at, own, y):
+    def body(group, at, rows, y):
         product = lax.dynamic_slice_in_dim(x, at, TILE) @ (w[group].T if transposed else w[group])
-        return lax.dynamic_update_slice_in_dim(y, jnp.where(own, product, lax.dynamic_slice_in_dim(y, at, TILE)), at, 0)
+        return lax.dynamic_update_slice_in_dim(
+            y, jnp.where(rows, product, lax.dynamic_slice_in_dim(y, at, TILE)), at, 0
+        )
 
     return over_tiles(sizes, x.shape[0], body, jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), x.dtype))
 
 
 @jax.custom_vjp
 def lean_dot(x, w, sizes):
-    """A grouped product in bf16 that copies no operand."""
+    """A grouped matmul in bf16 that copies no operand."""
     return multiply_rows(x, w, sizes)
 
 
 def lean_bwd(saved, dy):
     x, w, sizes = saved
 
-    def body(group, at, own, dw):
-        a, b = (jnp.where(own, lax.dynamic_slice_in_dim(m, at, TILE), 0) for m in (x, dy))
+    def body(group, at, rows, dw):
+        a, b = (jnp.where(rows, lax.dynamic_slice_in_dim(m, at, TILE), 0) for m in (x, dy))
         return dw.at[group].add(a.T @ b)
 
     dw = over_tiles(sizes, x.shape[0], body, jnp.zeros_like(w))

@@ -1,4 +1,4 @@
-"""Properties of `fp8jax.ragged_dot` in float64: groups of any size, rows in none, and experts of small values."""
+"""Properties of `fp8jax.ragged_dot` in float64: groups of any size, rows in no group, and experts with small values."""
 
 import functools
 
@@ -44,7 +44,7 @@ def rows_of(sizes):
 
 
 def oracle(x, w, dy, sizes):
-    """In float64; rows in no group are zeros."""
+    """The result in float64; rows in no group are zeros."""
     x, w, dy = (a.astype(np.float64) for a in (x, w, dy))
     y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
     for i, rows in enumerate(rows_of(sizes)):
@@ -58,12 +58,12 @@ def test_groups_of_any_size_whatever_other_rows_hold(sizes, recipe):
     run, end = product_and_gradients(recipe), sum(sizes)
     x, dy = (np.where(np.arange(TOKENS)[:, None] < end, m, 0) for m in (X, DY))
     results = run(x, W, dy, sizes)
-    for got, want in zip(results, oracle(x, W, dy, sizes), strict=True):
-        assert np.linalg.norm(got - want) <= (1e-5 if recipe == "bf16" else 0.08) * np.linalg.norm(want)
+    for actual, expected in zip(results, oracle(x, W, dy, sizes), strict=True):
+        assert np.linalg.norm(actual - expected) <= (1e-5 if recipe == "bf16" else 0.08) * np.linalg.norm(expected)
     for rest in (1e7, 1e30, np.nan, np.inf):
         x[end:] = dy[end:] = rest
-        for got, want in zip(run(x, W, dy, sizes), results, strict=True):
-            np.testing.assert_array_equal(got, want)
+        for actual, expected in zip(run(x, W, dy, sizes), results, strict=True):
+            np.testing.assert_array_equal(actual, expected)
     assert not results[0][end:].any()
     assert not results[1][end:].any()
 
@@ -71,14 +71,16 @@ def test_groups_of_any_size_whatever_other_rows_hold(sizes, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("small", ["x", "dy", "w", "x, dy and w"])
 def test_an_expert_of_small_values_has_no_larger_errors(small, recipe):
-    """1e-5 of the others: at most twice their relative error."""
+    """Values of 1e-5 of the others: at most twice their relative error."""
     sizes = SIZES["64 to 128 tokens"]
     rows, operands = rows_of(sizes), {"x": X.copy(), "w": W.copy(), "dy": DY.copy()}
     for name in operands:
         if name in small.replace(",", "").split():
             operands[name][0 if name == "w" else rows[0]] *= 1e-5
     results = product_and_gradients(recipe)(*operands.values(), sizes)
-    for got, want, is_weight in zip(results, oracle(*operands.values(), sizes), (False, False, True), strict=True):
+    for actual, expected, is_weight in zip(
+        results, oracle(*operands.values(), sizes), (False, False, True), strict=True
+    ):
         parts = range(GROUPS) if is_weight else rows
-        errors = [relative(got[part], want[part]) for part in parts]
+        errors = [relative(actual[part], expected[part]) for part in parts]
         assert errors[0] <= 2 * np.mean(errors[1:]) + 1e-6

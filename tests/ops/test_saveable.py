@@ -1,4 +1,4 @@
-"""Values whose codes a checkpoint saves, in models that know nothing of 8 bits and in those that do."""
+"""Values that a checkpoint saves as codes, in plain and in quantized models."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ def checkpointed(f, *names):
 
 
 def activations(f, *args):
-    """What is saved but the arguments themselves."""
+    """Returns the residuals, without the arguments themselves."""
     return sorted(set(residuals(f, *args)) - {(str(a.dtype), a.shape) for a in args})
 
 
@@ -112,7 +112,7 @@ def test_bad_input_is_named():
 
 
 def test_a_group_has_as_many_octaves_as_the_format():
-    """From a 57,344th of its largest value on; what is less becomes 0."""
+    """From 1/57,344 of its largest value on; smaller values become 0."""
     x = jnp.array([[1.0, 1 / 57000, -1 / 58000, 0.5] * 4])
     assert np.sign(fp8jax.save_quantized(x, "h", "e4m3:group16+expand"))[0].tolist() == [1, 1, 0, 1] * 4
 

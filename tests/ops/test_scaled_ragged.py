@@ -1,4 +1,4 @@
-"""`fp8jax.scaled_ragged_dot` by oracles in NumPy: a state for each group, and what each group observes."""
+"""`fp8jax.scaled_ragged_dot` against NumPy: a state and observations for each group."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def init(recipe):
 
 
 def make_step(recipe, sizes=SIZES):
-    """A step: result, gradients and statistics of a product with states."""
+    """Returns a step: result, gradients and statistics of a matmul with states."""
 
     @jax.jit
     def step(x, w, dy, state):
@@ -54,7 +54,7 @@ def make_step(recipe, sizes=SIZES):
 
 
 def rounded(x, amax, dtype):
-    """The values of codes under the scale of an amax, saturated."""
+    """Returns decoded, saturated values with the scale of an amax."""
     largest = np.float32(ml_dtypes.finfo(dtype).max)
     scale = np.maximum(np.float32(amax) * np.float32(1 / largest), np.float32(2.0**-126))
     return np.clip(x / scale, -largest, largest).astype(dtype).astype(np.float64) * scale
@@ -82,8 +82,8 @@ def test_each_group_has_a_delayed_scale_of_its_own():
     assert not np.asarray(y)[ROWS:].any()
     assert not np.asarray(dx)[ROWS:].any()
     largest = lambda x: [np.abs(x[:ROWS][e == OF]).max(initial=0) for e in range(GROUPS)]  # noqa: E731
-    for got, of in zip(stats, (largest(X), np.abs(W).max((1, 2)), largest(DY)), strict=True):
-        np.testing.assert_array_equal(got, np.asarray(of, np.float32))
+    for actual, of in zip(stats, (largest(X), np.abs(W).max((1, 2)), largest(DY)), strict=True):
+        np.testing.assert_array_equal(actual, np.asarray(of, np.float32))
     # A group without rows keeps its history of tokens and gradients.
     new = fp8jax.update_scaling(state, stats, DELAYED)
     np.testing.assert_array_equal(new.x[1], state.x[1])
@@ -95,7 +95,7 @@ def test_each_group_has_a_threshold_of_its_own():
     thresholds = np.array([3.5, 1, 0.5, 10], np.float32)
     state = init(FALLBACK)._replace(x=jnp.asarray(thresholds))
     y, dx, dw, stats = make_step(FALLBACK)(X, W, DY, state)
-    want, counts = np.zeros((ROWS, OUTPUTS)), np.zeros((GROUPS, 2))
+    expected, counts = np.zeros((ROWS, OUTPUTS)), np.zeros((GROUPS, 2))
 
     def codes(m):
         scale = np.abs(m).max() / 127
@@ -113,10 +113,10 @@ def test_each_group_has_a_threshold_of_its_own():
                 falls_back = np.abs(block).max() > thresholds[e]
                 counts[e] += falls_back, 1
                 base = codes(block)
-                want[rows] += (base + (codes(block - base) if falls_back else 0)) @ w[i : i + BLOCK]
+                expected[rows] += (base + (codes(block - base) if falls_back else 0)) @ w[i : i + BLOCK]
     np.testing.assert_array_equal(stats.x, counts)
     assert 0 < counts[0, 0] < counts[0, 1]
-    assert (np.abs(y[:ROWS] - want).max(1) < 1e-4 * np.abs(want).max(1)).all()
+    assert (np.abs(y[:ROWS] - expected).max(1) < 1e-4 * np.abs(expected).max(1)).all()
     x, dy = (m[:ROWS].astype(np.float64) for m in (X, DY))
     assert relative(dx[:ROWS], np.stack([dy[i] @ W[e].T for i, e in enumerate(OF)])) < 0.03
     assert relative(dw, np.stack([x[e == OF].T @ dy[e == OF] for e in range(GROUPS)])) < 0.03
@@ -135,16 +135,16 @@ RECIPES = {
 @pytest.mark.parametrize("what", few(["tokens", "cotangents", "weights"], "cotangents"))
 @pytest.mark.parametrize("name", few(RECIPES, "deepseek", "te_delayed"))
 def test_an_expert_of_small_values_has_the_error_of_others(name, what):
-    """At most twice the mean error of the ordinary experts, whatever rows of no group hold."""
+    """At most twice the mean error of ordinary experts, for any content of rows in no group."""
     recipe, sizes = RECIPES[name], np.array([64, 64, 64, 40])
-    of = np.repeat(np.arange(GROUPS), sizes)
+    group = np.repeat(np.arange(GROUPS), sizes)
     rng = np.random.default_rng(1)
     shapes = (TOKENS, INPUTS), (GROUPS, INPUTS, OUTPUTS), (TOKENS, OUTPUTS)
     x, w, dy = (rng.normal(size=s).astype(np.float32) for s in shapes)
     small = {"tokens": x[64:128], "weights": w[1], "cotangents": dy[64:128]}[what]
     small *= 1e-5
     for m in (x, dy):
-        m[len(of) :] = np.array([1e7, 1e30, np.nan, np.inf], np.float32)[np.arange(TOKENS - len(of)) % 4, None]
+        m[len(group) :] = np.array([1e7, 1e30, np.nan, np.inf], np.float32)[np.arange(TOKENS - len(group)) % 4, None]
     if recipe.stateful_strategies:
         y, dx, dw, _ = make_step(recipe, sizes)(x, w, dy, init(recipe))
     else:
@@ -152,20 +152,23 @@ def test_an_expert_of_small_values_has_the_error_of_others(name, what):
         y, back = jax.vjp(run, x, w)
         dx, dw = back(dy)
     x, w, dy = (m.astype(np.float64) for m in (x, w, dy))
-    for got, want in (
-        (y, lambda e: x[: len(of)][of == e] @ w[e]),
-        (dx, lambda e: dy[: len(of)][of == e] @ w[e].T),
-        (dw, lambda e: x[: len(of)][of == e].T @ dy[: len(of)][of == e]),
+    for actual, expected in (
+        (y, lambda e: x[: len(group)][group == e] @ w[e]),
+        (dx, lambda e: dy[: len(group)][group == e] @ w[e].T),
+        (dw, lambda e: x[: len(group)][group == e].T @ dy[: len(group)][group == e]),
     ):
-        got = np.asarray(got)
-        errors = [relative(got[e] if got.ndim == 3 else got[: len(of)][of == e], want(e)) for e in range(GROUPS)]
+        actual = np.asarray(actual)
+        errors = [
+            relative(actual[e] if actual.ndim == 3 else actual[: len(group)][group == e], expected(e))
+            for e in range(GROUPS)
+        ]
         assert 0 < errors[1] < 2 * np.mean([errors[0], *errors[2:]])
         assert max(errors) < 0.08
 
 
 @pytest.mark.parametrize("check", few([True, False], True))
 def test_devices_observe_their_own_tokens(check):
-    """Maxima over the devices' statistics are those of all tokens."""
+    """Maxima over the devices' statistics equal those of all tokens."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     state = init(DELAYED)
 
@@ -195,21 +198,21 @@ def test_devices_observe_their_own_tokens(check):
 def test_explicit_meshes_observe_all_tokens(recipe, x_spec, w_spec, y_spec):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     state, step = init(recipe), make_step(recipe)
-    want = step(X, W, DY, state)
+    expected = step(X, W, DY, state)
     with jax.set_mesh(mesh):
         arrays = [jax.device_put(m, NamedSharding(mesh, s)) for m, s in ((X, x_spec), (W, w_spec), (DY, y_spec))]
-        got = step(*arrays, state)
-    assert relative(got[:3], want[:3]) < 5e-3  # sums of codes travel between devices in 16 bits
-    jax.tree.map(np.testing.assert_array_equal, got[3], want[3])
+        actual = step(*arrays, state)
+    assert relative(actual[:3], expected[:3]) < 5e-3  # sums of codes travel between devices in 16 bits
+    jax.tree.map(np.testing.assert_array_equal, actual[3], expected[3])
 
 
 def test_a_frozen_stack_has_the_result_of_its_values_and_no_gradient():
-    """Neither tokens nor weights are saved, but the codes are."""
+    """Residuals are the codes, neither tokens nor weights."""
     frozen, sizes = fp8jax.freeze(jnp.asarray(W), "e4m3:block128"), jnp.asarray(SIZES)
     numbers = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
     x, dy = (np.where(np.arange(TOKENS)[:, None] < ROWS, m, 0) for m in (X, DY))
     values = np.asarray(frozen.dequantize(), np.float64)
-    want = (
+    expected = (
         np.stack([x[i] @ values[e] for i, e in enumerate(OF)]),
         np.stack([dy[i] @ values[e].T for i, e in enumerate(OF)]),
     )
@@ -217,8 +220,8 @@ def test_a_frozen_stack_has_the_result_of_its_values_and_no_gradient():
         for recipe, limit in (("bf16", 0.02), ("te_current", 0.06)):
             run = lambda x, w=w, o=options, r=recipe: fp8jax.ragged_dot(x, w, sizes, recipe=r, **o)  # noqa: E731
             y, back = jax.vjp(run, jnp.asarray(x))
-            assert relative(y[:ROWS], want[0]) < limit
-            assert relative(back(jnp.asarray(dy))[0][:ROWS], want[1]) < limit
+            assert relative(y[:ROWS], expected[0]) < limit
+            assert relative(back(jnp.asarray(dy))[0][:ROWS], expected[1]) < limit
             assert not np.asarray(y)[ROWS:].any()
             saved = [leaf for leaf in jax.tree.leaves(back) if getattr(leaf, "size", 0) >= min(x.size, W.size)]
             assert {(str(leaf.dtype), leaf.shape[0]) for leaf in saved} == {("uint8", GROUPS)}

@@ -1,4 +1,4 @@
-"""Each operand of each product has the scale that its recipe gives it: read off products of single numbers."""
+"""The scale of each operand of each matmul, read off matmuls of single numbers."""
 
 import dataclasses
 
@@ -17,15 +17,15 @@ M, N, K = (np.float32(v) for v in (1 + 2.0**-10, 3 + 2.0**-11, 5 + 2.0**-9))
 
 
 def products(recipe, quantized=False):
-    """y, dx and dw of 1x1 matrices; each number alone gives its scale, and so is the largest code."""
+    """Returns y, dx and dw of 1x1 matrices. Each number determines its scale, so it is the largest code."""
     x, w, dy = (jnp.full((1, 1), v) for v in (M, N, K))
-    held = fp8jax.quantize_weight(w, recipe=recipe) if quantized else None
-    y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe, quantized=held), x, w)
+    prequantized = fp8jax.quantize_weight(w, recipe=recipe) if quantized else None
+    y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe, quantized=prequantized), x, w)
     return np.array([float(a[0, 0]) for a in (y, *back(dy))])
 
 
 def up(v):
-    """The next bf16 number."""
+    """Returns the next bf16 number."""
     bits = np.float32(v).view(np.uint32)
     return float(np.uint32((bits & 0xFFFF0000) + 0x10000).view(np.float32))
 
@@ -56,13 +56,13 @@ def test_every_operand_has_the_scale_of_its_own_history(saved):
         y, back = jax.vjp(
             lambda x, w, state=state: fp8jax.scaled_linear(x, w, state, jnp.zeros([]), recipe=part)[0], x, w
         )
-        found = np.array([float(a[0, 0]) for a in (y, *back(dy))])
+        actual = np.array([float(a[0, 0]) for a in (y, *back(dy))])
         exact = np.array([float(a) * float(b) for a, b in ((M, N), (K, N), (M, K))])
-        np.testing.assert_allclose(found, exact * np.where(clipped, 0.25, 1), rtol=1e-6)
+        np.testing.assert_allclose(actual, exact * np.where(clipped, 0.25, 1), rtol=1e-6)
 
 
 def test_an_input_made_again_has_the_saved_scale_only_where_it_is_quantized_so():
-    """The largest code of e4m3 is 448, of int8 127: under the scale of the other, values saturate."""
+    """The largest code of e4m3 is 448, of int8 127: with the other scale, values saturate."""
     part = Linear("e4m3", "e4m3", "e5m2", x_wgrad="int8", dy_wgrad="int8")
     recipe = dataclasses.replace(
         fp8jax.recipes.coat(), linear=part, context=Context("e4m3:group16", recompute_activations=True)
@@ -74,7 +74,7 @@ def test_an_input_made_again_has_the_saved_scale_only_where_it_is_quantized_so()
 
 
 def test_an_input_made_again_is_read_as_it_is_where_its_product_is_not_quantized():
-    """In fp32, from the codes that the norm keeps: nothing on the way is rounded to 16 bits."""
+    """In fp32, from the codes that the norm saves, without rounding to 16 bits."""
     context = Context("e4m3:group16", recompute_activations=True)
     recipe = dataclasses.replace(fp8jax.recipes.coat(), linear=fp8jax.recipes.switchback().linear, context=context)
     x, w, dy = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(24, 32), (32, 16), (24, 16)]))
@@ -85,11 +85,11 @@ def test_an_input_made_again_is_read_as_it_is_where_its_product_is_not_quantized
 
 
 def test_rounding_of_an_input_that_is_saved_in_another_format_is_that_of_both():
-    """The weight's gradient reads what is saved, quantized again: of a number with 2 bits only e4m3 shows e5m2."""
+    """wgrad reads the saved input, quantized again. Only a number with 2 bits in e4m3 shows e5m2."""
     x, w, dy = jnp.array([[448.0, 26.0]]), jnp.eye(2), jnp.array([[1.0, 0.0]])
     cases = [("same", "e4m3", 26.0), ("e5m2", "e4m3", 24.0), ("same", "e5m2", 24.0), ("e4m3:group1", "e4m3", 26.0)]
-    for saved, x_wgrad, want in cases:
+    for saved, x_wgrad, expected in cases:
         part = dataclasses.replace(PART, x_residual=saved, x_wgrad=x_wgrad)
         y, back = jax.vjp(lambda w, part=part: fp8jax.linear(x, w, recipe=part), w)
-        assert float(back(dy)[0][1, 0]) == pytest.approx(want, rel=1e-6)
+        assert float(back(dy)[0][1, 0]) == pytest.approx(expected, rel=1e-6)
         assert float(y[0, 1]) == pytest.approx(26.0, rel=1e-6)

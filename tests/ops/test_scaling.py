@@ -24,7 +24,7 @@ def loss(w, slot, state, x=X, target=T):
 
 
 def step(w, state, x=X, target=T):
-    """Gradient of the weight, and everything that was observed of a step."""
+    """Returns the gradient of the weight, and all observations of a step."""
     (dw, dy), observed = jax.grad(loss, argnums=(0, 1), has_aux=True)(w, jnp.zeros([]), state, x, target)
     return dw, observed._replace(dy=dy)
 
@@ -33,8 +33,8 @@ def test_two_stage_scales_are_those_of_the_tensor_rounded_up_to_bf16():
     for shape in ((5, 40), (3, 4, 16), (7,)):
         x = jax.random.normal(jax.random.key(0), shape)
         exact = float(jnp.abs(x).max()) / 448
-        got = float(scaling.TwoStage().scale((), x, formats.E4M3))
-        assert exact * (1 - 1e-6) <= got <= exact * (1 + 2.0**-7)
+        actual = float(scaling.TwoStage().scale((), x, formats.E4M3))
+        assert exact * (1 - 1e-6) <= actual <= exact * (1 + 2.0**-7)
     assert float(scaling.TwoStage().scale((), jnp.zeros((4, 16)), formats.E4M3)) == 1
 
 
@@ -51,17 +51,17 @@ def test_delayed_scales_come_from_the_largest_of_the_history():
     state = strategy.init()
     x = jnp.array([2.0, -7.0])
     np.testing.assert_allclose(strategy.scale(state, x, formats.E4M3), 2 * 7 / 448, rtol=1e-6)
-    for largest, want in ((4.0, 4), (9.0, 9), (1.0, 9), (1.0, 9), (1.0, 1), (jnp.inf, 1), (jnp.nan, 1)):
+    for largest, expected in ((4.0, 4), (9.0, 9), (1.0, 9), (1.0, 9), (1.0, 1), (jnp.inf, 1), (jnp.nan, 1)):
         state = strategy.update(state, jnp.float32(largest))
-        np.testing.assert_allclose(strategy.scale(state, x, formats.E4M3), 2 * want / 448, rtol=1e-6)
+        np.testing.assert_allclose(strategy.scale(state, x, formats.E4M3), 2 * expected / 448, rtol=1e-6)
 
 
 def test_the_first_step_is_current_scaling_and_later_ones_use_the_history():
     state = fp8jax.init_scaling(RECIPE)
     current = dataclasses.replace(RECIPE, scaling="current")
     dw, observed = step(W, state)
-    want = jax.grad(lambda w: jnp.sum(fp8jax.linear(X, w, recipe=current) * T))(W)
-    np.testing.assert_allclose(np.asarray(dw), np.asarray(want), rtol=1e-5, atol=1e-5)
+    expected = jax.grad(lambda w: jnp.sum(fp8jax.linear(X, w, recipe=current) * T))(W)
+    np.testing.assert_allclose(np.asarray(dw), np.asarray(expected), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(observed, [jnp.abs(v).max() for v in (X, W, T)], rtol=1e-6)
     state = fp8jax.update_scaling(state, observed, RECIPE)
     # Ten times larger inputs saturate at the old scale, for one step.
@@ -138,13 +138,13 @@ def test_a_linear_with_a_state_adds_its_bias_and_reads_weights_that_are_held(nam
     slot = jnp.zeros([]) if "dy" in recipe.linear.stateful_strategies else None
     key = key if recipe.linear.is_stochastic else None
 
-    def run(w, **how):
-        return fp8jax.scaled_linear(X, w, state, slot, recipe=recipe, key=key, **how)[0]
+    def run(w, **kwargs):
+        return fp8jax.scaled_linear(X, w, state, slot, recipe=recipe, key=key, **kwargs)[0]
 
     plain = run(W)
     np.testing.assert_array_equal(run(W, bias=bias), plain + bias)
-    held = fp8jax.quantize_weight(W, recipe=recipe, scale=fp8jax.weight_scale(W, state, recipe=recipe))
-    np.testing.assert_array_equal(run(0 * W, quantized=held), plain)
+    prequantized = fp8jax.quantize_weight(W, recipe=recipe, scale=fp8jax.weight_scale(W, state, recipe=recipe))
+    np.testing.assert_array_equal(run(0 * W, quantized=prequantized), plain)
 
 
 def test_delayed_recipes_are_refused_where_there_is_no_state():

@@ -1,4 +1,4 @@
-"""Scales of `fp8jax.ragged_dot` are of one group each: groups of any size and scale, rows in none, blocks of tokens."""
+"""Scales of `fp8jax.ragged_dot` are per group: groups of any size and scale, rows in no group, blocks of tokens."""
 
 import functools
 
@@ -39,7 +39,7 @@ RUN = few(RECIPES, "bf16", "coat", "deepseek", "int8_block")
 
 @functools.cache
 def program(name):
-    """The product and its gradients, compiled once for all tests of a recipe."""
+    """Returns the matmul and its gradients, compiled once for all tests of a recipe."""
     linear = RECIPES[name]
     key = jax.random.key(1) if linear.is_stochastic else None
 
@@ -53,15 +53,15 @@ def program(name):
 
 @pytest.mark.parametrize("name", RUN)
 def test_rows_in_no_group_change_nothing(name):
-    want = program(name)(X, DY)
+    expected = program(name)(X, DY)
     for tail in (1e5, 1e30, np.nan, np.inf):
         x, dy = X.copy(), DY.copy()
         x[ENDS[-1] :], dy[ENDS[-1] :] = tail, tail
-        got = program(name)(x, dy)
-        for a, b in zip(got, want, strict=True):
+        actual = program(name)(x, dy)
+        for a, b in zip(actual, expected, strict=True):
             np.testing.assert_array_equal(a, b)
-        assert not got[0][ENDS[-1] :].any()
-        assert not got[1][ENDS[-1] :].any()
+        assert not actual[0][ENDS[-1] :].any()
+        assert not actual[1][ENDS[-1] :].any()
     for a in program(name)(np.full_like(X, np.nan), np.full_like(DY, np.nan), 0 * SIZES):
         assert not a.any()
 
@@ -74,8 +74,8 @@ def test_a_group_a_millionth_as_large_is_as_exact(name):
     y, dx, dw = program(name)(x, dy)
     for i, rows in enumerate(GROUPS):
         a, w, g = (m.astype(np.float64) for m in (x[rows], W[i], dy[rows]))
-        for got, want in ((y[rows], a @ w), (dx[rows], g @ w.T), (dw[i], a.T @ g)):
-            assert relative(got, want) < 0.08 if want.any() else not got.any()
+        for actual, expected in ((y[rows], a @ w), (dx[rows], g @ w.T), (dw[i], a.T @ g)):
+            assert relative(actual, expected) < 0.08 if expected.any() else not actual.any()
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -86,11 +86,11 @@ def test_what_is_not_finite_is_seen_in_its_group_alone(name, bad):
     for place, product, gradient in (("x", 0, (group, column)), ("dy", 1, (group, slice(None), column))):
         x, dy = X.copy(), DY.copy()
         {"x": x, "dy": dy}[place][row, column] = bad
-        got = program(name)(x, dy)
-        assert not np.isfinite(got[product][row]).any()
-        assert not np.isfinite(got[2][gradient]).any()
-        assert all(np.isfinite(a[others]).all() for a in got[:2])
-        assert np.isfinite(np.delete(got[2], group, 0)).all()
+        actual = program(name)(x, dy)
+        assert not np.isfinite(actual[product][row]).any()
+        assert not np.isfinite(actual[2][gradient]).any()
+        assert all(np.isfinite(a[others]).all() for a in actual[:2])
+        assert np.isfinite(np.delete(actual[2], group, 0)).all()
 
 
 SMALL_RECIPES = few(["coat", "coat_fast", "te_current", "deepseek", "int8_block"], "coat", "deepseek")
@@ -98,7 +98,7 @@ SMALL_RECIPES = few(["coat", "coat_fast", "te_current", "deepseek", "int8_block"
 
 @functools.cache
 def many_groups(name):
-    """The product and its gradients, of groups of 64 to 128 tokens."""
+    """Returns the matmul and its gradients for groups of 64 to 128 tokens."""
     linear = fp8jax.recipes.get(name).linear
     key = jax.random.key(1) if linear.is_stochastic else None
 
@@ -113,7 +113,7 @@ def many_groups(name):
 @pytest.mark.parametrize("name", SMALL_RECIPES)
 @pytest.mark.parametrize("small", ["tokens", "cotangents", "weights"])
 def test_experts_of_small_operands_have_at_most_twice_the_error(name, small):
-    """Groups of 64 to 128 tokens, less than a group of scales, of which every other is 1e-5 of the rest."""
+    """Groups of 64 to 128 tokens, fewer than a group of scales; every second one is 1e-5 of the others."""
     sizes = np.array([64, 128, 100, 77, 91, 66])
     ends, rng = np.cumsum(sizes), np.random.default_rng(3)
     x, w, dy = (rng.normal(size=s).astype(np.float32) for s in ((ends[-1] + 30, 64), (6, 64, 48), (ends[-1] + 30, 48)))
@@ -143,7 +143,9 @@ def of_scale(x, scale):
 
 
 def rounded(x, kind, size):
-    """The values of a group's rows, contracted along them, in e4m3: a scale for `size` rows, or a power beside one."""
+    """Returns values of a group's rows, contracted along rows, in e4m3: one scale for `size` rows, or a power of two
+    under a scale.
+    """
     x, result = x.astype(np.float64), np.zeros(x.shape)
     level = np.max(np.abs(x), axis=0, keepdims=True) / 448
     for start in range(0, len(x), size):
@@ -167,21 +169,21 @@ def rounded(x, kind, size):
     ("e4m3:mx8+token+exact", "mx", 8),
 ])  # fmt: skip
 def test_scales_along_tokens_are_counted_from_each_groups_first_token(spec, kind, size):
-    """Of a product with the identity the weight's gradient is that of the rounded rows."""
+    """In a matmul with the identity, the weight's gradient is that of the rounded rows."""
     rows = RNG.normal(size=(ROWS, INPUTS)).astype(np.float32) * np.exp(3 * RNG.normal(size=(ROWS, 1)))
     linear = Linear("e4m3", "e4m3", "e4m3", x_residual=None, x_wgrad=spec, dy_wgrad=spec)
     w, dy = jnp.ones((4, INPUTS, OUTPUTS)), jnp.asarray(DY)
     run = jax.jit(lambda x, w: fp8jax.ragged_dot(x, w, jnp.asarray(SIZES), recipe=linear))
-    got = jax.vjp(run, jnp.asarray(rows, jnp.float32), w)[1](dy)[1]
+    actual = jax.vjp(run, jnp.asarray(rows, jnp.float32), w)[1](dy)[1]
     rows = rows.astype(np.float32)
     for i, group in enumerate(GROUPS):
-        want = rounded(rows[group], kind, size).T @ rounded(DY[group], kind, size) if SIZES[i] else 0 * got[i]
-        np.testing.assert_allclose(got[i], want, atol=2e-6 * np.abs(want).max(initial=1.0))
+        expected = rounded(rows[group], kind, size).T @ rounded(DY[group], kind, size) if SIZES[i] else 0 * actual[i]
+        np.testing.assert_allclose(actual[i], expected, atol=2e-6 * np.abs(expected).max(initial=1.0))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "uint32", "int32"])
 def test_group_sizes_of_any_integers(dtype):
-    """Also where their sum is beyond their own dtype."""
+    """Also if their sum exceeds their dtype."""
     x, sizes = jnp.ones((400, 8)), np.array([120, 0, 100, 110])
     y = fp8jax.ragged_dot(
         x, jnp.arange(1.0, 5)[:, None, None] * jnp.ones((1, 8, 4)), sizes.astype(dtype), recipe="coat"
@@ -217,14 +219,14 @@ def test_transformations_with_sizes_of_the_program(name):
 
         return lax.scan(step, 0.0, both)[0]
 
-    want = sum(jax.grad(lambda w, s=sizes: jnp.sum(jnp.sin(run(x, w, s))))(w) for sizes in both)
-    got = jax.jit(jax.grad(total), static_argnums=1)(w, jax.checkpoint(run))
-    assert relative(got, want) < 1e-3
+    expected = sum(jax.grad(lambda w, s=sizes: jnp.sum(jnp.sin(run(x, w, s))))(w) for sizes in both)
+    actual = jax.jit(jax.grad(total), static_argnums=1)(w, jax.checkpoint(run))
+    assert relative(actual, expected) < 1e-3
 
 
 @pytest.mark.parametrize("recipe", ["coat", slow("coat_fast")])
 def test_experts_of_a_model_whose_buffer_is_not_full(recipe):
-    """Products that share an input, and one whose input is computed again, behind a norm of all rows."""
+    """Matmuls that share an input, and one whose input is recomputed, after a norm of all rows."""
     sizes = jnp.asarray(SIZES)
     shapes = {"gate": (4, 64, 32), "up": (4, 64, 32), "down": (4, 32, 64)}
     p = {name: 0.2 * jax.random.normal(jax.random.key(i), s) for i, (name, s) in enumerate(shapes.items())}
@@ -239,8 +241,8 @@ def test_experts_of_a_model_whose_buffer_is_not_full(recipe):
         return jax.jit(jax.grad(lambda p, x: jnp.sum(jnp.sin(f(p, x)[: ENDS[-1]]))))
 
     fast = gradient(fp8jax.transform(experts, recipe))
-    got = fast(p, x)
-    assert 0 < relative(got, gradient(experts)(p, x)) < 0.2
+    actual = fast(p, x)
+    assert 0 < relative(actual, gradient(experts)(p, x)) < 0.2
     for tail in (1e10, jnp.nan):
         again = fast(p, x.at[ENDS[-1] :].set(tail))
-        jax.tree.map(np.testing.assert_array_equal, again, got)
+        jax.tree.map(np.testing.assert_array_equal, again, actual)

@@ -102,8 +102,8 @@ def head(recipe, x, w):
     labels, counts = jnp.arange(16), jnp.arange(16) > 3
 
     def loss(x, w, bias):
-        how = {"bias": bias, "where": counts, "z_loss": 1e-2, "label_smoothing": 0.1, "recipe": recipe}
-        return fp8jax.linear_cross_entropy(x, w, labels, **how)
+        options = {"bias": bias, "where": counts, "z_loss": 1e-2, "label_smoothing": 0.1, "recipe": recipe}
+        return fp8jax.linear_cross_entropy(x, w, labels, **options)
 
     return jax.value_and_grad(loss, (0, 1, 2))(x.astype(jnp.bfloat16), w, jnp.asarray(OUT))
 
@@ -178,18 +178,18 @@ default = functools.cache(kinds)
 @pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_strict_setting_of_jax_changes_nothing(setting):
-    """Programs are traced, not run: neither an error, nor another dtype."""
+    """Programs are traced, not run: no error, and the same dtypes."""
     failed = {}
     for name in FEW if setting == "leaks" else TABLE:
-        want = default(name)
+        expected = default(name)
         try:
             with SETTINGS[setting]():
-                found = kinds(name)
+                actual = kinds(name)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             continue
-        if found != want:
-            failed[name] = [pair for pair in zip(found, want, strict=True) if pair[0] != pair[1]][:3]
+        if actual != expected:
+            failed[name] = [pair for pair in zip(actual, expected, strict=True) if pair[0] != pair[1]][:3]
     assert not failed
 
 

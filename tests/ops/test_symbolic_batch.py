@@ -1,4 +1,4 @@
-"""`jax.export` with a batch that has no number yet: every recipe, and the numbers of the program for one that has."""
+"""`jax.export` with a symbolic batch size: every recipe, with the numbers of a program with a fixed size."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ BATCHES = (3, 150)
 
 
 def step(name):
-    """Loss and gradients of a norm and a linear layer."""
+    """Returns loss and gradients of a norm and a linear layer."""
     recipe = fp8jax.recipes.get(name)
     states = recipe.linear.stateful_strategies
     state = fp8jax.init_scaling(recipe, W) if any(part.collects_stats for part in states.values()) else None
@@ -40,17 +40,17 @@ def exported(name, shape):
     few(fp8jax.recipes.NAMES, "coat_fast", "te_delayed", "deepseek", "int8_fallback"),
 )
 def test_every_recipe_is_exported(name):
-    found = exported(name, "batch, 64")
-    assert str(found.out_avals[1].shape[0]) == "batch"
+    actual = exported(name, "batch, 64")
+    assert str(actual.out_avals[1].shape[0]) == "batch"
 
 
 @pytest.mark.parametrize("name", ["int8_block", slow("deepseek")])
 def test_an_exported_program_computes_what_the_program_of_a_batch_does(name):
-    """Scales and noise are those of the number that the dimension gets."""
-    found = exported(name, "batch, 64")
+    """Scales and noise depend on the actual size."""
+    actual = exported(name, "batch, 64")
     for batch in BATCHES:
         x = jax.random.normal(jax.random.key(2), (batch, 64))
-        for a, b in zip(jax.tree.leaves(found.call(x, W)), jax.tree.leaves(step(name)(x, W)), strict=True):
+        for a, b in zip(jax.tree.leaves(actual.call(x, W)), jax.tree.leaves(step(name)(x, W)), strict=True):
             # The sums of a block that is as long as all are made in another order.
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(b))))
 

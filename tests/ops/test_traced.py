@@ -1,4 +1,4 @@
-"""Functions that are traced once for all calls that are alike."""
+"""Functions that are traced once for all equal calls."""
 
 import collections
 import functools
@@ -37,11 +37,11 @@ def closing(name, factor=2):
 
 
 def count(*functions, x=None):
-    """How many traces calls of functions in one program take, and what they give."""
+    """Returns the number of traces for calls of functions in one program, and their results."""
     SEEN.clear()
     x = jnp.arange(3.0) if x is None else x
-    found = jax.jit(lambda x: [choice.call_traced_once(f, x) for f in functions])(x)
-    return len(SEEN), found
+    actual = jax.jit(lambda x: [choice.call_traced_once(f, x) for f in functions])(x)
+    return len(SEEN), actual
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,18 @@ def count(*functions, x=None):
              lambda: functools.partial(functools.partial(noted, "a"), factor=4.0)],
 )  # fmt: skip
 def test_functions_that_say_the_same_are_traced_once(make):
-    traces, found = count(make(), make(), make())
+    traces, actual = count(make(), make(), make())
     assert traces == 1
-    for each in found:
+    for each in actual:
         np.testing.assert_array_equal(each, make()(jnp.arange(3.0)))
 
 
 def test_functions_that_say_something_else_are_not():
     bound = [functools.partial(noted, name, factor=factor) for name in "ab" for factor in (2, 2.0, True, 3.0)]
     functions = (*bound, *(closing("a", factor) for factor in (2, 3, 2.0, True)))
-    traces, found = count(*functions)
+    traces, actual = count(*functions)
     assert traces == len(functions)
-    for f, each in zip(functions, found, strict=True):
+    for f, each in zip(functions, actual, strict=True):
         np.testing.assert_array_equal(each, f(jnp.arange(3.0)))
 
 
@@ -86,8 +86,8 @@ def test_what_closes_over_arrays_is_never_another_array_s():
         )
 
     a, b = jnp.ones(2), jnp.full(2, 5.0)
-    for found in (program(a, b), jax.jit(program)(a, b), jax.jit(lambda b: program(a, b))(b)):
-        np.testing.assert_array_equal(found, [[11, 11], [15, 15], [4, 4]])
+    for actual in (program(a, b), jax.jit(program)(a, b), jax.jit(lambda b: program(a, b))(b)):
+        np.testing.assert_array_equal(actual, [[11, 11], [15, 15], [4, 4]])
 
 
 def test_outside_of_a_trace_a_function_sees_arrays():
@@ -104,7 +104,7 @@ def test_under_transformations():
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("recipe", ["coat", "deepseek"])
 def test_products_of_a_kind_share_functions_that_are_compiled_once_on_one_device(recipe, devices):
-    """The third product adds calls and no function. Gradients are the same bits as those of inlined calls."""
+    """The third matmul adds calls but no function. Gradients equal those of inlined calls bitwise."""
     keys = jax.random.split(jax.random.key(0), 4)
     x, *weights = (jax.random.normal(key, (32, 32), jnp.bfloat16) for key in keys)
 
@@ -116,35 +116,36 @@ def test_products_of_a_kind_share_functions_that_are_compiled_once_on_one_device
     programs = [jax.jit(jax.grad(loss, argnums=tuple(range(count + 1)))) for count in (2, 3)]
     with jax.set_mesh(jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])):
         lowered = [program.lower(x, *weights[:count]) for count, program in enumerate(programs, 2)]
-        found = programs[1](x, *weights)
+        actual = programs[1](x, *weights)
     functions, calls = ([each.as_text().count(name) for each in lowered] for name in ("func.func private", "call @"))
     assert functions[0] == functions[1] > 0
     assert calls[1] > calls[0]
     text = lowered[1].compile().as_text()
     assert (text.count(" call(") > 0) == (devices == 1)
     assert all(product.requested_formats for product in parse_products(text))
-    for a, b in zip(found, programs[1](x, *weights), strict=True):
+    for a, b in zip(actual, programs[1](x, *weights), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def kernels_in(program, seen):
-    """How many calls of kernels are lowered of a program: of functions that it calls JAX lowers each once."""
+def kernels_in(program, recorded):
+    """Returns the number of kernel calls in a lowered program. JAX lowers each called function once."""
     count = 0
     for eqn in program.eqns:
         count += eqn.primitive.name == "triton_kernel_call"
         values = [v for value in eqn.params.values() for v in (value if isinstance(value, (tuple, list)) else (value,))]
         called = getattr(eqn.params.get("inline"), "name", eqn.params.get("inline")) in (False, "AUTO")
         for inner in [getattr(value, "jaxpr", value) for value in values]:
-            if hasattr(inner, "eqns") and not (called and id(inner) in seen):
-                seen[id(inner)] = inner
-                count += kernels_in(inner, seen)
+            if hasattr(inner, "eqns") and not (called and id(inner) in recorded):
+                recorded[id(inner)] = inner
+                count += kernels_in(inner, recorded)
     return count
 
 
 @pytest.mark.skipif(bool(h200.missing()), reason="kernels cannot be traced here")
 def test_blocks_of_a_model_share_the_traces_of_kernels(monkeypatch):
-    """As many for four blocks as for two, once JAX knows what else it caches: of kernels, of what the optimizer tells
-    them, and of codes that are decoded; and as many calls of kernels to be lowered."""
+    """Four blocks need as many traces as two, once other caches are filled: of kernels, of the optimizer's
+    observations, and of decoded codes. They lower as many kernel calls.
+    """
     from pallas_kernels.optimizers import adamw_triton
 
     monkeypatch.setattr(jax, "device_count", lambda: 1)
@@ -153,7 +154,7 @@ def test_blocks_of_a_model_share_the_traces_of_kernels(monkeypatch):
         plain = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *x, plain=plain, name=name: SEEN.append(name) or plain(*x))
     optimizers = [fp8jax.optimizer(recipe, 1e-3, clip=1.0) for recipe in ("coat", "fp8_lm")]
-    found = []
+    results = []
     for layers in (2, 2, 4):
         for cached in (choice._call_inlined, adamw_triton._scalars_to_vector, formats.decode_fp8):
             cached.clear_cache()
@@ -165,7 +166,7 @@ def test_blocks_of_a_model_share_the_traces_of_kernels(monkeypatch):
             gradient = jax.jit(jax.grad(loss)).trace(state, jax.ShapeDtypeStruct((1, 32), jnp.int32)).jaxpr
             params = nnx.to_pure_dict(state)
             steps = [jax.jit(lambda p, tx=tx: tx.step(p, tx.init(p), p)).trace(params).jaxpr for tx in optimizers]
-        found.append((collections.Counter(SEEN), [kernels_in(x.jaxpr, {}) for x in (gradient, *steps)]))
-    assert found[1] == found[2]
-    assert found[2][0].keys() == {"_quantize_shard", "to_vector", "where"}
-    assert all(found[2][1])
+        results.append((collections.Counter(SEEN), [kernels_in(x.jaxpr, {}) for x in (gradient, *steps)]))
+    assert results[1] == results[2]
+    assert results[2][0].keys() == {"_quantize_shard", "to_vector", "where"}
+    assert all(results[2][1])

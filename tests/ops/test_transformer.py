@@ -1,4 +1,4 @@
-"""The linear layers of a transformer with what comes before them, as functions."""
+"""The linear layers of a transformer with the operations before them, as functions."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ def draw(seed, *shape, dtype=jnp.bfloat16):
 
 
 def codes(f, *args):
-    """Shapes of the codes that a function keeps, and of 16-bit arrays that are no weights."""
+    """Returns the shapes of codes that a function saves, and of 16-bit arrays that are not weights."""
     saved = residuals(f, *args)
     wide = [s for d, s in saved if d in ("bfloat16", "float32") and len(s) >= 2 and s[0] in (BATCH, BATCH * LENGTH)]
     return sorted(s for d, s in saved if d == "uint8"), sorted(
@@ -54,12 +54,12 @@ def test_a_norm_and_its_readers_keep_one_copy(norm):
     whole = (BATCH, LENGTH, WIDTH)
     assert codes(functools.partial(f, COAT), x, scale, weights) == ([whole], [])
     assert codes(functools.partial(f, FAITHFUL), x, scale, weights) == (sorted([whole, (BATCH * LENGTH, WIDTH)]), [])
-    found = {r.name: gradients(functools.partial(f, r), x, scale, *[weights]) for r in (COAT, BF16)}
-    assert relative(found[COAT.name], found[BF16.name]) < 0.12
+    actual = {r.name: gradients(functools.partial(f, r), x, scale, *[weights]) for r in (COAT, BF16)}
+    assert relative(actual[COAT.name], actual[BF16.name]) < 0.12
 
 
 def test_the_projection_of_attention_keeps_nothing_beside_it():
-    """An operation that keeps its result, as flash attention does, stands in for it."""
+    """An operation that saves its result represents flash attention."""
     z, residual = draw(0, BATCH, LENGTH, HEADS, CHANNELS), draw(1, BATCH, LENGTH, WIDTH)
     w = 0.1 * draw(2, HEADS, CHANNELS, WIDTH)
 
@@ -73,15 +73,15 @@ def test_the_projection_of_attention_keeps_nothing_beside_it():
         return fp8jax.attention_output(attention(z), w, residual, recipe=recipe)
 
     y = f(COAT, z, w, residual)
-    want = fp8jax.linear(jnp.tanh(z).reshape(BATCH, LENGTH, WIDTH), w.reshape(WIDTH, WIDTH), recipe=COAT)
-    np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(residual + want, np.float32))
+    expected = fp8jax.linear(jnp.tanh(z).reshape(BATCH, LENGTH, WIDTH), w.reshape(WIDTH, WIDTH), recipe=COAT)
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(residual + expected, np.float32))
     np.testing.assert_array_equal(
         *(np.asarray(f(COAT, z, a, residual), np.float32) for a in (w, w.reshape(WIDTH, WIDTH)))
     )
     # What attention keeps, and not a byte of codes.
     assert codes(functools.partial(f, COAT), z, w, residual) == ([], [(BATCH, LENGTH, HEADS, CHANNELS)])
-    found = {r.name: gradients(functools.partial(f, r), z, w, residual) for r in (COAT, BF16)}
-    assert relative(found[COAT.name], found[BF16.name]) < 0.12
+    actual = {r.name: gradients(functools.partial(f, r), z, w, residual) for r in (COAT, BF16)}
+    assert relative(actual[COAT.name], actual[BF16.name]) < 0.12
     only_linear = dataclasses.replace(COAT, context=fp8jax.recipes.Context())
     assert codes(functools.partial(f, only_linear), z, w, residual)[0] == [(BATCH * LENGTH, WIDTH)]
 
@@ -94,16 +94,16 @@ def test_the_second_half_of_a_perceptron_keeps_its_gate_and_up(gated):
         gate, up, w, residual, recipe=recipe, activation="gelu"
     )
     exact = jax.nn.gelu(gate.astype(jnp.float32), approximate=False) * (1 if up is None else up.astype(jnp.float32))
-    want = residual.astype(jnp.float32) + jnp.einsum("bti,io->bto", exact, w.astype(jnp.float32))
-    assert relative(f(COAT, gate, up, w, residual), want) < 0.06
+    expected = residual.astype(jnp.float32) + jnp.einsum("bti,io->bto", exact, w.astype(jnp.float32))
+    assert relative(f(COAT, gate, up, w, residual), expected) < 0.06
     inner = (BATCH, LENGTH, INNER)
     assert codes(functools.partial(f, COAT), gate, up, w, residual) == ([inner] * (1 + gated), [])
-    found = {r.name: gradients(lambda *a, r=r: f(r, a[0], up, *a[1:]), gate, w, residual) for r in (COAT, BF16)}
-    assert relative(found[COAT.name], found[BF16.name]) < 0.12
+    actual = {r.name: gradients(lambda *a, r=r: f(r, a[0], up, *a[1:]), gate, w, residual) for r in (COAT, BF16)}
+    assert relative(actual[COAT.name], actual[BF16.name]) < 0.12
 
 
 def test_a_layer_of_these_functions_under_scan_keeps_what_the_plan_says():
-    """In U = tokens x width x 2 bytes: the norms' inputs, gate and up in codes, and what attention itself keeps."""
+    """In U = tokens x width x 2 bytes: inputs of norms, gate and up as codes, and residuals of attention."""
     layers = 3
     shapes = {name: (WIDTH, WIDTH) for name in "qkvo"}
     shapes |= {"gate": (WIDTH, INNER), "up": (WIDTH, INNER), "down": (INNER, WIDTH)}
@@ -159,8 +159,8 @@ def test_a_residual_taken_from_the_norm_has_the_same_gradients(norm, recipe):
         *first, a, b = fp8jax.norm_linear(x, scale, weights, recipe=recipe, norm=norm, residual=residual)
         return (first[0] if residual else x) ** 2 + a * b
 
-    got, want = (gradients(functools.partial(f, residual), x, scale) for residual in (True, False))
-    for a, b in zip(got, want, strict=True):
+    actual, expected = (gradients(functools.partial(f, residual), x, scale) for residual in (True, False))
+    for a, b in zip(actual, expected, strict=True):
         assert relative(a, b) < 1e-6
     assert residuals(functools.partial(f, True), x, scale) == residuals(functools.partial(f, False), x, scale)
 
@@ -172,7 +172,7 @@ def test_a_residual_taken_from_the_norm_has_the_same_gradients(norm, recipe):
     ids=str,
 )  # fmt: skip
 def test_gradients_of_readers_that_are_mapped_or_not(mapped):
-    """Under vmap, when the input is mapped and when it is not, as where experts read the same tokens."""
+    """Under vmap, with a mapped and an unmapped input, as if experts read the same tokens."""
     plain = dataclasses.replace(BF16, context=COAT.context)
     axes = (0 if mapped[0] else None, [0 if m else None for m in mapped[1:]])
     x = draw(0, *([3] if mapped[0] else []), LENGTH, WIDTH, dtype=jnp.float32)
@@ -180,24 +180,24 @@ def test_gradients_of_readers_that_are_mapped_or_not(mapped):
 
     def loss(residual, x, weights):
         def one(x, weights):
-            found = fp8jax.norm_linear(x, None, weights, recipe=plain, residual=residual)
-            return jnp.prod(jnp.stack([jnp.cos(y) for y in (found if residual else (x, *found))]), 0)
+            actual = fp8jax.norm_linear(x, None, weights, recipe=plain, residual=residual)
+            return jnp.prod(jnp.stack([jnp.cos(y) for y in (actual if residual else (x, *actual))]), 0)
 
         return jnp.sum(jax.vmap(one, axes, axis_size=3)(x, weights))
 
     def apart(x, weights):
-        """The same from an input of each reader's own."""
+        """The same with a separate input for each reader."""
 
         def one(x, weights):
-            found = [fp8jax.norm_linear(x, None, [w], recipe=plain)[0] for w in weights]
-            return jnp.prod(jnp.stack([jnp.cos(y) for y in (x, *found)]), 0)
+            actual = [fp8jax.norm_linear(x, None, [w], recipe=plain)[0] for w in weights]
+            return jnp.prod(jnp.stack([jnp.cos(y) for y in (x, *actual)]), 0)
 
         return jnp.sum(jax.vmap(one, axes, axis_size=3)(x, weights))
 
-    want = jax.tree.leaves(jax.grad(apart, (0, 1))(x, weights))
+    expected = jax.tree.leaves(jax.grad(apart, (0, 1))(x, weights))
     for residual in (False, True):
-        got = jax.tree.leaves(jax.grad(functools.partial(loss, residual), (0, 1))(x, weights))
-        for a, b in zip(got, want, strict=True):
+        result = jax.tree.leaves(jax.grad(functools.partial(loss, residual), (0, 1))(x, weights))
+        for a, b in zip(result, expected, strict=True):
             assert relative(a, b) < 0.02
 
 
@@ -219,14 +219,16 @@ def test_the_norm_adds_the_gradient_of_the_residual_stream():
 
 def test_weights_quantized_before_change_no_bit():
     x, weights = draw(0, BATCH, LENGTH, WIDTH), [0.1 * draw(i, WIDTH, WIDTH) for i in (1, 2, 3)]
-    held = [fp8jax.quantize_weight(w, recipe=COAT) for w in weights]
+    prequantized = [fp8jax.quantize_weight(w, recipe=COAT) for w in weights]
 
-    def f(held, x, weights):
-        a, b = fp8jax.norm_linear(x, None, weights[:2], recipe=COAT, quantized=held[:2])
-        y = fp8jax.attention_output(a.reshape(BATCH, LENGTH, HEADS, -1), weights[2], recipe=COAT, quantized=held[2])
-        return fp8jax.glu_linear(y, b, weights[2], recipe=COAT, quantized=held[2])
+    def f(prequantized, x, weights):
+        a, b = fp8jax.norm_linear(x, None, weights[:2], recipe=COAT, quantized=prequantized[:2])
+        y = fp8jax.attention_output(
+            a.reshape(BATCH, LENGTH, HEADS, -1), weights[2], recipe=COAT, quantized=prequantized[2]
+        )
+        return fp8jax.glu_linear(y, b, weights[2], recipe=COAT, quantized=prequantized[2])
 
-    results = (gradients(functools.partial(f, given), x, weights) for given in (held, [None] * 3))
+    results = (gradients(functools.partial(f, operands), x, weights) for operands in (prequantized, [None] * 3))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 

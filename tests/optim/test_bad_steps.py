@@ -1,4 +1,4 @@
-"""Steps that `skip_bad_steps` leaves out change no bit of parameters, moments and scaling states; jumps by NumPy."""
+"""`skip_bad_steps`: skipped steps change no bit of parameters, moments and scaling states. Loss jumps by NumPy."""
 
 import functools
 
@@ -102,14 +102,14 @@ def test_a_jump_is_a_loss_above_the_median_plus_spreads_of_the_last_good_losses(
 
     _, (is_good, limits) = jax.jit(lambda x: jax.lax.scan(observe, bad_steps.init_monitor(), x))(losses)
     good, expected = [], []
-    for loss, found in zip(losses, np.asarray(is_good), strict=True):
+    for loss, actual in zip(losses, np.asarray(is_good), strict=True):
         window = np.float64(good[-128:])
         limit = np.inf
         if len(window) >= 64:
             median = np.median(window)
             limit = median + 4 * max(1.4826 * np.median(np.abs(window - median)), median / 256)
-        assert found == (loss <= limit), loss
-        good += [loss] if found else []
+        assert actual == (loss <= limit), loss
+        good += [loss] if actual else []
         expected.append(limit)
     np.testing.assert_allclose(limits[:-1], expected[1:], rtol=1e-6)
     assert not np.asarray(is_good)[[70, 71, 300, 399]].any()
@@ -126,7 +126,7 @@ def test_losses_that_are_all_equal_have_a_spread_of_half_a_step_of_bf16():
 
 
 def test_losses_of_zero_set_no_limit():
-    """A loss may reach 0 exactly, as a hinge loss does, and leave it again."""
+    """Losses can be exactly 0, as a hinge loss, and rise again."""
     tx = fp8jax.skip_bad_steps(optax.sgd(0.1), max_loss_jump=6.0)
     step = jax.jit(lambda state, loss: (tx.update(PARAMS, state, PARAMS, value=loss)[1], None))
     losses = np.float32([0.0] * 64 + [1e-6] * 164)
@@ -187,7 +187,7 @@ RECIPES = pytest.mark.parametrize("recipe", ["te_delayed", slow("moss"), slow("i
 @RECIPES
 @pytest.mark.parametrize("optimizer_class", ["ours", slow("flax")])
 def test_a_skipped_step_of_nnx_leaves_scaling_states(recipe, optimizer_class):
-    """NaN in the data comes to gradients, and to what operands' amax histories and thresholds observe."""
+    """NaN in the data reaches the gradients, the amax histories and the thresholds."""
     ours = optimizer_class == "ours"
     model = fp8jax.nnx.quantize(nnx.Linear(64, 64, rngs=nnx.Rngs(1)), recipe)
     tx = fp8jax.skip_bad_steps(fp8jax.optimizer(recipe, 1e-2, b2=0.95, min_size=0))
@@ -233,10 +233,12 @@ def test_a_skipped_step_of_linen_leaves_scaling_states(recipe):
             y, new = state.apply_fn(inputs, x, mutable=["fp8jax_scaling"])
             return jnp.mean(y**2), new["fp8jax_scaling"]
 
-        (loss, scaling), (grads, seen) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(state.params, slots)
+        (loss, scaling), (grads, recorded) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(
+            state.params, slots
+        )
         options = {"value": loss}
         return state.apply_gradients(
-            grads=grads, statistics=seen if slots else None, scaling=scaling, step_arguments=options
+            grads=grads, statistics=recorded if slots else None, scaling=scaling, step_arguments=options
         )
 
     def parts(state):

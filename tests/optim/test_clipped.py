@@ -1,4 +1,4 @@
-"""Clipping inside the fused step, and steps that are not taken."""
+"""Clipping inside the fused step, and skipped steps (`apply_if`)."""
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +35,13 @@ def updated(tx, grads, state, params):
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 1e6])
 def test_a_step_is_that_of_the_chain(tx, step, scale):
-    """Below the largest norm bit for bit; above it to the rounding of one product more."""
+    """Bitwise equal below the maximum norm; above it, equal up to the rounding of one more multiplication."""
     grads = jax.tree.map(lambda g: scale * g, GRADS)
     start = tx.init(PARAMS)
     assert jax.tree.structure(start) == jax.tree.structure(optax.chain(optax.identity(), tx).init(PARAMS)[1])
-    want, state = jax.jit(updated, static_argnums=0)(tx, grads, start, PARAMS)
-    got, after = step(grads, start, PARAMS)
-    for a, b in zip(jax.tree.leaves((want, state)), jax.tree.leaves((got, after)), strict=True):
+    expected, state = jax.jit(updated, static_argnums=0)(tx, grads, start, PARAMS)
+    actual, after = step(grads, start, PARAMS)
+    for a, b in zip(jax.tree.leaves((expected, state)), jax.tree.leaves((actual, after)), strict=True):
         a, b = (np.asarray(x).astype(np.float32) for x in (a, b))
         if scale < 0.25:
             np.testing.assert_allclose(a, b, rtol=1e-6)
@@ -56,9 +56,9 @@ def test_a_step_is_that_of_the_chain(tx, step, scale):
 def test_a_factor_comes_before_clipping(tx, step):
     start = tx.init(PARAMS)
     for factor in (0.5, -0.5):
-        want = step(jax.tree.map(lambda g, factor=factor: factor * g, GRADS), start, PARAMS)
-        got = step(GRADS, start, PARAMS, grad_scale=factor)
-        jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, x) for x in (want, got)))
+        expected = step(jax.tree.map(lambda g, factor=factor: factor * g, GRADS), start, PARAMS)
+        actual = step(GRADS, start, PARAMS, grad_scale=factor)
+        jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, x) for x in (expected, actual)))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -68,9 +68,9 @@ def test_a_step_that_is_not_taken_changes_no_bit(tx, step, bad):
     after = step(grads, state, params, apply_if=jnp.array(False))
     for x, y in zip(jax.tree.leaves((params, state)), jax.tree.leaves(after), strict=True):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-    taken = step(GRADS, state, params, apply_if=jnp.array(True))
-    want = step(GRADS, state, params)
-    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, x) for x in (want, taken)))
+    applied = step(GRADS, state, params, apply_if=jnp.array(True))
+    expected = step(GRADS, state, params)
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, x) for x in (expected, applied)))
     visible, _ = step(grads, state, params, apply_if=jnp.array(True))
     assert np.isnan(np.asarray(visible["w"])).any()
 
@@ -99,8 +99,8 @@ def test_a_copy_of_a_fused_transformation_has_its_step(copy):
     tx = fp8jax.optimizer("bf16", 1e-2)
     again = copy(fp8jax.with_clipping(1.0, tx))
     params, _ = again.step(GRADS, again.init(PARAMS), PARAMS)
-    want = fp8jax.with_clipping(1.0, tx).step(GRADS, again.init(PARAMS), PARAMS)[0]
-    jax.tree.map(np.testing.assert_array_equal, params, want)
+    expected = fp8jax.with_clipping(1.0, tx).step(GRADS, again.init(PARAMS), PARAMS)[0]
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
     with pytest.raises(TypeError, match=r"not the update of a fused transformation.*pass all three"):
         tx._replace(update=optax.sgd(1.0).update)
 
@@ -115,11 +115,11 @@ def test_gradients_in_codes_are_clipped_by_what_they_stand_for(most):
     codes = plain | {"w": fp8jax.quantize(plain["w"], fp8jax.QuantSpec("e4m3", "tensor"))}
     decoded = codes | {"w": codes["w"].dequantize()}
     tx = fp8jax.clip_by_global_norm(most)
-    got, _ = tx.update(codes, tx.init(codes))
-    want, _ = optax.clip_by_global_norm(most).update(decoded, optax.EmptyState())
-    np.testing.assert_array_equal(np.asarray(got["w"].codes, np.float32), np.asarray(codes["w"].codes, np.float32))
-    np.testing.assert_allclose(got["w"].dequantize(), want["w"], rtol=1e-6)
-    np.testing.assert_allclose(got["b"], want["b"], rtol=1e-6)
-    assert got["half"].dtype == jnp.bfloat16
+    actual, _ = tx.update(codes, tx.init(codes))
+    expected, _ = optax.clip_by_global_norm(most).update(decoded, optax.EmptyState())
+    np.testing.assert_array_equal(np.asarray(actual["w"].codes, np.float32), np.asarray(codes["w"].codes, np.float32))
+    np.testing.assert_allclose(actual["w"].dequantize(), expected["w"], rtol=1e-6)
+    np.testing.assert_allclose(actual["b"], expected["b"], rtol=1e-6)
+    assert actual["half"].dtype == jnp.bfloat16
     same, _ = tx.update(decoded, tx.init(decoded))
-    np.testing.assert_array_equal(same["w"], want["w"])
+    np.testing.assert_array_equal(same["w"], expected["w"])

@@ -1,4 +1,4 @@
-"""`compress_state`: which leaves are moments, how each is stored, and training with it beside the exact optimizers."""
+"""`compress_state`: which leaves are moments, the storage of each, and training compared with the exact optimizers."""
 
 import functools
 
@@ -37,18 +37,18 @@ def params(dtype=jnp.float32):
 
 
 def quantized(state):
-    """Paths of the quantized leaves without the parameter's name, and the formats: {"trace": {"e4m3"}}."""
+    """Returns the formats of the quantized leaves by path, without the parameter's name: {"trace": {"e4m3"}}."""
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, QTensor))
-    found: dict = {}
+    results: dict = {}
     for path, leaf in leaves:
         if isinstance(leaf, QTensor):
             name = jax.tree_util.keystr(path[:-1], simple=True, separator=".").rpartition(".")[2]
-            found.setdefault(name, set()).add(leaf.spec.format)
-    return found
+            results.setdefault(name, set()).add(leaf.spec.format)
+    return results
 
 
 def descend(tx, steps=40):
-    """Least squares in the directions of a fixed matrix; the losses."""
+    """Minimizes a least-squares loss along the directions of a fixed matrix. Returns the losses."""
     a = jax.random.normal(jax.random.key(1), (64, 128))
     target = jax.random.normal(jax.random.key(2), (128, 256)) / 8
 
@@ -116,11 +116,11 @@ def test_around_adamw_it_is_compressed_adamw(moments, expand, dtype):
         v, b = reference(g, b, p)
         # First moments are a code apart: `compressed_adamw` knows by how much they decay, or rounds them to nearest.
         assert relative(u, v) < {"e5m2": 2.0**-2, "bf16": 2.0**-7}.get(mu, 2.0**-3)
-    got, want = a[0].nu, b.nu
-    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+    actual, expected = a[0].nu, b.nu
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     same = [
         np.mean(np.asarray(x) == np.asarray(y))
-        for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True)
+        for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True)
         if x.size
     ]
     assert min(same) > 0.999
@@ -140,9 +140,10 @@ def test_around_adamw_it_is_compressed_adamw(moments, expand, dtype):
     ],
 )
 def test_every_format_stores_within_its_error_and_keeps_zeros(make, mu, nu, expand):
-    """The nearest code, but where a second moment would be zero; the codes are those of the format's table or dtype.
+    """Values round to the nearest code, except second moments that would become zero. Codes are those of the format's
+    table or dtype.
 
-    An unexpanded first moment of which it is not known how it decays has one of the two codes around it.
+    A first moment without expansion, whose decay is unknown, has one of the two neighbouring codes.
     """
     if make == "compress_state":
         tx = OURS(optax.adamw(1e-3, b1=0.5, b2=0.5), {"mu": mu, "nu": nu}, expand=expand, nu_rounding="nearest")
@@ -162,26 +163,26 @@ def test_every_format_stores_within_its_error_and_keeps_zeros(make, mu, nu, expa
         if expand:
             continue
         fmt, top = formats.get(stored.spec.format), np.abs(exact).max(axis=-1, keepdims=True)
-        units, got = exact / top * fmt.max, decoded / top * fmt.max
+        units, actual = exact / top * fmt.max, decoded / top * fmt.max
         nearest = nearest_code(fmt, units)
         if moment == "nu":
             nearest = np.where((units > 0) & (nearest == 0), fmt.smallest, nearest)
         if moment == "mu" and make == "compress_state":
-            assert (np.abs(got - units) <= width_of_code(fmt, units) * (1 + 2.0**-20)).all()
+            assert (np.abs(actual - units) <= width_of_code(fmt, units) * (1 + 2.0**-20)).all()
             continue
         # fp32 rounds the quotient and the product, and near a tie the quotient may be that of the other code.
-        assert (np.abs(got - units) <= np.abs(nearest - units) + 2.0**-22 * np.abs(nearest)).all()
+        assert (np.abs(actual - units) <= np.abs(nearest - units) + 2.0**-22 * np.abs(nearest)).all()
 
 
 def nearest_code(fmt, units):
-    """The value of the code that is nearest to each value, in units of the format."""
+    """Returns the value of the nearest code to each value, in units of the format."""
     codes = np.sort(given_scales.values(fmt))
     at = np.clip(np.searchsorted(codes, units), 1, len(codes) - 1)
     return np.where(units - codes[at - 1] < codes[at] - units, codes[at - 1], codes[at])
 
 
 def width_of_code(fmt, units):
-    """How far apart the codes on both sides of each value are, in units of the format."""
+    """Returns the distance between the codes on both sides of each value, in units of the format."""
     codes = np.sort(given_scales.values(fmt))
     at = np.clip(np.searchsorted(codes, units * (1 - 1e-6)), 1, len(codes) - 1)
     return codes[at] - codes[at - 1]
@@ -364,7 +365,7 @@ def test_types_and_values_hold_under_an_explicit_mesh():
     p = {"w": jax.random.normal(jax.random.key(0), (8, 1024)), "cut": jax.random.normal(jax.random.key(1), (16, 384))}
     g = jax.tree.map(lambda x: x[::-1] * 0.1, p)
     tx = OURS(optax.adamw(1e-2))
-    want, _ = jax.jit(lambda g, p: tx.update(g, tx.init(p), p))(g, p)
+    expected, _ = jax.jit(lambda g, p: tx.update(g, tx.init(p), p))(g, p)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         p, g = (jax.device_put(tree, sharding) for tree in (p, g))
@@ -374,7 +375,7 @@ def test_types_and_values_hold_under_an_explicit_mesh():
         updates, new = jax.jit(tx.update)(g, state, p)
         assert jax.tree.map(jax.typeof, new) == types
         assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, p)
-    chex.assert_trees_all_close(jax.device_get(updates), jax.device_get(want), rtol=1e-6)
+    chex.assert_trees_all_close(jax.device_get(updates), jax.device_get(expected), rtol=1e-6)
     reference = fp8jax.compressed_adamw(1e-2, min_size=0)
     with jax.set_mesh(mesh):
         assert jax.tree.map(jax.typeof, jax.jit(reference.init)(p).nu) == types[0].nu
@@ -388,7 +389,7 @@ def test_state_of_arrays_on_an_automatic_mesh_is_sharded_like_them():
 
 
 def test_sums_and_maxima_are_compressed_only_where_that_is_asked_for():
-    """Rare features among others: a sum that is rounded to nearest is not what was added to it."""
+    """Features with rare gradients next to others: a sum that is rounded to nearest loses small additions."""
     p = {"w": jnp.zeros((4, 128))}
     tx, exact = (wrap(optax.adagrad(1.0)) for wrap in (OURS, lambda tx: tx))
 
@@ -410,25 +411,27 @@ def test_sums_and_maxima_are_compressed_only_where_that_is_asked_for():
 
 @pytest.mark.parametrize("make", [lambda: optax.adamw(1.0, b2=0.95, weight_decay=0.0)])
 def test_dead_members_take_few_codes_from_the_others(make):
-    """How far updates are off; without the bounds on exponents 0.19 to 0.3 after 400 steps, and growing."""
+    """Relative error of updates. Without bounds on exponents it is 0.19 to 0.3 after 400 steps, and grows."""
     dead, at = test_members.gradients(0)
-    found, _ = test_members.run(fp8jax.compress_state(make(), min_size=0), 0.95, at, (120, 400))
+    actual, _ = test_members.run(fp8jax.compress_state(make(), min_size=0), 0.95, at, (120, 400))
     small = np.arange(128) < 8
     for which, most in ((~dead & ~small, 0.12), (~dead & small, 0.16)):
-        for ours, exact in found:
+        for ours, exact in actual:
             assert np.all(test_members.error(ours, exact, which) < most)
 
 
 def test_live_members_of_any_scale_keep_their_second_moments():
-    """Gradients 5,000 times smaller: second moments 25 million times. 0 or the group's smallest would be far off."""
+    """Gradients are 5,000 times smaller, so second moments are 25 million times smaller. Neither 0 nor the smallest
+    value of the group would be close.
+    """
     scale = np.where(np.arange(128) < 8, 2e-7, 1e-3).astype(np.float32)
 
     def at(step):
         return scale * jax.random.normal(jax.random.fold_in(jax.random.key(0), step), (1, 1, 32, 128))
 
     tx = fp8jax.compress_state(optax.adamw(1.0, b2=0.95, eps=1e-15, weight_decay=0.0), {"mu": "fp32"}, min_size=0)
-    (found,), _ = test_members.run(tx, 0.95, at, (60,))
-    ours, exact = (x[..., :8] for x in found)
+    (actual,), _ = test_members.run(tx, 0.95, at, (60,))
+    ours, exact = (x[..., :8] for x in actual)
     gain = np.sum(ours * exact) / np.sum(exact**2)
     assert 0.9 < gain < 1.1
 
@@ -445,7 +448,9 @@ def test_live_members_of_any_scale_keep_their_second_moments():
     slow(optax.contrib.ademamix),
 ])  # fmt: skip
 def test_slow_averages_follow_rare_gradients(make):
-    """At optax's own decays, 0.999; to nearest 0.62 to 0.83 of the exact update after 1,000 steps, of SGD 1.4."""
+    """With optax's default decay 0.999. Rounding to nearest gives 0.62 to 0.83 of the exact update after 1,000 steps,
+    with SGD 1.4.
+    """
     rare, steps = np.arange(128) % 8 == 0, 1000
     params = jnp.full((8, 128), 0.1)
 
@@ -469,7 +474,7 @@ def test_slow_averages_follow_rare_gradients(make):
 
 @pytest.mark.parametrize(("make", "memory"), [(lambda rate: optax.sgd(rate, momentum=0.98), 50), (optax.lion, 100)])
 def test_slow_first_moments_fall_where_no_gradient_comes(make, memory):
-    """To nearest they would stay as they are, and weights without a gradient walk on for ever."""
+    """With rounding to nearest they would not decay, and weights without a gradient would keep moving."""
     tx, params = OURS(make(1.0)), jnp.zeros((8, 128))
     alive = np.arange(128) < 64
 
@@ -488,7 +493,7 @@ def test_slow_first_moments_fall_where_no_gradient_comes(make, memory):
 
 
 def test_steps_are_counted_for_those_that_count_none():
-    """A state of its own around theirs, in which all is found by its name; others stay as they are."""
+    """The wrapper adds a state with a step count. Fields are still found by name; other optimizers keep their state."""
     p = {"w": jnp.ones((8, 128))}
     for make in (lambda: optax.rmsprop(1e-2), lambda: optax.sgd(1e-2, momentum=0.9)):
         tx = optax.chain(optax.clip(1.0), OURS(make()))

@@ -1,4 +1,4 @@
-"""The mathematics of the compressed optimizer: exact AdamW in fp32, bounded beside it in 8 bits, and its errors."""
+"""`compressed_adamw`: exact AdamW in fp32, bounded updates and errors in 8 bits."""
 
 import functools
 from typing import NamedTuple
@@ -62,9 +62,9 @@ def test_step_is_update_followed_by_apply_updates(dtype):
     g = jax.tree.map(lambda x: 0.1 * x, p)
     tx = fp8jax.compressed_adamw(1e-2, weight_decay=0.1)
     state = tx.init(p)
-    updates, want = jax.jit(tx.update)(g, state, p)
-    stepped, got = jax.jit(tx.step)(g, state, p)
-    chex.assert_trees_all_equal(got, want)
+    updates, expected = jax.jit(tx.update)(g, state, p)
+    stepped, actual = jax.jit(tx.step)(g, state, p)
+    chex.assert_trees_all_equal(actual, expected)
     applied = optax.apply_updates(p, updates)
     # bf16: `step` rounds once, `update` and `apply_updates` twice.
     tolerance = {"rtol": 1e-6, "atol": 1e-8} if dtype == jnp.float32 else {"rtol": 2.0**-7}
@@ -139,7 +139,7 @@ GROUPS = {
 
 @functools.cache
 def updates_of(tx) -> np.ndarray:
-    """Updates of 250 steps on every group: (steps, groups, N)."""
+    """Returns updates of 250 steps on every group: (steps, groups, N)."""
     rngs = {name: np.random.default_rng(i) for i, name in enumerate(GROUPS)}
     gradients = np.stack([[make(rngs[name]) for name, make in GROUPS.items()] for _ in range(250)]).astype(np.float32)
 
@@ -153,15 +153,15 @@ def updates_of(tx) -> np.ndarray:
 @pytest.mark.parametrize(
     ("moments", "b2", "rounding"),
     few(
-        [(moments, *how) for moments in ({}, {"expand": False}, {"nu": "e5m2"}, {"mu": "bf16"})
-         for how in ((0.95, "nearest"), (0.999, "nearest"), (0.999, "stochastic"))],
+        [(moments, *settings) for moments in ({}, {"expand": False}, {"nu": "e5m2"}, {"mu": "bf16"})
+         for settings in ((0.95, "nearest"), (0.999, "nearest"), (0.999, "stochastic"))],
         ({}, 0.95, "nearest"), ({"expand": False}, 0.999, "nearest"), ({}, 0.999, "stochastic"),
         ({"nu": "e5m2"}, 0.95, "nearest"),
     ),
     ids=str,
 )  # fmt: skip
 def test_no_group_of_gradients_makes_updates_larger_than_exact_adamw(moments, b2, rounding):
-    """To nearest by a tenth at most; stochastically by what the noise of a second moment is at its worst."""
+    """By at most a tenth with rounding to nearest; with stochastic rounding, by the worst noise of a second moment."""
     exact = np.abs(updates_of(optax.scale_by_adam(b2=b2))).max(axis=(0, 2))
     ours = updates_of(fp8jax.scale_by_compressed_adam(b2=b2, min_size=0, nu_rounding=rounding, **moments))
     assert not np.isnan(ours).any()
@@ -188,19 +188,19 @@ def test_no_group_of_gradients_makes_updates_larger_than_exact_adamw(moments, b2
     ids=str,
 )
 def test_extreme_gradients_do_as_documented(gradient, finite):
-    """NaN and Inf show in their own updates and nowhere else; a finite gradient, however large, makes neither."""
+    """NaN and Inf appear only in their own updates. A finite gradient of any size causes neither."""
     tx = fp8jax.scale_by_compressed_adam(min_size=0)
     normal = jax.random.normal(jax.random.key(0), (2, 128))
     g = normal.at[0, 3].set(gradient)
     state = tx.init(g)
-    seen = []
+    calls = []
     for _ in range(3):
         update, state = jax.jit(tx.update)(g, state)
-        seen.append(np.asarray(update))
+        calls.append(np.asarray(update))
     others = np.ones((2, 128), bool)
     others[0, 3] = False
-    assert np.isfinite(np.stack(seen)[:, others]).all()
-    assert np.isfinite(np.stack(seen)[:, 0, 3]).all() == finite
+    assert np.isfinite(np.stack(calls)[:, others]).all()
+    assert np.isfinite(np.stack(calls)[:, 0, 3]).all() == finite
 
 
 def test_apply_if_finite_skips_a_nan_and_keeps_the_state():
@@ -276,8 +276,8 @@ def test_traced_hyperparameters_pass():
         tx = fp8jax.compressed_adamw(rate, b2=b2, weight_decay=decay, min_size=0)
         return tx.update(p, tx.init(p), p)[0]
 
-    got = jax.jit(first_update)(1e-3, -0.1, 0.9)
-    np.testing.assert_allclose(got, -1e-3 * (1 - 0.1), rtol=1e-4)
+    actual = jax.jit(first_update)(1e-3, -0.1, 0.9)
+    np.testing.assert_allclose(actual, -1e-3 * (1 - 0.1), rtol=1e-4)
 
 
 def test_wrong_trees_are_refused_with_the_place():

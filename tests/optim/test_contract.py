@@ -1,4 +1,4 @@
-"""What optax asks of its own optimizers: wrappers, dtypes, abstract init, and types that no step changes."""
+"""The contract of optax's own optimizers: wrappers, dtypes, abstract init, and unchanged types."""
 
 import functools
 
@@ -45,7 +45,7 @@ def train(tx, steps=4, dtype=jnp.float32):
 
 
 def assert_close_to_exact(p, tx, tolerance=0.15, rounded=1e-6):
-    """Compressed moments move parameters as exact ones do, up to a share of the distance moved and their rounding."""
+    """Asserts that compressed moments move parameters like exact ones, up to a share of the distance."""
     exact, _ = train(tx)
     start = params()
     for a, b, s in zip(*map(jax.tree.leaves, (p, exact, start)), strict=True):

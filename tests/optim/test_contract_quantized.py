@@ -1,4 +1,4 @@
-"""The contract of optax's contributed optimizers, with every leaf quantized: groups of three, the smallest size one."""
+"""The contract of optax's contributed optimizers with every leaf quantized: groups of three, minimum size one."""
 
 import chex
 import jax
@@ -50,7 +50,7 @@ def moments(state):
 
 
 def loss(p):
-    """A parabola, and Rosenbrock's valley in three dimensions."""
+    """A parabola, and the Rosenbrock function in three dimensions."""
     x = p["valley"]
     valley = jnp.sum(100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)
     return jnp.sum((p["parabola"] - jnp.array([1.0, -1.0, 1.0])) ** 2) + valley
@@ -91,8 +91,8 @@ def test_injected_hyperparameters_change_nothing_and_extra_arguments_pass(name):
         assert len(moments(state)) == len(moments(inside)) == count
         return tx.update(grads, state, p, value=1.0, unknown=None), injected.update(grads, inside, p)
 
-    (updates, new), (got, after) = both(jax.tree.map(jnp.negative, TREE), TREE)
-    chex.assert_trees_all_close(got, updates, rtol=1e-4)
+    (updates, new), (actual, after) = both(jax.tree.map(jnp.negative, TREE), TREE)
+    chex.assert_trees_all_close(actual, updates, rtol=1e-4)
     chex.assert_trees_all_equal_shapes_and_dtypes(after.inner_state, new)
     for a, b in zip(moments(after), moments(new), strict=True):
         a, b = (jax.tree.map(np.asarray, q) for q in (a, b))

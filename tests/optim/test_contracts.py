@@ -1,7 +1,7 @@
-"""Contracts of both AdamWs, one table over them: what is promised of one is promised of its sibling.
+"""Contracts of both AdamWs in one table: each property is tested for both.
 
-Where a change can be told in advance it is: gradients of zero leave the decay alone, -rate * weight_decay * weight, and
-a first gradient of one magnitude moves every weight by the learning rate.
+The change is known in advance where possible. With gradients of zero only the decay remains, -rate * weight_decay *
+weight. A first gradient of constant magnitude moves every weight by the learning rate.
 """
 
 import functools
@@ -29,7 +29,7 @@ ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
 
 
 def change(tx, form, grads, state, params, **options):
-    """What a step adds to each parameter, in float64, and the state after."""
+    """Returns the change of each parameter in a step, in float64, and the new state."""
     result, new = getattr(tx, form)(grads, state, params, **options)
     if form == "step":
         result = jax.tree.map(lambda new, old: np.float64(new) - np.float64(old), result, params)
@@ -38,7 +38,7 @@ def change(tx, form, grads, state, params, **options):
 
 @jax.tree_util.register_pytree_node_class
 class Model(dict):
-    """A tree that can be called, as models of Equinox are."""
+    """A callable pytree, like an Equinox model."""
 
     def tree_flatten(self):
         return tuple(self.values()), tuple(self)
@@ -63,9 +63,9 @@ MASKS = {
 
 @pytest.mark.parametrize(("mask", "make", "form"), covering(MASKS, BOTH.values(), ["update", "step"]))
 def test_the_mask_says_what_decays(make, form, mask):
-    given, decaying = MASKS[mask]
-    params = Model(PARAMS) if isinstance(given, Model) else PARAMS
-    tx = make(2.0**-3, weight_decay=0.5, mask=given)
+    argument, decaying = MASKS[mask]
+    params = Model(PARAMS) if isinstance(argument, Model) else PARAMS
+    tx = make(2.0**-3, weight_decay=0.5, mask=argument)
     changes, _ = change(tx, form, jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
     for name, x in changes.items():
         np.testing.assert_array_equal(x, -(2.0**-3) * 0.5 * np.float64(PARAMS[name]) * (name in decaying), name)
@@ -78,17 +78,21 @@ def test_the_decay_is_multiplied_by_the_rate_of_the_step(make, form):
     params = {**PARAMS, "n": jnp.full((2, 4), 4.0, jnp.bfloat16)}
     for count, rate in enumerate((1.0, 0.5, 0.25, 1 / 16)):
         state = tx.init(params)._replace(count=jnp.int32(count))
-        found, after = change(tx, form, jax.tree.map(jnp.zeros_like, params), state, params)
-        for name, x in found.items():
+        actual, after = change(tx, form, jax.tree.map(jnp.zeros_like, params), state, params)
+        for name, x in actual.items():
             np.testing.assert_array_equal(x, -rate * 0.25 * np.float64(params[name]), name)
         assert after.count == count + 1
 
 
 @both
 def test_the_decay_is_by_default_that_of_optax(make):
-    found, _ = change(make(1.0), "update", {"b": ZEROS["b"]}, make(1.0).init({"b": PARAMS["b"]}), {"b": PARAMS["b"]})
-    want, _ = optax.adamw(1.0).update({"b": ZEROS["b"]}, optax.adamw(1.0).init({"b": PARAMS["b"]}), {"b": PARAMS["b"]})
-    np.testing.assert_allclose(found["b"], want["b"], rtol=1e-3)  # where a master weight is subtracted from its copy
+    actual, _ = change(make(1.0), "update", {"b": ZEROS["b"]}, make(1.0).init({"b": PARAMS["b"]}), {"b": PARAMS["b"]})
+    expected, _ = optax.adamw(1.0).update(
+        {"b": ZEROS["b"]}, optax.adamw(1.0).init({"b": PARAMS["b"]}), {"b": PARAMS["b"]}
+    )
+    np.testing.assert_allclose(
+        actual["b"], expected["b"], rtol=1e-3
+    )  # where a master weight is subtracted from its copy
     assert not any(
         x.any()
         for x in change(make(1.0, weight_decay=0.0), "update", ZEROS, make(1.0).init(PARAMS), PARAMS)[0].values()
@@ -111,7 +115,7 @@ ROUNDABOUT = {
     ids=str,
 )
 def test_a_first_gradient_moves_parameters_as_adam_in_float64(name, count, dtypes):
-    """From moments of zero after any number of steps; each hyperparameter has a value that no other may take."""
+    """From zero moments after any number of steps. Each hyperparameter has a distinct value."""
     b1, b2, eps, eps_root, rate, decay = 0.8, 0.95, 0.03, 0.002, 0.25, 0.125
     tx = {**BOTH, **ROUNDABOUT}[name](rate, b1, b2, eps, eps_root, decay, {"a": True, "b": False, "c": True})
     draw, shapes = np.random.default_rng(0).normal, {"a": (4, 128), "b": (4, 128), "c": (7,)}
@@ -143,11 +147,11 @@ def test_a_gradient_that_is_not_finite_shows_in_its_own_weight_alone(make, bad):
     tx, params = make(1e-2), {"w": jnp.zeros((4, 128)), "b": jnp.zeros(7)}
     grads = jax.tree.map(lambda x: jnp.linspace(0.5, 1, x.size).reshape(x.shape), params)
     step = jax.jit(tx.update)
-    want, _ = step(grads, tx.init(params), params)
-    got, state = step({"w": grads["w"].at[1, 2].set(bad), "b": grads["b"].at[3].set(bad)}, tx.init(params), params)
+    expected, _ = step(grads, tx.init(params), params)
+    actual, state = step({"w": grads["w"].at[1, 2].set(bad), "b": grads["b"].at[3].set(bad)}, tx.init(params), params)
     for name, at in (("w", (1, 2)), ("b", (3,))):
-        assert np.isnan(got[name][at])
-        np.testing.assert_allclose(got[name].at[at].set(0), want[name].at[at].set(0), rtol=2e-3)
+        assert np.isnan(actual[name][at])
+        np.testing.assert_allclose(actual[name].at[at].set(0), expected[name].at[at].set(0), rtol=2e-3)
     later, _ = step(grads, state, jax.tree.map(jnp.zeros_like, params))
     assert np.isnan(later["b"][3])
     assert np.isfinite(np.delete(later["b"], 3)).all()
@@ -176,9 +180,9 @@ def test_hyperparameters_can_be_injected_and_changed(make):
 @both
 def test_what_is_no_number_is_refused(make):
     for name in ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay"):
-        for given in ("3e-4", None, [1e-3, "a"]):
+        for argument in ("3e-4", None, [1e-3, "a"]):
             with pytest.raises(TypeError, match=f"{name} must be a number, not"):
-                make(**{"learning_rate": 1e-3, name: given})
+                make(**{"learning_rate": 1e-3, name: argument})
     for call in (fp8jax.clip_by_global_norm, lambda x: fp8jax.with_clipping(x, make(1e-3)), fp8jax.max_adam_step):
         with pytest.raises(TypeError, match="must be a number, not '1'"):
             call("1")
@@ -232,12 +236,12 @@ def test_parameters_may_lie_on_two_meshes_of_the_same_devices(name, form, kind):
     places = {"u": NamedSharding(row, P(None, "x")), "v": NamedSharding(grid, P("y", None))}
     tx = BOTH[name](1e-2)
     step = jax.jit(getattr(tx, form))
-    want, _ = step(params, tx.init(params), params)
+    expected, _ = step(params, tx.init(params), params)
     placed = jax.device_put(params, places)
-    got, state = step(placed, tx.init(placed), placed)
+    actual, state = step(placed, tx.init(placed), placed)
     for name in params:
-        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-7)
-        assert got[name].sharding.is_equivalent_to(places[name], 2)
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=1e-7)
+        assert actual[name].sharding.is_equivalent_to(places[name], 2)
         assert state.mu[name].codes.sharding.is_equivalent_to(places[name], 2)
 
 
@@ -259,12 +263,12 @@ def test_a_step_that_is_not_applied_leaves_all_bits(make):
 def test_a_factor_multiplies_gradients(make):
     tx, grads = make(1e-2, eps=1.0, weight_decay=0.0), jax.tree.map(lambda x: x * 4, PARAMS)
     state = tx.init(PARAMS)
-    got, _ = tx.step(grads, state, PARAMS, grad_scale=0.25)
-    want, _ = tx.step(PARAMS, state, PARAMS)
+    actual, _ = tx.step(grads, state, PARAMS, grad_scale=0.25)
+    expected, _ = tx.step(PARAMS, state, PARAMS)
     other, _ = tx.step(grads, state, PARAMS)
     for name in PARAMS:
-        np.testing.assert_array_equal(got[name], want[name])
-        assert np.abs(got[name] - other[name]).max() > 1e-3
+        np.testing.assert_array_equal(actual[name], expected[name])
+        assert np.abs(actual[name] - other[name]).max() > 1e-3
 
 
 @both
@@ -322,10 +326,10 @@ def test_the_clip_and_the_schedule_arrive(make):
     gradient = 5 / np.sqrt(sum(np.sum(np.square(x)) for x in PARAMS.values()))  # of each bias, clipped
     for rates in (0.5, 0.5 + 0.25):
         updates, other = chain.update(PARAMS, other, params)
-        want = optax.apply_updates(params, updates)
+        expected = optax.apply_updates(params, updates)
         params, state = tx.step(PARAMS, state, params)
         for name in PARAMS:
-            np.testing.assert_allclose(params[name], want[name], rtol=1e-3)
+            np.testing.assert_allclose(params[name], expected[name], rtol=1e-3)
         np.testing.assert_allclose(PARAMS["b"] - params["b"], rates * gradient / (gradient + 1), rtol=0.1)
 
 
@@ -358,6 +362,6 @@ def test_microbatches_of_multi_steps_are_one_step_of_their_mean(make):
     first, state = update(ZEROS, state, PARAMS)
     assert not any(x.any() for x in jax.tree.leaves(first))
     second, _ = update(jax.tree.map(lambda x: 2 * x, PARAMS), state, PARAMS)
-    want, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    expected, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     for name in PARAMS:
-        np.testing.assert_allclose(second[name], want[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(second[name], expected[name], rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""One optimizer's state as another's: moments, count and what is around them; and states of others are refused."""
+"""`convert_state`: moments, count and wrapper states of another optimizer. Unknown states are refused."""
 
 import functools
 
@@ -30,7 +30,7 @@ def params():
 
 
 def run(tx, p, state, steps):
-    """The parameters and the state after these steps, whose gradients depend on the step's number alone."""
+    """Returns the parameters and the state after these steps. Gradients depend only on the step's number."""
     update = jax.jit(tx.update)
     for i in steps:
         leaves, tree = jax.tree.flatten(p)
@@ -49,7 +49,7 @@ def exact(steps):
 
 
 def test_there_and_back_without_8_bits_gives_the_bits_of_a_run_that_changes_nothing():
-    """Counts go on, those of schedules too."""
+    """Counts continue, also those of schedules."""
     p, state = exact(4)
     ours = fp8jax.compressed_adamw(RATE, mu="fp32", nu="fp32", **SETTINGS)
     state = fp8jax.convert_state(state, ours, p)
@@ -67,24 +67,24 @@ def test_a_run_that_changes_its_optimizer_midway_and_back_goes_where_one_does_th
     converted = fp8jax.convert_state(state, ours, p)
     chex.assert_trees_all_equal_shapes_and_dtypes(converted, template)
     for moment in ("mu", "nu"):
-        want, got = (optax.tree.get(x, moment) for x in (state, converted))
-        spec = got["w"].spec if isinstance(got["w"], QTensor) else None
+        expected, actual = (optax.tree.get(x, moment) for x in (state, converted))
+        spec = actual["w"].spec if isinstance(actual["w"], QTensor) else None
         step = fp8jax.formats.get(spec.format if spec else "bf16").mantissa_bits if not (spec and spec.expand) else 3
-        for key in want:
-            x = got[key].dequantize() if isinstance(got[key], QTensor) else got[key].astype(jnp.float32)
-            error = np.abs(x - want[key]) / np.abs(want[key]).max()
+        for key in expected:
+            x = actual[key].dequantize() if isinstance(actual[key], QTensor) else actual[key].astype(jnp.float32)
+            error = np.abs(x - expected[key]) / np.abs(expected[key]).max()
             assert error.max() <= 2.0 ** -(step + 1) * 1.001, (moment, key)
     p, state = run(ours, p, converted, range(4, 8))
     assert int(optax.tree.get_all_with_path(state, "count")[0][1]) == 8
     p, state = run(EXACT(), p, fp8jax.convert_state(state, EXACT(), p), range(8, 12))
     chex.assert_trees_all_equal_shapes_and_dtypes(state, EXACT().init(p))
-    want, _ = exact(12)
+    expected, _ = exact(12)
     start, _ = exact(4)
-    for a, b, s in zip(*map(jax.tree.leaves, (p, want, start)), strict=True):
+    for a, b, s in zip(*map(jax.tree.leaves, (p, expected, start)), strict=True):
         assert np.abs(a - b).max() <= 0.15 * np.abs(b - s).max() + 2e-3 * (name == "fp8lm")
     # Without conversion the moments would begin at zero, which is much farther away.
     lost, _ = run(EXACT(), exact(4)[0], EXACT().init(params()), range(4, 12))
-    assert np.abs(lost["w"] - want["w"]).max() > 0.3 * np.abs(want["w"] - start["w"]).max()
+    assert np.abs(lost["w"] - expected["w"]).max() > 0.3 * np.abs(expected["w"] - start["w"]).max()
 
 
 def test_wrappers_are_taken_over_where_both_have_them():
@@ -148,8 +148,8 @@ def test_a_converted_state_lies_where_one_from_the_start_does():
     where = jax.sharding.NamedSharding(mesh, jax.P(None, "x"))
     p = {"w": jax.device_put(jnp.ones((6, 1024)), where)}
     tx = OURS["compressed"]()
-    found = fp8jax.convert_state(EXACT().init({"w": jnp.ones((6, 1024))}), tx, p)
-    moments = [jax.tree.map(lambda x: x.sharding, state.mu) for state in (found, tx.init(p))]
+    actual = fp8jax.convert_state(EXACT().init({"w": jnp.ones((6, 1024))}), tx, p)
+    moments = [jax.tree.map(lambda x: x.sharding, state.mu) for state in (actual, tx.init(p))]
     assert moments[0] == moments[1]
     assert moments[0]["w"].codes == where
 

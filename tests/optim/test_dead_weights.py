@@ -1,6 +1,6 @@
-"""Weights that get no gradient any more stand still: a first moment reaches zero before the second that divides it.
+"""Weights without further gradients stop moving: a first moment reaches zero before the second moment that divides it.
 
-Rounded to nearest the smallest codes times 0.9 are themselves again, while a second moment goes on falling.
+With rounding to nearest, 0.9 times the smallest code is the same code again, while the second moment decays.
 """
 
 import functools
@@ -46,9 +46,9 @@ CASES = {
 
 
 def run(tx):
-    """Updates over the learning rate, (steps, 4, 128): the first 32 columns get gradients until LAST alone.
+    """Returns updates over the learning rate, (steps, 4, 128). The first 32 columns get gradients until step LAST.
 
-    Of these half are 10,000 times smaller than the others, and so about one code of e4m3 under their scale.
+    Half of these are 10,000 times smaller than the others: about one code of e4m3 under the common scale.
     """
     sizes = jnp.where(jnp.arange(128) < 16, 1e-4, 1.0)
 
@@ -77,7 +77,7 @@ def test_weights_without_a_gradient_stand_still(case):
 
 
 def test_slow_first_moments_bring_weights_as_far_as_exact_ones_after_their_last_gradient():
-    """At b1 0.99, with expansion, beside others of rare gradients; rounded to nearest a quarter too far."""
+    """b1 = 0.99 with expansion, next to elements with rare gradients. Rounding to nearest overshoots by a quarter."""
     decays = {"b1": 0.99, "b2": 0.995}
     column = jnp.arange(128)
 
@@ -110,27 +110,27 @@ FORMATS = [fmt for fmt in formats.ALL if fmt.needs_scale and fmt.is_signed and f
     ids=lambda x: getattr(x, "name", x),
 )
 def test_rounding_of_what_decays(fmt, decay):
-    """Up or down where to nearest it would stay, and then right on average over few steps; else to nearest."""
+    """If rounding to nearest would not change the code, rounding goes up or down and is unbiased over a few steps."""
     codes = np.sort(given_scales.values(fmt))
     codes = codes[codes >= 0]
     magnitudes = 10.0 ** np.random.default_rng(0).uniform(np.log10(fmt.smallest / 4), np.log10(fmt.max), 2000)
     x = np.concatenate([magnitudes, codes]).astype(np.float32)
     x = np.concatenate([x, np.maximum(-x, given_scales.values(fmt).min())]).astype(np.float32)  # de8 has no -1
     steps = 89  # a number of Fibonacci: the noise of so many steps is spread most evenly
-    drawn = jax.jit(jax.vmap(lambda n: fmt.decode(fmt.encode(jnp.asarray(x), dither=noise.decay_dither(n, decay)))))
-    got = np.asarray(drawn(jnp.arange(1000, 1000 + steps)), np.float64)
+    samples = jax.jit(jax.vmap(lambda n: fmt.decode(fmt.encode(jnp.asarray(x), dither=noise.decay_dither(n, decay)))))
+    actual = np.asarray(samples(jnp.arange(1000, 1000 + steps)), np.float64)
     exact = np.abs(x.astype(np.float64))
     at = np.clip(np.searchsorted(codes, exact * (1 + 1e-7), side="right"), 1, len(codes) - 1)
     below, above = codes[at - 1], codes[at]
-    assert ((np.abs(got) == below) | (np.abs(got) == above)).all()
-    assert (np.sign(got) * x >= 0).all()
+    assert ((np.abs(actual) == below) | (np.abs(actual) == above)).all()
+    assert (np.sign(actual) * x >= 0).all()
     stays = above - below > 2.0001 * (1 - decay) * exact
     leaves = above - below < 1.9999 * (1 - decay) * exact
     # The points of the golden ratio's multiples that lie in an interval are as many as its length says, but for two.
-    off = np.abs(np.abs(got).mean(0) - exact) / (above - below)
+    off = np.abs(np.abs(actual).mean(0) - exact) / (above - below)
     assert off[stays].max() <= 2.01 / steps + 2.0**-20
     nearest = np.minimum(exact - below, above - exact)
-    assert (np.abs(np.abs(got[:, leaves]) - exact[leaves]) <= nearest[leaves] + 1e-6 * exact[leaves]).all()
+    assert (np.abs(np.abs(actual[:, leaves]) - exact[leaves]) <= nearest[leaves] + 1e-6 * exact[leaves]).all()
     assert stays.any()
     assert leaves.any() or decay > 0.9
 

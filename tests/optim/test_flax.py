@@ -1,4 +1,4 @@
-"""Flax's own optimizer and serialization with 8-bit state: nothing to do but to name the transformation."""
+"""Flax's own optimizer and serialization with an 8-bit state, without further changes."""
 
 import importlib
 import sys
@@ -78,10 +78,10 @@ def test_nnx_optimizer_trains_saves_restores_and_goes_on_bit_for_bit(kind, tmp_p
     model, optimizer = start(OURS[kind]())
     assert {type(q.codes) for q in moments(optimizer.opt_state)} == {OptVariable}
     types = jax.tree.structure(nnx.state(optimizer))
-    want = [float(jitted(*exact)) for _ in range(12)]
-    got = [float(jitted(model, optimizer)) for _ in range(12)]
-    assert want[-1] < 0.8 * want[0], "the exact optimizer must learn for this to mean anything"
-    np.testing.assert_allclose(got, want, rtol=0.05)
+    expected = [float(jitted(*exact)) for _ in range(12)]
+    actual = [float(jitted(model, optimizer)) for _ in range(12)]
+    assert expected[-1] < 0.8 * expected[0], "the exact optimizer must learn for this to mean anything"
+    np.testing.assert_allclose(actual, expected, rtol=0.05)
     assert jax.tree.structure(nnx.state(optimizer)) == types
 
     saved = nnx.state((model, optimizer))
@@ -97,19 +97,19 @@ def test_nnx_optimizer_trains_saves_restores_and_goes_on_bit_for_bit(kind, tmp_p
 
 
 def test_without_jit_and_on_trees_of_variables_it_is_the_same_optimizer():
-    """`nnx.Optimizer` passes arrays; who calls the transformation on `nnx.state` passes Variables."""
+    """`nnx.Optimizer` passes arrays. A direct call on `nnx.state` passes Variables."""
     tx = OURS["compressed_adamw"]()
     model, optimizer = start(tx)
     losses = [float(step(model, optimizer)) for _ in range(3)]
     graph, params = nnx.split(Model(nnx.Rngs(0)))
-    state, seen = tx.init(params), []
+    state, calls = tx.init(params), []
     for _ in range(3):
         loss, grads = jax.value_and_grad(lambda p: jnp.mean((nnx.merge(graph, p)(X) - X) ** 2))(params)
         updates, new = tx.update(grads, state, params)
         assert jax.tree.structure((updates, new)) == jax.tree.structure((params, state))
         params, state = optax.apply_updates(params, updates), new
-        seen.append(float(loss))
-    np.testing.assert_allclose(seen, losses, rtol=1e-6)
+        calls.append(float(loss))
+    np.testing.assert_allclose(calls, losses, rtol=1e-6)
     stepped, _ = tx.step(grads, state, params)
     assert jax.tree.structure(stepped) == jax.tree.structure(params)
     chex.assert_trees_all_equal_shapes_and_dtypes(stepped, params)
@@ -119,8 +119,8 @@ def test_without_jit_and_on_trees_of_variables_it_is_the_same_optimizer():
 def test_optax_finds_moments_of_an_nnx_optimizer_and_bytes_are_counted(kind):
     _, optimizer = start(OURS[kind]())
     state = nnx.as_pure(optimizer.opt_state)
-    found = dict(optax.tree.get_all_with_path(state, "mu"))
-    assert {QTensor} <= {type(q) for tree in found.values() for q in moments(tree)}
+    actual = dict(optax.tree.get_all_with_path(state, "mu"))
+    assert {QTensor} <= {type(q) for tree in actual.values() for q in moments(tree)}
     assert optax.tree.get_all_with_path(state, "count")
     sizes = fp8jax.state_bytes(optimizer.opt_state)
     assert sizes == fp8jax.state_bytes(state)
@@ -145,7 +145,7 @@ def test_sharding_metadata_of_parameters_reaches_the_arrays_of_their_moments():
 
 
 def test_names_of_sharded_axes_stay_where_blocks_can_be_cut():
-    """Of 32 x 256 with 8 groups a row: where there is no mesh, and where the arrays lie on one of as many devices."""
+    """A 32 x 256 parameter with 8 groups per row: without a mesh, and with arrays on one of as many devices."""
     tx = fp8jax.compressed_adamw(1e-2, **SMALL)
     x = jnp.ones((32, 256))
     for kind in (P, lambda *names: names):
@@ -153,8 +153,8 @@ def test_names_of_sharded_axes_stay_where_blocks_can_be_cut():
             for key in ("out_sharding", "optimizer_sharding"):
                 box = nnx.Param(x, eager_sharding=False, **{key: kind(*names)})
                 moment = tx.init({"w": box}).mu["w"]
-                found = (part.get_metadata()[key] for part in (moment.codes, moment.scale))
-                assert [tuple(each) for each in found] == [names, kept]
+                actual = (part.get_metadata()[key] for part in (moment.codes, moment.scale))
+                assert [tuple(each) for each in actual] == [names, kept]
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     placed = nnx.Param(jax.device_put(x, jax.NamedSharding(mesh, P(None, "x"))), optimizer_sharding=P(None, "x"))
     assert tx.init({"w": placed}).mu["w"].scale.get_metadata()["optimizer_sharding"] == (None, "x")
@@ -192,8 +192,8 @@ def test_a_partitioned_train_state_of_linen_is_sharded_trained_and_serialized(ki
     assert [x.sharding.spec for x in jax.tree.leaves(moment)] == [P(None, "x"), P(None, None), P(None, None)]
     types = jax.tree.structure(state)
     for _ in range(3):
-        (whole, want), (state, got) = train(whole), train(state)
-        np.testing.assert_allclose(got, want, rtol=1e-3)
+        (whole, expected), (state, actual) = train(whole), train(state)
+        np.testing.assert_allclose(actual, expected, rtol=1e-3)
     assert jax.tree.structure(state) == types
     restored = serialization.from_bytes(init(jax.random.key(1)), serialization.to_bytes(state))
     chex.assert_trees_all_equal(restored, state)

@@ -1,4 +1,4 @@
-"""FP8-LM's AdamW: bytes at rest, one step in float64, the bounds of its scales, and what optax and Flax ask of it."""
+"""FP8-LM's AdamW: bytes of the state, one step in float64, bounds of its scales, contracts of optax and Flax."""
 
 import functools
 
@@ -18,7 +18,7 @@ TX = functools.partial(fp8jax.fp8lm_adamw, RATE, B1, B2, EPS, weight_decay=DECAY
 
 
 def values(q):
-    """What codes stand for, in float64."""
+    """Dequantized values in float64."""
     return np.asarray(q.codes).astype(np.float64) * np.asarray(q.scale, np.float64)
 
 
@@ -38,7 +38,7 @@ def masters_of(state, params):
 
 @functools.cache
 def run(master):
-    """Six steps, whose gradients become smaller by decades, in FP8 and with scales for each layer: all states."""
+    """Returns all states of six steps. Gradients shrink by decades; they are in FP8, with one scale per layer."""
     tx = TX(layer_axes={"layers": 1, "w": 0}, master=master)
     params, grads = problem()
     specs = {"layers": fp8jax.QuantSpec("e4m3", layer_axes=1), "w": fp8jax.QuantSpec("e4m3")}
@@ -78,17 +78,17 @@ def test_a_step_is_adamws_up_to_the_rounding_of_what_it_stores(master, digit):
             least = np.asarray(new.master[name].scale) * 2.0**-24 if master is None else 0
             allowed = np.maximum(1.001 * digit * np.abs(w), least) + 1e-6 * np.abs(w)
             assert (np.abs(weights[name] - w) <= allowed).all(), (name, i)
-            for q, want, half in ((new.mu[name], m, 2.0**-4), (new.nu[name], v, 2.0**-11)):
+            for q, expected, half in ((new.mu[name], m, 2.0**-4), (new.nu[name], v, 2.0**-11)):
                 fmt = fp8jax.formats.get(q.spec.format)
                 least = np.asarray(q.scale, np.float64) * fmt.smallest
-                allowed = np.maximum(1.001 * half * np.abs(want), least) + 1e-6 * np.abs(want)
-                assert (np.abs(values(q) - want) <= allowed).all(), (name, i)
+                allowed = np.maximum(1.001 * half * np.abs(expected), least) + 1e-6 * np.abs(expected)
+                assert (np.abs(values(q) - expected) <= allowed).all(), (name, i)
                 # Of the range of codes the bound leaves not more than three binades empty.
                 largest = np.abs(values(q) / np.asarray(q.scale, np.float64)).reshape(q.scale.size, -1).max(1)
                 assert (largest > fmt.max / 8).all()
             assert ((values(new.nu[name]) > 0) == (v > 0)).all()
-        found = fp8jax.master_weights(new, params)
-        held = fp8jax.params_from_master(new) if master is None else fp8jax.split_master_weights(found, master)[0]
+        actual = fp8jax.master_weights(new, params)
+        held = fp8jax.params_from_master(new) if master is None else fp8jax.split_master_weights(actual, master)[0]
         jax.tree.map(np.testing.assert_array_equal, params, held)
 
 
@@ -158,19 +158,19 @@ def test_update_goes_where_step_does():
     params, grads = problem()
     state = tx.init(params)
     stepped, after = tx.step(grads[0], state, params)
-    updates, found = tx.update(grads[0], state, params)
+    updates, actual = tx.update(grads[0], state, params)
     assert {u.dtype for u in updates.values()} == {jnp.dtype("bfloat16")}
     moved = optax.apply_updates(params, updates)
     for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(stepped), strict=True):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2.0**-7, atol=2.0**-8 * 2 * RATE)
-    jax.tree.map(np.testing.assert_array_equal, found, after)
+    jax.tree.map(np.testing.assert_array_equal, actual, after)
     jax.tree.map(np.testing.assert_array_equal, fp8jax.params_from_master(after), stepped)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("form", ["step", "update"])
 def test_copies_that_somebody_has_changed_are_the_master_weights(form, dtype):
-    """Each by itself, also far beyond what scales were made for, of codes and of what is too small for them."""
+    """Each parameter independently, also far beyond the scales of codes and below their smallest value."""
     tx = fp8jax.fp8lm_adamw(RATE, B1, B2, EPS, weight_decay=DECAY, min_size=128)
     begin, rng = {"w": jnp.full((16, 40), 0.01, dtype), "b": jnp.full(40, 0.01, dtype)}, np.random.default_rng(0)
     grads = {name: jnp.asarray(rng.standard_normal(p.shape), jnp.float32) for name, p in begin.items()}
@@ -187,29 +187,29 @@ def test_copies_that_somebody_has_changed_are_the_master_weights(form, dtype):
         name: p.at[..., ::3].set(jnp.linspace(low, high, 14, dtype=dtype)) for name, p in params.items()
     }
     left, _ = step(grads, state, params)
-    found, after = step(grads, state, changed := other(0.1, 0.5))
+    actual, after = step(grads, state, changed := other(0.1, 0.5))
     half = float(jnp.finfo(dtype).eps) / 2
     for name in params:
-        want = np.asarray(changed[name], np.float64)[..., ::3]
-        want = want - RATE * (np.sign(np.asarray(grads[name]))[..., ::3] + DECAY * want)
-        got = np.asarray(found[name], np.float64)
-        np.testing.assert_allclose(got[..., ::3], want, rtol=2 * half + 2.0**-10, atol=2.0**-4 * RATE)
+        expected = np.asarray(changed[name], np.float64)[..., ::3]
+        expected = expected - RATE * (np.sign(np.asarray(grads[name]))[..., ::3] + DECAY * expected)
+        result = np.asarray(actual[name], np.float64)
+        np.testing.assert_allclose(result[..., ::3], expected, rtol=2 * half + 2.0**-10, atol=2.0**-4 * RATE)
         for k in (1, 2):
-            np.testing.assert_allclose(got[..., k::3], np.asarray(left[name], np.float64)[..., k::3], rtol=2 * half)
+            np.testing.assert_allclose(result[..., k::3], np.asarray(left[name], np.float64)[..., k::3], rtol=2 * half)
     # What is far larger is taken by the step after, which knows the scale of what it met.
-    found, after = step(grads, after, changed := other(3, 5000))
+    actual, after = step(grads, after, changed := other(3, 5000))
     for _ in range(2):
         for name in params:
-            np.testing.assert_allclose(*map(np.float64, (found[name], changed[name])), rtol=5 * RATE, atol=5 * RATE)
-        found, after = step(jax.tree.map(jnp.zeros_like, grads), after, found)
-    masters = fp8jax.master_weights(after, found)
+            np.testing.assert_allclose(*map(np.float64, (actual[name], changed[name])), rtol=5 * RATE, atol=5 * RATE)
+        actual, after = step(jax.tree.map(jnp.zeros_like, grads), after, actual)
+    masters = fp8jax.master_weights(after, actual)
     for name in params:
-        np.testing.assert_allclose(masters[name], np.float64(found[name]), rtol=1.1 * half + 2.0**-11, atol=5e-4)
+        np.testing.assert_allclose(masters[name], np.float64(actual[name]), rtol=1.1 * half + 2.0**-11, atol=5e-4)
 
 
 def test_what_follows_in_a_chain_changes_updates_as_behind_optax():
-    """The master weights go where the parameters go: half as far, and not below zero."""
-    params, found = {"w": jnp.full((16, 40), 0.5)}, []
+    """The master weights follow the parameters: half the distance, and not below zero."""
+    params, results = {"w": jnp.full((16, 40), 0.5)}, []
     for tx in (TX(), optax.adamw(RATE, B1, B2, EPS, weight_decay=DECAY)):
         own, tx = params, optax.chain(tx, optax.scale(0.5), optax.keep_params_nonnegative())
         state, update = tx.init(own), jax.jit(tx.update)
@@ -217,13 +217,13 @@ def test_what_follows_in_a_chain_changes_updates_as_behind_optax():
             grad = 0.3 + jax.random.normal(jax.random.key(i), (16, 40))
             changes, state = update({"w": grad.at[3:].multiply(-3)}, state, own)
             own = optax.apply_updates(own, changes)
-        found.append(np.asarray(own["w"]))
-    np.testing.assert_allclose(*found, atol=0.1 * 40 * RATE / 2)
-    assert np.linalg.norm(found[0] - found[1]) < 0.06 * np.linalg.norm(found[1] - 0.5)
+        results.append(np.asarray(own["w"]))
+    np.testing.assert_allclose(*results, atol=0.1 * 40 * RATE / 2)
+    assert np.linalg.norm(results[0] - results[1]) < 0.06 * np.linalg.norm(results[1] - 0.5)
 
 
 def test_a_gradient_of_zeros_leaves_the_bound_of_the_second_moment():
-    """Its scale is one, as of a gradient whose largest magnitude is 448."""
+    """The scale is one, as for a gradient with amax 448."""
     grads = {"w": jnp.full((16, 40), 1e-4).at[0].set(1e-6)}
     tx = TX()
     params = {"w": jnp.full((16, 40), 0.5)}
@@ -242,7 +242,7 @@ def test_a_gradient_of_zeros_leaves_the_bound_of_the_second_moment():
 
 
 def test_master_weights_keep_small_changes_on_average_when_they_are_rounded_stochastically():
-    """A hundredth of a step of fp16 each time: to nearest they are lost, as the paper accepts."""
+    """Each change is 1/100 of a step of fp16. Rounding to nearest loses it, which the paper accepts."""
     moved = {}
     params = {"w": jnp.ones((64, 64))}
     for rounding in ("nearest", "stochastic"):
@@ -297,7 +297,9 @@ def test_what_is_not_finite_is_visible_and_bad_arguments_are_named():
 
 
 def test_weights_leave_zero_without_saturating_and_small_second_moments_stay_above_it():
-    """A first step is the learning rate, however small the weights were; 1e-16 of the largest square is below fp16."""
+    """The first step equals the learning rate, however small the weights were. 1e-16 of the largest square is below
+    fp16.
+    """
     tx = fp8jax.fp8lm_adamw(0.5, B1, B2, weight_decay=0.0, min_size=0)
     params = {"w": jnp.full((16, 16), 1e-6)}
     grads = {"w": jnp.ones((16, 16)).at[0].set(1e-8)}
@@ -307,7 +309,7 @@ def test_weights_leave_zero_without_saturating_and_small_second_moments_stay_abo
 
 
 def test_second_moments_below_fp32_are_its_smallest_number():
-    """Against the rule in float64, where moments decay to what fp32 flushes to zero: none is forgotten."""
+    """Against the float64 rule. Moments decay to values that fp32 flushes to zero, and none becomes zero."""
     b2 = 0.5
     tx = fp8jax.fp8lm_adamw(RATE, 0.5, b2, weight_decay=0.0, min_size=0)
     params, tiny = {"w": jnp.zeros((16, 16))}, float(np.finfo(np.float32).tiny)
@@ -324,7 +326,9 @@ def test_second_moments_below_fp32_are_its_smallest_number():
 @pytest.mark.parametrize("outlier", [2e19, 3e38])
 @pytest.mark.parametrize("size", [None, 128])
 def test_a_gradient_whose_square_overflows_spoils_its_own_second_moment_alone(outlier, size):
-    """As in optax, where that weight stands still from then on; to others a scale may be lost, but for groups not."""
+    """As in optax, that weight then stops moving. Other weights may lose their common scale, but not with scales per
+    group.
+    """
     tx, exact = (
         fp8jax.fp8lm_adamw(RATE, B1, B2, weight_decay=0.0, min_size=0, group_size=size),
         optax.adam(RATE, B1, B2),
@@ -340,22 +344,22 @@ def test_a_gradient_whose_square_overflows_spoils_its_own_second_moment_alone(ou
         w = optax.apply_updates(w, u)
         u, theirs = reference(g, theirs, z)
         z = optax.apply_updates(z, u)
-    got, want = np.asarray(w["w"], np.float64), np.asarray(z["w"], np.float64)
-    assert np.isfinite(got).all()
-    assert np.isfinite(want).all()
+    actual, expected = np.asarray(w["w"], np.float64), np.asarray(z["w"], np.float64)
+    assert np.isfinite(actual).all()
+    assert np.isfinite(expected).all()
     assert np.isinf(np.asarray(state.nu["w"].dequantize())).sum() == 1
-    assert abs(got[1, 2] - want[1, 2]) <= 0.1 * RATE
+    assert abs(actual[1, 2] - expected[1, 2]) <= 0.1 * RATE
     others = np.ones((4, 256), bool)
     others[1, : size or 256] = False
     others = others if size else np.zeros_like(others)
-    np.testing.assert_allclose(got[others], want[others], atol=0.6 * RATE)
+    np.testing.assert_allclose(actual[others], expected[others], atol=0.6 * RATE)
     # The second moments of all others are what they would be.
     v, v32 = np.asarray(state.nu["w"].dequantize()), np.asarray(theirs[0].nu["w"])
     np.testing.assert_allclose(v[np.isfinite(v)], v32[np.isfinite(v32)], rtol=12 * 2.0**-11)
 
 
 def test_groups_keep_their_scales_beside_an_outlier():
-    """One gradient of 1e4 takes the first moments of all that share its scale: the next updates are off by half."""
+    """One gradient of 1e4 flushes the first moments under the same scale: the next updates are off by half."""
     off = {}
     params = {"w": jnp.zeros((8, 512))}
     exact = optax.adam(RATE, B1, B2)
@@ -368,9 +372,9 @@ def test_groups_keep_their_scales_beside_an_outlier():
             g = {"w": g["w"].at[3, 5].set(1e6)} if i == 8 else g
             u, state = step(g, state, w)
             w = optax.apply_updates(w, u)
-            want, theirs = reference(g, theirs, params)
+            expected, theirs = reference(g, theirs, params)
         others = np.delete(np.arange(8 * 512).reshape(8, 4, 128), 3, axis=0).ravel()
-        a, b = np.asarray(u["w"], np.float64).ravel()[others], np.asarray(want["w"], np.float64).ravel()[others]
+        a, b = np.asarray(u["w"], np.float64).ravel()[others], np.asarray(expected["w"], np.float64).ravel()[others]
         off[size] = np.linalg.norm(a - b) / np.linalg.norm(b)
     assert off[None] > 0.5
     assert off[128] < 0.1

@@ -1,4 +1,4 @@
-"""From a recipe to its optimizer."""
+"""The optimizer of a recipe."""
 
 import dataclasses
 
@@ -16,8 +16,8 @@ PARAMS = {"w": jnp.linspace(-1, 1, 64 * 128).reshape(64, 128), "b": jnp.ones(7)}
 @pytest.mark.parametrize("name", fp8jax.recipes.NAMES)
 def test_moments_are_stored_as_the_recipe_says(name):
     recipe = fp8jax.recipes.get(name)
-    for given in (name, recipe):
-        state = jax.eval_shape(fp8jax.optimizer(given, 1e-3).init, PARAMS)
+    for argument in (name, recipe):
+        state = jax.eval_shape(fp8jax.optimizer(argument, 1e-3).init, PARAMS)
         if recipe.linear.needs_weight_bounds:
             state, bounds = state
             assert bounds.bounds["w"].shape == ()
@@ -28,7 +28,7 @@ def test_moments_are_stored_as_the_recipe_says(name):
 
 @pytest.mark.parametrize("recipe", ["auto", fp8jax.recipes.for_shapes("coat_fast"), fp8jax.recipes.for_shapes("fast")])
 def test_where_layers_are_chosen_by_what_they_gain_moments_of_small_parameters_are_those_of_optax(recipe):
-    """A small model's state has as many arrays as optax's, which is what its steps cost the host."""
+    """A small model's state has as many arrays as optax's. The number of arrays determines the host time of a step."""
     small, large = jax.ShapeDtypeStruct((1024, 2047), jnp.float32), jax.ShapeDtypeStruct((1024, 2048), jnp.float32)
     params = {"a": small, "b": large, "c": {"bias": jax.ShapeDtypeStruct((4096,), jnp.float32)}}
     mu = jax.eval_shape(fp8jax.optimizer(recipe, 1e-3).init, params).mu
@@ -36,12 +36,12 @@ def test_where_layers_are_chosen_by_what_they_gain_moments_of_small_parameters_a
     assert mu["b"].spec == fp8jax.recipes.coat().optimizer.spec("mu")
     ours, theirs = (jax.eval_shape(tx.init, {"a": small}) for tx in (fp8jax.optimizer(recipe, 1e-3), optax.adam(1e-3)))
     assert len(jax.tree.leaves(ours)) == len(jax.tree.leaves(theirs))
-    for given in (fp8jax.optimizer(recipe, 1e-3, min_size=4096), fp8jax.optimizer("coat", 1e-3)):
-        assert isinstance(jax.eval_shape(given.init, params).mu["a"], fp8jax.QTensor)
+    for optimizer in (fp8jax.optimizer(recipe, 1e-3, min_size=4096), fp8jax.optimizer("coat", 1e-3)):
+        assert isinstance(jax.eval_shape(optimizer.init, params).mu["a"], fp8jax.QTensor)
 
 
 def test_every_setting_arrives():
-    """What is passed on moves parameters as the same arguments of `compressed_adamw`; the plain recipe as optax's."""
+    """Parameters move as with the same arguments of `compressed_adamw`; those of the plain recipe as with optax."""
     settings = {"b1": 0.8, "b2": 0.9, "eps": 1e-3, "eps_root": 1e-4, "weight_decay": 0.3}
     mask = {"w": True, "b": False}
     custom = dataclasses.replace(
@@ -78,19 +78,19 @@ def test_formats_of_masters_and_moments_arrive():
 
 
 def test_weights_of_a_recipe_with_automatic_scaling_are_followed():
-    """As `tracked` does, with the limit of the same settings and the recipe's interval; or not."""
+    """Like `with_weight_bounds`, with the limit of the same settings and the recipe's interval; or not at all."""
     moss = fp8jax.recipes.moss()
     recipe = dataclasses.replace(moss, linear=dataclasses.replace(moss.linear, weight_amax_interval=2))
     settings = {"b1": 0.8, "b2": 0.9, "weight_decay": 0.3}
     plain = fp8jax.optimizer(recipe, 1e-2, track_weight_bounds=False, **settings)
     by_hand = fp8jax.with_weight_bounds(plain, fp8jax.max_adam_step(1e-2, 0.8, 0.9, 0.3), 2)
-    found = []
+    results = []
     for tx in (fp8jax.optimizer(recipe, 1e-2, clip=0.5, **settings), fp8jax.with_clipping(0.5, by_hand)):
         params, state = PARAMS, tx.init(PARAMS)
         for _ in range(4):
             params, state = jax.jit(tx.step)(PARAMS, state, params)
-        found.append((params, fp8jax.get_weight_amax_bounds(state)))
-    chex.assert_trees_all_equal(*found)
+        results.append((params, fp8jax.get_weight_amax_bounds(state)))
+    chex.assert_trees_all_equal(*results)
     with pytest.raises(ValueError, match="does not track weights"):
         fp8jax.get_weight_amax_bounds(plain.init(PARAMS))
     advice = "set track_weight_bounds=False, and chain fp8jax.track_weight_amax"

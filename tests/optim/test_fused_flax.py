@@ -1,4 +1,4 @@
-"""Flax's optimizers with the fused step against Flax's own with `update`: the same weights, moments and checkpoints."""
+"""Flax's optimizers with the fused step, against Flax's own with `update`: equal weights, moments and checkpoints."""
 
 import functools
 
@@ -31,8 +31,9 @@ MADE = {
 
 
 def close(ours, theirs):
-    """Equal but for fp32's rounding: `step` multiplies by one factor where a chain writes clipped gradients, and adds
-    where it writes updates. At a tie that makes another code of a moment, an eighth of it, in at most 1 of 100."""
+    """Asserts equality up to fp32 rounding. `step` multiplies by one factor where a chain writes clipped gradients, and
+    adds where it writes updates. At a tie this changes a code of a moment, by an eighth, in at most 1 of 100.
+    """
     for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         off = np.abs(np.asarray(mine, np.float64) - np.asarray(other, np.float64))
         assert np.quantile(off, 0.99) < 2e-6
@@ -111,7 +112,9 @@ def test_nnx_optimizer_hands_arguments_on_to_the_step():
     tx = MADE["compressed_adamw"]()
     start, after = train(fp8jax.nnx.Optimizer, tx, steps=0), train(fp8jax.nnx.Optimizer, tx, apply_if=jnp.bool_(False))
     chex.assert_trees_all_equal(nnx.state(after[0]), nnx.state(start[0]))
-    plain, factor = (train(fp8jax.nnx.Optimizer, optax_like(), **how) for how in ({}, {"grad_scale": jnp.float32(0.0)}))
+    plain, factor = (
+        train(fp8jax.nnx.Optimizer, optax_like(), **options) for options in ({}, {"grad_scale": jnp.float32(0.0)})
+    )
     assert not np.array_equal(*(nnx.state(m[0])["layers"][0]["kernel"][...] for m in (plain, factor)))
 
 
@@ -212,14 +215,14 @@ def test_arguments_of_a_chain_reach_its_update(way):
 @pytest.mark.parametrize("recipe", ["coat", "bf16", "fp8_lm"])
 def test_optimizer_clips(recipe):
     params, big = {"w": jnp.ones((64, 128))}, {"w": jnp.linspace(-3, 5, 64 * 128).reshape(64, 128)}
-    plain, tx = (fp8jax.optimizer(recipe, 1e-2, eps=1e-2, min_size=1, **how) for how in ({}, {"clip": 0.5}))
+    plain, tx = (fp8jax.optimizer(recipe, 1e-2, eps=1e-2, min_size=1, **options) for options in ({}, {"clip": 0.5}))
     norm = float(np.linalg.norm(np.asarray(big["w"], np.float64)))
     expected, _ = plain.step(jax.tree.map(lambda g: g * (0.5 / norm), big), plain.init(params), params)
     unclipped, _ = plain.step(big, plain.init(params), params)
-    given, _ = tx.step(big, tx.init(params), params)
-    np.testing.assert_allclose(given["w"], expected["w"], rtol=1e-4)
-    assert np.abs(np.asarray(given["w"]) - np.asarray(unclipped["w"])).max() > 1e-3
-    with pytest.raises(ValueError, match="max_norm must be positive"):
+    clipped_params, _ = tx.step(big, tx.init(params), params)
+    np.testing.assert_allclose(clipped_params["w"], expected["w"], rtol=1e-4)
+    assert np.abs(np.asarray(clipped_params["w"]) - np.asarray(unclipped["w"])).max() > 1e-3
+    with pytest.raises(ValueError, match="clip must be positive"):
         fp8jax.optimizer(recipe, 1e-2, clip=0.0)
 
 
@@ -227,7 +230,7 @@ WIDE = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
 
 
 def scaled_run(recipe, make, tx, end, steps=3, wrt=nnx.Param):
-    """A model of two layers by a recipe after some steps; `end` is what is called around the optimizer's update."""
+    """Runs some steps of a two-layer model with a recipe. `end` is called around the optimizer's update."""
     layers = nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(64, 32, rngs=nnx.Rngs(1))
     model = fp8jax.nnx.quantize(nnx.Sequential(*layers), recipe)
     optimizer = make(model, tx, wrt=wrt)
@@ -270,7 +273,7 @@ def ended(model, optimizer, grads):
     ],
 )
 def test_nnx_optimizer_ends_the_step_of_scalings(recipe, by_hand, chained):
-    """As what is called by hand beside Flax's own optimizer, which does not; called beside ours it changes nothing."""
+    """Equal to explicit calls next to Flax's own optimizer. Explicit calls next to ours change nothing."""
     tx = fp8jax.optimizer(recipe, 1e-2, b2=0.95)
     if chained:
         tx = optax.chain(fp8jax.compressed_adamw(1e-2, b2=0.95), fp8jax.track_weight_amax())
@@ -290,7 +293,7 @@ def test_nnx_optimizer_ends_the_step_of_scalings(recipe, by_hand, chained):
     ("recipe", "chained"), [slow("te_delayed", False), ("int8_fallback", False), ("moss", False), slow("moss", True)]
 )
 def test_train_state_ends_the_step_of_scalings(recipe, chained):
-    """As what is called by hand; parameters may be all that `init` makes, or the collection alone."""
+    """Equal to explicit calls. Parameters may be all variables of `init`, or the collection alone."""
     model, tx = fp8jax.linen.quantize(Net(), recipe), fp8jax.optimizer(recipe, 1e-2, b2=0.95)
     if chained:
         tx = optax.chain(fp8jax.compressed_adamw(1e-2, b2=0.95), fp8jax.track_weight_amax())
@@ -298,35 +301,35 @@ def test_train_state_ends_the_step_of_scalings(recipe, chained):
     params, scaling = variables["params"], variables["fp8jax_scaling"]
     statistics = variables.get("fp8jax_statistics", {})
 
-    def of(params, statistics, scaling):
+    def loss_fn(params, statistics, scaling):
         collections = {"params": params, "fp8jax_scaling": scaling, "fp8jax_statistics": statistics}
         y, new = model.apply(collections, X, mutable=["fp8jax_scaling"])
         return jnp.mean((y - X) ** 2), new.get("fp8jax_scaling", scaling)
 
-    grads, by_hand = jax.grad(of, argnums=(0, 1), has_aux=True)(params, statistics, scaling)
-    (weights, seen), opt_state = grads, tx.init(params)
+    grads, by_hand = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(params, statistics, scaling)
+    (weights, recorded), opt_state = grads, tx.init(params)
     for whole in (False, True):
         inside = (lambda tree: {"params": tree}) if whole else (lambda tree: tree)
         state = fp8jax.linen.TrainState.create(
             apply_fn=model.apply, params=inside(params), tx=tx, scaling=scaling, rules=recipe
         )
-        after = state.apply_gradients(grads=inside(weights), statistics=seen, scaling=by_hand)
+        after = state.apply_gradients(grads=inside(weights), statistics=recorded, scaling=by_hand)
         if recipe == "moss":
             step = tx.update if chained else tx.step
             new = fp8jax.get_weight_amax_bounds(step(weights, opt_state, params)[1])
             expected = fp8jax.linen.update_weight_amax_bounds(by_hand, new)
         else:
-            expected = fp8jax.linen.advance_scaling(by_hand, seen, recipe)
+            expected = fp8jax.linen.advance_scaling(by_hand, recorded, recipe)
         chex.assert_trees_all_close(after.scaling, expected, rtol=1e-6)
         assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (after.scaling, scaling)), strict=True))
     plain = fp8jax.linen.TrainState.create(apply_fn=None, params=params, tx=tx)
     with pytest.raises(ValueError, match=r"Pass scaling="):
-        plain.apply_gradients(grads=weights, statistics=seen)
+        plain.apply_gradients(grads=weights, statistics=recorded)
 
 
 def test_the_end_of_a_step_merges_what_replicas_have_seen():
-    """Of two replicas that have seen 3 and 5 both go on from 5, also of gradients."""
-    seen = jnp.array([3.0, 5.0])
+    """Two replicas observed 3 and 5; both continue with 5, for gradients too."""
+    recorded = jnp.array([3.0, 5.0])
     model = fp8jax.nnx.quantize(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), "te_delayed")
     graph, state = nnx.split(model)
 
@@ -344,7 +347,7 @@ def test_the_end_of_a_step_merges_what_replicas_have_seen():
         return [after[operand].max() for operand in ("x", "dy")]
 
     for ends in (of_nnx, of_linen):
-        np.testing.assert_array_equal(jax.vmap(ends, axis_name="data")(seen), [[5, 5]] * 2)
+        np.testing.assert_array_equal(jax.vmap(ends, axis_name="data")(recorded), [[5, 5]] * 2)
 
 
 def test_bounds_are_those_of_trained_weights_and_frozen_ones_keep_theirs():

@@ -1,4 +1,4 @@
-"""Finite gradients whose squares overflow fp32: no NaN in any optimizer, and the others' moments stay right."""
+"""Finite gradients whose squares overflow fp32: no NaN in any optimizer, and correct moments of other elements."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ MADE = {
     few(MADE, "compressed_adamw", "compressed_adamw in fp32", "fp8lm_adamw", "compress_state of adam"),
 )
 def test_no_finite_gradient_makes_nan(kind):
-    """One element, then all of a tensor: in the step itself, and in those after it."""
+    """One element, then all of a tensor; in that step and in later ones."""
     tx = MADE[kind]()
     rng = np.random.default_rng(0)
     params = {name: jnp.asarray(rng.normal(size=(4, 128)), jnp.float32) for name in ("one", "all", "none")}
@@ -44,8 +44,8 @@ def test_no_finite_gradient_makes_nan(kind):
 
     @jax.jit
     def run(huge):
-        turned = jax.tree.map(jnp.negative, huge)
-        steps = jax.tree.map(lambda *gs: jnp.stack(gs), normal, huge, normal, turned, normal)
+        negated = jax.tree.map(jnp.negative, huge)
+        steps = jax.tree.map(lambda *gs: jnp.stack(gs), normal, huge, normal, negated, normal)
 
         def step(carry, grads):
             weights, state, _ = carry
@@ -79,6 +79,6 @@ def test_gradients_are_bounded_after_their_factor_and_only_where_both_are_finite
         with np.errstate(all="ignore"):
             scaled = g.astype(np.float64) * (1.0 if factor is None else float(np.float32(factor)))
         finite = np.isfinite(g) & np.isfinite(1.0 if factor is None else factor)
-        want = np.where(finite, np.clip(scaled, -limit, limit), scaled)
-        got = scale_and_clip(jnp.asarray(g), None if factor is None else jnp.float32(factor))
-        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-6)
+        expected = np.where(finite, np.clip(scaled, -limit, limit), scaled)
+        actual = scale_and_clip(jnp.asarray(g), None if factor is None else jnp.float32(factor))
+        np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Many parameters: one body for those of a kind, in what is traced and, on a CPU, in what XLA makes of it."""
+"""Many parameters: equal ones share one traced function, and on a CPU one compiled function."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ forms = pytest.mark.parametrize(
 
 
 def params(count):
-    """Of two shapes, the second one in bf16, and small ones."""
+    """Parameters of two shapes, the second in bf16, and small ones."""
     keys = iter(jax.random.split(jax.random.key(0), 3 * count))
     tree = {f"a{i}": jax.random.normal(next(keys), (4, 256)) for i in range(count)}
     tree |= {f"b{i}": jax.random.normal(next(keys), (8, 128)).astype(jnp.bfloat16) for i in range(count)}
@@ -40,7 +40,7 @@ def lowered(tx, form, p):
 
 
 def one_device():
-    """A context in which programs are for one of the eight devices."""
+    """A context in which programs are traced for one of the eight devices."""
     return jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]))
 
 
@@ -74,7 +74,7 @@ def test_parameters_of_as_many_groups_share_a_body_on_one_device(context, bodies
 def test_a_function_of_parameters_gives_each_its_own_step_in_its_own_memory(name, form):
     tx, p = MAKE[name](), params(4)
     grads = jax.tree.map(lambda x: x * jnp.linspace(0.1, 1, x.shape[-1]).astype(x.dtype), p)
-    seen, texts = [], []
+    calls, texts = [], []
     for context in (contextlib.nullcontext, one_device):
         with context():
             program, state = lowered(tx, form, p)
@@ -83,11 +83,11 @@ def test_a_function_of_parameters_gives_each_its_own_step_in_its_own_memory(name
             assert program.memory_analysis().alias_size_in_bytes >= 0.99 * size
             texts.append(program.as_text())
             result, state = program(grads, state, p)
-            seen.append(jax.device_get((result, program(grads, state, result if form == "step" else p))))
+            calls.append(jax.device_get((result, program(grads, state, result if form == "step" else p))))
     assert [text.count(" call(") >= 8 for text in texts] == [False, True]
-    want, got = seen
-    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
-    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+    expected, actual = calls
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         if a.dtype.itemsize == 1:
             # Sums run in another order: a code at a tie may be the next one.
             assert np.mean(a.view(np.uint8) != b.view(np.uint8)) <= 0.01

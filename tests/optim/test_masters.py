@@ -1,4 +1,4 @@
-"""Master weights by parts in the optimizers: the values of fp32 masters, and bits that no way of applying changes."""
+"""Split master weights: the values of fp32 masters, and equal bits for every way to apply updates."""
 
 import dataclasses
 import functools
@@ -23,20 +23,22 @@ PARTS = ("bf16+int8", "bf16+int16", "fp16+int8", "fp16+int16")
 ALL = (*PARTS, "bf16+stochastic")
 RATE, STEPS = 1e-3, 4
 # By XLA: kernels take other approximations for bf16 weights than for fp32 ones, which tests/kernels compares.
-MADE = {
-    "compressed_adamw": lambda **how: fp8jax.compressed_adamw(
-        RATE, b2=0.95, weight_decay=0.1, min_size=1024, impl="xla", **how
+OPTIMIZERS = {
+    "compressed_adamw": lambda **kwargs: fp8jax.compressed_adamw(
+        RATE, b2=0.95, weight_decay=0.1, min_size=1024, impl="xla", **kwargs
     ),
-    "lion": lambda **how: fp8jax.compress_state(optax.lion(RATE, weight_decay=0.1), min_size=1024, **how),
-    "fp8lm_adamw": lambda **how: fp8jax.fp8lm_adamw(RATE, b2=0.95, weight_decay=0.1, min_size=1024, impl="xla", **how),
+    "lion": lambda **kwargs: fp8jax.compress_state(optax.lion(RATE, weight_decay=0.1), min_size=1024, **kwargs),
+    "fp8lm_adamw": lambda **kwargs: fp8jax.fp8lm_adamw(
+        RATE, b2=0.95, weight_decay=0.1, min_size=1024, impl="xla", **kwargs
+    ),
 }
 WITH_STEP = ("compressed_adamw", "fp8lm_adamw")
 
 
 # One transformation of each kind, and so one program.
 @functools.cache
-def made(name, master=None):
-    return MADE[name](master=master) if master else MADE[name]()
+def make_optimizer(name, master=None):
+    return OPTIMIZERS[name](master=master) if master else OPTIMIZERS[name]()
 
 
 def parameters():
@@ -55,13 +57,13 @@ def gradients(step):
 
 
 @functools.cache
-def jitted(fn, **how):
-    return jax.jit(functools.partial(fn, **how))
+def jitted(fn, **kwargs):
+    return jax.jit(functools.partial(fn, **kwargs))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def begin(tx, master, params=None):
-    """High parts and a state that knows the rest of the parameters."""
+    """Returns the high parts of parameters, and a state with the remainders."""
     params = parameters() if params is None else params
     if master not in PARTS:
         high = jax.tree.map(lambda x: x.astype(masters.Master(master).param_format.dtype), params)
@@ -78,8 +80,8 @@ def updated(tx, params, state, steps=STEPS):
     return params, state
 
 
-def stepped(tx, params, state, steps=STEPS, **how):
-    step = jitted(tx.step, **how)
+def stepped(tx, params, state, steps=STEPS, **kwargs):
+    step = jitted(tx.step, **kwargs)
     for i in range(steps):
         params, state = step(gradients(i), state, params)
     return params, state
@@ -87,8 +89,8 @@ def stepped(tx, params, state, steps=STEPS, **how):
 
 @functools.cache
 def after(way, name, master):
-    """What some steps make of masters."""
-    tx = made(name, master)
+    """Returns master weights after some steps."""
+    tx = make_optimizer(name, master)
     return way(tx, *begin(tx, master))
 
 
@@ -100,10 +102,10 @@ def equal(a, b):
 
 @functools.cache
 def in_fp32(name):
-    """What the same optimizer makes of masters in fp32."""
-    tx, params = made(name), parameters()
+    """Returns the result of the same optimizer with fp32 master weights."""
+    tx, params = make_optimizer(name), parameters()
     if name == "fp8lm_adamw":  # whose own are in fp16: beside a parameter by parts, others are as they are
-        tx, params = made(name, "bf16+int16"), params | {"z": jnp.ones(8, jnp.bfloat16)}
+        tx, params = make_optimizer(name, "bf16+int16"), params | {"z": jnp.ones(8, jnp.bfloat16)}
     params, state = updated(tx, params, jax.jit(tx.init)(params))
     return fp8jax.master_weights(state, params)
 
@@ -116,13 +118,13 @@ def held_in(master):
     return masters.Master(master).param_format.dtype
 
 
-@pytest.mark.parametrize("name", few(MADE, "compressed_adamw", "fp8lm_adamw"))
+@pytest.mark.parametrize("name", few(OPTIMIZERS, "compressed_adamw", "fp8lm_adamw"))
 def test_32_bits_are_fp32_masters(name):
-    """To the last bit, in the program of `update`, where neither way adds more than the change."""
+    """Bitwise equal in the program of `update`, where both variants only add the change."""
     params, state = after(updated, name, "bf16+int16")
-    found = values(state, params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), found, in_fp32(name))
-    high, _ = split(found, "bf16+int16")
+    actual = values(state, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), actual, in_fp32(name))
+    high, _ = split(actual, "bf16+int16")
     equal(high, params)
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
     assert {int(x) for _, x in optax.tree.get_all_with_path(state, "count")} == {STEPS}
@@ -133,9 +135,9 @@ PAIRS = (("compressed_adamw", "bf16+int8"), ("compressed_adamw", "fp16+int16"), 
          ("fp8lm_adamw", "bf16+int16"))  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "master"), few([(name, master) for name in MADE for master in PARTS], *PAIRS))
+@pytest.mark.parametrize(("name", "master"), few([(name, master) for name in OPTIMIZERS for master in PARTS], *PAIRS))
 def test_masters_are_fp32s_to_their_last_bits(name, master):
-    """Off by half a last place a step at most, and by what weight decay makes of that."""
+    """The error is at most half a unit in the last place per step, and its effect through weight decay."""
     params, state = after(updated, name, master)
     mantissa = {"bf16": 7, "fp16": 10}[master[:4]] + 8 * np.dtype(masters.Master(master).remainder).itemsize
     lowest = {"bf16": -126, "fp16": -14}[master[:4]]
@@ -153,7 +155,7 @@ def test_masters_are_fp32s_to_their_last_bits(name, master):
     ),
 )  # fmt: skip
 def test_step_and_update_give_the_same_bits(name, master):
-    ours, start = after(stepped, name, master), begin(made(name, master), master)
+    ours, start = after(stepped, name, master), begin(make_optimizer(name, master), master)
     equal(ours, after(updated, name, master))
     assert jax.tree.map(lambda x: x.dtype, ours[1]) == jax.tree.map(lambda x: x.dtype, start[1])
     assert {x.dtype for x in jax.tree.leaves(ours[0])} == {held_in(master)}
@@ -161,7 +163,7 @@ def test_step_and_update_give_the_same_bits(name, master):
 
 @pytest.mark.parametrize(("make", "off"), [(fp8jax.compressed_adamw, 2e-3), slow(fp8jax.fp8lm_adamw, 2.0**-4)])
 def test_small_changes_are_kept(make, off):
-    """Of a weight of one that moves by 1e-5 a step, a thousandth of bf16's half step."""
+    """A weight of one moves by 1e-5 per step, 1/1,000 of half a step of bf16."""
     moved, params = {}, {"w": jnp.ones((32, 256), jnp.bfloat16)}
     for master in (None, *ALL):
         tx = make(1e-5, weight_decay=0.0, master=master)
@@ -200,14 +202,14 @@ def test_each_step_and_parameter_of_any_optimizer_has_its_own_noise():
 @pytest.mark.parametrize(
     ("name", "master"),
     few(
-        [(name, master) for name in MADE for master in ("bf16+int8", "bf16+stochastic")],
+        [(name, master) for name in OPTIMIZERS for master in ("bf16+int8", "bf16+stochastic")],
         ("compressed_adamw", "bf16+int8"), ("fp8lm_adamw", "bf16+stochastic"),
     ),
 )  # fmt: skip
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_a_mesh_changes_no_bit(name, master):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    tx = made(name, master)
+    tx = make_optimizer(name, master)
     params, state = begin(tx, master)
     where = jax.tree.map(lambda x: NamedSharding(mesh, P(*[None] * (x.ndim - 2), "fsdp")), params)
     placed = jax.device_put(params, where)
@@ -226,7 +228,7 @@ def test_a_mesh_changes_no_bit(name, master):
 def test_what_is_refused():
     params = parameters()
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    for make in MADE.values():
+    for make in OPTIMIZERS.values():
         with pytest.raises(ValueError, match="unknown master 'bf16\\+int4'"):
             make(master="bf16+int4")
         with pytest.raises(ValueError, match="master 'bf16' has no effect: parameters of this dtype"):
@@ -247,28 +249,28 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match="needs the parameters"):
             make(master="bf16+int8").update(gradients(0), state)
     for name, kinds in (("compressed_adamw", ("Compressed", "Master")), ("fp8lm_adamw", ("FP8LM", "FP8LMRemainder"))):
-        tx = MADE[name](master="bf16+int8")
+        tx = OPTIMIZERS[name](master="bf16+int8")
         with pytest.raises(ValueError, match="does not use a key"):
             tx.step(gradients(0), (state := jax.jit(tx.init)(half)), half, key=jax.random.key(0))
         with pytest.raises(TypeError, match="a {}(Adam)?State, got a {}(Adam)?State".format(*kinds)):
-            MADE[name]().update(gradients(0), state, half)
+            OPTIMIZERS[name]().update(gradients(0), state, half)
     with pytest.raises(
         ValueError,
         match="master_rounding requires master weights in fp16; omit it, because master 'bf16\\+int8' determines",
     ):
-        MADE["fp8lm_adamw"](master="bf16+int8", master_rounding="stochastic")
+        OPTIMIZERS["fp8lm_adamw"](master="bf16+int8", master_rounding="stochastic")
     with pytest.raises(TypeError, match="a FP8LMRemainderState has no master weights"):
         fp8jax.params_from_master(state)
     with pytest.raises(ValueError, match="has no remainder"):
         fp8jax.split_master_weights(params, "bf16+stochastic")
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parameters_recast_after_init_are_refused_with_both_dtypes(name):
-    """A checkpoint of masters, or a policy that casts: by `update`, `step`, a released block and `master_weights`."""
+    """A checkpoint of master weights or a casting policy: in `update`, `step`, a fused block and `master_weights`."""
     params = {"w": jnp.ones((16, 128), jnp.bfloat16), "norm": jnp.ones(8)}
     wide, narrow = ({"w": params["w"].astype(w), "norm": params["norm"].astype(n)} for w, n in RECAST)
-    tx = MADE[name](master="bf16+int8")
+    tx = OPTIMIZERS[name](master="bf16+int8")
     state = tx.init(params)
     for form in ("update", "step") if name in WITH_STEP else ("update",):
         apply = jax.jit(getattr(tx, form))
@@ -282,7 +284,7 @@ def test_parameters_recast_after_init_are_refused_with_both_dtypes(name):
             apply(params, state, narrow)
     with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*bfloat16 or float16.*split_master_weights"):
         fp8jax.master_weights(state, wide)
-    rounded = MADE[name](master="bf16+stochastic")
+    rounded = OPTIMIZERS[name](master="bf16+stochastic")
     with pytest.raises(
         ValueError, match=r"keeps parameters in bfloat16, but all are in float32; cast them with astype"
     ):
@@ -300,7 +302,7 @@ RECAST = ((jnp.float32, jnp.float32), (jnp.bfloat16, jnp.bfloat16))
 def test_parameters_in_fp32_beside_parts_are_their_own_masters():
     params = {"w": jnp.ones((8, 256), jnp.bfloat16), "norm": jnp.ones(8)}
     grads = jax.tree.map(jnp.ones_like, params)
-    for make in MADE.values():
+    for make in OPTIMIZERS.values():
         tx = make(master="bf16+int16")
         changes, state = jax.jit(lambda tx=tx: tx.update(grads, tx.init(params), params))()
         new = optax.apply_updates(params, changes)
@@ -315,11 +317,14 @@ def test_parameters_in_fp32_beside_parts_are_their_own_masters():
 @pytest.mark.parametrize("name", WITH_STEP)
 def test_a_step_that_is_not_applied_changes_nothing(name):
     before = after(stepped, name, "bf16+int8")
-    equal(jax.jit(made(name, "bf16+int8").step)(gradients(0), before[1], before[0], apply_if=jnp.bool_(False)), before)
+    equal(
+        jax.jit(make_optimizer(name, "bf16+int8").step)(gradients(0), before[1], before[0], apply_if=jnp.bool_(False)),
+        before,
+    )
 
 
 def test_inside_optaxs_wrappers():
-    tx = optax.chain(optax.clip_by_global_norm(1e9), made("compressed_adamw", "bf16+int16"))
+    tx = optax.chain(optax.clip_by_global_norm(1e9), make_optimizer("compressed_adamw", "bf16+int16"))
     wrapped = optax.apply_if_finite(optax.MultiSteps(tx, 1), 3)
     params, state = updated(wrapped, *begin(wrapped, "bf16+int16"))
     other, own = after(updated, "compressed_adamw", "bf16+int16")
@@ -329,19 +334,19 @@ def test_inside_optaxs_wrappers():
 
 @pytest.mark.parametrize("name", ["compressed_adamw", "fp8lm_adamw"])
 def test_masters_of_parts_of_the_parameters_are_read_together(name):
-    """`optax.partition` holds a state for each label, with nothing in the places of all others."""
+    """`optax.partition` stores one state per label, with masked nodes for other parameters."""
     w = {"a": {"w": jnp.full((8, 128), 1.1)}, "c": jnp.full((8, 128), 0.7), "d": jnp.ones(4)}
     high, rest = split(w, "bf16+int16")
     high["d"] = w["d"]
     labels = {"a": "x", "c": "y", "d": "plain"}
-    tx = optax.partition({k: made(name, "bf16+int16") for k in "xy"} | {"plain": optax.set_to_zero()}, labels)
+    tx = optax.partition({k: make_optimizer(name, "bf16+int16") for k in "xy"} | {"plain": optax.set_to_zero()}, labels)
     state = tx.init(high)
     out = optax.MaskedNode()
     parts = {"x": rest | {"c": out, "d": out}, "y": rest | {"a": out, "d": out}}
     inner = {k: optax.tree.set(state.inner_states[k], remainder=part) for k, part in parts.items()}
-    found = fp8jax.master_weights(state._replace(inner_states=state.inner_states | inner), high)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, w)
-    flat = optax.flatten(made(name, "bf16+int16"))
+    actual = fp8jax.master_weights(state._replace(inner_states=state.inner_states | inner), high)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), actual, w)
+    flat = optax.flatten(make_optimizer(name, "bf16+int16"))
     with pytest.raises(ValueError, match="master weights for other parameters"):
         fp8jax.master_weights(flat.init({"w": high["c"]}), {"w": high["c"]})
 
@@ -349,13 +354,13 @@ def test_masters_of_parts_of_the_parameters_are_read_together(name):
 def test_a_scaled_master_of_a_part_is_read_beside_others():
     params = {"a": jnp.full((8, 128), 1.1), "c": jnp.full((8, 128), 0.7)}
     tx = optax.masked(fp8jax.fp8lm_adamw(1e-3), {"a": True, "c": False})
-    found = fp8jax.master_weights(tx.init(params), params)
-    np.testing.assert_allclose(found["a"], 1.1, rtol=1e-3)  # fp16 has 11 bits
-    assert found["c"] is params["c"]
+    actual = fp8jax.master_weights(tx.init(params), params)
+    np.testing.assert_allclose(actual["a"], 1.1, rtol=1e-3)  # fp16 has 11 bits
+    assert actual["c"] is params["c"]
 
 
 def test_gradients_in_fp32_go_through_apply_if_finite():
-    tx = optax.apply_if_finite(made("compressed_adamw", "bf16+int16"), 3)
+    tx = optax.apply_if_finite(make_optimizer("compressed_adamw", "bf16+int16"), 3)
     params = {"w": jnp.ones((8, 128), jnp.bfloat16)}
     changes, state = jax.jit(tx.update)({"w": jnp.ones((8, 128))}, tx.init(params), params)
     assert changes["w"].dtype == jnp.float32
@@ -373,21 +378,21 @@ class Model(nn.Module):
     [slow("compressed_adamw", "bf16+int8"), ("compressed_adamw", "bf16+stochastic"), ("fp8lm_adamw", "bf16+int16")],
 )
 def test_flax_holds_them(name, master):
-    """NNX's and Linen's own classes with `update`, and ours with `step`: the same bits."""
-    make, x = functools.partial(MADE[name], master=master), jnp.ones((4, 64), jnp.bfloat16)
+    """Classes of NNX and Linen with `update`, and ours with `step`: equal bits."""
+    make, x = functools.partial(OPTIMIZERS[name], master=master), jnp.ones((4, 64), jnp.bfloat16)
     loss = lambda y: jnp.mean(jnp.square(y.astype(jnp.float32) - 1))  # noqa: E731
-    found = []
+    results = []
     for kind in (nnx.Optimizer, fp8jax.nnx.Optimizer):
         model = nnx.Linear(64, 128, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         optimizer = kind(model, make(), wrt=nnx.Param)
         for _ in range(3):
             optimizer.update(model, nnx.grad(lambda m: loss(m(x)))(model))
-        found.append((nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(optimizer.opt_state))))
+        results.append((nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(optimizer.opt_state))))
         assert model.kernel[...].dtype == jnp.bfloat16
         values = fp8jax.master_weights(nnx.as_pure(optimizer.opt_state), nnx.as_pure(nnx.state(model, nnx.Param)))
         assert values["kernel"].dtype == (jnp.float32 if "int" in master else jnp.bfloat16)
-    equal(*found)
-    found = []
+    equal(*results)
+    results = []
     for kind in (train_state.TrainState, fp8jax.linen.TrainState):
         model = Model()
         params = model.init(jax.random.key(0), x)
@@ -395,8 +400,8 @@ def test_flax_holds_them(name, master):
         for _ in range(3):
             grads = jax.grad(lambda p: loss(model.apply(p, x)))(state.params)  # noqa: B023
             state = state.apply_gradients(grads=grads)
-        found.append((state.params, state.opt_state))
-    equal(*found)
+        results.append((state.params, state.opt_state))
+    equal(*results)
 
 
 @pytest.mark.parametrize("name", WITH_STEP)
@@ -411,7 +416,7 @@ def test_orbax_keeps_them(name, tmp_path):
 
 @pytest.mark.parametrize("name", WITH_STEP)
 def test_converted_from_fp32_masters_and_back(name):
-    plain, tx = made("compressed_adamw"), made(name, "bf16+int16")
+    plain, tx = make_optimizer("compressed_adamw"), make_optimizer(name, "bf16+int16")
     params, state = updated(plain, parameters(), jax.jit(plain.init)(parameters()))
     high, remainder = split(params, "bf16+int16")
     own = optax.tree.set(fp8jax.convert_state(state, tx, high), remainder=remainder)
@@ -420,7 +425,7 @@ def test_converted_from_fp32_masters_and_back(name):
         equal(fp8jax.convert_state(own, plain, params), state)
     again = fp8jax.convert_state(own, tx, high)
     equal(again, own)
-    narrow = fp8jax.convert_state(own, MADE[name](master="bf16+int8"), high)
+    narrow = fp8jax.convert_state(own, OPTIMIZERS[name](master="bf16+int8"), high)
     for a, b in zip(*map(jax.tree.leaves, (values(narrow, high), params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2.0**-15)  # a last place of 24 bits, at the highest remainder
     wide = fp8jax.convert_state(narrow, tx, high)
@@ -435,8 +440,8 @@ def test_recipes_say_it(name):
         own = dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, master=master, compute=compute))
         tx = fp8jax.optimizer(own, RATE, clip=1.0)
         _, state = begin(tx, master)
-        found = jax.tree.leaves(optax.tree.get(state, "remainder"))
-        assert {str(x.dtype) for x in found} == ({master.partition("+")[2]} if master in PARTS else set())
+        actual = jax.tree.leaves(optax.tree.get(state, "remainder"))
+        assert {str(x.dtype) for x in actual} == ({master.partition("+")[2]} if master in PARTS else set())
         size = {"fp16+int16": 4, "bf16+int16": 4, "bf16+stochastic": 2}.get(master, 3)
         assert ("master weight", master, "fp32", size) in own.plan()
         assert optax.tree.get(state, "mu")["w"].spec.granularity == {"coat": "group", "fp8_lm": "tensor"}[name]

@@ -1,6 +1,6 @@
-"""Members of a group that no longer matter: their moments take no codes from the others, and come back where they do.
+"""Dead elements of a group: their moments do not take codes from the others, and return with their gradients.
 
-Truth is AdamW in float64, NumPy. "Error" is |u - u64| / |u64| of the update, over live members and some steps.
+The reference is AdamW in float64 NumPy. "Error" is |u - u64| / |u64| of the update, over live elements and some steps.
 """
 
 import functools
@@ -21,7 +21,7 @@ TX = functools.partial(fp8jax.compressed_adamw, 1.0, weight_decay=0.0, min_size=
 
 
 def gradients(seed, dies=DIES):
-    """Scales (kind, dead, row, 128), which members die, and a function of the step's number."""
+    """Returns scales (kind, dead, row, 128), which elements die, and a function of the step's number."""
     random = np.random.default_rng(seed)
     scale = np.full((len(KINDS), len(DEAD), ROWS, 128), 1e-3)
     scale[1] *= np.exp(random.standard_normal((1, ROWS, 128)))
@@ -41,7 +41,7 @@ def gradients(seed, dies=DIES):
 
 
 def run(tx, b2, at, checks, window=WINDOW):
-    """Updates of the last steps before each check, of a transformation and of Adam in float64."""
+    """Returns updates of the last steps before each check, of a transformation and of Adam in float64."""
 
     @jit_long
     def steps(state, first):
@@ -55,7 +55,7 @@ def run(tx, b2, at, checks, window=WINDOW):
 
     grads = jax.jit(at)
     shape = jax.eval_shape(at, 0).shape
-    state, m, v, found, done = tx.init({"w": jnp.zeros(shape)}), 0.0, 0.0, [], 0
+    state, m, v, results, done = tx.init({"w": jnp.zeros(shape)}), 0.0, 0.0, [], 0
     for check in checks:
         state = skip(state, done, check - window)
         state, ours = steps(state, check - window)
@@ -66,12 +66,12 @@ def run(tx, b2, at, checks, window=WINDOW):
             if t >= check - window:
                 exact.append(-m / (1 - 0.9 ** (t + 1)) / (np.sqrt(v / (1 - b2 ** (t + 1))) + 1e-8))
         done = check
-        found.append((np.asarray(ours["w"], np.float64), np.stack(exact)))
-    return found, state
+        results.append((np.asarray(ours["w"], np.float64), np.stack(exact)))
+    return results, state
 
 
 def error(ours, exact, which):
-    """Error over the members that are chosen, by kind and number of dead ones."""
+    """Returns the error over the selected elements, by kind and number of dead ones."""
     square = [np.sum(np.where(which, x**2, 0), axis=(0, 3, 4)) for x in (ours - exact, exact)]
     return np.sqrt(square[0] / square[1])
 
@@ -87,56 +87,56 @@ def error(ours, exact, which):
 )
 def test_dead_members_leave_the_others_their_codes(b2, checks):
     dead, at = gradients(0)
-    found, _ = run(TX(b2=b2), b2, at, checks)
+    actual, _ = run(TX(b2=b2), b2, at, checks)
     small = np.arange(128) < 8
-    for ours, exact in found:
+    for ours, exact in actual:
         for which in (~dead, ~dead & ~small, ~dead & small):
             errors = error(ours, exact, which)
             assert np.all(errors < 1.4 * errors[:, :1] + 0.002), (which.mean(), errors)
         assert np.abs(ours[:, dead]).max() < 2 * np.abs(exact[:, dead]).max() + 0.01
-    late = found[-1][0]
+    late = actual[-1][0]
     assert np.all(late[:, dead] == 0)
 
 
 @pytest.mark.parametrize(("b2", "least"), [slow(0.95, 0.9), (0.999, 0.5)])
 def test_a_member_whose_gradients_come_back_is_updated_again(b2, least):
-    """Its second moment did not fall: the first updates are an ordinary member's, without the leap of exact ones."""
+    """Its second moment did not decay: the first updates have ordinary size, without the jump of exact Adam."""
     dead, at = gradients(1)
-    found, _ = run(TX(b2=b2), b2, lambda t: at(jnp.where(t < 200, t, t % DIES))[2], (202, 250), 2)
-    gains = [np.sum((u * exact)[:, dead[2]]) / np.sum(exact[:, dead[2]] ** 2) for u, exact in found]
+    actual, _ = run(TX(b2=b2), b2, lambda t: at(jnp.where(t < 200, t, t % DIES))[2], (202, 250), 2)
+    gains = [np.sum((u * exact)[:, dead[2]]) / np.sum(exact[:, dead[2]] ** 2) for u, exact in actual]
     assert 0.3 < gains[0] < 1.1
     assert least < gains[1] < 1.1
 
 
 @pytest.mark.parametrize(("b2", "least"), [(0.95, 0.65), slow(0.999, 0.4)])
 def test_rare_gradients_are_not_lost(b2, least):
-    """A member that gets a gradient every 100 steps, among others, has a second moment as if it came every 45."""
+    """An element with a gradient every 100 steps has a second moment as if it came every 45."""
     rare = np.arange(128) == 5
 
     def at(step):
         g = 1e-3 * jax.random.normal(jax.random.fold_in(jax.random.key(3), step), (1, 1, 8 * ROWS, 128))
         return jnp.where(rare & (step % 100 != 99), 0, g)
 
-    found, _ = run(TX(b2=b2), b2, at, (800,), 1)
-    ours, exact = (x[..., rare] for x in found[0])
+    actual, _ = run(TX(b2=b2), b2, at, (800,), 1)
+    ours, exact = (x[..., rare] for x in actual[0])
     gain = np.sum(ours * exact) / np.sum(exact**2)
     assert least < gain < 1.03
 
 
 def test_a_first_moment_is_zero_before_the_second_one_falls_further():
-    """A moment that is rounded to nearest could stay at the smallest codes, and the weight would walk away."""
+    """With rounding to nearest a moment could stay at the smallest code, and the weight would keep moving."""
     dead, at = gradients(2)
-    found, state = run(TX(b2=0.95), 0.95, lambda t: at(t)[:1, :, :2], (140,))
+    actual, state = run(TX(b2=0.95), 0.95, lambda t: at(t)[:1, :, :2], (140,))
     dead = dead[:1, :, :2]
     assert np.all(np.asarray(state.mu["w"].dequantize())[dead] == 0)
-    assert np.all(found[0][0][:, dead] == 0)
+    assert np.all(actual[0][0][:, dead] == 0)
 
 
 @pytest.mark.parametrize(("mu", "nu"), [slow("fp32", "e4m3"), ("e4m3", "fp32")])
 def test_either_moment_may_be_in_codes(mu, nu):
     dead, at = gradients(4)
-    found, state = run(TX(b2=0.95, mu=mu, nu=nu), 0.95, at, (320,))
-    errors = error(*found[0], ~dead)
+    actual, state = run(TX(b2=0.95, mu=mu, nu=nu), 0.95, at, (320,))
+    errors = error(*actual[0], ~dead)
     # A second moment alone is so exact where scales are alike that a wider range shows: less than a first one adds.
     assert np.all(errors < np.maximum(1.3 * errors[:, :1], 0.02)), errors
     plain = state.mu if mu == "fp32" else state.nu

@@ -1,4 +1,4 @@
-"""What a mesh changes of an optimizer's state: no bit of whole groups, and rarely one code of groups that it cuts."""
+"""The effect of a mesh on an optimizer's state: none for whole groups, rarely one code for groups that it splits."""
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ from tests.rows import few
 
 STEPS = 4
 MADE = {
-    "compressed_adamw": lambda **how: fp8jax.compressed_adamw(1e-3, **how),
-    "lion": lambda **how: fp8jax.compress_state(optax.lion(1e-3), **how),
-    "adafactor": lambda **how: fp8jax.compress_state(optax.adafactor(1e-3, factored=False), **how),
+    "compressed_adamw": lambda **kwargs: fp8jax.compressed_adamw(1e-3, **kwargs),
+    "lion": lambda **kwargs: fp8jax.compress_state(optax.lion(1e-3), **kwargs),
+    "adafactor": lambda **kwargs: fp8jax.compress_state(optax.adafactor(1e-3, factored=False), **kwargs),
     "fp8lm_adamw": lambda expand: fp8jax.fp8lm_adamw(1e-3, group_size=128),
 }
 # Of 4 devices along the last axis: 1,024 columns are two whole groups each, of 1,000 three groups are cut.
@@ -22,18 +22,18 @@ CASES = [(name, width, expand) for name in MADE for width in (1024, 1000) for ex
 
 
 def states(tx, width, kind, cut):
-    """The states of some steps, quantized moments decoded to (codes, scales, exponents), with an axis cut or not."""
+    """Returns the states of some steps, moments as (codes, scales, exponents), with an axis sharded or not."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         where = jax.NamedSharding(mesh, jax.P(None, "x") if cut else jax.P())
         put = lambda: jax.device_put(jnp.asarray(rng.normal(size=(16, width)), jnp.float32), where)  # noqa: E731
         params, gradients = {"w": put()}, [{"w": put()} for _ in range(STEPS)]
-        state, update, found = jax.jit(tx.init)(params), jax.jit(tx.update), []
+        state, update, results = jax.jit(tx.init)(params), jax.jit(tx.update), []
         for grads in gradients:
             _, state = update(grads, state, params)
-            found.append(jax.tree.map(np.asarray, state))
-    return found
+            results.append(jax.tree.map(np.asarray, state))
+    return results
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)], ids=str)

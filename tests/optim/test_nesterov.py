@@ -1,4 +1,4 @@
-"""`nesterov` of `compressed_adamw` beside optax's, and what takes the place of `mu_dtype`."""
+"""`nesterov` of `compressed_adamw` against optax, and the replacement of `mu_dtype`."""
 
 import chex
 import jax
@@ -19,7 +19,7 @@ PARAMS = {
 
 
 def updates_of(tx):
-    """The updates of some steps, of gradients that change, in one program."""
+    """Returns the updates of some steps with changing gradients, in one program."""
 
     def step(state, key):
         grads = jax.tree.map(lambda p: p * (1 + jax.random.normal(key, p.shape)), PARAMS)
@@ -80,7 +80,7 @@ def test_a_moment_that_its_gradient_cancels_is_not_taken_for_idle():
 
 
 def test_what_is_refused_says_what_to_take():
-    make = (fp8jax.compressed_adamw, lambda rate, **how: fp8jax.scale_by_compressed_adam(**how))
+    make = (fp8jax.compressed_adamw, lambda rate, **kwargs: fp8jax.scale_by_compressed_adam(**kwargs))
     for tx in make:
         with pytest.raises(TypeError, match=r"mu_dtype=.*bfloat16.*mu='bf16' or mu='fp32'.*mu='e4m3' \(the default\)"):
             tx(RATE, mu_dtype=jnp.bfloat16)
@@ -94,7 +94,7 @@ def test_what_is_refused_says_what_to_take():
 
 def test_the_kernel_is_left_to_xla_with_a_reason():
     tx = fp8jax.compressed_adamw(RATE, nesterov=True, min_size=1)
-    with choice.target(capability=90), choice.record_choices() as seen:
+    with choice.target(capability=90), choice.record_choices() as choices:
         jax.eval_shape(tx.update, PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS)
-    assert [c.impl for _, c in seen] == ["xla", "xla"]
-    assert "the kernel has no nesterov" in str(seen)
+    assert [c.impl for _, c in choices] == ["xla", "xla"]
+    assert "the kernel has no nesterov" in str(choices)

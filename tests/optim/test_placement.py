@@ -1,4 +1,4 @@
-"""Where state lies: with its parameters, committed to devices only if they are, and one program for all steps."""
+"""Placement of the state: with its parameters, committed only if they are, and one program for all steps."""
 
 import collections
 import functools
@@ -33,7 +33,7 @@ def params():
 
 
 def programs(tx, p, state, x, steps=3):
-    """How many programs XLA compiles for these steps, and the last loss."""
+    """Returns the number of programs that XLA compiles for these steps, and the last loss."""
 
     def loss(p, x):
         return jnp.mean((p["b"] + x @ p["w"] @ p["w"].T) ** 2)
@@ -59,7 +59,7 @@ def test_state_of_uncommitted_parameters_is_uncommitted_and_one_program_does_all
 
 
 def test_a_committed_state_would_be_counted():
-    """The count of programs sees what it is there for."""
+    """Checks that the count of programs detects a committed state."""
     tx, p = KINDS["adamw"], params()
     state = tx.init(p)
     count = jax.device_put(state.count, jax.devices()[0])
@@ -71,11 +71,11 @@ def test_a_batch_over_eight_devices_takes_uncommitted_state(kind):
     tx, p = KINDS[kind], params()
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     x = jax.random.normal(jax.random.key(1), (16, 8))
-    _, want = programs(tx, p, tx.init(p), x)
+    _, expected = programs(tx, p, tx.init(p), x)
     # The second program is of parameters that the first step put on the mesh; there, all stays where it is.
-    count, got = programs(tx, p, tx.init(p), jax.device_put(x, NamedSharding(mesh, P("x"))))
+    count, actual = programs(tx, p, tx.init(p), jax.device_put(x, NamedSharding(mesh, P("x"))))
     assert count == 2
-    np.testing.assert_allclose(got, want, rtol=1e-4)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -106,16 +106,16 @@ def test_an_explicit_mesh_needs_no_set_mesh(kind, devices):
 
 def test_shardings_for_a_state_come_from_those_of_the_parameters():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    of = functools.partial(NamedSharding, mesh)
+    named_sharding = functools.partial(NamedSharding, mesh)
     tx = fp8jax.compressed_adamw(1e-2, min_size=64)
     p = {"w": jnp.ones((16, 1024)), "cut": jnp.ones((16, 1536)), "b": jnp.ones(8)}
-    expected = {"w": of(P(None, "x")), "cut": of(P(None, "x")), "b": of(P())}
+    expected = {"w": named_sharding(P(None, "x")), "cut": named_sharding(P(None, "x")), "b": named_sharding(P())}
     shardings = optax.tree.map_params(
         tx,
         lambda moment, sharding: moment.shardings(sharding) if isinstance(moment, QTensor) else sharding,
         jax.eval_shape(tx.init, p),
         expected,
-        transform_non_params=lambda _: of(P()),
+        transform_non_params=lambda _: named_sharding(P()),
         is_leaf=lambda x: isinstance(x, QTensor),
     )
     state = jax.jit(tx.init, out_shardings=shardings)(p)

@@ -1,4 +1,4 @@
-"""The optimizer inside the backward pass: the values of a plain step, in whatever order gradients appear."""
+"""The optimizer inside the backward pass: equal to a separate step, for any order of the gradients."""
 
 import dataclasses
 import itertools
@@ -59,14 +59,14 @@ def layer_of(stack, i):
 
 
 def written(layer, stack, rest, shift, x, y):
-    """The loss as a user writes it, with layers one by one."""
+    """The loss with layers called one by one, as users write it."""
     for i in range(jax.tree.leaves(stack)[0].shape[0]):
         x = layer(layer_of(stack, i), x, shift)
     return error(x, rest, y)
 
 
 def linear(params, x, gradients):
-    """A block whose gradients are given, so that no product's rounding is in the comparison."""
+    """A block with given gradients, so that the comparison contains no rounding of matmuls."""
     return x + sum(jnp.sum(p * gradients[name]) for name, p in params.items())
 
 
@@ -78,12 +78,12 @@ def given_gradients(step):
     return jax.tree.map(jnp.multiply, sizes, signs)
 
 
-def clipped_by_shares(held, norm, max_norm, gradients, layers=LAYERS):
-    """What is held, clipped by the norm before; and the factor of this step, as it is where all layers are alike."""
+def clipped_by_shares(blocks, norm, max_norm, gradients, layers=LAYERS):
+    """The blocks, clipped by the previous norm; the norm of this step; its factor, as it is if all layers are alike."""
     now = float(optax.tree.norm(gradients)) * np.sqrt(layers)
     clip = lambda one: one.with_clipping(max_norm, previous_norm=norm)  # noqa: E731
-    held = jax.tree.map(clip, held, is_leaf=lambda x: isinstance(x, fp8jax.FusedBlockState))
-    return held, now, float(min(1.0, max_norm / (now if norm else now / np.sqrt(layers))))
+    blocks = jax.tree.map(clip, blocks, is_leaf=lambda x: isinstance(x, fp8jax.FusedBlockState))
+    return blocks, now, float(min(1.0, max_norm / (now if norm else now / np.sqrt(layers))))
 
 
 def pairs(a, b):
@@ -91,16 +91,16 @@ def pairs(a, b):
 
 
 def equal(a, b):
-    """The same bits, of NaN, too."""
+    """Asserts equal bits, also of NaN."""
     for x, y in pairs(a, b):
         assert x.dtype == y.dtype
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 def near(a, b):
-    """Results of two programs, which XLA contracts to fused products and sums as it likes: the last bits of fp32.
+    """Asserts equality of two programs up to the last bits of fp32, because XLA fuses multiply-adds differently.
 
-    A few codes are at a tie for it, and their weights follow. Had they other noise, every second one would differ.
+    A few codes are at a tie, and their weights change with them. With different noise, every second code would differ.
     """
     for x, y in pairs(a, b):
         assert x.dtype == y.dtype
@@ -119,41 +119,45 @@ def test_moments_are_those_of_a_plain_step(name, ways):
     tx, (stack, *_), steps = OPTIMIZERS[name](), parameters(), 4
     released = fp8jax.fused_backward(linear, tx)
     if ways == "scan":
-        plain, held = stack, released.init(stack, "layers", has_layer_axis=True)
-        loss = lambda held, gradients: released.scan(held, jnp.float32(0), gradients)  # noqa: E731
+        plain, blocks = stack, released.init(stack, "layers", has_layer_axis=True)
+        loss = lambda blocks, gradients: released.scan(blocks, jnp.float32(0), gradients)  # noqa: E731
     else:
         plain = [layer_of(stack, i) for i in range(LAYERS)]
-        held = [released.init(part, f"layers/{i}") for i, part in enumerate(plain)]
-        loss = lambda held, gradients: sum(released(one, jnp.float32(0), gradients) for one in held)  # noqa: E731
+        blocks = [released.init(part, f"layers/{i}") for i, part in enumerate(plain)]
+        loss = lambda blocks, gradients: sum(released(one, jnp.float32(0), gradients) for one in blocks)  # noqa: E731
     state = tx.init({"layers": plain})
     step = jax.jit(fp8jax.value_and_step(loss))
-    whole = jax.jit(lambda grads, state, params, factor: tx.step(grads, state, params, grad_scale=factor))
+    plain_step = jax.jit(lambda grads, state, params, factor: tx.step(grads, state, params, grad_scale=factor))
     norm, factors = 0.0, []
     for i in range(steps):
         gradients = jax.tree.map(lambda g, i=i: SIZES[i] * g, given_gradients(i))
-        held, norm, factor = clipped_by_shares(held, norm, MAX_NORM, gradients)
+        blocks, norm, factor = clipped_by_shares(blocks, norm, MAX_NORM, gradients)
         factors.append(factor)
-        _, held = step(held, gradients)
-        np.testing.assert_allclose(fp8jax.grad_norm_from_states(held), norm, rtol=1e-5)
+        _, blocks = step(blocks, gradients)
+        np.testing.assert_allclose(fp8jax.grad_norm_from_states(blocks), norm, rtol=1e-5)
         repeated = (
             jax.tree.map(lambda g: jnp.stack([g] * LAYERS), gradients) if ways == "scan" else [gradients] * LAYERS
         )
-        new, state = whole({"layers": repeated}, state, {"layers": plain}, factor)
+        new, state = plain_step({"layers": repeated}, state, {"layers": plain}, factor)
         plain = new["layers"]
     assert [factor < 1 for factor in factors] == [True, True, False, True]
-    held = [held] if ways == "scan" else held
-    of = lambda tree: [tree] if ways == "scan" else tree  # noqa: E731
-    near([(h.mu, h.nu) for h in held], list(zip(of(state.mu["layers"]), of(state.nu["layers"]), strict=True)))
-    near([h.params for h in held], of(plain))
-    assert all(int(h.state.count) == int(state.count) == steps for h in held)
+    blocks = [blocks] if ways == "scan" else blocks
+    as_list = lambda tree: [tree] if ways == "scan" else tree  # noqa: E731
+    near(
+        [(h.mu, h.nu) for h in blocks], list(zip(as_list(state.mu["layers"]), as_list(state.nu["layers"]), strict=True))
+    )
+    near([h.params for h in blocks], as_list(plain))
+    assert all(int(h.state.count) == int(state.count) == steps for h in blocks)
     assert (
-        float(jnp.abs(held[0].params["up"] - stack["up"][: held[0].num_layers or 0] if ways == "scan" else 1.0).max())
+        float(
+            jnp.abs(blocks[0].params["up"] - stack["up"][: blocks[0].num_layers or 0] if ways == "scan" else 1.0).max()
+        )
         > 0
     )
 
 
 def plain_steps(tx, layer, steps):
-    """Losses, parameters and state by steps over the whole tree."""
+    """Returns losses, parameters and state of separate steps over the whole tree."""
     stack, rest, shift = parameters()
     state, losses = tx.init({"layers": stack}), []
 
@@ -172,16 +176,16 @@ def plain_steps(tx, layer, steps):
 def released_steps(tx, layer, steps):
     stack, rest, shift = parameters()
     released = fp8jax.fused_backward(layer, tx)
-    held, losses = released.init(stack, "layers", has_layer_axis=True), []
+    blocks, losses = released.init(stack, "layers", has_layer_axis=True), []
 
-    def loss(held, rest, shift, x, y):
-        return error(released.scan(held, x, shift), rest, y)
+    def loss(blocks, rest, shift, x, y):
+        return error(released.scan(blocks, x, shift), rest, y)
 
     step = jax.jit(fp8jax.value_and_step(loss, argnums=(0, 1, 2)), donate_argnums=0)
     for i in range(steps):
-        value, (held, *_) = step(held, rest, shift, *data(i))
+        value, (blocks, *_) = step(blocks, rest, shift, *data(i))
         losses.append(float(value))
-    return losses, held
+    return losses, blocks
 
 
 @pytest.mark.parametrize(
@@ -189,26 +193,26 @@ def released_steps(tx, layer, steps):
 )
 def test_blocks_of_any_kind(layer):
     losses, stack, _ = plain_steps(OPTIMIZERS["coat"](), layer, 3)
-    found, held = released_steps(OPTIMIZERS["coat"](), layer, 3)
-    assert found == pytest.approx(losses, rel=1e-5)  # XLA sums the products of loops in another order
-    distance = max(float(jnp.abs(a - b).max()) for a, b in pairs(held.params, stack))
+    actual, blocks = released_steps(OPTIMIZERS["coat"](), layer, 3)
+    assert actual == pytest.approx(losses, rel=1e-5)  # XLA sums the products of loops in another order
+    distance = max(float(jnp.abs(a - b).max()) for a, b in pairs(blocks.params, stack))
     moved = max(float(jnp.abs(a - b).max()) for a, b in pairs(stack, parameters()[0]))
     assert distance < 0.05 * moved
 
 
 def unrolled(tx):
-    """Released blocks one by one, each under the name of its parameters in a tree of all."""
+    """Returns fused blocks called one by one, each with the path of its parameters in the whole tree."""
     stack, rest, shift = parameters()
     released = fp8jax.fused_backward(block, tx)
     parts = [jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(LAYERS)]
-    held = [released.init(part, f"layers/{i}") for i, part in enumerate(parts)]
+    blocks = [released.init(part, f"layers/{i}") for i, part in enumerate(parts)]
 
-    def loss(held, rest, shift, x, y):
-        for one in held:
+    def loss(blocks, rest, shift, x, y):
+        for one in blocks:
             x = released(one, x, shift)
         return error(x, rest, y)
 
-    return loss, held, parts, rest, shift
+    return loss, blocks, parts, rest, shift
 
 
 @pytest.mark.parametrize("ways", ["scan", "blocks"])
@@ -219,13 +223,13 @@ def test_other_gradients_are_those_of_jax(ways):
     expected = jax.jit(jax.grad(lambda *args: written(block, stack, *args, y), argnums=(0, 1, 2)))(rest, shift, x)
     if ways == "scan":
         released = fp8jax.fused_backward(block, OPTIMIZERS["coat"]())
-        held = released.init(stack, has_layer_axis=True)
-        loss = lambda held, rest, shift, x: error(released.scan(held, x, shift), rest, y)  # noqa: E731
+        blocks = released.init(stack, has_layer_axis=True)
+        loss = lambda blocks, rest, shift, x: error(released.scan(blocks, x, shift), rest, y)  # noqa: E731
     else:
-        whole, held, *_ = unrolled(OPTIMIZERS["coat"]())
-        loss = lambda held, rest, shift, x: whole(held, rest, shift, x, y)  # noqa: E731
-    _, (_, *found) = jax.jit(fp8jax.value_and_step(loss, argnums=(0, 1, 2, 3)))(held, rest, shift, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, list(expected))
+        loss_of_blocks, blocks, *_ = unrolled(OPTIMIZERS["coat"]())
+        loss = lambda blocks, rest, shift, x: loss_of_blocks(blocks, rest, shift, x, y)  # noqa: E731
+    _, (_, *actual) = jax.jit(fp8jax.value_and_step(loss, argnums=(0, 1, 2, 3)))(blocks, rest, shift, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), actual, list(expected))
 
 
 def norm_of_all(stack, rest, shift, x, y):
@@ -236,14 +240,14 @@ def norm_of_all(stack, rest, shift, x, y):
 def test_clipping_in_two_passes_is_that_of_optax():
     tx, (stack, rest, shift), (x, y) = OPTIMIZERS["coat"](), parameters(), data(0)
     released = fp8jax.fused_backward(block, tx)
-    held = released.init(stack, "layers", has_layer_axis=True)
-    loss = lambda held, rest, shift, x, y: error(released.scan(held, x, shift), rest, y)  # noqa: E731
-    norm = jax.jit(fp8jax.compute_grad_norm(loss, argnums=(0, 1)))(held, rest, shift, x, y)
+    blocks = released.init(stack, "layers", has_layer_axis=True)
+    loss = lambda blocks, rest, shift, x, y: error(released.scan(blocks, x, shift), rest, y)  # noqa: E731
+    norm = jax.jit(fp8jax.compute_grad_norm(loss, argnums=(0, 1)))(blocks, rest, shift, x, y)
     expected = jax.jit(norm_of_all)(stack, rest, shift, x, y)
     np.testing.assert_allclose(norm, expected, rtol=1e-5)
     limit = float(norm) / 3
     updated = jax.jit(fp8jax.value_and_step(loss, argnums=(0, 1)))
-    _, (new, _) = updated(held.with_clipping(limit, norm), rest, shift, x, y)
+    _, (new, _) = updated(blocks.with_clipping(limit, norm), rest, shift, x, y)
     grads = jax.jit(jax.grad(lambda stack: written(block, stack, rest, shift, x, y)))(stack)
     state = tx.init({"layers": stack})
     step = jax.jit(lambda *args: tx.step(*args, grad_scale=limit / norm))
@@ -252,14 +256,14 @@ def test_clipping_in_two_passes_is_that_of_optax():
     moments = new.mu["up"].dequantize(), state.mu["layers"]["up"].dequantize()
     # A few codes are at a tie, or one exponent and so a group of 128 of these 24,576.
     assert np.mean(~np.isclose(*moments, rtol=1e-3, atol=1e-9)) < 0.02
-    assert float(held.with_clipping(2 * float(norm), norm).grad_scale) == 1.0
+    assert float(blocks.with_clipping(2 * float(norm), norm).grad_scale) == 1.0
 
 
 def test_the_norm_of_a_step_comes_back_with_it():
     _, rest, shift = parameters()
-    loss, held, *_ = unrolled(OPTIMIZERS["bf16"]())
+    loss, blocks, *_ = unrolled(OPTIMIZERS["bf16"]())
     expected = norm_of_all(parameters()[0], rest, shift, *data(0))
-    halved = [one.with_clipping(float(expected) / 2, expected) for one in held]
+    halved = [one.with_clipping(float(expected) / 2, expected) for one in blocks]
     _, updates = fp8jax.value_and_step(loss, argnums=(0, 1))(halved, rest, shift, *data(0))
     np.testing.assert_allclose(fp8jax.grad_norm_from_states(updates), expected, rtol=1e-5)
     half = np.linspace(1, 2, 99).astype(jnp.bfloat16)  # squared and summed in fp32
@@ -268,7 +272,7 @@ def test_the_norm_of_a_step_comes_back_with_it():
 
 
 def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
-    """From first moments, which are sums of gradients; layers' norms differ, and one layer has none before."""
+    """Read from first moments, which sum gradients. Norms of layers differ; one layer has no previous norm."""
     sizes = np.array([[3.0, 0.0, 4.0], [6.0, 1.0, 1.0], [3.0, 2.0, 0.5]])  # of steps, of layers
     norms, limit = np.sqrt((sizes**2).sum(1)), 2.0
     tx = fp8jax.optimizer("bf16", 0.0, b1=0.5)
@@ -279,99 +283,104 @@ def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
 
     stack = weights | {"i": jnp.arange(LAYERS, dtype=jnp.float32)}
     scanned, single = fp8jax.fused_backward(layer, tx), fp8jax.fused_backward(layer, tx)
-    held = scanned.init(stack, "layers", has_layer_axis=True)
+    blocks = scanned.init(stack, "layers", has_layer_axis=True)
     parts = [single.init(layer_of(stack, i), f"layers/{i}") for i in range(LAYERS)]
     x = jnp.float32(0)
-    take = jax.jit(fp8jax.value_and_step(lambda held, size: scanned.scan(held, x, size)))
+    take = jax.jit(fp8jax.value_and_step(lambda blocks, size: scanned.scan(blocks, x, size)))
     one_by_one = jax.jit(fp8jax.value_and_step(lambda parts, size: sum(single(one, x, size) for one in parts)))
     moments = np.zeros(LAYERS)
     for i, size in enumerate(sizes):
         before = norms[i - 1] if i else 0.0
-        _, held = take(held.with_clipping(limit, previous_norm=before), jnp.asarray(size, jnp.float32))
+        _, blocks = take(blocks.with_clipping(limit, previous_norm=before), jnp.asarray(size, jnp.float32))
         parts = [one.with_clipping(limit, previous_norm=before) for one in parts]
         _, parts = one_by_one(parts, jnp.asarray(size, jnp.float32))
         share = [sizes[i - 1][j] / before if i and sizes[i - 1][j] else 1.0 for j in range(LAYERS)]
         clipped = [min(own, limit * part) for own, part in zip(size, share, strict=True)]
         moments = 0.5 * moments + 0.5 * np.array(clipped) / 4
-        for found in (held.mu["w"][:, 0, 0], [one.mu["w"][0, 0] for one in parts]):
-            np.testing.assert_allclose(np.asarray(found), moments, rtol=1e-5)
-        np.testing.assert_allclose(held.squares, size**2, rtol=1e-5)
-        assert held.max_norms is None, "a step's limits are of it alone"
-    wrong = held.with_clipping(limit, previous_norm=0.0)
+        for actual in (blocks.mu["w"][:, 0, 0], [one.mu["w"][0, 0] for one in parts]):
+            np.testing.assert_allclose(np.asarray(actual), moments, rtol=1e-5)
+        np.testing.assert_allclose(blocks.squares, size**2, rtol=1e-5)
+        assert blocks.max_norms is None, "a step's limits are of it alone"
+    wrong = blocks.with_clipping(limit, previous_norm=0.0)
     assert (np.asarray(wrong.max_norms) <= limit).all(), "no layer may have more than all"
-    assert held.with_clipping(limit, previous_norm=norms[-1]).with_clipping(limit, norm=1.0).max_norms is None
-    assert held.with_clipping(limit, norm=2 * limit).with_clipping(limit, previous_norm=norms[-1]).grad_scale == 1
+    assert blocks.with_clipping(limit, previous_norm=norms[-1]).with_clipping(limit, norm=1.0).max_norms is None
+    assert blocks.with_clipping(limit, norm=2 * limit).with_clipping(limit, previous_norm=norms[-1]).grad_scale == 1
     # Of sums of squares that overflowed no share is known; a layer without a gradient and without a share is not NaN.
-    overflowed = dataclasses.replace(held, squares=held.squares + np.inf)
-    for one in (held.with_clipping(limit, previous_norm=np.inf), overflowed.with_clipping(limit, previous_norm=np.inf)):
+    overflowed = dataclasses.replace(blocks, squares=blocks.squares + np.inf)
+    for one in (
+        blocks.with_clipping(limit, previous_norm=np.inf),
+        overflowed.with_clipping(limit, previous_norm=np.inf),
+    ):
         np.testing.assert_array_equal(one.max_norms, np.full(LAYERS, limit, np.float32))
-    nothing = dataclasses.replace(held, max_norms=jnp.zeros(LAYERS))
+    nothing = dataclasses.replace(blocks, max_norms=jnp.zeros(LAYERS))
     assert [float(nothing.get_grad_scale(jnp.float32(square), 0)) for square in (0.0, 4.0)] == [1.0, 0.0]
-    exact = take(held.with_clipping(limit, norm=2 * limit), jnp.asarray(sizes[0], jnp.float32))[1]
+    exact = take(blocks.with_clipping(limit, norm=2 * limit), jnp.asarray(sizes[0], jnp.float32))[1]
     assert exact.grad_scale == 1, "a step's scale is of it alone"
-    for how in ({"norm": 1.0}, {"previous_norm": 1.0}):
+    for options in ({"norm": 1.0}, {"previous_norm": 1.0}):
         with pytest.raises(ValueError, match=r"max_norm must be positive, not -1\.0"):
-            held.with_clipping(-1.0, **how)
-    for how in ({}, {"norm": 1.0, "previous_norm": 1.0}):
+            blocks.with_clipping(-1.0, **options)
+    for options in ({}, {"norm": 1.0, "previous_norm": 1.0}):
         with pytest.raises(
             TypeError, match="needs either norm=, the gradient norm of the next step, or previous_norm="
         ):
-            held.with_clipping(limit, **how)
+            blocks.with_clipping(limit, **options)
 
 
 @pytest.mark.parametrize("ways", ["scan", slow("blocks")])
 def test_the_norm_alone_takes_no_step(ways):
     """In the compiled program nothing reads a moment."""
     stack, rest, shift = parameters()
-    loss, held, *_ = unrolled(OPTIMIZERS["coat"]())
+    loss, blocks, *_ = unrolled(OPTIMIZERS["coat"]())
     if ways == "scan":
         released = fp8jax.fused_backward(block, OPTIMIZERS["coat"]())
-        held = released.init(stack, has_layer_axis=True)
-        loss = lambda held, rest, shift, x, y: error(released.scan(held, x, shift), rest, y)  # noqa: E731
-    program = jax.jit(fp8jax.compute_grad_norm(loss)).lower(held, rest, shift, *data(0)).compile().as_text()
+        blocks = released.init(stack, has_layer_axis=True)
+        loss = lambda blocks, rest, shift, x, y: error(released.scan(blocks, x, shift), rest, y)  # noqa: E731
+    program = jax.jit(fp8jax.compute_grad_norm(loss)).lower(blocks, rest, shift, *data(0)).compile().as_text()
     lines = [line for line in program.splitlines() if "f8e4m3" in line]
     assert all("parameter(" in line or "entry_computation_layout" in line or "ENTRY" in line for line in lines), lines
 
 
 def test_layers_are_updated_in_place():
-    """Of many layers, only one's gradients are held, and no second stack of anything."""
+    """The program stores gradients of one layer at a time, and no second copy of a stack."""
     layers = 16
     stack, rest, shift = parameters(layers)
     released = fp8jax.fused_backward(jax.checkpoint(block), OPTIMIZERS["coat"]())
-    held = released.init(stack, has_layer_axis=True)
-    loss = lambda held, rest, shift, x, y: error(released.scan(held, x, shift), rest, y)  # noqa: E731
+    blocks = released.init(stack, has_layer_axis=True)
+    loss = lambda blocks, rest, shift, x, y: error(released.scan(blocks, x, shift), rest, y)  # noqa: E731
     step = jax.jit(fp8jax.value_and_step(loss), donate_argnums=0)
-    memory = step.lower(held, rest, shift, *data(0)).compile().memory_analysis()
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
+    memory = step.lower(blocks, rest, shift, *data(0)).compile().memory_analysis()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(blocks))
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(stack))
-    assert memory.alias_size_in_bytes >= size - 64 - held.squares.nbytes
+    assert memory.alias_size_in_bytes >= size - 64 - blocks.squares.nbytes
     assert memory.temp_size_in_bytes < weights / 2, "a plain step holds gradients as large as all weights"
 
 
 def test_parameters_that_are_used_twice_or_never_are_told():
-    loss, held, _, rest, shift = unrolled(OPTIMIZERS["coat"]())
+    loss, blocks, _, rest, shift = unrolled(OPTIMIZERS["coat"]())
     x, y = data(0)
-    twice = lambda held: loss([held[0], held[0], held[2]], rest, shift, x, y)  # noqa: E731
+    twice = lambda blocks: loss([blocks[0], blocks[0], blocks[2]], rest, shift, x, y)  # noqa: E731
     with pytest.raises(ValueError, match=r"layers/1 are in a FusedBlockState that the function does not use"):
-        fp8jax.value_and_step(twice)(held)
-    later = lambda rest, held: loss([held[0], held[0], held[2]], rest, shift, x, y)  # noqa: E731
+        fp8jax.value_and_step(twice)(blocks)
+    later = lambda rest, blocks: loss([blocks[0], blocks[0], blocks[2]], rest, shift, x, y)  # noqa: E731
     with pytest.raises(ValueError, match=r"layers/1 are in a FusedBlockState"):
-        fp8jax.value_and_step(later, argnums=(-1, 0))(rest, held)
-    shared = lambda held: loss([*held, held[0]], rest, shift, x, y)  # noqa: E731
-    value, _ = fp8jax.value_and_step(shared)(held)
+        fp8jax.value_and_step(later, argnums=(-1, 0))(rest, blocks)
+    shared = lambda blocks: loss([*blocks, blocks[0]], rest, shift, x, y)  # noqa: E731
+    value, _ = fp8jax.value_and_step(shared)(blocks)
     assert np.isnan(value)
-    value, _ = fp8jax.value_and_step(lambda held: (shared(held), 7.0), has_aux=True)(held)
+    value, _ = fp8jax.value_and_step(lambda blocks: (shared(blocks), 7.0), has_aux=True)(blocks)
     assert np.isnan(value[0])
     assert value[1] == 7.0
     # Nor has one new parameters that a condition passes by.
-    passed = lambda held, go: jax.lax.cond(go, lambda: loss(held, rest, shift, x, y), lambda: 0.0)  # noqa: E731
-    value, _ = fp8jax.value_and_step(passed)(held, jnp.array([True, False])[1])
+    passed = lambda blocks, go: jax.lax.cond(go, lambda: loss(blocks, rest, shift, x, y), lambda: 0.0)  # noqa: E731
+    value, _ = fp8jax.value_and_step(passed)(blocks, jnp.array([True, False])[1])
     assert np.isnan(value)
-    for given, named in (((held, rest, shift), {}), ((rest, rest, shift), {"held": held})):
+    for given, named in (((blocks, rest, shift), {}), ((rest, rest, shift), {"blocks": blocks})):
         with pytest.raises(
             ValueError, match=r"layers/0 are in a FusedBlockState, so their argument must be in argnums"
         ):
-            fp8jax.value_and_step(lambda *args, held=held: loss(held, *args[1:]), argnums=1)(*given, x, y, **named)
+            fp8jax.value_and_step(lambda *args, blocks=blocks: loss(blocks, *args[1:]), argnums=1)(
+                *given, x, y, **named
+            )
 
 
 def test_what_release_refuses():
@@ -385,33 +394,33 @@ def test_what_release_refuses():
     released = fp8jax.fused_backward(block, OPTIMIZERS["coat"]())
     with pytest.raises(ValueError, match="along their first axes"):
         released.init(stack | {"bias": jnp.zeros((2, 8))}, has_layer_axis=True)
-    held, flat = released.init(stack, "all", has_layer_axis=True), released.init(stack)
+    blocks, flat = released.init(stack, "all", has_layer_axis=True), released.init(stack)
     with pytest.raises(ValueError, match="all has 3 stacked layers"):
-        released(held, data(0)[0], 0.0)
+        released(blocks, data(0)[0], 0.0)
     with pytest.raises(ValueError, match="not stacked"):
         released.scan(flat, data(0)[0], 0.0)
     with pytest.raises(TypeError, match="like x"):
-        fp8jax.fused_backward(lambda p, x: x[:1], OPTIMIZERS["coat"]()).scan(held, data(0)[0])
+        fp8jax.fused_backward(lambda p, x: x[:1], OPTIMIZERS["coat"]()).scan(blocks, data(0)[0])
     odd = fp8jax.compressed_adamw(1e-3, mu="bf16", nu="bf16", b2=0.999)
     short = fp8jax.fused_backward(lambda p, x: x + p, odd)
-    held = short.init(jnp.ones((2, 3)), has_layer_axis=True)
-    step = fp8jax.value_and_step(lambda held: short.scan(held, jnp.ones(3)).sum())
+    blocks = short.init(jnp.ones((2, 3)), has_layer_axis=True)
+    step = fp8jax.value_and_step(lambda blocks: short.scan(blocks, jnp.ones(3)).sum())
     with pytest.raises(ValueError, match="multiple of eight"):
-        step(held)
+        step(blocks)
 
 
 def test_a_state_goes_on_outside_of_the_backward_pass_and_back():
     tx = OPTIMIZERS["stochastic second moments"]()
-    _, held = released_steps(tx, block, 2)
+    _, blocks = released_steps(tx, block, 2)
     released = fp8jax.fused_backward(block, tx)
-    equal(released.restore(held.params, held.state, "layers", has_layer_axis=True, squares=held.squares), held)
-    again = released.restore(held.params, held.state, "layers", has_layer_axis=True)
+    equal(released.restore(blocks.params, blocks.state, "layers", has_layer_axis=True, squares=blocks.squares), blocks)
+    again = released.restore(blocks.params, blocks.state, "layers", has_layer_axis=True)
     assert not again.squares.any(), "what the last gradients were is lost"
-    equal(dataclasses.replace(again, squares=held.squares), held)
+    equal(dataclasses.replace(again, squares=blocks.squares), blocks)
 
 
 def test_a_mesh_changes_no_bit_of_moments():
-    """Parameters in shards of their inputs over eight devices, as fsdp has them; batches, too."""
+    """Parameters and batches are sharded over eight devices, as with fsdp."""
     devices = jax.devices()
     if len(devices) < 2:
         pytest.skip("needs several devices")
@@ -422,7 +431,7 @@ def test_a_mesh_changes_no_bit_of_moments():
         lambda leaf: jax.device_put(leaf, sharded(None, "data") if leaf.ndim > 2 else sharded()), stack
     )
     released = fp8jax.fused_backward(block, tx)
-    loss = lambda held, rest, shift, x, y: error(released.scan(held, x, shift), rest, y)  # noqa: E731
+    loss = lambda blocks, rest, shift, x, y: error(released.scan(blocks, x, shift), rest, y)  # noqa: E731
     step = jax.jit(fp8jax.value_and_step(loss))
     x, y = data(0)
     _, one = step(released.init(stack, has_layer_axis=True), rest, shift, x, y)
@@ -435,18 +444,18 @@ def test_a_mesh_changes_no_bit_of_moments():
 
 
 def test_bf16_weights_move_on_average_as_far_as_fp32_ones():
-    """Changes of a hundredth of bf16's step are lost to nearest, and kept on average with a key."""
+    """Changes of 1/100 of a step of bf16 are lost with rounding to nearest, and preserved on average with a key."""
     stack = {"w": jnp.ones((LAYERS, WIDTH, 2 * WIDTH), jnp.bfloat16)}
     gradients, moved = {"w": jnp.ones((WIDTH, 2 * WIDTH), jnp.bfloat16)}, {}
     for name, key in (("nearest", None), ("stochastic", jax.random.key(0))):
         released = fp8jax.fused_backward(linear, fp8jax.optimizer("coat", 4e-5, min_size=1024, weight_decay=0), key=key)
-        held = released.init(stack, "layers", has_layer_axis=True), released.init(layer_of(stack, 0), "other")
-        loss = lambda held, r=released: r.scan(held[0], r(held[1], jnp.float32(0), gradients), gradients)  # noqa: E731
+        blocks = released.init(stack, "layers", has_layer_axis=True), released.init(layer_of(stack, 0), "other")
+        loss = lambda blocks, r=released: r.scan(blocks[0], r(blocks[1], jnp.float32(0), gradients), gradients)  # noqa: E731
         step = jax.jit(fp8jax.value_and_step(loss))
         for _ in range(3):
-            _, held = step(held)
-        moved[name] = np.asarray(1 - jnp.concatenate([held[0].params["w"], held[1].params["w"][None]]), np.float32)
-    assert held[0].params["w"].dtype == jnp.bfloat16
+            _, blocks = step(blocks)
+        moved[name] = np.asarray(1 - jnp.concatenate([blocks[0].params["w"], blocks[1].params["w"][None]]), np.float32)
+    assert blocks[0].params["w"].dtype == jnp.bfloat16
     assert not moved["nearest"].any()
     steps = moved["stochastic"].ravel()
     np.testing.assert_allclose(steps.mean(), 3 * 4e-5, rtol=6 / np.sqrt(np.count_nonzero(steps)))

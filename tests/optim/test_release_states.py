@@ -1,4 +1,4 @@
-"""States of any kind through `release`: codes in integers, masters by parts, scaled masters under one scale a layer."""
+"""Any state in `fused_backward`: integer codes, split masters, scaled masters with one scale per layer."""
 
 import functools
 
@@ -34,7 +34,7 @@ HELD = {
 
 
 def rounded_gradients(step, dtype):
-    """Gradients that the parameters' dtype holds: for a GPU XLA leaves out their rounding to it within a program."""
+    """Gradients that the parameters' dtype represents exactly: on a GPU, XLA skips rounding to it within a program."""
     return jax.tree.map(lambda g: g.astype(dtype).astype(jnp.float32), given_gradients(step))
 
 
@@ -51,33 +51,37 @@ def test_a_scan_gives_the_state_of_a_plain_step(name):
     tx, steps = make(), 3
     stack = jax.tree.map(lambda x: x.astype(dtype), parameters()[0])
     released = fp8jax.fused_backward(linear, tx)
-    held, plain, state = released.init(stack, "layers", has_layer_axis=True), stack, tx.init({"layers": stack})
-    assert all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(held))
-    step = jax.jit(fp8jax.value_and_step(lambda held, g: released.scan(held, jnp.float32(0), g)))
-    whole = jax.jit(lambda grads, state, params, factor: tx.step(grads, state, params, grad_scale=factor))
+    blocks, plain, state = released.init(stack, "layers", has_layer_axis=True), stack, tx.init({"layers": stack})
+    assert all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(blocks))
+    step = jax.jit(fp8jax.value_and_step(lambda blocks, g: released.scan(blocks, jnp.float32(0), g)))
+    plain_step = jax.jit(lambda grads, state, params, factor: tx.step(grads, state, params, grad_scale=factor))
     norm = 0.0
     for i in range(steps):
         gradients = rounded_gradients(i, dtype)
-        held, norm, factor = clipped_by_shares(held, norm, (1e4, 300.0, 1e4)[i], gradients)
+        blocks, norm, factor = clipped_by_shares(blocks, norm, (1e4, 300.0, 1e4)[i], gradients)
         assert (factor < 1) == (i == 1)
-        _, held = step(held, gradients)
+        _, blocks = step(blocks, gradients)
         repeated = jax.tree.map(lambda g: jnp.stack([g] * LAYERS).astype(dtype), gradients)
-        new, state = whole({"layers": repeated}, state, {"layers": plain}, factor)
+        new, state = plain_step({"layers": repeated}, state, {"layers": plain}, factor)
         plain = new["layers"]
-    own = held.state
-    assert int(own.count) == steps
-    for field in {name for name in own._fields if getattr(own, name) is not None} - {"count"}:
-        found, expected = getattr(own, field), getattr(state, field)["layers"]
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+    fused_state = blocks.state
+    assert int(fused_state.count) == steps
+    for field in {name for name in fused_state._fields if getattr(fused_state, name) is not None} - {"count"}:
+        actual, expected = getattr(fused_state, field), getattr(state, field)["layers"]
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), actual) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), expected
+        )
         if (
             field == "remainder"
         ):  # its unit is fp32's last bit, and a moment's code that flips at a tie moves it further
-            pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+            pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
             assert all(np.mean(np.abs(np.int32(a) - np.int32(b)) > 2) < 0.05 for a, b in pairs)
         else:
-            near(found, expected)
-    near(held.params, plain)
-    equal(released.restore(held.params, own, "layers", has_layer_axis=True).encoded_state, held.encoded_state)
+            near(actual, expected)
+    near(blocks.params, plain)
+    equal(
+        released.restore(blocks.params, fused_state, "layers", has_layer_axis=True).encoded_state, blocks.encoded_state
+    )
 
 
 @pytest.mark.parametrize("name", [slow("de8 and ude8"), "bf16+int8", slow("bf16+stochastic")])
@@ -86,22 +90,22 @@ def test_blocks_one_by_one_give_it_too(name):
     tx = make()
     parts = [layer_of(jax.tree.map(lambda x: x.astype(dtype), parameters()[0]), i) for i in range(LAYERS)]
     released = fp8jax.fused_backward(linear, tx)
-    held = [released.init(part, f"layers/{i}") for i, part in enumerate(parts)]
-    loss = lambda held, g: sum(released(one, jnp.float32(0), g) for one in held)  # noqa: E731
+    blocks = [released.init(part, f"layers/{i}") for i, part in enumerate(parts)]
+    loss = lambda blocks, g: sum(released(one, jnp.float32(0), g) for one in blocks)  # noqa: E731
     gradients = rounded_gradients(0, dtype)
-    _, held = jax.jit(fp8jax.value_and_step(loss))(held, gradients)
+    _, blocks = jax.jit(fp8jax.value_and_step(loss))(blocks, gradients)
     grads = jax.tree.map(lambda g: g.astype(dtype), gradients)
     new, state = jax.jit(lambda *x: tx.step(*x))(
         {"layers": [grads] * LAYERS}, tx.init({"layers": parts}), {"layers": parts}
     )
-    near([one.params for one in held], new["layers"])
-    near([one.mu for one in held], state.mu["layers"])
+    near([one.params for one in blocks], new["layers"])
+    near([one.mu for one in blocks], state.mu["layers"])
 
 
 @pytest.mark.parametrize("name", [slow("de8 and ude8"), "bf16+int16", slow("fp16, scaled")])
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_states_lie_on_a_mesh_as_parameters_do(name):
-    """fsdp on eight devices: shards of the inputs of matrices, of moments and remainders."""
+    """fsdp on eight devices: matrices, moments and remainders are sharded along the inputs."""
     dtype, make = HELD[name]
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     stack = jax.tree.map(lambda x: x.astype(dtype), parameters()[0])
@@ -117,5 +121,5 @@ def test_states_lie_on_a_mesh_as_parameters_do(name):
     near(many.params, one.params)
 
 
-def _loss(released, held, gradients):
-    return released.scan(held, jnp.float32(0), gradients)
+def _loss(released, blocks, gradients):
+    return released.scan(blocks, jnp.float32(0), gradients)

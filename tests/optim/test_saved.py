@@ -1,7 +1,7 @@
-"""Saved state: refused where it is stored in another way than expected, and readable for ever.
+"""Saved state: refused if its storage differs from the expected one, and readable by later versions.
 
-`python -m tests.optim.test_saved` wrote tests/data/state_v1.msgpack, the golden state. It is not to be written again: a
-later version of the storage gets a file of its own, and goes on to read this one.
+`python -m tests.optim.test_saved` wrote tests/data/state_v1.msgpack, the golden state. Do not write it again: a later
+storage version gets its own file, and still reads this one.
 """
 
 import itertools
@@ -86,11 +86,11 @@ def test_a_partial_restore_leaves_out_codes_that_are_stored_in_another_way(tmp_p
 
 
 def test_keys_say_all_that_decoding_needs_and_nothing_else():
-    """Each field of a spec either changes the key, or does not change what codes decode to."""
+    """Each field of a spec either changes the key, or does not change decoded values."""
     spec = QuantSpec("e4m3", "group", 4)
     x = jax.random.normal(jax.random.key(0), (8, 8))
     base = fp8jax.quantize(x, spec)
-    seen = {base.storage_key}
+    keys = {base.storage_key}
     for change in (
         {"format": "e5m2"},
         {"granularity": "block"},
@@ -108,8 +108,8 @@ def test_keys_say_all_that_decoding_needs_and_nothing_else():
         {"format": "e2m1"},
     ):
         key = fp8jax.quantize(x, QuantSpec(**{**vars(spec), **change})).storage_key
-        assert key not in seen, change
-        seen.add(key)
+        assert key not in keys, change
+        keys.add(key)
     assert base.storage_key == "codes:e4m3:group4:v1"
     lengths = {fp8jax.quantize(x[:, :n], QuantSpec("int10", "group", 4)).storage_key for n in (5, 6)}
     assert lengths == {"codes:int10:group4+length5:v2", "codes:int10:group4+length6:v2"}
@@ -186,7 +186,7 @@ def test_the_golden_state_loads_and_goes_on(name):
 
 
 def test_to_go_on_with_other_storage_a_state_is_quantized_again():
-    """The way that the docstring of QTensor gives."""
+    """The method in the docstring of QTensor."""
     state, template = trained(adamw(group_size=128))[0], trained(adamw(group_size=140))[1]
 
     def convert(old, new):
@@ -202,7 +202,7 @@ if __name__ == "__main__":
 
 
 def restored_as_a_dict(path, state):
-    """The leaves as Orbax restores them without a target: of nested dicts, in the order of the alphabet."""
+    """Returns the leaves as Orbax restores them without a target: nested dicts in alphabetical order."""
     with v0.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, state)
         checkpointer.wait_until_finished()

@@ -1,4 +1,4 @@
-"""Second moments that are rounded stochastically: unbiased in value, the same on every mesh and after a restart."""
+"""Stochastically rounded second moments: unbiased, equal on every mesh and after a restart."""
 
 import functools
 
@@ -31,19 +31,19 @@ def store(values, like, count):
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "ude8", "int8"])
 @pytest.mark.parametrize("expand", [True, False])
 def test_rounding_is_unbiased_in_value(name, expand):
-    """The mean over steps, against the error of the mean; where expansion is a square root or a fifth power, too."""
+    """The mean over steps against its standard error, also if expansion is a square root or a fifth power."""
     spec = QuantSpec(name, "group", 128, expand=expand, flush_to_zero=False)
     for spread in (0.3, 2.0) if expand else (0.3,):
         values = jnp.exp(spread * jax.random.normal(jax.random.key(0), (8, 128)))
         run = jax.jit(jax.vmap(lambda c, v=values: store(v, quantize(v, spec), c).dequantize()))
-        drawn = np.asarray(run(jnp.arange(1024)), np.float64)
+        samples = np.asarray(run(jnp.arange(1024)), np.float64)
         exact = np.asarray(values, np.float64)
         inside = (exact > exact.min(-1, keepdims=True)) & (exact < exact.max(-1, keepdims=True))
-        scatter = drawn.std(0)[inside] / exact[inside]
-        bias = (drawn.mean(0) / exact - 1)[inside]
+        scatter = samples.std(0)[inside] / exact[inside]
+        bias = (samples.mean(0) / exact - 1)[inside]
         assert scatter.mean() > 1e-3
-        assert abs(bias.mean()) < 4 * np.sqrt((scatter**2).mean() / drawn.shape[0] / bias.size)
-        off = bias / np.maximum(scatter, scatter.mean() / 10) * np.sqrt(drawn.shape[0])
+        assert abs(bias.mean()) < 4 * np.sqrt((scatter**2).mean() / samples.shape[0] / bias.size)
+        off = bias / np.maximum(scatter, scatter.mean() / 10) * np.sqrt(samples.shape[0])
         assert 0.9 < np.sqrt((off**2).mean()) < 1.1
         assert np.abs(off).max() < 6
 
@@ -51,9 +51,9 @@ def test_rounding_is_unbiased_in_value(name, expand):
 def test_a_value_goes_to_one_of_the_two_codes_around_it():
     values = jnp.exp(2 * jax.random.normal(jax.random.key(0), (4, 128)))
     like = store(values, quantize(values, SPEC()), 0)
-    drawn = jax.vmap(lambda c: store(values, like, c))(jnp.arange(64))
-    chosen = np.asarray(drawn.codes).view(np.uint8).astype(int)
-    assert (np.asarray(drawn.expansion) == np.asarray(like.expansion)).all()
+    samples = jax.vmap(lambda c: store(values, like, c))(jnp.arange(64))
+    chosen = np.asarray(samples.codes).view(np.uint8).astype(int)
+    assert (np.asarray(samples.expansion) == np.asarray(like.expansion)).all()
     y = 448 * (np.asarray(values, np.float64) / np.asarray(like.scale) / 448) ** np.asarray(like.expansion, np.float64)
     book = np.arange(0x7F, dtype=np.uint8).view(formats.E4M3.dtype).astype(np.float64)
     # fp32 does not know on which side of a code a value lies that is close to it.
@@ -85,8 +85,8 @@ def test_groups_keep_their_exponents_while_their_range_fits():
         return jnp.exp2(jnp.linspace(0, octaves, 128))[None]
 
     first = store(ranges(6.0), quantize(ranges(6.0), SPEC()), 0)
-    kept = np.log2(448 / 2**-6)
-    assert 15 / 16 * 0.99 < float(first.expansion[0, 0]) * 6 / kept < 15 / 16 * 1.01
+    binades = np.log2(448 / 2**-6)
+    assert 15 / 16 * 0.99 < float(first.expansion[0, 0]) * 6 / binades < 15 / 16 * 1.01
     for octaves, keeps in ((6.3, True), (5.7, True), (6.5, False), (5.5, False), (0.0, False)):
         again = store(ranges(octaves), first, 1)
         assert (again.expansion[0, 0] == first.expansion[0, 0]) == keeps, octaves
@@ -94,7 +94,7 @@ def test_groups_keep_their_exponents_while_their_range_fits():
 
 
 def follow(tx, steps=1500, drop=100.0):
-    """Decoded and exact second moments after gradients of most elements of each group have dropped at half time."""
+    """Returns decoded and exact second moments. Halfway, most gradients of each group drop."""
     g = jnp.ones((4, 128)) * jnp.where(jnp.arange(128) % 8 == 0, 1.0, 0.5)
     low = jnp.where(jnp.arange(128) % 8 == 0, 1.0, 0.5 / np.sqrt(drop))
 
@@ -184,14 +184,14 @@ def test_a_restart_goes_on_with_the_same_bits():
 )  # fmt: skip
 def test_a_mesh_changes_no_code(kind, spec):
     p = {"w": jax.random.normal(jax.random.key(0), (8, 1024)), "cut": jax.random.normal(jax.random.key(1), (16, 200))}
-    want = nus(TX(), p, 2).nu
+    expected = nus(TX(), p, 2).nu
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
     with jax.set_mesh(mesh):
         placed = {"w": jax.device_put(p["w"], jax.NamedSharding(mesh, spec)), "cut": p["cut"]}
         placed["cut"] = jax.device_put(p["cut"], jax.NamedSharding(mesh, P("x")))
-        got = jax.device_get(nus(TX(), placed, 2).nu)
-    for name, q in want.items():
-        assert np.mean(np.asarray(q.codes) != np.asarray(got[name].codes)) < 1e-3
+        actual = jax.device_get(nus(TX(), placed, 2).nu)
+    for name, q in expected.items():
+        assert np.mean(np.asarray(q.codes) != np.asarray(actual[name].codes)) < 1e-3
 
 
 @pytest.mark.skipif(choice.missing_triton("optimizers.adamw_triton") is not None, reason="jax-triton is not installed")
@@ -200,28 +200,28 @@ def test_the_kernel_is_traced_on_a_mesh_and_under_vmap():
     state = fp8jax.scale_by_compressed_adam(min_size=0).init(g)
     adam = Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(1))
     run = functools.partial(adamw_cases.update, params=None, adam=adam, stochastic_nu=True)
-    want = jax.jit(run)(g, state.mu, state.nu)
+    expected = jax.jit(run)(g, state.mu, state.nu)
     stack = jax.tree.map(lambda x: jnp.stack([x, x]), (g, state.mu, state.nu))
     mapped = jax.jit(jax.vmap(run))
     with choice.target(capability=90):
         assert "triton_kernel_call" in str(jax.jit(jax.vmap(lambda *x: run(*x))).trace(*stack).jaxpr)
-    assert isinstance(want[2], QTensor)
+    assert isinstance(expected[2], QTensor)
     for i in range(2):
-        got = mapped(*stack)[2].codes[i]
-        assert np.mean(np.asarray(got) != np.asarray(want[2].codes)) < 1e-3
+        actual = mapped(*stack)[2].codes[i]
+        assert np.mean(np.asarray(actual) != np.asarray(expected[2].codes)) < 1e-3
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         placed = jax.device_put((g, state.mu, state.nu), P("x", "y"))
         program = jax.jit(run)
         with choice.target(capability=90):
             assert "triton_kernel_call" in str(jax.jit(lambda *x: run(*x)).trace(*placed).jaxpr)
-        got = jax.device_get(program(*placed)[2].codes)
-    assert np.mean(got != np.asarray(want[2].codes)) < 1e-3
+        actual = jax.device_get(program(*placed)[2].codes)
+    assert np.mean(actual != np.asarray(expected[2].codes)) < 1e-3
 
 
 @pytest.mark.parametrize("moments", [{"mu": "bf16", "nu": "bf16"}, {"nu": "bf16"}, {}], ids=str)
 def test_a_second_moment_at_0_999_follows_gradients_that_fall_a_hundredfold(moments):
-    """bf16 is 0.4 to 0.8 % from number to number, and changes by 0.1 %: to nearest it stays, and updates with it."""
+    """bf16 numbers are 0.4 to 0.8 % apart, and a step changes a moment by 0.1 %: rounding to nearest stalls."""
     p = {"w": jnp.zeros((4, 128))}
 
     def run(tx):
@@ -233,9 +233,9 @@ def test_a_second_moment_at_0_999_follows_gradients_that_fall_a_hundredfold(mome
         return np.asarray(jax.jit(lambda s: jax.lax.scan(body, s, jnp.arange(2200))[1])(tx.init(p)))
 
     exact = run(optax.adamw(1e-3, weight_decay=0.0))
-    got = run(TX(weight_decay=0.0, **moments))
+    actual = run(TX(weight_decay=0.0, **moments))
     for step in (199, 700, 2199):
-        assert abs(got[step] / exact[step] - 1) < 0.05, step
+        assert abs(actual[step] / exact[step] - 1) < 0.05, step
     if moments:
         nearest = run(TX(weight_decay=0.0, nu_rounding="nearest", **moments))
         assert nearest[2199] / exact[2199] < 0.5

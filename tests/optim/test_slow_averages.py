@@ -1,4 +1,4 @@
-"""Averages that decay slowly, in 8 and 16 bits, against optax in fp32: right on average, with a stated scatter."""
+"""Slowly decaying averages in 8 and 16 bits, against optax in fp32: unbiased, with a stated scatter."""
 
 import functools
 
@@ -35,7 +35,7 @@ CASES = {
 
 @functools.partial(jax.jit, static_argnames="steps")
 def gradient(t, steps):
-    """Log-normal sizes; of a signal the rows that are its own."""
+    """Gradients of log-normal size, with the rows of each signal."""
     size = jnp.exp(jax.random.normal(jax.random.key(0), (len(SIGNALS), ROWS, 128)))
     random = jax.random.normal(jax.random.fold_in(jax.random.key(1), t), size[1].shape)
     late = t >= steps // 5
@@ -43,7 +43,7 @@ def gradient(t, steps):
 
 
 def moment(tx, name):
-    """The moment after the steps, in float64, a row of axes for each signal."""
+    """Returns the moment after the steps in float64, one row of axes per signal."""
     params = {"w": jnp.zeros((len(SIGNALS) * ROWS, 128))}
 
     def body(state, t):
@@ -72,7 +72,7 @@ def test_slow_averages_are_right_on_average_and_do_not_stall(kind):
 def test_a_phase_shifts_noise_around_the_unit_interval():
     odd = 2 * np.arange(0, 2**16, 997) + 1
     a, b = (x / 2.0**17 for x in np.meshgrid(odd, odd[::-1]))
-    got = np.asarray(noise.add_phase(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)), np.float64)
-    np.testing.assert_array_equal(got, (a + b - 2.0**-17) % 1)
-    assert got.min() > 0
-    assert (got * 2**17 % 2 == 1).all()
+    actual = np.asarray(noise.add_phase(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)), np.float64)
+    np.testing.assert_array_equal(actual, (a + b - 2.0**-17) % 1)
+    assert actual.min() > 0
+    assert (actual * 2**17 % 2 == 1).all()

@@ -1,4 +1,4 @@
-"""Bounds on weights: no weight exceeds them, whatever gradients, optimizers, schedules and groups do."""
+"""Bounds on weights: no weight exceeds them, for any gradients, optimizers, schedules and groups."""
 
 import functools
 
@@ -22,7 +22,9 @@ PARAMS = {
 
 
 def gradients(b1, b2, steps=STEPS):
-    """Per step and column, gradients that try Adam: growing ones, one after silence, steady, noise, large and tiny."""
+    """Returns gradients per step and column that are hard for Adam: growing, one after silence, steady, noise, large
+    and tiny.
+    """
     t, rng = np.arange(steps)[:, None, None], np.random.default_rng(0)
     worst = np.where(t > steps - 300, (b2 / max(b1, 0.5)) ** np.minimum(t - steps, 0.0), 0.0)
     spike = np.where(t == steps - 1, 1e6, 1e-6)
@@ -36,7 +38,7 @@ def gradients(b1, b2, steps=STEPS):
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(tx, params, grads):
-    """Per step of a run: largest weights, their bounds, and largest updates, of each matrix."""
+    """Returns for each step and matrix: the largest weight, its bound, and the largest update."""
 
     def step(carry, grads):
         params, state = carry
@@ -56,7 +58,7 @@ def run(tx, params, grads):
 
 
 def groups():
-    """Two learning rates, one of them with a limit and one measured, one without decay."""
+    """Two learning rates, one with a limit and one measured; one group without decay."""
     limit = fp8jax.max_adam_step(SCHEDULE, 0.9, 0.95)
     return optax.multi_transform(
         {
@@ -69,15 +71,17 @@ def groups():
     )
 
 
-def adamw(b2, make=optax.adamw, rate=SCHEDULE, decay=0.1, **how):
+def adamw(b2, make=optax.adamw, rate=SCHEDULE, decay=0.1, **kwargs):
     limit = fp8jax.max_adam_step(rate, 0.9, b2, decay)
     clip = optax.clip_by_global_norm(1e3)
-    return optax.chain(clip, make(rate, 0.9, b2, weight_decay=decay, **how), fp8jax.track_weight_amax(INTERVAL, limit))
+    return optax.chain(
+        clip, make(rate, 0.9, b2, weight_decay=decay, **kwargs), fp8jax.track_weight_amax(INTERVAL, limit)
+    )
 
 
-def fused(b2, **how):
+def fused(b2, **kwargs):
     limit = fp8jax.max_adam_step(SCHEDULE, 0.9, b2, 0.1)
-    tx = fp8jax.compressed_adamw(SCHEDULE, 0.9, b2, weight_decay=0.1, min_size=0, **how)
+    tx = fp8jax.compressed_adamw(SCHEDULE, 0.9, b2, weight_decay=0.1, min_size=0, **kwargs)
     return fp8jax.with_clipping(1e3, fp8jax.with_weight_bounds(tx, limit, INTERVAL))
 
 
@@ -113,7 +117,7 @@ def test_no_weight_exceeds_its_bound(case):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["step", "update"])
 def test_a_bound_follows_a_master_whose_weight_has_not_moved(fused):
-    """Steps of a fiftieth of a bf16's distance: 200 of them move the weight, and none does alone."""
+    """Each step is 1/50 of the distance of bf16 numbers: 200 of them move the weight, none does alone."""
     rate, ones = 1e-4, {"w": jnp.ones((8, 8), jnp.bfloat16)}
     tx = fp8jax.with_weight_bounds(
         fp8jax.compressed_adamw(rate, 0.9, 0.95, weight_decay=0.0, min_size=0, master="bf16+int8"),
@@ -137,7 +141,7 @@ def by_updates(tx, grads, state, params):
 
 
 def test_bounds_hold_where_the_format_has_no_bits_left():
-    """Rates of a warm-up from zero weights: masters of fp16 that round to its smallest number, half as large again."""
+    """Warm-up from zero weights: fp16 masters round to its smallest number, which is half as large again."""
     rate, zeros = 4e-8, {"w": jnp.zeros((8, 8), jnp.float16)}
     adamw = fp8jax.compressed_adamw(rate, 0.9, 0.95, eps=0.0, weight_decay=0.0, min_size=0, master="fp16+int8")
     tx, grads = fp8jax.with_weight_bounds(adamw, fp8jax.max_adam_step(rate, 0.9, 0.95), 2), {"w": jnp.ones((8, 8))}
@@ -153,14 +157,14 @@ def test_what_moves_rounded_weights_is_not_cut_to_a_limit(master):
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     adamw = fp8jax.compressed_adamw(1e-4, 0.9, 0.95, min_size=0, master=master)
     limit = fp8jax.max_adam_step(1e-4, 0.9, 0.95)
-    found = [params, params]
+    actual = [params, params]
     for i, tx in enumerate((adamw, optax.chain(adamw, fp8jax.track_weight_amax(limit=limit)))):
         state, update = tx.init(params), jax.jit(tx.update)
         for _ in range(20):
-            updates, state = update(params, state, found[i])
-            found[i] = optax.apply_updates(found[i], updates)
-    jax.tree.map(np.testing.assert_array_equal, *found)
-    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (params, found[0])), strict=True))
+            updates, state = update(params, state, actual[i])
+            actual[i] = optax.apply_updates(actual[i], updates)
+    jax.tree.map(np.testing.assert_array_equal, *actual)
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (params, actual[0])), strict=True))
 
 
 def test_loaded_weights_with_masters_have_the_bounds_of_these():
@@ -180,10 +184,10 @@ def test_the_limit_is_reached_and_more_than_a_learning_rate():
         at = np.asarray(limit(jnp.arange(STEPS), jnp.zeros(STEPS)))
         tx = optax.chain(optax.adam(1.0, 0.9, b2), fp8jax.track_weight_amax(INTERVAL))
         _, _, updates = jax.tree.map(np.asarray, run(tx, PARAMS, gradients(0.9, b2)))
-        found = updates["w"].max(-1)
-        assert (found <= at).all()
-        assert found[-1] > 0.998 * at[-1]
-        assert found[-1] > least
+        actual = updates["w"].max(-1)
+        assert (actual <= at).all()
+        assert actual[-1] > 0.998 * at[-1]
+        assert actual[-1] > least
         np.testing.assert_allclose(at[0], 1, rtol=2e-3)  # the first step is of one learning rate
         decayed = fp8jax.max_adam_step(1.0, 0.9, b2, 0.25)(jnp.arange(STEPS), jnp.full(STEPS, 2.0))
         np.testing.assert_allclose(decayed - at, 0.25 * 2.0, rtol=1e-2)
@@ -241,7 +245,7 @@ def test_a_fused_step_is_that_of_the_chain_and_one_that_is_not_applied_leaves_bo
 
 
 def test_a_fused_step_cuts_directions_that_rounded_moments_make_too_long():
-    """A second moment that is far too small for its first one, as codes may leave it."""
+    """A second moment that is far too small for its first moment, as rounding can leave it."""
     limit = fp8jax.max_adam_step(1.0, 0.9, 0.95)
     adamw = fp8jax.compressed_adamw(1.0, 0.9, 0.95, weight_decay=0.0, mu="fp32", nu="fp32")
     tx = fp8jax.with_weight_bounds(adamw, limit)
@@ -287,14 +291,16 @@ def test_reset_bounds_are_those_of_all_shards():
     params = {"w": jnp.asarray([[1.0, -2.0], [3.0, 0.5]])}
     kinds = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=kinds, devices=jax.devices()[:2])
-    rows, whole = jax.P("fsdp"), jax.P()
+    rows, replicated = jax.P("fsdp"), jax.P()
     state = tx.init(params)
 
     def reset(state, params):
         return fp8jax.reset_weight_amax_bounds(state, params, axis_name="fsdp").bounds["w"][None]
 
-    found = jax.shard_map(reset, mesh=mesh, in_specs=(whole, rows), out_specs=rows, check_vma=False)(state, params)
-    np.testing.assert_array_equal(found, [3, 3])
+    actual = jax.shard_map(reset, mesh=mesh, in_specs=(replicated, rows), out_specs=rows, check_vma=False)(
+        state, params
+    )
+    np.testing.assert_array_equal(actual, [3, 3])
 
     def update(updates, params):
         tx = fp8jax.track_weight_amax(axis_name="fsdp")
@@ -332,5 +338,5 @@ def test_an_update_that_is_not_finite_shows(bad):
     tx = fp8jax.track_weight_amax(limit=lambda count, bounds: 0.1 + 0 * bounds)
     params = {"w": jnp.ones((2, 3))}
     updates = np.asarray([[bad, 5, -0.05], [0, -5, 0.1]], np.float32)
-    found, _ = tx.update({"w": jnp.asarray(updates)}, tx.init(params), params)
-    np.testing.assert_array_equal(found["w"], np.where(np.isfinite(updates), np.clip(updates, -0.1, 0.1), updates))
+    actual, _ = tx.update({"w": jnp.asarray(updates)}, tx.init(params), params)
+    np.testing.assert_array_equal(actual["w"], np.where(np.isfinite(updates), np.clip(updates, -0.1, 0.1), updates))

@@ -1,4 +1,4 @@
-"""Experts as users write them, in plain functions of parameters and tokens."""
+"""Experts in plain functions of parameters and tokens, as users write them."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ OUTPUTS_FIRST = lax.RaggedDotDimensionNumbers(
 
 @jax.custom_vjp
 def own_dot(x, w, group_sizes):
-    """A grouped product with a derivative of its own, as haliax, tokamax and megablox have."""
+    """A grouped matmul with a custom derivative, as in haliax, tokamax and megablox."""
     return lax.ragged_dot(x, w, group_sizes)
 
 
@@ -43,7 +43,7 @@ own_dot.defvjp(lambda *operands: (own_dot(*operands), operands), own_dot_bwd)
 
 @jax.jit
 def jitted_dot(x, w, group_sizes):
-    """One matrix after the other, so that no ragged product is in the program."""
+    """One matrix after the other, so that the program has no ragged matmul."""
     ends = jnp.cumsum(group_sizes)
     group = jnp.sum(jnp.arange(x.shape[0])[:, None] >= ends, 1)
     y = sum(jnp.where((group == i)[:, None], x @ w[i].T, 0) for i in range(w.shape[0]))
@@ -68,7 +68,7 @@ def route(p, x):
 
 
 def block(experts):
-    """A block with a product before its experts, which is in 8 bits in any case."""
+    """A block with a matmul before its experts, which is always quantized."""
     return lambda p, x: experts(p, jnp.tanh(x @ p["mixer"]))
 
 
@@ -93,7 +93,7 @@ def share_of_each(p, x):
 
 
 def dispatch(p, x, capacity):
-    """Which place of which expert each choice of a token has, and the weights of the choices."""
+    """Returns the expert and position of each choice of a token, and the weights of the choices."""
     weights, chosen = route(p, x)
     mask = jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32)
     place = jnp.cumsum(mask.reshape(-1, EXPERTS), 0).reshape(mask.shape) * mask - 1
@@ -106,7 +106,7 @@ def batched(p, inputs):
 
 
 def one_hot(p, x):
-    """Tokens are dispatched to places of experts, with a capacity."""
+    """Dispatches tokens to positions of experts, with a capacity."""
     dispatched, weights = dispatch(p, x, 3 * TOKENS // 4)
     return jnp.einsum("ecd,tkec,tk->td", batched(p, jnp.einsum("td,tkec->ecd", x, dispatched)), dispatched, weights)
 
@@ -142,7 +142,7 @@ def gathered(p, x):
 
 
 def indexed(p, x):
-    """An expert of each token, by an index that is data."""
+    """Selects the expert of each token by an index that is data."""
     weights, chosen = route(p, x)
     one = lambda x, i: (jax.nn.silu(x @ p["gate"][i]) * (x @ p["up"][i])) @ p["down"][i]  # noqa: E731
     token = lambda x, w, experts: sum(w[k] * one(x, experts[k]) for k in range(CHOSEN))  # noqa: E731

@@ -1,4 +1,4 @@
-"""A function read and run again with a plan that changes nothing."""
+"""Reads a function and runs it again with an empty plan."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from fp8jax.rewrite.run import Interpreter, schedule
 
 
 def again(fn: Callable, *, apart: bool = False) -> Callable:
-    """`fn` read into a graph and run; `apart`, with each call and each nested program taken apart and put together."""
+    """Reads `fn` into a graph and runs it; with `apart`, each call and sub-jaxpr is taken apart and rebuilt."""
 
     def call(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*args)
@@ -21,6 +21,6 @@ def again(fn: Callable, *, apart: bool = False) -> Callable:
 
 
 def text(fn: Callable, *args: Any) -> str:
-    """The program of a function, with the scopes and lines of its equations."""
+    """Returns the program of a function, with scopes and lines of its equations."""
     closed = jax.make_jaxpr(lambda *args: fn(*args))(*args)
     return getattr(closed, "jaxpr", closed).pretty_print(name_stack=True, source_info=True)  # type: ignore[no-any-return]

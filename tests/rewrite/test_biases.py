@@ -1,4 +1,4 @@
-"""Biases of users' products: found where they are added, and part of the product's own rule."""
+"""Biases in users' matmuls: recognized at the addition, and part of the matmul's custom derivative."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ P = {
 
 
 def operations(fn, rules="te_current", params=P, x=X):
-    """The operations of a plan, in the program's order."""
+    """Returns the operations of a plan, in program order."""
     closed = jax.make_jaxpr(fn)(params, x)
     paths = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in jax.tree.flatten_with_path(params)[0]]
     graph = read(closed, [*paths, None])
@@ -41,7 +41,7 @@ def sine(fn):
 
 
 def test_it_is_the_layer_with_a_bias_bit_by_bit():
-    """Results, and all gradients, as of `fp8jax.linear`; the bias's is summed in fp32."""
+    """Results and all gradients equal those of `fp8jax.linear`; the bias gradient is summed in fp32."""
 
     def written(p, x):
         return x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)
@@ -50,9 +50,9 @@ def test_it_is_the_layer_with_a_bias_bit_by_bit():
         return fp8jax.linear(x, p["w"], recipe="te_current", bias=p["b"])
 
     fast = fp8jax.transform(written, "te_current")
-    got, want = (jax.jit(jax.value_and_grad(sine(f), (0, 1)))(P, X) for f in (fast, by_hand))
-    assert all(map(np.array_equal, jax.tree.leaves(got), jax.tree.leaves(want)))
-    assert relative(got[1][0]["b"], jax.grad(sine(written))(P, X)["b"]) < 0.1
+    actual, expected = (jax.jit(jax.value_and_grad(sine(f), (0, 1)))(P, X) for f in (fast, by_hand))
+    assert all(map(np.array_equal, jax.tree.leaves(actual), jax.tree.leaves(expected)))
+    assert relative(actual[1][0]["b"], jax.grad(sine(written))(P, X)["b"]) < 0.1
     check = fast.check(P, X)
     assert check.first_failure is None, check
 
@@ -92,7 +92,9 @@ def test_how_libraries_write_it_is_found():
     ],
 )
 def test_what_is_no_bias_is_left_as_written(fn):
-    """A product that others read, what depends on data, another axis or dtype, another sum, a number, a constant."""
+    """A matmul with other readers, a value that depends on data, another axis or dtype, another sum, a number, a
+    constant.
+    """
     x = X.astype(jnp.float32)
     assert biases(fn, x=x) == [False]
     fast = fp8jax.transform(fn, "te_current")
@@ -102,8 +104,8 @@ def test_what_is_no_bias_is_left_as_written(fn):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int32", "int8", "float8_e4m3fn"])
 def test_a_bias_is_taken_as_it_is_stored_if_it_has_a_gradient(dtype):
     fn = lambda p, x: x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)  # noqa: E731
-    (found,) = operations(fn, params={**P, "b": P["b"].astype(dtype)})
-    assert found.bias.dtype == (dtype if dtype in ("float16", "float32") else X.dtype)
+    (actual,) = operations(fn, params={**P, "b": P["b"].astype(dtype)})
+    assert actual.bias.dtype == (dtype if dtype in ("float16", "float32") else X.dtype)
 
 
 def test_numbers_and_sums_on_explicit_axes_are_left_as_written():
@@ -124,8 +126,8 @@ def test_an_activation_knows_that_a_bias_asks_for_sums_of_its_cotangents():
         return jax.nn.gelu(x @ p["w"].astype(x.dtype)) @ p["v"].astype(x.dtype)
 
     for fn, expected in ((plain, [True]), (without, [False])):
-        found = operations(fn, rules="coat_fast")
-        assert [o.has_bias for o in found if isinstance(o, ActivationOperation)] == expected
+        actual = operations(fn, rules="coat_fast")
+        assert [o.has_bias for o in actual if isinstance(o, ActivationOperation)] == expected
 
 
 @pytest.mark.parametrize("recipe", ["te_delayed", "moss"])
@@ -135,8 +137,8 @@ def test_layers_whose_scaling_keeps_a_state_take_it_too(recipe):
     fast = fp8jax.transform(fn, recipe)
     states = fast.init(P, X)
     run = lambda p, x: fast(p, x, states=states)  # noqa: E731
-    got, want = (jax.grad(sine(f))(P, X)["b"] for f in (run, fn))
-    assert relative(got, want) < 0.1
+    actual, expected = (jax.grad(sine(f))(P, X)["b"] for f in (run, fn))
+    assert relative(actual, expected) < 0.1
     assert count(jax.grad(sine(run)), "add_any", P, X) == 0
 
 
@@ -147,5 +149,5 @@ def test_an_input_that_several_products_read_has_the_sum_of_their_gradients(reci
     fast = fp8jax.transform(fn, recipe)
     how = {"states": fast.init(params, X)} if recipe != "coat" else {}
     run = lambda x, p: fast(p, x, **how)  # noqa: E731
-    got, want = (jax.grad(sine(f))(X, params) for f in (run, lambda x, p: fn(p, x)))
-    assert relative(got, want) < 0.15
+    actual, expected = (jax.grad(sine(f))(X, params) for f in (run, lambda x, p: fn(p, x)))
+    assert relative(actual, expected) < 0.15

@@ -1,4 +1,4 @@
-"""The same bits and kept bytes as `fp8jax.nnx.quantize`, `fp8jax.linen.quantize` and functions called by hand."""
+"""Bits and residuals equal those of `fp8jax.nnx.quantize`, `fp8jax.linen.quantize` and explicit functions."""
 
 import functools
 
@@ -20,7 +20,7 @@ X = jax.random.normal(jax.random.key(1), (2, TOKENS, WIDTH), jnp.bfloat16)
 
 @jax.custom_vjp
 def flash(q, k, v):
-    """Attention whose backward pass keeps its result, as flash attention's does."""
+    """Attention whose backward pass saves its result, like flash attention."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
@@ -32,7 +32,7 @@ flash.defvjp(lambda q, k, v: (lambda y: (y, (q, k, v, y)))(flash(q, k, v)), _bac
 
 
 class Block(nnx.Module):
-    """A block of a Llama, as a user writes it."""
+    """A Llama block, as users write it."""
 
     def __init__(self, rngs):
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
@@ -56,7 +56,7 @@ def as_written(params, x):
 
 
 def by_hand(params, x, recipe):
-    """The block of functions, whose norms and products add the gradients of what else reads their input."""
+    """The block from explicit functions, whose norms and matmuls add the gradients of other readers."""
 
     def layers(x, norm, names):
         scale, weights = params[norm]["scale"].astype(x.dtype), [params[name]["kernel"] for name in names]
@@ -75,19 +75,19 @@ def gradients(fn, params, x):
 
 
 def saved_arrays(fn, params, x):
-    """What a call keeps for its backward pass besides parameters, in order."""
+    """Returns the residuals of a call besides parameters, in order."""
     shapes = {leaf.shape for leaf in jax.tree.leaves(params)}
     return sorted((d, s) for d, s in residuals(jax.jit(fn), params, x) if s not in shapes and s[::-1] not in shapes)
 
 
 def size(arrays):
-    """Bytes."""
+    """Returns bytes."""
     return sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for dtype, shape in arrays)
 
 
-def assert_equal(got, want):
-    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
-    for a, b in zip(got, want, strict=True):
+def assert_equal(actual, expected):
+    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
@@ -97,15 +97,15 @@ def test_a_block_of_nnx_and_one_by_hand(name):
     graph, state = nnx.split(fp8jax.nnx.quantize(nnx.merge(GRAPH, STATE), recipe))
     fast, swapped = fp8jax.transform(as_written, recipe), lambda p, x: nnx.merge(graph, p)(x)
     assert size(saved_arrays(fast, PARAMS, X)) == size(saved_arrays(swapped, nnx.to_pure_dict(state), X))
-    got = gradients(fast, PARAMS, X)
+    actual = gradients(fast, PARAMS, X)
     if name != "te_current":
         hand = functools.partial(by_hand, recipe=recipe)
         assert saved_arrays(fast, PARAMS, X) == saved_arrays(hand, PARAMS, X)
-        assert_equal(got, gradients(hand, PARAMS, X))
+        assert_equal(actual, gradients(hand, PARAMS, X))
     else:
-        assert_equal(got, gradients(swapped, nnx.to_pure_dict(state), X))
+        assert_equal(actual, gradients(swapped, nnx.to_pure_dict(state), X))
     for leaf in (0, 1):
-        assert 0 < relative(got[leaf], gradients(as_written, PARAMS, X)[leaf]) < 0.2
+        assert 0 < relative(actual[leaf], gradients(as_written, PARAMS, X)[leaf]) < 0.2
 
 
 class LinenBlock(nn.Module):
@@ -146,7 +146,7 @@ def test_scanned_and_checkpointed_layers_of_linen():
 
 
 def test_stochastic_rounding_draws_the_same():
-    """Keys come from the data, one for all products of an array."""
+    """Keys derive from the data: one for all matmuls of an array."""
     recipe, params = fp8jax.recipes.jetfire(), {"q": PARAMS["q"]["kernel"], "k": PARAMS["k"]["kernel"]}
     written = lambda p, x: jnp.sin(x @ p["q"].astype(x.dtype)) + x @ p["k"].astype(x.dtype)  # noqa: E731
 
@@ -166,14 +166,14 @@ def test_stochastic_rounding_draws_the_same():
 def test_products_are_of_eight_bits():
     fast = fp8jax.transform(as_written, "coat")
     assert [e.path for e in fast.explain(PARAMS, X).quantized if not e.is_product] == ["n1", "n2", "down"]
-    found = dots(jax.grad(lambda p, x: jnp.sum(fast(p, x).astype(jnp.float32))), PARAMS, X)
-    assert found.count(("float8_e4m3fn", "float8_e4m3fn")) == 7  # forward
-    assert found.count(("float8_e5m2", "float8_e4m3fn")) == found.count(("float8_e4m3fn", "float8_e5m2")) == 7
+    actual = dots(jax.grad(lambda p, x: jnp.sum(fast(p, x).astype(jnp.float32))), PARAMS, X)
+    assert actual.count(("float8_e4m3fn", "float8_e4m3fn")) == 7  # forward
+    assert actual.count(("float8_e5m2", "float8_e4m3fn")) == actual.count(("float8_e4m3fn", "float8_e5m2")) == 7
 
 
 @pytest.mark.parametrize("around", [jax.checkpoint, lambda f: lambda x: jax.lax.cond(x[0, 0, 0] < 99, f, jnp.sin, x)])
 def test_a_norm_outside_and_its_products_inside_are_one(around):
-    """What is known of an array goes into programs that read it: the bits of both in one place."""
+    """Facts about an array enter programs that read it: the same bits as in one program."""
     p = {"n": PARAMS["n1"]["scale"], **{name: PARAMS[name]["kernel"] for name in ("q", "k")}}
 
     def layers(p, x, around):
@@ -188,7 +188,7 @@ def test_a_norm_outside_and_its_products_inside_are_one(around):
 
 
 def test_a_norm_in_sixteen_bits_that_is_read_in_more_is_made_again():
-    """The cast that ends the norm is part of it, that of its reader is none."""
+    """The cast at the end of the norm belongs to it; the cast of its reader does not."""
     w = PARAMS["q"]["kernel"]
 
     def layer(w, x):

@@ -1,4 +1,4 @@
-"""`Transformed.check`: each operation is compared with what it stands for."""
+"""`Transformed.check` compares each operation with the one that it replaces."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ X = jax.random.normal(jax.random.key(9), (2, 8, WIDTH), jnp.bfloat16)
 
 
 def layers(p, x):
-    """A scan over checkpointed layers, with an effect that has nothing to do with them."""
+    """A scan over checkpointed layers, with an unrelated effect."""
 
     def layer(x, w):
         w = {name: leaf.astype(x.dtype) for name, leaf in w.items()}
@@ -31,19 +31,19 @@ def layers(p, x):
 
 @pytest.mark.parametrize("recipe", ["coat", "te_delayed", "jetfire"])
 def test_operations_are_within_the_error_of_their_recipe(recipe):
-    found = fp8jax.transform(layers, recipe).check(P, X)
+    actual = fp8jax.transform(layers, recipe).check(P, X)
     kinds = ["dot_general", "dot_general", "dot_general"]
     if recipe == "coat":
         kinds = ["RMSNorm", *kinds[:2], "silu(gate) * up", *kinds[2:]]
-    assert [d.entry.kind for d in found.deviations] == kinds
-    assert found.first_failure is None, found
-    assert all(d.forward_error > 0 and d.gradient_error > 0 for d in found.deviations if d.entry.is_product)
-    assert "every operation is within its recipe's error" in str(found)
+    assert [d.entry.kind for d in actual.deviations] == kinds
+    assert actual.first_failure is None, actual
+    assert all(d.forward_error > 0 and d.gradient_error > 0 for d in actual.deviations if d.entry.is_product)
+    assert "every operation is within its recipe's error" in str(actual)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_states_of_a_call_give_its_scales(reverse):
-    """A history of the first layer far below what it reads now saturates the codes; another layer's does not matter."""
+    """A history of the first layer far below its input saturates the codes; that of another layer has no effect."""
 
     def stack(p, x):
         layer = lambda x, w: (jnp.tanh(x @ w.astype(x.dtype)), None)  # noqa: E731
@@ -57,21 +57,21 @@ def test_states_of_a_call_give_its_scales(reverse):
     for layer, fails in ((first, True), (1 - first, False)):
         state = states["w"].state
         low = state._replace(x=state.x.at[layer].set(1e-3))
-        found = fast.check(p, X, states={"w": dataclasses.replace(states["w"], state=low)})
-        assert (found.first_failure is not None) == fails, found
+        actual = fast.check(p, X, states={"w": dataclasses.replace(states["w"], state=low)})
+        assert (actual.first_failure is not None) == fails, actual
     with pytest.raises(ValueError, match="keeps a state, but the passed states have none"):
         fast.check(p, X, states={"other": states["w"]})
 
 
 def test_the_first_that_is_further_off_is_named(monkeypatch):
-    """As if an activation had been taken for another, or a norm's eps for a larger one."""
+    """As if an activation had been mistaken for another, or a norm's eps for a larger one."""
     find = activations.find
     monkeypatch.setattr(activations, "find", lambda v: (a := find(v)) and a._replace(name="gelu"))
-    found = fp8jax.transform(layers, "coat").check(P, X)
-    assert found.first_failure is not None
-    assert (found.first_failure.entry.path, found.first_failure.entry.kind) == ("down", "gelu(gate) * up")
-    assert "unexplained: down gelu(gate) * up: forward" in str(found)
-    assert "test_check.py" in str(found)
+    actual = fp8jax.transform(layers, "coat").check(P, X)
+    assert actual.first_failure is not None
+    assert (actual.first_failure.entry.path, actual.first_failure.entry.kind) == ("down", "gelu(gate) * up")
+    assert "unexplained: down gelu(gate) * up: forward" in str(actual)
+    assert "test_check.py" in str(actual)
     find_norm = norms.find
     monkeypatch.setattr(norms, "find", lambda v: (n := find_norm(v)) and n._replace(eps=0.1))
     first = fp8jax.transform(layers, "coat").check(P, X).first_failure
@@ -80,7 +80,7 @@ def test_the_first_that_is_further_off_is_named(monkeypatch):
 
 
 def test_a_wrong_gradient_is_seen(monkeypatch):
-    """The forward values are right, and the derivative is another one."""
+    """The forward values are right, the derivative is wrong."""
     from fp8jax.ops.nonlinear import activation
 
     backward = activation.ActivationBackward.backward

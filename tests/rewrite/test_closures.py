@@ -28,12 +28,12 @@ def mlp(p, x):
 
 
 def mapped(p, x):
-    """Its matrices on the left, as Equinox has them."""
+    """With matrices on the left, as in Equinox."""
     return jnp.mean(jax.vmap(lambda x: p["down"].T @ jax.nn.silu(p["up"].T @ (x * p["n"])))(x) ** 2)
 
 
 def scanned(p, x):
-    """A loop over the batch's rows; the carry is computed from them."""
+    """A loop over the rows of the batch; the carry depends on them."""
     return mlp(p, lax.scan(lambda h, row: (h + row, h @ p["up"][:, :WIDTH]), x[0], x)[1])
 
 
@@ -61,8 +61,8 @@ def test_a_batch_that_a_loss_closes_over_is_data(loss, batch, same):
     assert len(closed.explain(p).quantized) > 2
     if loss is scanned:  # it takes as long to compile as all others together
         return
-    got, want = jax.jit(jax.value_and_grad(closed))(p), jax.jit(jax.value_and_grad(given))(p, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
+    actual, want = jax.jit(jax.value_and_grad(closed))(p), jax.jit(jax.value_and_grad(given))(p, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), actual, want)
 
 
 def test_a_batch_of_a_trace_around_and_labels_as_an_argument():
@@ -76,7 +76,7 @@ def test_a_batch_of_a_trace_around_and_labels_as_an_argument():
 
 
 def test_matrices_of_the_model_that_data_meet_are_no_data():
-    """A frozen base, a merged adapter, a rotation of weights and a mask on them: the function closes over each."""
+    """The function closes over a frozen base, a merged adapter, a rotation of weights or a weight mask."""
     base, mask = normal(7, WIDTH, INNER), (normal(8, WIDTH, INNER) > 0).astype(jnp.float32)
     cases = {
         "constants": (lambda p, x: x @ base + x @ p["up"], ["up"]),
@@ -109,7 +109,7 @@ def test_attention_to_a_memory_that_a_loss_closes_over():
 
 
 def test_constants_of_a_head_or_a_norm_stay_its_constants():
-    """A mask of a vocabulary, added to logits, and a norm's scale that is no parameter."""
+    """A vocabulary mask added to logits, and a norm's scale that is not a parameter."""
     mask, scale = jnp.where(jnp.arange(INNER) < 40, 0.0, -1e9), 1 + normal(9, WIDTH)
 
     def loss(p, x):
@@ -172,19 +172,19 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def expected():
-    """The loss and gradients of functions of parameters that are stacked before."""
+    """Returns loss and gradients of functions of stacked parameters."""
     fast = {recipe: fp8jax.transform(loop, recipe) for recipe in ("coat", "moss")}
     return {recipe: jax.jit(jax.value_and_grad(f))(STACKED, X) for recipe, f in fast.items()}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_parameters_that_a_loss_stacks_are_taken(form, expected):
-    """With the bits of those that are stacked outside; "moss" has a bound for each weight, and measures these."""
+    """Bits equal those of parameters stacked outside. "moss" has a bound for each weight, and measures these."""
     compiled = {"stacked": expected.items(), "stacked last": [("coat", expected["coat"])]}
     for recipe, (loss, grads) in compiled.get(form, ()):
         fast = fp8jax.transform(FORMS[form], recipe)
-        got, by_block = jax.jit(jax.value_and_grad(fast))(BLOCKS, X)
-        np.testing.assert_allclose(got, loss, rtol=1e-6)
+        actual, by_block = jax.jit(jax.value_and_grad(fast))(BLOCKS, X)
+        np.testing.assert_allclose(actual, loss, rtol=1e-6)
         stacked = tree(jnp.stack)(by_block)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), stacked, grads)
     explained = fp8jax.transform(FORMS[form], "coat").explain(BLOCKS, X)
@@ -204,8 +204,8 @@ def test_packed_projections_of_two_parameters_are_one_product():
     assert (packed.path, packed.concatenated, packed.shape) == ("up", ("down",), (WIDTH, 2 * INNER))
     assert count(fast, "dot_general", p, X) == 2
     want = jax.grad(loss)(p, X)
-    for name, got in jax.grad(fast)(p, X).items():
-        assert np.linalg.norm(got - want[name]) <= 0.1 * np.linalg.norm(want[name]), name
+    for name, actual in jax.grad(fast)(p, X).items():
+        assert np.linalg.norm(actual - want[name]) <= 0.1 * np.linalg.norm(want[name]), name
 
 
 def test_rules_for_stacked_parameters():

@@ -1,4 +1,4 @@
-"""Products whose result is cut into arrays side by side, as q, k and v of one: made apart where that is faster."""
+"""Matmuls whose result is split into arrays, such as packed q, k and v: computed separately where that is faster."""
 
 import functools
 
@@ -21,7 +21,7 @@ P = {"w": 0.2 * jax.random.normal(jax.random.key(2), (WIDTH, OUT)), "b": jax.ran
 
 
 def packed(p, x):
-    """As GPT-2 is written; the input is read again, as by a residual connection."""
+    """As in GPT-2; the input is read again, as by a residual connection."""
     q, k, v = jnp.split(x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype), (128, 384), -1)
     return q * jnp.max(k, -1, keepdims=True) + v[..., :WIDTH] * v[..., WIDTH : 2 * WIDTH] + x
 
@@ -47,20 +47,20 @@ def test_results_and_gradients_have_the_bits_of_the_whole_product(recipe, monkey
 
 
 def splits(fn, recipe="te_current"):
-    """How many splits the forward and backward pass has, traced for an H100."""
+    """Returns the number of splits in the forward and backward pass, traced for an H100."""
     run = jax.grad(loss(fp8jax.transform(fn, recipe)), (0, 1))
     with choice.target(capability=90):
         return count(run, "split", P, X)
 
 
 def test_on_a_gpu_nothing_is_cut_and_nothing_put_together(monkeypatch):
-    seen, kernel = [], quantize._kernel
-    monkeypatch.setattr(quantize, "_kernel", lambda how, x, *rest: seen.append(x) or kernel(how, x, *rest))
+    calls, kernel = [], quantize._kernel
+    monkeypatch.setattr(quantize, "_kernel", lambda how, x, *rest: calls.append(x) or kernel(how, x, *rest))
     assert splits(packed) == 1  # on several
-    assert not any(isinstance(x, tuple) for x in seen)
+    assert not any(isinstance(x, tuple) for x in calls)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert splits(packed) == 0
-    assert [tuple(y.shape for y in x) for x in seen if isinstance(x, tuple)] == [tuple((48, n) for n in WIDTHS)]
+    assert [tuple(y.shape for y in x) for x in calls if isinstance(x, tuple)] == [tuple((48, n) for n in WIDTHS)]
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_what_is_left_whole(fn, recipe, monkeypatch):
 
 @pytest.mark.usefixtures("inspected")
 def test_under_a_scaling_with_a_state_the_whole_is_cut():
-    """Whose first step, without a history, is that of current scaling."""
+    """The first step has no history, so it equals current scaling."""
     fast, current = fp8jax.transform(packed, "te_delayed"), fp8jax.transform(packed, "te_current")
     states = fast.init(P, X)
-    got, want = (jax.grad(loss(f))(P, X) for f in (lambda p, x: fast(p, x, states=states), current))
-    assert all(relative(got[name], want[name]) < 1e-3 for name in P)
+    actual, expected = (jax.grad(loss(f))(P, X) for f in (lambda p, x: fast(p, x, states=states), current))
+    assert all(relative(actual[name], expected[name]) < 1e-3 for name in P)

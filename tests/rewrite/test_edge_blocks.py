@@ -1,4 +1,4 @@
-"""`Recipe.unquantized_blocks`: the first and the last blocks of a model, by their paths or in a loop."""
+"""`Recipe.unquantized_blocks`: the first and last blocks of a model, by path or in a loop."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ X = 5 * normal(2, 32, WIDTH)
 
 
 def test_the_first_and_the_last_blocks_stay_in_16_bits():
-    """By the first number in a path, of each stack; where no other block is left, all are quantized."""
+    """By the first number in a path, for each stack. If no other block is left, all are quantized."""
     p = {
         "blocks": {str(i): {"up": normal(i, WIDTH, WIDTH), "down": normal(9 + i, WIDTH, WIDTH)} for i in range(4)},
         "tail": {str(i): normal(20 + i, WIDTH, WIDTH) for i in range(2)},
@@ -56,7 +56,7 @@ def test_the_first_and_the_last_blocks_stay_in_16_bits():
 
 
 def scanned_blocks(reverse=False):
-    """A function of stacked blocks and x, by `jax.lax.scan`; and its parameters."""
+    """Returns a function of stacked blocks and x by `jax.lax.scan`, and its parameters."""
 
     def block(x, w):
         h = jnp.tanh(x @ w["up"]) @ w["down"]
@@ -74,7 +74,7 @@ EDGES = dataclasses.replace(fp8jax.recipes.te_current(), unquantized_blocks=(1, 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_loop_over_blocks_leaves_its_first_and_last_iterations_in_16_bits(reverse):
-    """Against the blocks one by one, by `fp8jax.linear` in the middle ones."""
+    """Against unrolled blocks, with `fp8jax.linear` in the middle ones."""
     net, p = scanned_blocks(reverse)
     fast = fp8jax.transform(net, EDGES)
 
@@ -91,8 +91,8 @@ def test_a_loop_over_blocks_leaves_its_first_and_last_iterations_in_16_bits(reve
         weighted = lambda y: jnp.vdot(jnp.sin(y), jnp.linspace(0, 1, y.size).reshape(y.shape))  # noqa: E731
         return jax.jit(jax.value_and_grad(lambda p: sum(map(weighted, f(p, X)))))
 
-    for got, want in zip(jax.tree.leaves(loss(fast)(p)), jax.tree.leaves(loss(one_by_one)(p)), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(jax.tree.leaves(loss(fast)(p)), jax.tree.leaves(loss(one_by_one)(p)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     if not reverse:
         explained = fast.explain(p, X)
         assert [e.reason for e in explained.skipped if e.path == "blocks/up"] == [
@@ -150,16 +150,16 @@ def test_states_of_a_split_loop_have_a_row_for_each_iteration():
     ],
 )
 def test_an_iteration_of_several_blocks_leaves_the_numbers_at_its_edges(length, counts, parts):
-    """As in models that scan over groups of layers. An edge of several iterations has whole ones."""
+    """As in models that scan over groups of layers. An edge consists of whole iterations."""
     paths = [f"layers/{i}/{name}" for i in range(2) for name in ("up", "down")]
-    found = heads.split_loop(paths, length, counts)
-    assert [(part.size, part.reason, part.edge_numbers) for part in found] == parts
-    assert heads.edge_reason("layers/0/up", found[0]) == found[0].reason
-    assert bool(heads.edge_reason("layers/1/up", found[0])) == (counts[0] > 1 and len(found) > 1)
+    actual = heads.split_loop(paths, length, counts)
+    assert [(part.size, part.reason, part.edge_numbers) for part in actual] == parts
+    assert heads.edge_reason("layers/0/up", actual[0]) == actual[0].reason
+    assert bool(heads.edge_reason("layers/1/up", actual[0])) == (counts[0] > 1 and len(actual) > 1)
 
 
 def test_numbers_of_single_layers_are_no_blocks():
-    """As of layers without names in Linen."""
+    """Such as those of unnamed layers in Linen."""
     parts = heads.split_loop(["blocks/Dense_0", "blocks/Dense_1", "blocks/Attention_0/query"], 3, (1, 1))
     assert [part.size for part in parts] == [1, 1, 1]
     assert {heads.edge_reason(f"blocks/Dense_{i}", parts[0]) for i in range(2)} == {"in the first 1 of 3 blocks"}
@@ -188,12 +188,12 @@ def stacked(*shape):
 
 
 def reasons(net, p):
-    """Of the "up" matmuls, in program order."""
+    """Returns the reasons of the "up" matmuls, in program order."""
     return [e.reason for e in fp8jax.transform(net, ONE_EDGE).explain(p, X).entries if e.path.endswith("up")]
 
 
 def test_a_loop_over_experts_is_not_split():
-    """Its matmuls do not read what the last iteration computed."""
+    """Its matmuls do not read the result of the last iteration."""
 
     def experts(x, w):
         def add(carry, expert):
@@ -220,7 +220,7 @@ def test_a_loop_over_experts_is_not_split():
 
 
 def test_experts_in_a_list_are_no_blocks():
-    """None of them reads what another one computed, unlike the blocks around them."""
+    """None reads the result of another, unlike the blocks around them."""
 
     def experts(p, x):
         x = jnp.tanh(x)
@@ -296,7 +296,7 @@ def test_a_rule_for_a_layer_silences_the_report_of_its_loop():
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_whole_stack_is_found_through_calls_casts_and_other_axes(axis):
-    """In a loop over microbatches, with matrices that are joined, cast, transposed and recomputed."""
+    """In a loop over microbatches, with concatenated, cast, transposed and rematerialized matrices."""
     p = {"layers": {name: jnp.moveaxis(w, 0, axis) for name, w in stacked(5).items()}}
 
     @jax.checkpoint
@@ -309,5 +309,5 @@ def test_a_whole_stack_is_found_through_calls_casts_and_other_axes(axis):
     def net(p, x):
         return jax.lax.scan(lambda total, x: (total + layers(p, x), None), jnp.zeros_like(X), jnp.stack([x, x]))[0]
 
-    found = [reason.partition(";")[0] for reason in reasons(net, p)]
-    assert found == ["in the first 1 of 5 blocks", "the recipe", "in the last 1 of 5 blocks"]
+    actual = [reason.partition(";")[0] for reason in reasons(net, p)]
+    assert actual == ["in the first 1 of 5 blocks", "the recipe", "in the last 1 of 5 blocks"]

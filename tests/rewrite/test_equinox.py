@@ -1,4 +1,4 @@
-"""`fp8jax.filter_transform`: functions of Equinox modules, with numbers and functions among their leaves."""
+"""`fp8jax.filter_transform`: functions of Equinox modules that contain numbers and functions."""
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +45,9 @@ def test_equinox_differentiates_it_and_its_values_are_those_of_a_plain_function(
     value, grads = eqx.filter_value_and_grad(fast)(model, X)
     params, rest = eqx.partition(model, eqx.is_inexact_array)
     plain = fp8jax.transform(lambda params, x: loss(eqx.combine(params, rest), x), recipe)
-    want, by_hand = jax.jit(jax.value_and_grad(plain))(params, X)
+    expected, by_hand = jax.jit(jax.value_and_grad(plain))(params, X)
     inside, again = eqx.filter_jit(eqx.filter_value_and_grad(fast))(model, X)
-    np.testing.assert_array_equal([value, inside], [want, want])
+    np.testing.assert_array_equal([value, inside], [expected, expected])
     for each in (grads, again):
         assert jax.tree.structure(each) == jax.tree.structure(by_hand)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), each, by_hand)
@@ -87,7 +87,7 @@ WEIGHTS = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER),
 
 
 def mapped(p, x):
-    """A gated perceptron of one token under `jax.vmap`, its matrices on the left, as Equinox has them."""
+    """A gated MLP of one token under `jax.vmap`, with matrices on the left, as in Equinox."""
 
     def one(x):
         return p["down"] @ (jax.nn.silu(p["gate"] @ x + p["bias"]) * (p["up"] @ x))
@@ -96,21 +96,21 @@ def mapped(p, x):
 
 
 def at_once(p, x):
-    """The same of all tokens."""
+    """The same for all tokens."""
     return jnp.mean((x + (jax.nn.silu(x @ p["gate"].T + p["bias"]) * (x @ p["up"].T)) @ p["down"].T) ** 2)
 
 
 def test_matrices_on_the_left_of_mapped_vectors_are_products_of_all_tokens():
-    """No activation and no cotangent is transposed, so that what is known of each is not lost; bias and all."""
+    """No activation or cotangent is transposed, so facts about them are not lost; with bias."""
     keys = jax.random.split(jax.random.key(0), len(WEIGHTS))
     p = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, WEIGHTS.items(), strict=True)}
     x = jnp.stack([X, X[::-1]])
-    found = []
+    results = []
     for f in (mapped, at_once):
         step = jax.value_and_grad(fp8jax.transform(f, "coat"))
         assert not [axes for axes in transposed(step, p, x) if len(axes) > 2]
-        found.append((*jax.jit(step)(p, x), count(step, "reduce_sum", p, x)))
-    (value, grads, sums), (want, expected, fewest) = found
+        results.append((*jax.jit(step)(p, x), count(step, "reduce_sum", p, x)))
+    (value, grads, sums), (want, expected, fewest) = results
     assert sums == fewest, "a bias is summed in the pass over its product's cotangent"
     np.testing.assert_allclose(value, want, rtol=1e-6)
     for name in WEIGHTS:

@@ -1,4 +1,4 @@
-"""Experts as users write them: each writing is in 8 bits, or it is listed with a reason and the rest is in 8 bits."""
+"""Experts as users write them: each form is quantized, or listed with a reason while the rest is quantized."""
 
 import dataclasses
 
@@ -56,9 +56,11 @@ def values_and_gradients(fn, params):
 
 
 def assert_near(fn, written, params):
-    """A result and the gradient of each parameter and of the input as far from those as written as 8 bits are."""
-    (y, (grads, dx)), (want, (reference, wanted_dx)) = (values_and_gradients(each, params) for each in (fn, written))
-    assert 0 < relative(y, want) < 0.1
+    """Asserts that result and gradients differ from the unquantized ones by no more than 8-bit errors."""
+    (y, (grads, dx)), (expected, (reference, wanted_dx)) = (
+        values_and_gradients(each, params) for each in (fn, written)
+    )
+    assert 0 < relative(y, expected) < 0.1
     assert 0 < relative(dx, wanted_dx) < 0.2
     for name in params:
         assert relative(grads[name], reference[name]) < 0.25, name
@@ -91,11 +93,11 @@ def test_values_and_gradients_are_near_those_as_written(name, recipe):
 def test_an_expert_of_small_weights_has_scales_of_its_own(name):
     written = WRITINGS[name][0]
     params = P | {"up": P["up"] * jnp.array([1, 1e-5, 1, 1])[:, None, None]}
-    (_, (grads, dx)), (_, (want, wanted_dx)) = (
+    (_, (grads, dx)), (_, (expected, wanted_dx)) = (
         values_and_gradients(fn, params) for fn in (fp8jax.transform(written, "coat"), written)
     )
     for weight in ("gate", "up", "down"):
-        errors = [relative(a, b) for a, b in zip(grads[weight], want[weight], strict=True)]
+        errors = [relative(a, b) for a, b in zip(grads[weight], expected[weight], strict=True)]
         assert 0 < errors[1] < 2 * np.mean([errors[0], *errors[2:]]), weight
     assert relative(dx, wanted_dx) < 0.2
 
@@ -103,7 +105,7 @@ def test_an_expert_of_small_weights_has_scales_of_its_own(name):
 @pytest.mark.usefixtures("inspected")
 @pytest.mark.parametrize(("recipe", "form"), [("jetfire", "td,edf->etf"), ("int8_fallback", "etd,edf->etf")])
 def test_gradients_of_equal_experts_are_rounded_by_noise_of_their_own(recipe, form):
-    """Shared tokens and tokens of each, without and with states. The second product is in 16 bits: it adds no noise."""
+    """Shared and separate tokens, with and without states. The second matmul is in 16 bits and adds no noise."""
     up, x = jnp.stack([normal(1, 64, 32)] * 2), normal(2, 64, 64)
     down, x = jnp.ones((2, 32, 4)), jnp.stack([x, x]) if form.startswith("e") else x
 
@@ -117,7 +119,7 @@ def test_gradients_of_equal_experts_are_rounded_by_noise_of_their_own(recipe, fo
 
 
 def test_tokens_are_quantized_before_they_are_gathered_and_the_glu_between_products_in_one_pass():
-    """On a GPU, whose kernels' references run here."""
+    """On a GPU; its kernels' references run here."""
     written = experts.block(experts.sorted_tokens(lax.ragged_dot))
     fast, rows = fp8jax.transform(written, "coat"), X.shape[0] * experts.CHOSEN
     with target(capability=90):
@@ -131,7 +133,7 @@ def test_tokens_are_quantized_before_they_are_gathered_and_the_glu_between_produ
 
 @pytest.mark.parametrize("params", [P, JOINED], ids=["apart", "as one"])
 def test_tokens_and_weights_of_experts_are_quantized_once(params, monkeypatch):
-    """On one GPU the codes of dgrad are made with those of the forward product, and saved in place of the weights."""
+    """On one GPU, codes for dgrad are computed with those for the forward matmul, and saved instead of the weights."""
     monkeypatch.setattr(weights, "on_one_device", lambda: True)
     fast = fp8jax.transform(experts.block(experts.sorted_tokens(lax.ragged_dot)), "coat")
     with target(capability=90):
@@ -180,8 +182,8 @@ def test_a_function_that_the_rules_name_is_a_grouped_product(dot, params):
     named = [e for e in explained.quantized if e.is_product and e.path != "mixer"]
     assert {(e.path, e.kind) for e in named} == {(path, name) for path in experts_of(params)}
     ragged = experts.block(experts.sorted_tokens(experts.general_dot if params is TRANSPOSED else lax.ragged_dot))
-    want = jax.jit(fp8jax.transform(ragged, "coat"))(params, X)
-    np.testing.assert_allclose(jax.jit(fast)(params, X), want, rtol=1e-5, atol=1e-6)
+    expected = jax.jit(fp8jax.transform(ragged, "coat"))(params, X)
+    np.testing.assert_allclose(jax.jit(fast)(params, X), expected, rtol=1e-5, atol=1e-6)
     # A rule may leave them.
     left = fp8jax.transform(written, [fp8jax.GroupedProduct(name), fp8jax.Rule("gate|up|down", None), "coat"])
     assert [e.path for e in left.explain(params, X).quantized if e.is_product] == ["mixer"]
@@ -198,7 +200,7 @@ def test_a_named_function_is_checked_and_differentiated():
 
 
 def test_a_grouped_product_is_checked_with_states_and_without():
-    """A history of one expert far below what it reads saturates its codes."""
+    """A history of one expert far below its input saturates its codes."""
     sizes, p = jnp.array([3, 0, 20, 9]), {"up": P["up"]}
     fast = fp8jax.transform(lambda p, x: lax.ragged_dot(x, p["up"], sizes), "te_delayed")
     states = fast.init(p, X)
@@ -275,8 +277,8 @@ def test_steps_with_states_are_near_those_as_written(name, recipe):
     states = fast.init(params, X)
     for _ in range(2):
         y, grads, states = step(params, states, X, weights)
-    want, (reference, _) = values_and_gradients(written, params)
-    assert 0 < relative(y, want) < 0.1
+    expected, (reference, _) = values_and_gradients(written, params)
+    assert 0 < relative(y, expected) < 0.1
     for path in params:
         assert relative(grads[path], reference[path]) < 0.25, path
 
@@ -287,7 +289,7 @@ WEIGHTS = jnp.cos(jnp.arange(INPUTS.size, dtype=jnp.float32)).reshape(INPUTS.sha
 
 
 def make_step(fn):
-    """A step of a function with states: its result, gradients and next states."""
+    """Returns a step of a function with states: result, gradients and next states."""
 
     @jax.jit
     def step(params, states, x, weights):
@@ -316,9 +318,9 @@ def test_each_expert_of_a_batched_product_has_a_delayed_scale_of_its_own():
         weights = WEIGHTS * (x != 0).any((1, 2), keepdims=True)  # no result of an expert without tokens is used
         y, grads, states = step(BATCHED, states, x, weights)
         for e, p in enumerate(params_alone):
-            want, reference, new = step_alone(p, states_alone[e], x[e], weights[e])
+            expected, reference, new = step_alone(p, states_alone[e], x[e], weights[e])
             states_alone[e] = new if x[e].any() else states_alone[e]
-            np.testing.assert_allclose(y[e], want, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(y[e], expected, rtol=1e-5, atol=1e-5)
             for name in BATCHED:
                 np.testing.assert_allclose(grads[name][e], reference[name], rtol=1e-4, atol=1e-4)
     amax = np.abs(np.asarray(INPUTS)).max((1, 2))
@@ -326,8 +328,8 @@ def test_each_expert_of_a_batched_product_has_a_delayed_scale_of_its_own():
     np.testing.assert_allclose(states["gate"].state.x, history, rtol=1e-6)
     for operand in ("x", "dy"):
         for e in (0, 1):
-            got, want = (getattr(each["down"].state, operand) for each in (states, states_alone[e]))
-            np.testing.assert_allclose(got[e], want, rtol=1e-4)
+            actual, expected = (getattr(each["down"].state, operand) for each in (states, states_alone[e]))
+            np.testing.assert_allclose(actual[e], expected, rtol=1e-4)
 
 
 def test_each_expert_of_a_batched_product_has_a_threshold_of_its_own():
@@ -337,8 +339,8 @@ def test_each_expert_of_a_batched_product_has_a_threshold_of_its_own():
         y, grads, states = step(BATCHED, states, x, WEIGHTS)
     # More than 30 % of the blocks of all but the second expert exceed 1, none of the second. It then has no tokens.
     np.testing.assert_allclose(states["gate"].state.x, [1.3**2, 1 / 1.3, 1.3**2, 1.3**2], rtol=1e-6)
-    want, vjp = jax.vjp(lambda p: experts.batched(p, x), BATCHED)
-    assert 0 < relative(y, want) < 0.05
+    expected, vjp = jax.vjp(lambda p: experts.batched(p, x), BATCHED)
+    assert 0 < relative(y, expected) < 0.05
     assert 0 < relative(grads, vjp(WEIGHTS)[0]) < 0.1
 
 
@@ -351,16 +353,16 @@ def test_experts_of_a_list_that_is_stacked_have_the_states_of_an_array():
 
     array = {name: P[name] * jnp.array([1, 1e-5, 1, 3])[:, None, None] for name in ("up", "down")}
     join = lambda p, x: fn({"up": jnp.stack(p["up"]), "down": jnp.array(p["down"])}, x)  # noqa: E731
-    found = []
+    results = []
     for written, p in ((fn, array), (join, {name: list(w) for name, w in array.items()})):
         fast = fp8jax.transform(written, "te_delayed")
         step, states = make_step(fast), fast.init(p, INPUTS)
         for x in (INPUTS, 2 * INPUTS):
             y, grads, states = step(p, states, x, WEIGHTS)
         grads = {name: jnp.stack(list(w)) for name, w in grads.items()}
-        found.append((y, grads, [states[path].state for path in sorted(states)]))
+        results.append((y, grads, [states[path].state for path in sorted(states)]))
     assert sorted(states) == ["down/0", "up/0"]
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 @pytest.mark.slow
@@ -400,16 +402,16 @@ def test_concatenated_experts_have_one_state_in_a_scan_over_layers(form):
     states = fast.init(stacked, INPUTS)
     assert states.keys() == {"gate", "down"}
     _, grads, states = make_step(fast)(stacked, states, INPUTS, WEIGHTS)
-    want = jax.grad(lambda p: jnp.vdot(written(p, INPUTS), WEIGHTS))(stacked)
+    expected = jax.grad(lambda p: jnp.vdot(written(p, INPUTS), WEIGHTS))(stacked)
     for name in stacked:
-        assert 0 < relative(grads[name], want[name]) < 0.25, name
+        assert 0 < relative(grads[name], expected[name]) < 0.25, name
     largest = np.maximum(*(np.abs(np.asarray(stacked[name])).max((2, 3)) for name in ("gate", "up")))
     np.testing.assert_allclose(states["gate"].state.w[..., 0], largest, rtol=1e-6)
     np.testing.assert_allclose(states["gate"].state.x[0, :, 0], np.abs(np.asarray(INPUTS)).max((1, 2)), rtol=1e-6)
 
 
 def all_to_all(p, x):
-    """An expert on each device; tokens travel to their experts, with a capacity."""
+    """One expert per device; tokens are sent to their experts, with a capacity."""
     dispatched, weights = experts.dispatch(p, x, x.shape[0])
     inputs = lax.all_to_all(jnp.einsum("td,tkec->ecd", x, dispatched), "e", 0, 1, tiled=True)
     y = lax.all_to_all(experts.batched(p, inputs), "e", 1, 0, tiled=True)
@@ -417,7 +419,7 @@ def all_to_all(p, x):
 
 
 def ring(p, x):
-    """Tokens go round; each device adds what its expert gives them."""
+    """Tokens rotate over devices; each device adds the result of its expert."""
     own = lax.axis_index("e")
     step = [(i, (i + 1) % EXPERTS) for i in range(EXPERTS)]
 
@@ -431,7 +433,7 @@ def ring(p, x):
 
 
 def gathered_tokens(p, x):
-    """All tokens on each device, of which those of its expert come first; the others are in no group."""
+    """Each device has all tokens. Those of its expert come first; the others are in no group."""
     weights, chosen = (lax.all_gather(value, "e", tiled=True) for value in experts.route(p, x))
     is_other = chosen.reshape(-1) != lax.axis_index("e")
     order, sizes = jnp.argsort(is_other), jnp.sum(~is_other)[None]
@@ -443,7 +445,7 @@ def gathered_tokens(p, x):
 
 
 def gathered_weights(p, x):
-    """All experts on each device, with the tokens of the device."""
+    """Each device has all experts, and its own tokens."""
     p = {name: lax.all_gather(w, "e", tiled=True) if w.ndim == 3 else w for name, w in p.items()}
     weights, chosen = experts.route(p, x)
     order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=EXPERTS)
@@ -454,7 +456,7 @@ def gathered_weights(p, x):
 
 
 def over_devices(layer, check_vma=True):
-    """A block whose tokens and experts are on devices."""
+    """A block whose tokens and experts are sharded."""
     mesh = jax.make_mesh((EXPERTS,), ("e",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {name: jax.P("e") if P[name].ndim == 3 else jax.P() for name in P}
     shardings = {"in_specs": (specs, jax.P("e")), "out_specs": jax.P("e")}
@@ -463,7 +465,7 @@ def over_devices(layer, check_vma=True):
 
 @pytest.mark.parametrize("layer", [all_to_all, ring, gathered_tokens])
 def test_experts_over_devices_have_a_state_each(layer):
-    """A state for each device and expert of it."""
+    """A state for each device and each of its experts."""
     fast = fp8jax.transform(over_devices(layer), "te_delayed")
     assert {e.path for e in fast.explain(P, X).quantized if e.is_product} == {"mixer", "gate", "up", "down"}
     assert {s.state.x.shape for path, s in fast.init(P, X).items() if path != "mixer"} == {(EXPERTS, 1, 1024)}
@@ -475,8 +477,8 @@ def test_experts_over_devices_observe_what_they_observe_on_one():
         fp8jax.transform(fn, "te_delayed")
         for fn in (over_devices(gathered_tokens), experts.block(experts.sorted_tokens(lax.ragged_dot)))
     )
-    found = [make_step(fn)(P, fn.init(P, X), X, jnp.ones_like(X)) for fn in (fast, alone)]
-    (y, _, states), (want, _, reference) = found
+    actual = [make_step(fn)(P, fn.init(P, X), X, jnp.ones_like(X)) for fn in (fast, alone)]
+    (y, _, states), (want, _, reference) = actual
     assert relative(y, want) < 0.1
     for path in ("gate", "up", "down"):
         state, expected = (each[path].state for each in (states, reference))
@@ -500,7 +502,7 @@ def test_experts_over_devices_are_in_8_bits(layer, check_vma):
 
 
 def test_parameters_that_devices_gather_have_no_state():
-    """Another layer keeps its own."""
+    """Another layer keeps its state."""
 
     def layer(p, x):
         return jax.nn.silu(x @ lax.all_gather(p["gate"][0], "e", axis=1, tiled=True))[:, :WIDTH]
@@ -512,17 +514,17 @@ def test_parameters_that_devices_gather_have_no_state():
 
 @pytest.mark.parametrize("spec", few(["e4m3:block128", "e4m3:token"], "e4m3:block128"))
 def test_frozen_experts_are_multiplied_as_codes(spec):
-    """Gradients flow through them to the tokens, and nothing of 16 bits is made of them."""
+    """Gradients flow to the tokens without 16-bit copies of the experts."""
     trained = {name: P[name] for name in ("mixer", "router")}
     frozen = {name: fp8jax.freeze(P[name], spec) for name in P if name not in trained}
     written = experts.block(experts.sorted_tokens(lax.ragged_dot))
     fast = fp8jax.transform(written, "te_current")
     rows = {e.path: e.reason for e in fast.explain(trained | frozen, X).quantized if e.is_product}
     assert {path for path, reason in rows.items() if reason.endswith(f"frozen as {spec}")} == set(frozen)
-    got = values_and_gradients(lambda p, x: fast(p | frozen, x), trained)
-    want = values_and_gradients(lambda p, x: written(P | p, x), trained)
-    assert 0 < relative(got[0], want[0]) < 0.1
-    assert 0 < relative(got[1], want[1]) < 0.2
+    actual = values_and_gradients(lambda p, x: fast(p | frozen, x), trained)
+    expected = values_and_gradients(lambda p, x: written(P | p, x), trained)
+    assert 0 < relative(actual[0], expected[0]) < 0.1
+    assert 0 < relative(actual[1], expected[1]) < 0.2
     # Codes per output cannot be used for the transposed matrix: its values are multiplied in 16 bits.
     stored = {name: fp8jax.freeze(TRANSPOSED[name], "e4m3:token") for name in frozen}
     general = fp8jax.transform(experts.block(experts.sorted_tokens(experts.general_dot)), "te_current")
@@ -541,8 +543,8 @@ def test_a_named_function_in_a_scan_under_remat():
     rules = [fp8jax.GroupedProduct("own_.*"), "te_current"]
     fast, same = fp8jax.transform(layers(experts.own_dot), rules), fp8jax.transform(layers(lax.ragged_dot), rules[1])
     assert {e.path for e in fast.explain(stacked, X).quantized if e.is_product} == {"gate", "up", "down"}
-    got, want = (values_and_gradients(fn, stacked) for fn in (fast, same))
-    assert relative(got, want) < 1e-5
+    actual, expected = (values_and_gradients(fn, stacked) for fn in (fast, same))
+    assert relative(actual, expected) < 1e-5
 
 
 def noisy(scores, other):
@@ -550,14 +552,14 @@ def noisy(scores, other):
 
 
 def limited_to_groups(scores, _):
-    """The experts of the best groups alone, as in DeepSeek-V3."""
+    """Only experts of the best groups, as in DeepSeek-V3."""
     grouped = jax.nn.sigmoid(scores).reshape(TOKENS, 8, -1)
     best = lax.top_k(lax.top_k(grouped, 2)[0].sum(-1), 4)[1]
     return jnp.where(jax.nn.one_hot(best, 8).sum(-2)[..., None] > 0, grouped, -jnp.inf).reshape(TOKENS, -1)
 
 
 def balanced(scores, _):
-    """Sinkhorn's iterations."""
+    """Sinkhorn iterations."""
     one = lambda _, m: m / m.sum(0, keepdims=True) / m.sum(1, keepdims=True)  # noqa: E731
     return lax.fori_loop(0, 3, one, jnp.exp(scores))
 
@@ -579,7 +581,7 @@ ROUTERS = {
 @pytest.mark.parametrize("count", [64, 128])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routers_of_many_experts_are_left(name, count):
-    """No name says that it is a router, and it has more outputs than narrow products have."""
+    """A router without a telling name, with more outputs than narrow matmuls have."""
     p = {"in": P["mixer"], "a": normal(6, WIDTH, count), "b": normal(7, WIDTH, count), "out": normal(8, WIDTH, WIDTH)}
 
     def fn(p, x):

@@ -1,4 +1,4 @@
-"""Which products gain by 8 bits, by their shapes and a table of rates."""
+"""Which matmuls gain from 8 bits, by their shapes and a table of rates."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def one_known_device(monkeypatch, tmp_path):
 
 
 def layer(p, x):
-    """The linear layers of a block of a Llama, with grouped queries."""
+    """The linear layers of a Llama block, with grouped queries."""
 
     def norm(x):
         h = x.astype(jnp.float32)
@@ -56,30 +56,31 @@ def explained(recipe, dim, inner, tokens, kv=256):
         return fp8jax.transform(layer, recipe).explain(p, jax.ShapeDtypeStruct((1, tokens, dim), jnp.bfloat16))
 
 
-def taken(explanation):
+def quantized_paths(explanation):
     return {entry.path for entry in explanation.quantized if entry.is_product}
 
 
 def test_what_is_small_is_left_in_16_bits_and_told(one_known_device):
-    """Small square products whose input no norm makes lose, and all at few tokens. k and v of grouped queries lose by
-    themselves, and q gains more."""
+    """Small square matmuls whose input does not come from a norm are slower, and all are at few tokens. With grouped
+    queries, k and v alone are slower, and q gains more.
+    """
     text = explained(SHAPES, 2048, 5632, 16384)
-    assert taken(text) == {*"qkvo", "gate", "up", "down"}
+    assert quantized_paths(text) == {*"qkvo", "gate", "up", "down"}
     assert "; gains about " in next(
         entry.reason for entry in text.quantized if entry.path == "down" and entry.is_product
     )
     assert " us with q, v" in next(entry.reason for entry in text.quantized if entry.path == "k")
     small = explained(SHAPES, 1024, 4096, 16384, kv=1024)
-    assert taken(small) == {*"qkv", "gate", "up", "down"}
+    assert quantized_paths(small) == {*"qkv", "gate", "up", "down"}
     assert "gains nothing at 16,384 tokens: 53 us slower in 8 bits" in str(small)
     none = explained(SHAPES, 1024, 4096, 1024, kv=1024)
-    assert taken(none) == set()
+    assert quantized_paths(none) == set()
     assert "estimated for an H100: 8 bits save about 0 ms per step in 0 matmuls" in str(none)
 
 
 def test_of_other_recipes_it_is_told_what_would_be_better_left(one_known_device):
     text = explained("te_current", 1024, 4096, 16384, kv=1024)
-    assert len(taken(text)) == 7
+    assert len(quantized_paths(text)) == 7
     assert ". o gains nothing at 16,384 tokens: fp8jax.recipes.for_shapes(recipe)" in str(text)
     total = sum(entry.gain * entry.runs_per_step for entry in text.entries if entry.gain is not None)
     assert f"8 bits save about {1e3 * total:.2g} ms per step in 7 matmuls. A CPU has no" in str(text)
@@ -95,8 +96,8 @@ def test_what_each_product_gains_is_told_less_its_part_of_the_codes(one_known_de
         ("down", 4096, 1024, "activation", 1), ("o", 1024, 1024, "", 1),
     ):  # fmt: skip
         codes = cost_model.quantization_cost(16384, inputs, linear, RATES, producer=made) / readers
-        want = cost_model.estimate_gain(16384, inputs, outputs, linear, RATES) - codes
-        assert entries[path].gain == pytest.approx(want), path
+        expected = cost_model.estimate_gain(16384, inputs, outputs, linear, RATES) - codes
+        assert entries[path].gain == pytest.approx(expected), path
         assert (entries[path].runs_per_step, entries[path].tokens) == (1, 16384)
 
 
@@ -117,19 +118,22 @@ def test_those_that_read_an_array_are_decided_together_and_loops_and_stacks_are_
             return fp8jax.transform(fn, recipe).explain(p, jax.ShapeDtypeStruct(x, jnp.bfloat16))
 
     wide = explain_shapes(both, SHAPES, (1, 16384, 2048), wide=(2048, 8192), thin=(2048, 128))
-    assert taken(wide) == {"wide", "thin"}
+    assert quantized_paths(wide) == {"wide", "thin"}
     alone = [fp8jax.Rule("wide", None), fp8jax.Rule(".*", SHAPES)]
-    assert taken(explain_shapes(both, alone, (1, 16384, 2048), wide=(2048, 8192), thin=(2048, 128))) == set()
+    assert quantized_paths(explain_shapes(both, alone, (1, 16384, 2048), wide=(2048, 8192), thin=(2048, 128))) == set()
     none = explain_shapes(both, SHAPES, (1, 512, 2048), wide=(2048, 256), thin=(2048, 128))
-    assert taken(none) == set()
+    assert quantized_paths(none) == set()
     assert " us with thin slower in 8 bits" in next(entry.reason for entry in none.entries if entry.path == "wide")
     # Codes that another makes in any case cost nothing.
     x, shapes = (1, 8192, 1024), {"wide": (1024, 4096), "thin": (1024, 128)}
-    assert taken(explain_shapes(both, SHAPES, x, **shapes)) == set()
-    assert taken(explain_shapes(both, [fp8jax.Rule("thin", "te_current"), fp8jax.Rule(".*", SHAPES)], x, **shapes)) == {
-        *shapes
-    }
-    assert taken(explain_shapes(both, [fp8jax.Rule("thin", None), fp8jax.Rule(".*", SHAPES)], x, **shapes)) == set()
+    assert quantized_paths(explain_shapes(both, SHAPES, x, **shapes)) == set()
+    assert quantized_paths(
+        explain_shapes(both, [fp8jax.Rule("thin", "te_current"), fp8jax.Rule(".*", SHAPES)], x, **shapes)
+    ) == {*shapes}
+    assert (
+        quantized_paths(explain_shapes(both, [fp8jax.Rule("thin", None), fp8jax.Rule(".*", SHAPES)], x, **shapes))
+        == set()
+    )
     (loop,) = (
         entry
         for entry in explain_shapes(looped, "te_current", (1, 16384, 2048), w=(2048, 2048)).entries
@@ -144,7 +148,7 @@ def test_those_that_read_an_array_are_decided_together_and_loops_and_stacks_are_
 def test_a_device_without_rates_is_taken_for_an_h100(one_known_device):
     p = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in ("q", "k", "v", "o", "gate", "up", "down")}
     text = fp8jax.transform(layer, SHAPES).explain(p, jax.ShapeDtypeStruct((1, 16384, 1024), jnp.bfloat16))
-    assert taken(text) == {*"qkv", "gate", "up", "down"}
+    assert quantized_paths(text) == {*"qkv", "gate", "up", "down"}
     assert "estimated for an H100 (no measurements for this device): 8 bits" in str(text)
     assert cost_model.current_rates() == (RATES, True)
     with choice.target(capability=90):
@@ -180,7 +184,7 @@ def test_a_gain_is_that_of_the_products_less_bytes_and_launches():
 
 
 def test_tokens_are_those_of_a_device(one_known_device):
-    """Eight devices that share 16,384 tokens have 2,048 each, where nothing of this width gains."""
+    """Eight devices that share 16,384 tokens have 2,048 each; at this width nothing gains."""
     devices = np.array(jax.devices()[:8])
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
         mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(kind,))
@@ -206,7 +210,7 @@ def test_products_that_are_left_are_those_as_written(one_known_device):
 
 
 class Block(nnx.Module):
-    """A perceptron behind a norm, and a square projection that reads no norm."""
+    """An MLP after a norm, and a square projection without a norm."""
 
     def __init__(self, dim, rngs):
         self.norm = nnx.RMSNorm(dim, rngs=rngs)
@@ -232,7 +236,7 @@ class LinenBlock(nn.Module):
 
 
 class Biased(nnx.Module):
-    """A projection as attention has it."""
+    """A projection as in attention."""
 
     def __init__(self, dim, rngs, bias):
         self.proj = nnx.Linear(dim, dim, use_bias=bias, dtype=jnp.bfloat16, rngs=rngs)
@@ -244,7 +248,7 @@ class Biased(nnx.Module):
 
 
 def test_a_bias_counts(one_known_device, monkeypatch):
-    """Its gradient is part of the pass that makes codes: 4 bytes an element of the result."""
+    """Its gradient is part of the pass that computes codes: 4 bytes per element of the result."""
     gained = {}
     monkeypatch.setattr(explain, "inspect_program", lambda *args: None)
     for bias in (False, True):
@@ -257,7 +261,7 @@ def test_a_bias_counts(one_known_device, monkeypatch):
 
 @pytest.mark.parametrize("recipe", [slow("te_current"), "coat", "te_delayed"])
 def test_flax_models_decide_by_layer(one_known_device, recipe):
-    """At the tokens that a call has: where layers keep a state, those that stay in 16 bits do without."""
+    """At the tokens of a call. In models with states, layers in 16 bits need none."""
     expected = fp8jax.recipes.for_shapes(recipe)
     x = jax.ShapeDtypeStruct((16384, 1024), jnp.bfloat16)
     model = nnx.eval_shape(lambda: Block(1024, nnx.Rngs(0)))
@@ -279,7 +283,7 @@ def test_flax_models_decide_by_layer(one_known_device, recipe):
 
 
 def test_layers_that_are_left_advance_no_state(monkeypatch):
-    """Square ones are left; the others' histories go on, and all weights are trained."""
+    """Square layers stay in 16 bits; histories of the others advance, and all weights are trained."""
     monkeypatch.setattr(
         cost_model, "estimate_gain", lambda tokens, inputs, outputs, *_, **__: 1.0 if inputs != outputs else -1.0
     )
@@ -292,13 +296,13 @@ def test_layers_that_are_left_advance_no_state(monkeypatch):
     for _ in range(2):
         grads = nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(model)
         optimizer.update(model, fp8jax.nnx.advance_scaling(model, grads))
-    seen = [np.count_nonzero(layer.dot_general.x[...]) for layer in (model.up, model.down, model.proj)]
-    assert seen == [2, 2, 0]
+    recorded = [np.count_nonzero(layer.dot_general.x[...]) for layer in (model.up, model.down, model.proj)]
+    assert recorded == [2, 2, 0]
     assert np.all(model.proj.kernel[...] != before)
 
 
 def test_auto_runs_where_nothing_has_8_bit_products(monkeypatch):
-    """On a CPU auto is 8-bit optimizer states: a model is as it was, and explain says why."""
+    """On a CPU, "auto" means 8-bit optimizer states: the model is unchanged, and `explain` gives the reason."""
     model = Block(32, nnx.Rngs(0))
     x = jnp.ones((8, 32), jnp.bfloat16)
     np.testing.assert_array_equal(fp8jax.nnx.quantize(model, "auto")(x), model(x))

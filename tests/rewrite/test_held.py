@@ -1,4 +1,4 @@
-"""Frozen weights and adapters in the parameters of a transformed function, beside the same written by hand."""
+"""Frozen weights and adapters as parameters of a transformed function, against explicit calls."""
 
 import dataclasses
 import re
@@ -55,7 +55,7 @@ def by_hand(base, adapters, x, recipe):
     return x @ base["head"]["kernel"]
 
 
-def held(spec="e4m3", dtype=jnp.float32):
+def frozen_with_adapters(spec="e4m3", dtype=jnp.float32):
     base = fp8jax.lora.freeze(PARAMS, spec, targets=TARGETS) if spec else PARAMS
     adapters = fp8jax.lora.init(KEYS[4], base, rank=RANK, alpha=8.0, targets=TARGETS, dtype=dtype)
     return base, jax.tree.map(lambda v: v + 0.1 * jax.random.normal(KEYS[5], v.shape, v.dtype), adapters)
@@ -76,7 +76,7 @@ def gradients(fn, adapters, x):
     ],
 )
 def test_a_function_is_what_one_writes_by_hand_bit_for_bit(recipe, spec, dtype):
-    base, adapters = held(spec, dtype)
+    base, adapters = frozen_with_adapters(spec, dtype)
     fast, part = fp8jax.transform(model, recipe), fp8jax.recipes.get(recipe).linear
     if part.w_scaling is not None:
         part = dataclasses.replace(part, w_scaling=None)
@@ -89,7 +89,7 @@ def test_a_function_is_what_one_writes_by_hand_bit_for_bit(recipe, spec, dtype):
 
 
 def test_the_base_is_one_byte_a_parameter_and_nothing_wider():
-    base, adapters = held()
+    base, adapters = frozen_with_adapters()
     fast = fp8jax.transform(model, "te_current")
     loss = lambda a: fast(fp8jax.lora.adapt(base, a), X).sum()  # noqa: E731
     for wide in (jnp.float32, jnp.bfloat16):
@@ -101,7 +101,7 @@ def test_the_base_is_one_byte_a_parameter_and_nothing_wider():
 
 
 def test_codes_stay_codes_where_a_model_casts_its_parameters_first():
-    base, adapters = held(dtype=jnp.bfloat16)
+    base, adapters = frozen_with_adapters(dtype=jnp.bfloat16)
     cast = lambda fn: lambda p, x: fn(p, x, lambda tree: jax.tree.map(lambda v: v.astype(jnp.bfloat16), tree))  # noqa: E731
     fast = fp8jax.transform(cast(model), "te_current")
     x = X.astype(jnp.bfloat16)
@@ -134,8 +134,8 @@ SPELLINGS = {
 def test_spellings_of_a_product_read_the_codes(how):
     fast = fp8jax.transform(SPELLINGS[how], "te_current")
     p, x = {"w": fp8jax.lora.AdaptedWeight(HELD, ADAPTER)}, jnp.abs(X) if how == "choice" else X
-    want = fp8jax.lora.linear(x, HELD, ADAPTER, recipe="te_current")
-    np.testing.assert_allclose(fast(p, x), want, rtol=2e-5, atol=2e-5)
+    expected = fp8jax.lora.linear(x, HELD, ADAPTER, recipe="te_current")
+    np.testing.assert_allclose(fast(p, x), expected, rtol=2e-5, atol=2e-5)
     assert ("float8_e4m3fn",) * 2 in dots(fast, p, x)
     assert "frozen as e4m3:tensor and an adapter of rank 3" in str(fast.explain(p, x))
     narrow = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
@@ -169,9 +169,9 @@ def test_what_reads_no_matrix_reads_the_values(how):
         assert relative(fast(p, X)[0], exact) < 1e-5
     cast = lambda p, x: (fn({"w": p["w"].astype(x.dtype)}, x), x @ p["other"].astype(x.dtype))  # noqa: E731
     narrow = X.astype(jnp.bfloat16)
-    found = jax.jit(fp8jax.transform(cast, "te_current"))(p, narrow)[0]
-    assert found.dtype == jnp.bfloat16
-    assert relative(found, exact) < 0.08
+    actual = jax.jit(fp8jax.transform(cast, "te_current"))(p, narrow)[0]
+    assert actual.dtype == jnp.bfloat16
+    assert relative(actual, exact) < 0.08
 
 
 TURNED = {
@@ -190,18 +190,18 @@ TURNED = {
 
 @pytest.mark.parametrize(("how", "columns"), covering(TURNED, [INNER, WIDTH]))
 def test_a_matrix_that_is_read_transposed_is_multiplied_by_its_codes(how, columns):
-    """(outputs, inputs), as Equinox has them: values, and gradients of inputs and adapter, beside decoded weights."""
+    """(outputs, inputs), as in Equinox: values, and gradients of inputs and adapter, against decoded weights."""
     x = jnp.tile(X, 2)[..., :columns]
-    held = fp8jax.freeze(W[:, :columns])
+    frozen = fp8jax.freeze(W[:, :columns])
     adapter = dataclasses.replace(ADAPTER, b=ADAPTER.b[:, :columns])
     fast = fp8jax.transform(lambda p, x: (TURNED[how](p, x), x @ p["other"]), "te_current")
-    p = lambda adapter: {"w": fp8jax.lora.AdaptedWeight(held, adapter), "other": jnp.ones((columns, 8))}  # noqa: E731
+    p = lambda adapter: {"w": fp8jax.lora.AdaptedWeight(frozen, adapter), "other": jnp.ones((columns, 8))}  # noqa: E731
     pairs = dots(lambda p, x: fast(p, x)[0], p(adapter), x)
     assert ("float8_e4m3fn",) * 2 in pairs
     assert "not read as" not in str(fast.explain(p(adapter), x))
 
     def exact(adapter, x):
-        return x @ held.dequantize().T + adapter.scale * (x @ adapter.b.T) @ adapter.a.T
+        return x @ frozen.dequantize().T + adapter.scale * (x @ adapter.b.T) @ adapter.a.T
 
     slope = jax.random.normal(KEYS[3], (*X.shape[:2], WIDTH))
     loss = lambda fn: jax.grad(lambda a, x: jnp.sum(slope * fn(a, x)), (0, 1))(adapter, x)  # noqa: E731
@@ -212,8 +212,8 @@ def test_a_matrix_that_is_read_transposed_is_multiplied_by_its_codes(how, column
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert relative(a, b) < 0.08
     slope = jax.random.normal(KEYS[3], (*X.shape[:2], columns))
-    plain = jax.grad(lambda x: jnp.sum(slope * fp8jax.linear(x, held, recipe="te_current")))(X)
-    assert relative(plain, slope @ held.dequantize().T) < 0.08
+    plain = jax.grad(lambda x: jnp.sum(slope * fp8jax.linear(x, frozen, recipe="te_current")))(X)
+    assert relative(plain, slope @ frozen.dequantize().T) < 0.08
 
 
 @pytest.mark.parametrize("spec", ["e4m3:token", "e4m3:block128+expand"])
@@ -255,17 +255,22 @@ def test_codes_that_are_whole_on_devices_of_a_mesh():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     over = jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
     fast = fp8jax.transform(lambda p, x: over(p["w"], x), "deepseek")
-    held = fp8jax.freeze(W, "e4m3:block128")
-    want = fp8jax.linear(X, held, recipe="deepseek")
-    np.testing.assert_allclose(jax.jit(fast)({"w": held}, X), want, rtol=1e-5, atol=1e-5)
+    frozen = fp8jax.freeze(W, "e4m3:block128")
+    expected = fp8jax.linear(X, frozen, recipe="deepseek")
+    np.testing.assert_allclose(jax.jit(fast)({"w": frozen}, X), expected, rtol=1e-5, atol=1e-5)
     cut = jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=(P(None, "data"), P()), out_specs=P(None, None, "data"))
     by_values = fp8jax.transform(lambda p, x: (cut(p["w"], x), x @ p["w"]), "deepseek")
-    np.testing.assert_allclose(jax.jit(by_values)({"w": held}, X)[0], X @ held.dequantize(), rtol=1e-5, atol=1e-5)
-    assert "not read as (inputs, outputs)" in str(by_values.explain({"w": held}, X))
+    np.testing.assert_allclose(
+        jax.jit(by_values)({"w": frozen}, X)[0],
+        X @ frozen.dequantize(),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    assert "not read as (inputs, outputs)" in str(by_values.explain({"w": frozen}, X))
 
 
 def test_what_is_refused_says_how():
-    base, adapters = held()
+    base, adapters = frozen_with_adapters()
     params = fp8jax.lora.adapt(base, adapters)
     with pytest.raises(ValueError, match=r"layers/up is frozen as e4m3:tensor and .*keeps a state; use a recipe with"):
         fp8jax.transform(model, "te_delayed")(params, X)
@@ -301,9 +306,9 @@ def test_a_parameter_of_several_axes_is_frozen_as_its_matrix(shape, axes):
 
 @pytest.mark.parametrize("spec", ["e4m3", "e4m3:token"])
 def test_codes_lie_in_shards_as_the_weights_do(spec):
-    """As with fsdp: each device holds a part of the codes, and the step is the same."""
+    """As with fsdp: each device has a part of the codes, and the step is the same."""
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    whole, adapters = held(spec)
+    whole, adapters = frozen_with_adapters(spec)
     cut = jax.device_put(PARAMS["layers"], jax.NamedSharding(mesh, P(None, "fsdp")))
     params = {"layers": cut, "head": jax.device_put(PARAMS["head"], jax.NamedSharding(mesh, P()))}
     base = fp8jax.lora.freeze(params, spec, targets=TARGETS)
@@ -314,7 +319,7 @@ def test_codes_lie_in_shards_as_the_weights_do(spec):
         assert codes.addressable_shards[0].data.shape[-1] * 4 == codes.shape[-1], "the inputs are cut, as they were"
     fast = fp8jax.transform(model, "te_current")
     x = jax.device_put(jnp.concatenate([X, X]), jax.NamedSharding(mesh, P("fsdp")))
-    want = gradients(lambda a, x: fast(fp8jax.lora.adapt(whole, a), x), adapters, jnp.concatenate([X, X]))
-    got = gradients(lambda a, x: fast(fp8jax.lora.adapt(base, a), x), adapters, x)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    expected = gradients(lambda a, x: fast(fp8jax.lora.adapt(whole, a), x), adapters, jnp.concatenate([X, X]))
+    actual = gradients(lambda a, x: fast(fp8jax.lora.adapt(base, a), x), adapters, x)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert relative(one, np.asarray(other)) < 2e-2  # a rounding may fall otherwise where a sum has another order

@@ -1,4 +1,4 @@
-"""A plan that changes nothing: programs are equal to themselves, in bits, names, lines, places, effects."""
+"""An empty plan changes nothing: bits, names, lines, shardings and effects of programs."""
 
 import functools
 import re
@@ -52,13 +52,13 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_the_same_programs(name):
-    """Equations, parameters, scopes and lines; so also bits, and what is kept."""
+    """Equations, parameters, scopes and lines are equal, and thus bits and residuals."""
     fn, *args = MODELS[name]()
     assert text(again(fn), *args) == text(fn, *args)
 
 
 def loops(x):
-    """One of each kind of program in an equation."""
+    """One of each kind of sub-jaxpr."""
     x, rows = lax.scan(lambda c, w: (jnp.tanh(c @ w), jnp.sum(c)), x, jnp.stack([jnp.eye(8)] * 3), reverse=True)
     x = jax.checkpoint(lambda x: jnp.sin(x) * x, policy=jax.checkpoint_policies.nothing_saveable)(x)
     x = lax.cond(rows[0] > 0, jnp.sin, jnp.cos, x)
@@ -76,8 +76,8 @@ def manual(x):
 @pytest.mark.parametrize("fn", [loops, manual])
 def test_nested_programs_have_the_same_bits(fn, apart):
     loss = lambda f: lambda x: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(x)))  # noqa: E731
-    want, got = (jax.jit(jax.value_and_grad(loss(f)))(X) for f in (fn, again(fn, apart=apart)))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    expected, actual = (jax.jit(jax.value_and_grad(loss(f)))(X) for f in (fn, again(fn, apart=apart)))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
     if not apart:
         assert text(again(fn), X) == text(fn, X)
 
@@ -87,12 +87,12 @@ def test_loops_without_a_length_have_the_same_bits():
         n = x[0, 0] * 0 + 5
         return lax.while_loop(lambda c: c[1] < n, lambda c: (jnp.sin(c[0]) + n, c[1] + 1), (x, 0.0))
 
-    want, got = jax.jit(fn)(X), jax.jit(again(fn, apart=True))(X)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    expected, actual = jax.jit(fn)(X), jax.jit(again(fn, apart=True))(X)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_a_jit_keeps_its_borders():
-    """Shardings, donation, name and options of an inner jit, run as it is and taken apart."""
+    """Shardings, donation, name and options of an inner jit, unchanged or rebuilt."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AUTO,))
     to = jax.NamedSharding(mesh, jax.P("d"))
 
@@ -114,7 +114,7 @@ def test_a_jit_keeps_its_borders():
 
 
 def test_scopes_stay_where_calls_are_taken_apart():
-    """The names of equations in the compiled program, seen in profiles."""
+    """Names of equations in the compiled program, which profiles show."""
 
     def fn(x):
         with jax.named_scope("block"):
@@ -123,8 +123,8 @@ def test_scopes_stay_where_calls_are_taken_apart():
     def names(f):
         other = time.time()  # names are no part of the keys of compiled programs that JAX keeps
         compiled = jax.jit(lambda x: f(x) * other).lower(X).compile()
-        found = re.findall(r'op_name="jit\(<lambda>\)/([^"]+)"', compiled.as_text())
-        return {name for name in found if not name.endswith(")")}  # a call itself is none where it is taken apart
+        matches = re.findall(r'op_name="jit\(<lambda>\)/([^"]+)"', compiled.as_text())
+        return {name for name in matches if not name.endswith(")")}  # a call itself is none where it is taken apart
 
     assert any("block" in name for name in names(fn))
     assert names(fn) == names(again(fn)) == names(again(fn, apart=True))
@@ -151,7 +151,7 @@ def test_nothing_leaks(apart):
 
 
 def test_names_of_checkpoints_stay():
-    """A policy keeps what carries a name."""
+    """A policy saves named values."""
 
     def fn(x):
         return jnp.sin(checkpoint_name(jnp.sin(jax.nn.silu(x)), "kept"))
@@ -183,7 +183,7 @@ def test_constraints_and_explicit_axes_stay():
 
 
 def test_mutable_state_goes_in_and_out():
-    """Statistics of BatchNorm, counters of Dropout, and what Linen sows."""
+    """Statistics of BatchNorm, counters of Dropout, and values that Linen sows."""
 
     class Net(nnx.Module):
         def __init__(self, rngs):

@@ -1,4 +1,4 @@
-"""Bytes that `explain` says are kept, beside those of what JAX keeps of the program."""
+"""Residual bytes of `explain`, against the residuals of JAX."""
 
 import dataclasses
 import functools
@@ -46,12 +46,12 @@ FAITHFUL = dataclasses.replace(fp8jax.recipes.coat().context, recompute_activati
 
 
 def kept_codes(fn, p):
-    """Bytes of what is kept as codes, each with the scales after it, and of a norm's fp32 root of each token."""
-    found, total = residuals(fn, p, X), 0
-    for i, (dtype, shape) in enumerate(found):
+    """Returns the bytes of residuals that are codes with scales, and of a norm's fp32 inverse roots."""
+    actual, total = residuals(fn, p, X), 0
+    for i, (dtype, shape) in enumerate(actual):
         if dtype != "uint8":
             continue
-        (scale, blocks), after = found[i + 1], found[i + 2]
+        (scale, blocks), after = actual[i + 1], actual[i + 2]
         total += math.prod(shape) + jnp.dtype(scale).itemsize * math.prod(blocks)
         total += 4 * math.prod(after[1]) if after == ("float32", (*shape[:-1], 1)) and scale == "bfloat16" else 0
     return total
@@ -131,7 +131,7 @@ def test_a_program_without_the_recipe_saves_at_least_what_is_said(recipe):
 
 
 def test_sentences_add_up_what_a_plan_says_of_its_parts():
-    """Of made-up parts: bytes, gains by how often each runs, and which lose, by their folded names."""
+    """Artificial entries: bytes, gains by number of runs, and slower layers with folded names."""
     made = functools.partial(
         PlanEntry, kind="dot_general", shape=(64, 96), reason="", line="", is_product=True, rates_device="an H100"
     )

@@ -1,6 +1,6 @@
-"""What computes a norm or an activation, in any spelling, is found; what only looks like one is left as written.
+"""Norms and activations are recognized in any spelling; similar functions stay unchanged.
 
-Where something is found, the function is the same and its gradients are those of the codes that are kept of inputs.
+Recognized functions have the same values, and gradients of the codes of their inputs.
 """
 
 import dataclasses
@@ -159,15 +159,15 @@ NO_NORMS = {
 }
 
 
-def found(fn):
-    """What is replaced besides products."""
+def replaced_kinds(fn):
+    """Returns the kinds of replaced operations besides matmuls."""
     return [entry.kind for entry in fp8jax.transform(fn, KEEPS).explain(P, X).entries if not entry.is_product]
 
 
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *NORMS])
 def test_found_by_what_it_computes(name):
     fn = {**ACTIVATIONS, **NORMS}[name]
-    (kind,) = found(fn)
+    (kind,) = replaced_kinds(fn)
     assert kind.startswith(("silu", "gelu") if name in ACTIVATIONS else ("RMSNorm", "LayerNorm"))
     assert ("LayerNorm" in kind) == ("layer norm" in name)
     assert ("gelu(" in kind) == (name in ("gelu", "gelu by erf"))
@@ -177,9 +177,9 @@ def test_found_by_what_it_computes(name):
         (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(P, X)
         return y, gradients
 
-    (want, expected), (got, gradients) = run(fn), run(fp8jax.transform(fn, KEEPS))
+    (want, expected), (actual, gradients) = run(fn), run(fp8jax.transform(fn, KEEPS))
     # Forward the same, but for the rounding of sums, or of three operations in bf16.
-    assert relative(got, want) < (1e-2 if "cast" in name else 1e-6)
+    assert relative(actual, want) < (1e-2 if "cast" in name else 1e-6)
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
         # e4m3 has steps of 1/8 of what is kept.
         assert relative(a, b) < 0.06 if b.any() else not a.any()
@@ -187,31 +187,31 @@ def test_found_by_what_it_computes(name):
 
 @pytest.mark.parametrize("name", [*NO_ACTIVATIONS, *NO_NORMS])
 def test_left_as_written(name):
-    assert found({**NO_ACTIVATIONS, **NO_NORMS}[name]) == []
+    assert replaced_kinds({**NO_ACTIVATIONS, **NO_NORMS}[name]) == []
 
 
 def test_an_activation_that_cannot_be_probed_is_named(monkeypatch):
     monkeypatch.setitem(fused_reference.ACTIVATIONS, "sine", lambda x: x * jnp.sin(x))
     message = r"(?s)the activation .* sin .*fp8jax.rewrite.probes does not evaluate"
     with pytest.raises(NotImplementedError, match=message):
-        found(ACTIVATIONS["silu(g) * u"])
+        replaced_kinds(ACTIVATIONS["silu(g) * u"])
 
 
 def test_an_activation_of_someone_elses(monkeypatch):
-    """Added as CONTRIBUTING says: it is found, keeps codes, and no kernel is taken for it."""
+    """Added as CONTRIBUTING describes: recognized, saves codes, and uses no kernel."""
     quick = lambda x: x * sigmoid(1.702 * x)  # noqa: E731
     monkeypatch.setitem(fused_reference.ACTIVATIONS, "quick_gelu", quick)
     fn = NO_ACTIVATIONS["quick gelu"]
-    assert found(fn) == ["quick_gelu(gate) * up"]
+    assert replaced_kinds(fn) == ["quick_gelu(gate) * up"]
     fast = fp8jax.transform(fn, KEEPS)
-    want, got = (jax.grad(lambda p, f=f: jnp.sum(jnp.sin(f(p, X))))(P) for f in (fn, fast))
-    assert all(relative(got[name], want[name]) < 0.06 for name in ("gate", "up", "down"))
+    expected, actual = (jax.grad(lambda p, f=f: jnp.sum(jnp.sin(f(p, X))))(P) for f in (fn, fast))
+    assert all(relative(actual[name], expected[name]) < 0.06 for name in ("gate", "up", "down"))
     run = lambda x: fp8jax.glu(x, x, recipe=KEEPS, activation="quick_gelu")  # noqa: E731
     assert chosen(run, jnp.ones((8, 512)), capability=90).reason == "not the kernel: it has no quick_gelu"
 
 
 def test_a_scale_by_einsum_is_part_of_its_norm_and_no_product():
-    """So does MaxText write it: a product that contracts nothing, which would be one of codes."""
+    """As in MaxText: an einsum that contracts nothing, which must not be quantized."""
     fast = fp8jax.transform(NORMS["scale by einsum"], "coat")
     text = fast.explain(P, X)
     assert [(e.path, e.kind) for e in text.entries if e.is_product] == [("square", "dot_general")]

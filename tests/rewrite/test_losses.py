@@ -1,4 +1,4 @@
-"""Output heads that run with their softmax cross-entropy, in the writings of users, against float64."""
+"""Output heads that run with their softmax cross-entropy, in users' spellings, against float64."""
 
 import jax
 import jax.export
@@ -20,7 +20,7 @@ RECIPE = fp8jax.recipes.coat_fast(head=fp8jax.recipes.HEAD)
 losses = optax.softmax_cross_entropy_with_integer_labels
 
 
-def taken(x, labels):
+def label_logits(x, labels):
     return jnp.take_along_axis(x, labels[..., None], -1)
 
 
@@ -34,7 +34,7 @@ def zeroed(labels):
 
 def smoothed(z, labels):
     log_probs = log_softmax(z)
-    return -jnp.mean(0.9 * taken(log_probs, labels)[..., 0] + 0.1 * log_probs.mean(-1))
+    return -jnp.mean(0.9 * label_logits(log_probs, labels)[..., 0] + 0.1 * log_probs.mean(-1))
 
 
 # Writings with the mean over all tokens, of which the first has the label 0 in place of -100.
@@ -44,15 +44,15 @@ WHOLE = {
     "mapped": lambda z, y: jax.vmap(losses)(z, y).mean(),
     "one-hot": lambda z, y: optax.softmax_cross_entropy(z, one_hot(y, VOCABULARY)).mean(),
     "one sum over all": lambda z, y: -jnp.sum(one_hot(y, VOCABULARY) * log_softmax(z)) / y.size,
-    "log_softmax": lambda z, y: -taken(log_softmax(z), y).mean(),
+    "log_softmax": lambda z, y: -label_logits(log_softmax(z), y).mean(),
     "indexed": lambda z, y: -log_softmax(z.reshape(-1, VOCABULARY))[jnp.arange(y.size), y.reshape(-1)].mean(),
     "indexed in a vmap": lambda z, y: -jax.vmap(jax.vmap(lambda z, y: log_softmax(z)[y]))(z, y).mean(),
-    "logsumexp": lambda z, y: (logsumexp(z, -1) - taken(z, y)[..., 0]).mean(),
+    "logsumexp": lambda z, y: (logsumexp(z, -1) - label_logits(z, y)[..., 0]).mean(),
     "its own maximum": lambda z, y: (
-        jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1)) + z.max(-1) - taken(z, y)[..., 0]
+        jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1)) + z.max(-1) - label_logits(z, y)[..., 0]
     ).mean(),
-    "no maximum": lambda z, y: (jnp.log(jnp.exp(z).sum(-1)) - taken(z, y)[..., 0]).mean(),
-    "logarithm of softmax": lambda z, y: -jnp.log(taken(softmax(z), y)).mean(),
+    "no maximum": lambda z, y: (jnp.log(jnp.exp(z).sum(-1)) - label_logits(z, y)[..., 0]).mean(),
+    "logarithm of softmax": lambda z, y: -jnp.log(label_logits(softmax(z), y)).mean(),
     "z-loss": lambda z, y: (losses(z, y) + 1e-3 * logsumexp(z, -1) ** 2).mean(),
     "smoothing": smoothed,
 }
@@ -72,7 +72,7 @@ def weights_of(labels):
 
 
 def operands(dtype=jnp.float32, tied=False):
-    """Inputs and weights that e4m3 with one scale represents without error, and labels."""
+    """Inputs and weights that e4m3 with one scale represents exactly, and labels."""
     random = np.random.default_rng(0)
     x, w = (random.integers(-7, 8, shape) for shape in ((*SHAPE, CHANNELS), (CHANNELS, VOCABULARY)))
     labels = random.integers(0, VOCABULARY, SHAPE)
@@ -82,7 +82,7 @@ def operands(dtype=jnp.float32, tied=False):
 
 
 def oracle(x, w, labels, weights, smoothing=0.0, z_loss=0.0):
-    """The weighted sum of losses, its gradients, and bounds of their errors with codes of the logits' cotangents."""
+    """Returns the weighted sum of losses, its gradients, and error bounds with codes of the logits' cotangents."""
     x, w = (np.asarray(a, np.float64).reshape(-1, a.shape[-1]) for a in (x, w))
     weights = np.asarray(weights, np.float64).reshape(-1, 1)
     z = x @ w
@@ -97,7 +97,7 @@ def oracle(x, w, labels, weights, smoothing=0.0, z_loss=0.0):
 
 
 def check(function, x, w, labels, weights, targets=None, **terms):
-    """Compare a transformed `function(x, params, labels)` with float64, and look at its head's products."""
+    """Compares a transformed `function(x, params, labels)` with float64, and checks its head's matmuls."""
     tied = w.shape[0] == VOCABULARY
     params = {"out": w}
     transformed = fp8jax.transform(function, RECIPE)
@@ -108,12 +108,12 @@ def check(function, x, w, labels, weights, targets=None, **terms):
     assert products == [("float8_e4m3fn",) * 2] * 2 + [("float8_e4m3fn", "float8_e5m2")]
     value, (dparams, dx) = run(params, x, labels)
     targets = labels if targets is None else targets
-    want, gradients, bounds = oracle(x, w.T if tied else w, targets, weights, **terms)
-    np.testing.assert_allclose(value, want, rtol=1e-6 if x.dtype == jnp.float32 else 2e-2)
-    found = np.asarray(dx, np.float64).reshape(-1, CHANNELS), np.asarray(dparams["out"].T if tied else dparams["out"])
-    for got, exact, bound in zip(found, gradients, bounds, strict=True):
+    expected, gradients, bounds = oracle(x, w.T if tied else w, targets, weights, **terms)
+    np.testing.assert_allclose(value, expected, rtol=1e-6 if x.dtype == jnp.float32 else 2e-2)
+    actual = np.asarray(dx, np.float64).reshape(-1, CHANNELS), np.asarray(dparams["out"].T if tied else dparams["out"])
+    for result, exact, bound in zip(actual, gradients, bounds, strict=True):
         slack = 1 if x.dtype == jnp.float32 else 1.3
-        assert np.all(np.abs(got - exact) <= slack * bound + 1e-6)
+        assert np.all(np.abs(result - exact) <= slack * bound + 1e-6)
 
 
 @pytest.mark.parametrize("name", few(WHOLE, "optax", "one-hot", "indexed", "z-loss"))
@@ -164,7 +164,7 @@ def test_several_weights_of_a_token_take_the_product():
 
 
 def test_tokens_predict_the_next_ones():
-    """The last token of each sequence has logits, and no loss."""
+    """The last token of each sequence has logits but no loss."""
     x, w, labels = operands()
     labels = zeroed(labels)
     weights = np.broadcast_to(np.arange(SHAPE[1]) < SHAPE[1] - 1, SHAPE) / (SHAPE[0] * (SHAPE[1] - 1))
@@ -173,14 +173,14 @@ def test_tokens_predict_the_next_ones():
 
 
 def test_a_batch_may_be_one_sequence():
-    """JAX takes elements along axes of length 1 by slices, not by batching."""
+    """JAX indexes axes of length 1 by slices, not by batching."""
     x, w, labels = (a[:1] if a.ndim == 3 or a.shape == SHAPE else a for a in operands())
     weights = np.full(labels.shape, 1 / labels.size)
     check(lambda p, x, y: WHOLE["optax"](x @ p["out"], y), x, w, zeroed(labels), weights)
 
 
 def test_a_mapped_head_has_its_weight_on_the_left():
-    """As Equinox writes it, `w @ x` of one token."""
+    """As in Equinox: `w @ x` for one token."""
     x, table, labels = operands(tied=True)
     labels = zeroed(labels)
 
@@ -230,16 +230,18 @@ OTHER = {
     "its own choice": (lambda p, z, y: losses(z, z.argmax(-1)).mean(), False),
     "one of two maxima has no gradient": (
         lambda p, z, y: (
-            jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1)) + lax.stop_gradient(z.max(-1)) - taken(z, y)[..., 0]
+            jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1))
+            + lax.stop_gradient(z.max(-1))
+            - label_logits(z, y)[..., 0]
         ).mean(),
         False,
     ),
     "no gradient of logsumexp": (
-        lambda p, z, y: (lax.stop_gradient(logsumexp(z, -1)) - taken(z, y)[..., 0]).mean(),
+        lambda p, z, y: (lax.stop_gradient(logsumexp(z, -1)) - label_logits(z, y)[..., 0]).mean(),
         False,
     ),
     "columns in another order": (lambda p, z, y: losses(z[..., jnp.arange(VOCABULARY)[::-1]], y).mean(), False),
-    "half of it": (lambda p, z, y: (0.5 * logsumexp(z, -1) - taken(z, y)[..., 0]).mean(), False),
+    "half of it": (lambda p, z, y: (0.5 * logsumexp(z, -1) - label_logits(z, y)[..., 0]).mean(), False),
 }
 
 
@@ -283,7 +285,7 @@ def test_recipes_that_the_loss_has_no_codes_for_take_the_product(name):
 
 @pytest.mark.parametrize("name", ["head", "table"])
 def test_a_model_may_have_nothing_but_a_head(name):
-    """The recipe's part for heads is in use, under a head's name or another."""
+    """The recipe's `head` is used, for a layer named as a head or not."""
     x, w, labels = operands()
 
     def loss(params, x, labels):
@@ -291,8 +293,8 @@ def test_a_model_may_have_nothing_but_a_head(name):
 
     params, labels = {name: w}, zeroed(labels)
     value, dw = jax.value_and_grad(fp8jax.transform(loss, RECIPE))(params, x, labels)
-    want, exact_dw = jax.value_and_grad(loss)(params, x, labels)
-    assert float(value) == pytest.approx(float(want), rel=0.02)
+    expected, exact_dw = jax.value_and_grad(loss)(params, x, labels)
+    assert float(value) == pytest.approx(float(expected), rel=0.02)
     assert np.linalg.norm(dw[name] - exact_dw[name]) < 0.1 * np.linalg.norm(exact_dw[name])
     with pytest.raises(ValueError, match="no layer is left"):
         fp8jax.transform(loss, "coat_fast")(params, x, labels)

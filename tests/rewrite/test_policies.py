@@ -1,4 +1,4 @@
-"""Policies of `jax.checkpoint`: products in 8 bits are kept where JAX's own would be, and computed again elsewhere."""
+"""Policies of `jax.checkpoint`: 8-bit matmuls are saved where JAX's own would be, and recomputed elsewhere."""
 
 import functools
 
@@ -34,13 +34,13 @@ def loss(fn):
 
 
 def kernels(fn):
-    """How many products a GPU's program has."""
+    """Returns the number of matmuls in a GPU program."""
     with choice.target(capability=90):
         return count(fn, "mosaic_call", P, X)
 
 
 def counted(policy, recipe="coat", on_gpu=False):
-    """How often forward products stand in the program of a gradient, and that gradient's function."""
+    """Returns the number of forward matmuls in the program of a gradient, and that gradient."""
     inner = block if policy == "none" else jax.checkpoint(block, policy=policy)
     fast = fp8jax.transform(lambda p, x: inner(p, x), recipe)  # traced anew
     grads = jax.grad(loss(fast))
@@ -53,13 +53,13 @@ def counted(policy, recipe="coat", on_gpu=False):
     ("recipe", "on_gpu"), [("coat", False), ("te_current", True), slow("coat", True), slow("te_current", False)]
 )
 def test_products_are_computed_once_where_dots_are_kept_and_twice_elsewhere(recipe, on_gpu):
-    """On a GPU a product is a branch, which JAX's policies do not look into: each stands there as often."""
-    once, want, _ = counted("none", recipe, on_gpu)
+    """On a GPU a matmul is a branch, which JAX's policies do not inspect; the count is the same."""
+    once, expected, _ = counted("none", recipe, on_gpu)
     for policy in (POLICIES.dots_saveable, POLICIES.dots_with_no_batch_dims_saveable, POLICIES.everything_saveable):
-        found, grads, _ = counted(policy, recipe, on_gpu)
-        assert found == once
+        actual, grads, _ = counted(policy, recipe, on_gpu)
+        assert actual == once
         if policy is POLICIES.dots_saveable and not on_gpu:
-            for a, b in zip(jax.tree.leaves(grads(P, X)), jax.tree.leaves(want(P, X)), strict=True):
+            for a, b in zip(jax.tree.leaves(grads(P, X)), jax.tree.leaves(expected(P, X)), strict=True):
                 np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     for policy in (None, POLICIES.nothing_saveable, POLICIES.save_only_these_names("other")):
         # The last product's result is not read again.
@@ -67,7 +67,7 @@ def test_products_are_computed_once_where_dots_are_kept_and_twice_elsewhere(reci
 
 
 def test_kept_bytes_are_codes_where_the_backward_pass_reads_codes():
-    """Of gate and up, whose products would be 2 bytes an element, codes with scales of groups."""
+    """Gate and up as codes with group scales, instead of 2 bytes per element."""
     names = {(dtype, shape) for dtype, shape in residuals(counted(POLICIES.dots_saveable)[2], P, X)}
     assert ("bfloat16", (TOKENS, INNER)) not in names
     assert ("uint8", (TOKENS, INNER)) in names

@@ -1,4 +1,4 @@
-"""States of scalings: read by calls, observed as gradients through every kind of program, and advanced."""
+"""Scaling states: read by calls, observed as gradients through every kind of program, and advanced."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def largest(x, axis=None):
 
 
 def observed(fn, p, x, recipe=DELAYED, states=None):
-    """The transformed function, its states, and what one differentiated call observes."""
+    """Returns the transformed function, its states, and the observations of one differentiated call."""
     fast = fp8jax.transform(fn, recipe)
     states = fast.init(p, x) if states is None else states
     loss = lambda states, p: jnp.sum(jnp.sin(fast(p, x, states=states)))  # noqa: E731
@@ -41,15 +41,15 @@ def observed(fn, p, x, recipe=DELAYED, states=None):
 
 
 def test_one_step_observes_and_advances():
-    fast, states, seen = observed(mlp, P, X)
+    fast, states, recorded = observed(mlp, P, X)
     assert jax.tree.map(jnp.shape, states["up"].state) == ((3,), (3,), (3,))
-    (slots,) = seen["up"].slots
+    (slots,) = recorded["up"].slots
     np.testing.assert_allclose([slots.x, slots.w], [largest(X), largest(P["up"])], rtol=1e-6)
     dy = jax.grad(lambda h: jnp.sum(jnp.sin(jnp.tanh(h) @ P["down"])))(X @ P["up"])
     np.testing.assert_allclose(slots.dy, largest(dy), rtol=0.1)  # the products after it are quantized
     # States get no gradient of their own.
-    assert not any(leaf.any() for leaf in jax.tree.leaves(seen["up"].state))
-    new = fast.advance(states, seen)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(recorded["up"].state))
+    new = fast.advance(states, recorded)
     np.testing.assert_array_equal(new["up"].state.x, [slots.x, 0, 0])
     assert not any(leaf.any() for leaf in jax.tree.leaves(new["up"].slots))
     # The next call reads them: a scale for twice the magnitude makes other codes.
@@ -80,9 +80,9 @@ def test_the_same_bits_as_layers_of_nnx():
         x = X * (i + 1)
         value, grads = theirs(model, x)
         grads = fp8jax.nnx.advance_scaling(model, grads)
-        got, (own, seen) = ours(params, states, x)
-        states = fast.advance(states, seen)
-        assert got == value
+        actual, (own, recorded) = ours(params, states, x)
+        states = fast.advance(states, recorded)
+        assert actual == value
         jax.tree.map(np.testing.assert_array_equal, own, nnx.to_pure_dict(grads))
         for name in ("up", "down"):
             layer, state = getattr(model, name).dot_general, states[f"{name}/kernel"].state
@@ -100,38 +100,38 @@ def scanned(p, x):
 
 def test_stacked_layers_have_states_of_their_own():
     """Through scan and checkpoint; each layer observes its own operands."""
-    fast, states, seen = observed(scanned, STACKED, X)
+    fast, states, recorded = observed(scanned, STACKED, X)
     assert states["up"].state.x.shape == (3, 3)
-    (slots,) = seen["up"].slots
+    (slots,) = recorded["up"].slots
     np.testing.assert_allclose(slots.w, largest(STACKED["up"], (1, 2)), rtol=1e-6)
     inputs = [X]
     for i in range(2):
         inputs.append(inputs[-1] + mlp(jax.tree.map(lambda w, i=i: w[i], STACKED), inputs[-1]))
     np.testing.assert_allclose(slots.x, [largest(x) for x in inputs], rtol=0.05)
-    np.testing.assert_array_equal(fast.advance(states, seen)["up"].state.w[:, 0], slots.w)
+    np.testing.assert_array_equal(fast.advance(states, recorded)["up"].state.w[:, 0], slots.w)
 
 
 def test_a_shared_layer_observes_the_largest_of_its_turns():
-    """Cotangents sum, and magnitudes must not."""
+    """Cotangents are summed; magnitudes must be merged by maximum."""
     fn = lambda p, x: lax.fori_loop(0, 3, lambda i, x: x * 0.5 + 0 * mlp(p, x), x)  # noqa: E731
-    fast, states, seen = observed(fn, P, X)
+    fast, states, recorded = observed(fn, P, X)
     assert (states["up"].state.x.shape, states["up"].slots[0].x.shape) == ((3,), (3,))
-    new = fast.advance(states, seen)["up"].state
+    new = fast.advance(states, recorded)["up"].state
     np.testing.assert_allclose([new.x[0], new.w[0]], [largest(X), largest(P["up"])], rtol=1e-6)
 
 
 def test_two_uses_of_one_parameter_have_one_state():
     fn = lambda p, x: mlp(p, x) + mlp(p, 3 * x)  # noqa: E731
-    fast, states, seen = observed(fn, P, X)
+    fast, states, recorded = observed(fn, P, X)
     assert len(states["up"].slots) == 2
-    new = fast.advance(states, seen)["up"].state
+    new = fast.advance(states, recorded)["up"].state
     np.testing.assert_allclose([new.x[0], new.w[0]], [3 * largest(X), largest(P["up"])], rtol=1e-6)
 
 
 def test_a_branch_that_is_not_taken_observes_nothing():
     fn = lambda p, x: lax.cond(x[0, 0, 0] > 1e3, lambda x: mlp(p, 9 * x), lambda x: mlp(p, x), x)  # noqa: E731
-    _, _, seen = observed(fn, P, X)
-    taken = sorted(float(slots.x) for slots in seen["up"].slots)
+    _, _, recorded = observed(fn, P, X)
+    taken = sorted(float(slots.x) for slots in recorded["up"].slots)
     np.testing.assert_allclose(taken, [0, largest(X)], rtol=1e-6)
 
 
@@ -141,33 +141,33 @@ def test_devices_of_a_mesh_observe_their_own(checked):
     specs = {"in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P("d")}
     fn = lambda p, x: jax.shard_map(mlp, mesh=mesh, check_vma=checked, **specs)(p, x)  # noqa: E731
     x = X.at[:2].multiply(0.5)
-    fast, states, seen = observed(fn, P, x)
-    (slots,) = seen["up"].slots
+    fast, states, recorded = observed(fn, P, x)
+    (slots,) = recorded["up"].slots
     np.testing.assert_allclose(slots.x, [largest(x[:2]), largest(x[2:])], rtol=1e-6)
-    np.testing.assert_allclose(fast.advance(states, seen)["up"].state.w[0], largest(P["up"]), rtol=1e-6)
+    np.testing.assert_allclose(fast.advance(states, recorded)["up"].state.w[0], largest(P["up"]), rtol=1e-6)
 
 
 def test_thresholds_count_blocks():
-    """int8_fallback: counts sum, where magnitudes take the largest."""
-    fast, states, seen = observed(lambda p, x: mlp(p, x) + mlp(p, x * 100), P, X, "int8_fallback")
-    used, blocks = np.sum([slots.x for slots in seen["up"].slots], 0)
+    """int8_fallback: counts are summed, magnitudes are merged by maximum."""
+    fast, states, recorded = observed(lambda p, x: mlp(p, x) + mlp(p, x * 100), P, X, "int8_fallback")
+    used, blocks = np.sum([slots.x for slots in recorded["up"].slots], 0)
     assert (blocks, used > 0) == (2, True)
-    state = fast.advance(states, seen)["up"].state
+    state = fast.advance(states, recorded)["up"].state
     assert state.x == states["up"].state.x * 1.3  # more than three in ten
     assert state.w is None
 
 
 def test_uses_are_merged_as_their_scaling_asks():
-    """Of two uses, one in a loop of three turns: counts add up, magnitudes do not."""
+    """Two uses, one in a loop of three iterations: counts are summed, magnitudes are not."""
     linears = DELAYED.linear, fp8jax.recipes.int8_fallback().linear
     uses = [states.WeightUse("w", 0, (states.LoopLevel(False, 3),)), states.WeightUse("w", 1, ())]
-    for linear, scalar, want in ((linears[0], True, 7.0), (linears[1], False, 1 + 2 + 7 + 5)):
+    for linear, scalar, expected in ((linears[0], True, 7.0), (linears[1], False, 1 + 2 + 7 + 5)):
         unit = jnp.float32(1) if scalar else jnp.ones(2)
-        seen = {(uses[0].key, "x"): jnp.stack([1 * unit, 2 * unit, 7 * unit]), (uses[1].key, "x"): 5 * unit}
-        merged = states.merge_use_stats(seen, dict.fromkeys(uses, linear))
-        np.testing.assert_array_equal(merged["w"]["x"], want * unit)
-    seen = {(uses[0].key, "dy"): jnp.array([1.0, 2.0, 7.0]), (uses[1].key, "dy"): jnp.float32(5)}
-    assert states.merge_use_stats(seen, dict.fromkeys(uses, linears[0]))["w"]["dy"] == 7
+        recorded = {(uses[0].key, "x"): jnp.stack([1 * unit, 2 * unit, 7 * unit]), (uses[1].key, "x"): 5 * unit}
+        merged = states.merge_use_stats(recorded, dict.fromkeys(uses, linear))
+        np.testing.assert_array_equal(merged["w"]["x"], expected * unit)
+    recorded = {(uses[0].key, "dy"): jnp.array([1.0, 2.0, 7.0]), (uses[1].key, "dy"): jnp.float32(5)}
+    assert states.merge_use_stats(recorded, dict.fromkeys(uses, linears[0]))["w"]["dy"] == 7
     held = states.ParameterState(
         linears[0], (), states.init(dict.fromkeys(uses, linears[0]), P | {"w": P["up"]})["w"].state
     )
@@ -181,7 +181,7 @@ def test_uses_are_merged_as_their_scaling_asks():
     assert jax.grad(gradient)(jnp.float32(0)) == 5
     tracked = states.init({states.WeightUse("w", 0, ()): linears[0]}, {"w": P["up"]})
     each = jax.tree.map(lambda slot: jnp.stack([slot + 1, slot + 5]), tracked)  # what two devices have seen
-    new = jax.vmap(lambda seen: states.advance(tracked, seen, "devices"), axis_name="devices")(each)
+    new = jax.vmap(lambda recorded: states.advance(tracked, recorded, "devices"), axis_name="devices")(each)
     np.testing.assert_array_equal(new["w"].state.x[:, 0], [5, 5])
     with pytest.raises(ValueError, match="the model has no state for delayed scaling of w"):
         states.use_inputs_from_parameter_states({"w": held._replace(state=None)}, dict.fromkeys(uses, linears[0]))
@@ -190,7 +190,7 @@ def test_uses_are_merged_as_their_scaling_asks():
 
 
 def test_bounds_of_weights_come_from_the_optimizer():
-    """Automatic scaling: weights have their own scales until bounds are set, and without states."""
+    """Automatic scaling: weights have current scales without states, and until bounds are set."""
     fast = fp8jax.transform(scanned, "moss")
     states = fast.init(STACKED, X)
     np.testing.assert_array_equal(states["up"].state.w, np.zeros(len(STACKED["up"])))
@@ -220,7 +220,7 @@ STACK = jax.random.normal(jax.random.key(2), (3, WIDTH, INNER)) * jnp.array([100
     ids=["scaled", "reversed layers", "rolled experts", "scaled experts"],
 )
 def test_bounds_of_a_parameter_are_none_of_a_matrix_computed_from_it(fn, w):
-    """They would clip it. With a recipe whose other operands have states it stays in 16 bits."""
+    """They would clip it. If other operands of the recipe have states, the matmul stays in 16 bits."""
     x, computed = X.reshape(-1, WIDTH), lambda p, x: fn(p["w"], x)
     fast = fp8jax.transform(computed, "moss")
     states = fast.update_weight_amax_bounds(fast.init({"w": w}, x), {("w",): jnp.asarray(largest(w, (-2, -1)))})
@@ -261,8 +261,8 @@ def test_products_of_parts_of_one_parameter_have_states_of_their_own(fn, recipe)
     @jax.jit
     def step(states):
         y, backward = jax.vjp(lambda p, states: fast(p, x, states=states), p, states)
-        grads, seen = backward(y)
-        return y, grads, fast.advance(states, seen)
+        grads, recorded = backward(y)
+        return y, grads, fast.advance(states, recorded)
 
     for _ in range(2):
         y, grads, states = step(states)
@@ -277,7 +277,9 @@ def test_products_of_parts_of_one_parameter_have_states_of_their_own(fn, recipe)
 
 
 def test_a_computed_index_selects_no_state():
-    """All matrices would share one. Delayed scaling leaves the product in 16 bits, automatic scaling measures it."""
+    """All matrices would share one. Delayed scaling leaves the matmul in 16 bits; automatic scaling measures the
+    weight.
+    """
     fn = lambda p, x: lax.map(lambda i: x @ p["w"][i], jnp.arange(4))  # noqa: E731
     p, x = {"w": STACK_OF_4}, X.reshape(-1, WIDTH)
     (entry,) = fp8jax.transform(fn, DELAYED).explain(p, x).skipped
@@ -337,5 +339,5 @@ def test_states_are_stacked_for_abstract_parameters():
     fast = fp8jax.transform(scanned, DELAYED)
     kinds = jax.eval_shape(fast.init, STACKED, X)
     assert jax.tree.map(jnp.shape, kinds) == jax.tree.map(jnp.shape, fast.init(STACKED, X))
-    found = dots(lambda p, s: fast(p, X, states=s), STACKED, kinds)
-    assert found == [("float8_e4m3fn", "float8_e4m3fn")] * 2
+    actual = dots(lambda p, s: fast(p, X, states=s), STACKED, kinds)
+    assert actual == [("float8_e4m3fn", "float8_e4m3fn")] * 2

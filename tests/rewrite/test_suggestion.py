@@ -1,4 +1,4 @@
-"""`fp8jax.find_faults` and `fp8jax.suggest`: planted faults are named, and the suggested rules mend them."""
+"""`fp8jax.find_faults` and `fp8jax.suggest`: planted faults are found, and the suggested rules fix them."""
 
 import dataclasses
 import re
@@ -38,32 +38,32 @@ def observed_step(fast):
 
 @pytest.mark.usefixtures("inspected")
 def test_scaled_weights_and_a_stuck_scale_are_named_and_mended():
-    """Delayed scales of before: weights that grew by 1e4 saturate; a scale that stays too large loses values."""
+    """Delayed scales: weights that grew by 1e4 saturate; a scale that stays too large loses values."""
     fast = fp8jax.transform(loss_fn, "te_delayed")
     states, params = fast.init(PARAMS, X), jax.tree.map(lambda w: w, PARAMS)
     step = observed_step(fast)
-    (_, (_, observed)), found = step(params, states)
-    assert fp8jax.find_faults(found) == []
+    (_, (_, observed)), statistics = step(params, states)
+    assert fp8jax.find_faults(statistics) == []
     states = fast.advance(states, observed)
     params["block0"]["up"] = 1e4 * params["block0"]["up"]
     stuck = states["block1/down"].state
     states["block1/down"] = dataclasses.replace(states["block1/down"], state=stuck._replace(x=1e6 * stuck.x))
-    (loss, _), found = step(params, states)
-    faults = fp8jax.find_faults(found)
+    (loss, _), statistics = step(params, states)
+    faults = fp8jax.find_faults(statistics)
     assert [(f.layer, f.role, f.statistic) for f in faults][:1] == [("block0/up", "w", "saturated")]
     assert {(f.layer, f.role) for f in faults if f.statistic == "snr_db"} >= {("block1/down", "x")}
     assert {f.layer for f in faults if f.role in ("x", "w")} == {"block0/up", "block1/down"}
 
-    suggestion = fp8jax.suggest(loss_fn, "te_delayed", params, X, found=found)
+    suggestion = fp8jax.suggest(loss_fn, "te_delayed", params, X, statistics=statistics)
     expected = float(jax.jit(loss_fn)(params, X))
     assert suggestion.unquantized_loss == pytest.approx(expected, rel=1e-5)
     assert abs(float(loss) - expected) > 0.05 * expected
     mended = fp8jax.transform(loss_fn, suggestion.rules)
     states = {path: states[path] for path in mended.init(params, X)}
     assert not {"block0/up", "block1/down"} & set(states)
-    (loss, _), found = observed_step(mended)(params, states)
+    (loss, _), statistics = observed_step(mended)(params, states)
     assert abs(float(loss) - expected) < 0.02 * expected
-    assert not {"block0/up", "block1/down"} & {f.layer for f in fp8jax.find_faults(found) if f.role in ("x", "w")}
+    assert not {"block0/up", "block1/down"} & {f.layer for f in fp8jax.find_faults(statistics) if f.role in ("x", "w")}
 
     code = str(suggestion)
     assert re.search(r"# w: 9\d\.\d\d% of values saturated; te_current has 3\d\.\d dB\n", code)
@@ -73,7 +73,7 @@ def test_scaled_weights_and_a_stuck_scale_are_named_and_mended():
 
 
 def test_outliers_get_finer_scales_and_what_nothing_mends_16_bits():
-    """A large token takes the range of its tensor, and of no other group; a large channel takes that of each group."""
+    """A large token uses the range of its tensor but of no other group; a large channel uses that of each group."""
     x = np.array(normal(3, 2, TOKENS, 128))
     x[0, 0] *= 1e8
     x[1, :, 0] *= 1e8
@@ -89,14 +89,14 @@ def test_outliers_get_finer_scales_and_what_nothing_mends_16_bits():
 def test_statistics_of_a_step_decide_which_layers_get_a_rule():
     """The most serious fault of a layer is the reason. NaN, moments and layers of other functions get no rule."""
     faulty, tenth, half = ({name: np.float32(x)} for name, x in (("snr_db", 5), ("nonfinite", 0.1), ("saturated", 0.5)))
-    found = {
+    statistics = {
         "block0/up": {"dy": faulty, "x": tenth},
         "block0/down": {"context": faulty},
         "block1/up": {"m": faulty},
         "block1/down": {"w": faulty, "x": half},
         "elsewhere": {"w": faulty},
     }
-    suggestion = fp8jax.suggest(loss_fn, "int8_fallback", PARAMS, X, found=found)
+    suggestion = fp8jax.suggest(loss_fn, "int8_fallback", PARAMS, X, statistics=statistics)
     layers = ("block1/down", "block0/up", "block0/down")
     assert suggestion.rules == (*(fp8jax.Rule(layer, "te_current") for layer in layers), "int8_fallback")
     assert re.fullmatch(r"x: 50\.00% of values saturated; te_current has 3\d\.\d dB", suggestion.reasons["block1/down"])
@@ -108,19 +108,19 @@ def test_statistics_of_a_step_decide_which_layers_get_a_rule():
 
 
 def test_4_bits_have_errors_of_their_own():
-    """16 dB and more are no fault of e2m1. Half of the columns are 1e-5 of others: they underflow."""
+    """16 dB and more are no fault in e2m1. Half of the columns are 1e-5 of the others and underflow."""
     x, w = normal(1, 64, 64), normal(2, 64, 64)
     step = jax.jit(fp8jax.telemetry(lambda x, w: fp8jax.linear(x, w, recipe="nvfp4", key=jax.random.key(0))))
-    _, found = step(x, w)
-    snr = [float(statistics["snr_db"]) for roles in found.values() for statistics in roles.values()]
+    _, statistics = step(x, w)
+    snr = [float(values["snr_db"]) for roles in statistics.values() for values in roles.values()]
     assert all(14 < each < 21 for each in snr)
-    assert fp8jax.find_faults(found) == []
-    _, found = step(x.at[:, 32:].multiply(1e-5).at[:, ::16].set(30.0), w)
-    assert {fault.role for fault in fp8jax.find_faults(found)} == {"x"}
+    assert fp8jax.find_faults(statistics) == []
+    _, statistics = step(x.at[:, 32:].multiply(1e-5).at[:, ::16].set(30.0), w)
+    assert {fault.role for fault in fp8jax.find_faults(statistics)} == {"x"}
 
 
 def test_given_rules_stay_and_decide_for_the_other_layers():
-    """Grouped products have errors, too. "bf16" quantizes nothing, and a pattern may be left without a layer."""
+    """Grouped matmuls have errors too. "bf16" quantizes nothing, and a pattern may end up without a layer."""
     x = np.array(normal(3, TOKENS, WIDTH))
     x[0] *= 1e8  # a token of the first expert
     sizes = jnp.array([56, 8])
@@ -159,11 +159,11 @@ def test_nan_is_reported_and_not_mended():
 
 
 def test_nan_next_to_its_cause_is_first():
-    found = {
+    statistics = {
         "a": {"dy": {"nonfinite": np.float32(0.01)}, "x": {"nonfinite": np.float32(1)}},
         "b": {"x": {"nonfinite": np.float32(0.02)}, "w": {"saturated": np.float32(1)}},
     }
-    faults = [(fault.layer, fault.role) for fault in fp8jax.find_faults(found)]
+    faults = [(fault.layer, fault.role) for fault in fp8jax.find_faults(statistics)]
     assert faults == [("b", "x"), ("a", "x"), ("a", "dy"), ("b", "w")]
 
 

@@ -50,8 +50,8 @@ def assert_near(fn, *args, rules="te_current", products=2):
     """Gradients as far from those as written as 8 bits are, and this many products in 8 bits."""
     fast = fp8jax.transform(fn, rules)
     assert eight_bit(fast, *args) == products
-    want, got = (jax.jit(jax.grad(loss(f)))(*args) for f in (fn, fast))
-    assert 0 < relative(got, want) < 0.25
+    expected, actual = (jax.jit(jax.grad(loss(f)))(*args) for f in (fn, fast))
+    assert 0 < relative(actual, expected) < 0.25
     return fast
 
 
@@ -104,9 +104,9 @@ def test_parameters_on_the_left():
     row = lambda p, x: p["v"] @ jnp.tanh(p["w"] @ x)  # noqa: E731
     fn = lambda p, x: jax.vmap(jax.vmap(row, (None, 0)), (None, 0))(p, x)  # noqa: E731
     assert_near(fn, p, X.astype(jnp.float32))
-    got = jax.jit(fp8jax.transform(fn, "te_current"))(p, X.astype(jnp.float32))
+    actual = jax.jit(fp8jax.transform(fn, "te_current"))(p, X.astype(jnp.float32))
     hidden = jnp.tanh(fp8jax.linear(X.astype(jnp.float32), p["w"].T, recipe="te_current"))
-    np.testing.assert_array_equal(got, fp8jax.linear(hidden, p["v"].T, recipe="te_current"))
+    np.testing.assert_array_equal(actual, fp8jax.linear(hidden, p["v"].T, recipe="te_current"))
 
 
 def branches(p, x):
@@ -168,8 +168,8 @@ def test_meshes_change_no_code(kind):
         placed = [jax.device_put(a, jax.NamedSharding(mesh, spec)) for a, spec in ((p, jax.P()), (X, jax.P("d")))]
         assert eight_bit(fast, *placed) == 3
         np.testing.assert_array_equal(jax.device_get(jax.jit(fast)(*placed)), want)
-        got, expected = (jax.jit(jax.grad(loss(f)))(*placed) for f in (fast, by_hand))
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(expected))
+        actual, expected = (jax.jit(jax.grad(loss(f)))(*placed) for f in (fast, by_hand))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(actual), jax.device_get(expected))
 
 
 def test_calls_that_nothing_changes_stay():
@@ -279,8 +279,8 @@ def test_gradients_that_a_function_takes_itself_are_as_written():
     assert {e.reason[:18] for e in plan.skipped} == {"part of a gradient"}
     reasons = [e.reason.partition(" that the")[0] for e in fast.explain(P, X).skipped]
     assert reasons == [*["part of a gradient"] * 3, *(f"data modify or select the matrix {name}" for name in P)]
-    want, got = (jax.grad(loss(f))(P, X) for f in (both, fast))
-    assert 0 < relative(got, want) < 0.15
+    expected, actual = (jax.grad(loss(f))(P, X) for f in (both, fast))
+    assert 0 < relative(actual, expected) < 0.15
 
 
 def test_what_has_a_derivative_of_its_own_is_as_written():
@@ -389,8 +389,8 @@ def test_matrices_that_a_place_picks(fn):
 def test_matrices_that_a_loop_without_a_length_picks():
     fast = fp8jax.transform(counted_while, [fp8jax.Rule(".*", "te_current")])
     assert eight_bit(fast, STACK, X, 2) == 1
-    got, want = (fast(STACK, X, 3), fp8jax.transform(counted, [fp8jax.Rule(".*", "te_current")])(STACK, X))
-    np.testing.assert_array_equal(got, want)
+    actual, expected = (fast(STACK, X, 3), fp8jax.transform(counted, [fp8jax.Rule(".*", "te_current")])(STACK, X))
+    np.testing.assert_array_equal(actual, expected)
     # A scaling with a state would share it between all matrices.
     delayed = fp8jax.transform(counted, [fp8jax.Rule(".*", "te_delayed")])
     assert delayed.init(STACK, X) == {}
@@ -481,8 +481,8 @@ def test_of_a_part_or_layout_of_a_parameter_the_parameter_is_kept(fn, recipe):
     given = functools.partial(fast, states=fast.init(STACK, x))
     saved = {shape for _, shape in residuals(lambda w: loss(given)(w, x), STACK) if WIDTH in shape}
     assert {shape for shape in saved if not {3, 5} <= {*shape} and 15 not in shape} == {STACK.shape}
-    want, got = (jax.grad(loss(f))(STACK, x) for f in (fn, given))
-    assert 0 < relative(got, want) < 0.25
+    expected, actual = (jax.grad(loss(f))(STACK, x) for f in (fn, given))
+    assert 0 < relative(actual, expected) < 0.25
 
 
 def looped(unroll, around=lambda turn: turn):
@@ -503,15 +503,15 @@ def test_turns_written_out_on_a_gpu_make_both_copies_of_a_weight_at_once(fn, gpu
         program = jax.make_jaxpr(jax.grad(loss(lambda *args: fast(*args))))(STACK, X)
         return program, jax.jit(jax.grad(loss(lambda *args: fast(*args))))(STACK, X)
 
-    before, want = run()
+    before, expected = run()
     monkeypatch.setattr(graph_run, "on_cuda", lambda: gpu)
     monkeypatch.setattr(graph_run, "on_one_device", lambda: True)
     made = []
     monkeypatch.setattr(
         weights, "quantize_weight", lambda *args, **how: made.append(how) or quantize_weight(*args, **how)
     )
-    after, got = run()
-    np.testing.assert_array_equal(got, want)
+    after, actual = run()
+    np.testing.assert_array_equal(actual, expected)
     assert bool(made) == written_out
     assert (str(after).count("optimization_barrier") > str(before).count("optimization_barrier")) == written_out
 
@@ -547,11 +547,11 @@ def test_outside_of_loops_both_copies_of_a_weight_are_made_at_once_on_a_gpu(fn, 
         codes = [shape for dtype, shape in residuals(given, P, X) if dtype == "uint8" and shape in sizes]
         return len(codes), jax.jit(jax.grad(lambda *args: loss(given)(*args), (0, 1)))(P, X)
 
-    before, want = run()
+    before, expected = run()
     monkeypatch.setattr(weights, "on_cuda", lambda: True)
     monkeypatch.setattr(weights, "on_one_device", lambda: True)
-    after, got = run()
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    after, actual = run()
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
     assert after - before == saved
     passes = []
     count = lambda *args, **how: passes.append(how) or quantize_weight(*args, **how)  # noqa: E731
@@ -610,8 +610,8 @@ def test_experts_by_groups_of_tokens():
     assert [e.path for e in explained.quantized if e.is_product] == ["up", "down"]
     assert {e.reason for e in explained.quantized if e.is_product} == {"the recipe"}
     assert [e.path for e in explained.skipped] == ["choose"]
-    want, got = (jax.jit(jax.grad(loss(f)))(p, X) for f in (experts, fast))
-    assert 0 < relative(got, want) < 0.25
+    expected, actual = (jax.jit(jax.grad(loss(f)))(p, X) for f in (experts, fast))
+    assert 0 < relative(actual, expected) < 0.25
     saved = residuals(jax.jit(functools.partial(fast, p)), X)
     assert {d for d, s in saved if s == (32, INNER)} == {"uint8"}
 
@@ -715,8 +715,8 @@ def test_closures_over_traces():
         return fp8jax.transform(lambda p, x: mlp(p, x) * scale, "te_current")(P, x)
 
     for scale in (1.0, 2.0):
-        got = jax.jit(outer)(X, jnp.bfloat16(scale))
-        np.testing.assert_array_equal(got, jax.jit(fp8jax.transform(mlp, "te_current"))(P, X) * jnp.bfloat16(scale))
+        actual = jax.jit(outer)(X, jnp.bfloat16(scale))
+        np.testing.assert_array_equal(actual, jax.jit(fp8jax.transform(mlp, "te_current"))(P, X) * jnp.bfloat16(scale))
 
 
 @jax.tree_util.register_dataclass
@@ -757,10 +757,10 @@ def test_bad_input():
 def test_a_copy_computes_the_same_and_knows_no_programs():
     """Also where it has been called, and so holds programs, which cannot be copied."""
     fast = fp8jax.transform(mlp, "te_current")
-    want = fast(P, X)
+    expected = fast(P, X)
     for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         assert not again._calls
-        np.testing.assert_array_equal(again(P, X), want)
+        np.testing.assert_array_equal(again(P, X), expected)
 
 
 def test_several_arguments_of_parameters():
