@@ -245,7 +245,7 @@ class TrainState(train_state.TrainState):
 
         Raises:
             TypeError: an argument belongs to the step, but `tx` has none.
-            ValueError: there are statistics, but no `scaling`.
+            ValueError: there are statistics, but no `scaling`; or what `apply` has written to it is lost.
         """
         has_overwritten = OVERWRITE_WITH_GRADIENT in grads
         grads_and_params = (grads["params"], self.params["params"]) if has_overwritten else (grads, self.params)
@@ -255,6 +255,8 @@ class TrainState(train_state.TrainState):
         is_applied = was_applied(state, apply_if)
         if has_overwritten:
             params = {"params": params, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
+        if "scaling" not in field_updates and self.scaling is not None:
+            scaled_linen.check_stats_not_lost(self.scaling)
         scaling = field_updates.pop("scaling", self.scaling)
         if scaling is not None:
             scaling = end_linen_step(scaling, statistics, state, self.rules, apply_if=apply_if)

@@ -117,6 +117,7 @@ def transform_method(method: Callable, root: QuantizedRoot, notices: Notices) ->
         for path, stats in stats_by_path.items():
             scope_index, param_path = lifted.param_locations[path]
             if SCALING in written[scope_index]:
+                training.record_observation(None)
                 _merge_stats(written[scope_index], param_path, param_states[path].linear, stats)
         return y, (params, written)
 

@@ -10,6 +10,7 @@ from flax import errors, nnx
 from jax import Array
 from jax.typing import ArrayLike
 
+from fp8jax.core import frames
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.ops.products.weights import QuantizedWeight
@@ -34,6 +35,15 @@ _CLOSED_OVER_MESSAGE = (
     "{layer} has {names} scaling, and each call updates its state, but a transformed function, such as the one that "
     "is differentiated, closes over the model. Pass the model to this function as an argument, or call model.eval() "
     "first to keep the scales unchanged"
+)
+_LOST_MESSAGE = (
+    "the statistics of this model's calls are lost, and its scales do not change. nnx.clone and nnx.merge make copies: "
+    "train the model itself. nnx.scan drops changes of a model that it broadcasts (None in in_axes): use "
+    "nnx.StateAxes({nnx.Param: None, ...: nnx.Carry}) for the model in in_axes"
+)
+_EVALUATION_MESSAGE = (
+    "this model is trained in evaluation mode, so its scales do not change: call model.train() before the next step. "
+    "Ignore this warning if the scales are meant to stay"
 )
 
 
@@ -220,7 +230,7 @@ def advance_scaling(
     statistics by maximum, and pass them in `grads`. For data parallelism in `jax.shard_map`, pass `axis_name`. A layer
     that was not called since its last step keeps its states.
 
-    A program that trains a model and never calls this function causes a warning.
+    A program that trains a model and never calls this function causes a warning, as does a call after `model.eval()`.
 
     Args:
         model: a model of `fp8jax.nnx.quantize` with such a scaling.
@@ -241,7 +251,10 @@ def advance_scaling(
     for record in dict.fromkeys(layer.record for layer in layers):
         training.record_advance(training.ADVANCE, record)
         stats = [layer.load().stats for layer in layers if layer.record is record]
-        training.warn_if_stats_lost(record, [value for x, w, _ in stats for value in (x, w) if value is not None])
+        if training.are_stats_lost(record, [value for x, w, _ in stats for value in (x, w) if value is not None]):
+            frames.warn(_LOST_MESSAGE)
+    if all(layer.use_running_average for layer in layers):
+        frames.warn(_EVALUATION_MESSAGE)
     other_grads = None if grads is None else merge_gradient_stats(model, grads)
     for layer in layers:
         layer.end_step(axis_name, apply_if)

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 from jax.typing import ArrayLike
@@ -124,6 +126,22 @@ def advance_scaling(
         stored = ParameterState.from_variables(linear, (), variables | slot).end_step(axis_name, apply_if)
         flat |= {(*layer, name): value for name, value in stored.to_variables().items() if name != "slot"}
     return unflatten_dict(flat)
+
+
+def check_stats_not_lost(scaling: Mapping[str, Any]) -> None:
+    """Checks that the collection of a train state is the one that the calls of a step have written.
+
+    Raises:
+        ValueError: the program has collected statistics, but not in this collection, or outside of a program it has
+            none.
+    """
+    stats = [value for path, value in flatten_dict(scaling).items() if path[-1] in ("seen_x", "seen_w")]
+    is_traced = any(isinstance(value, jax.core.Tracer) for value in stats)
+    if stats and (training.are_stats_lost(None, stats) if is_traced else not any(map(np.any, stats))):
+        raise ValueError(
+            "apply_gradients without scaling= loses the statistics of this step, and the scales do not change. Pass "
+            f"scaling=new[{SCALING!r}], the collection that apply(..., mutable=[{SCALING!r}]) returned"
+        )
 
 
 def update_weight_amax_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:

@@ -57,7 +57,8 @@ def compress_state(
     path of its tree in the state, such as "0.mu", or "inner_states.muon.inner_state.0.mu".
 
     By default, optax's names of moments (`FIRST_MOMENTS`, `SECOND_MOMENTS`) are stored in e4m3. Sums and maxima
-    (`MONOTONE_ACCUMULATORS`, of Adagrad, AMSGrad and Adadelta) stay in fp32, because rounding would stop them. Any
+    (`MONOTONE_ACCUMULATORS`, of Adagrad, AMSGrad and Adadelta) stay in fp32, because rounding would stop them. The
+    moments of `optax.rmsprop(centered=True)` do too, because rounding can make the variance nu - mu^2 negative. Any
     other name must be in `moments`. A nonzero value decodes to zero only if it is a first moment.
 
     **Range.** With expansion in e4m3, a first moment below 1/6,000,000 of its group's largest is stored as 0. Other
@@ -100,7 +101,8 @@ def compress_state(
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `init`, a key matches no moment, or a leaf shaped like
-            its parameter has a name that is neither in optax's list nor in `moments`.
+            its parameter has a name that is neither in optax's list nor in `moments`; or `moments` rounds the moments
+            of a variance.
         TypeError: `tx` is not a transformation; or at `init`, its moments are quantized already, or a parameter has 8
             bits; or at `update`, the gradient of a real parameter is complex.
 
@@ -286,6 +288,9 @@ def _make_plan(
         path: x for path, x in jax.tree_util.tree_leaves_with_path(params) if jnp.issubdtype(x.dtype, jnp.floating)
     }
     paths, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=storage.is_quantized)
+    variance_paths = [
+        path for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variance) if _is_variance(node)
+    ]
     leaves, names, used_rules = list[_StateLeaf](), set(), set()
     for path, leaf in paths:
         # The longest path of a parameter that this one ends with.
@@ -310,6 +315,13 @@ def _make_plan(
                 f"moments={{'{last or '*'}': 'fp32'}}"
             )
         is_first, stored = last in storage.FIRST_MOMENTS, default_storage[last] if key is None else rules[key]
+        if any(path[: len(start)] == start for start in variance_paths):
+            stored = formats.get("fp32") if key is None else stored
+            if stored != formats.get("fp32"):
+                raise ValueError(
+                    f"moments[{key!r}]: the moment {name!r} cannot be rounded, because the update divides by the root "
+                    "of nu - mu**2, which would become negative; use 'fp32', or omit it"
+                )
         leaves[-1] = leaves[-1]._replace(storage=stored, role="first" if is_first else "other")
         if is_first and isinstance(stored, QuantSpec) and not formats.get(stored.format).is_signed:
             raise ValueError(
@@ -324,6 +336,11 @@ def _make_plan(
             f"are {', '.join(map(repr, sorted(names))) or 'none'}"
         )
     return _MomentPlan(leaves, treedef)
+
+
+def _is_variance(node: Any) -> bool:
+    """Whether a node is a state of optax's `scale_by_stddev`. optax exports only one of its two classes."""
+    return type(node).__name__ in ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState")
 
 
 def _resolve_storage(

@@ -65,12 +65,12 @@ class _Program:
     Attributes:
         advanced: the calls that advance states, each after the record of the model, or None.
         warned: the missing calls of past warnings, in this form.
-        observed: records of the models with calls that have collected statistics.
+        observed: records of the models with calls that have collected statistics; None for models of Linen.
     """
 
     def __init__(self) -> None:
         self.advanced, self.warned = set[tuple[Any, str]](), set[tuple[Any, str]]()
-        self.observed = set[TrainingRecord]()
+        self.observed = set[TrainingRecord | None]()
 
     def __repr__(self) -> str:
         return "program"
@@ -113,26 +113,29 @@ def record_advance(call: str, record: TrainingRecord | None = None) -> None:
         program.advanced.add((record, call))
 
 
-def record_observation(record: TrainingRecord) -> None:
-    """Record that a call of the model in this program observes something."""
-    program, _, _ = _outermost_program()
-    if program is not None:
-        program.observed.add(record)
+def record_observation(record: TrainingRecord | None) -> None:
+    """Record that a call of the model in this program, or in a loop of it, observes something; None is for Linen."""
+    for trace in _enclosing_programs():
+        _programs.setdefault(trace, _Program()).observed.add(record)
 
 
-def warn_if_stats_lost(record: TrainingRecord, stats: Sequence[Array]) -> None:
-    """Warn if calls of a model in this program have observed something, and all of it is lost."""
-    program, outermost, _ = _outermost_program()
-    if program is None or record not in program.observed:
-        return
-    # Without these names in a version of JAX there is no warning.
-    inputs = set(map(id, getattr(outermost.frame, "invars", ())))
-    if all(id(getattr(value, "val", None)) in inputs for value in stats):
-        frames.warn(
-            "the statistics of this model's calls are lost, and its scales do not change: nnx.scan drops changes of a "
-            "model that it broadcasts (None in in_axes). Use nnx.StateAxes({nnx.Param: None, ...: nnx.Carry}) for the "
-            "model in in_axes"
-        )
+def are_stats_lost(record: TrainingRecord | None, stats: Sequence[Any]) -> bool:
+    """Whether calls of a model in this program, or in this loop, have observed something, and all of it is lost."""
+    trace = next(_enclosing_programs(), None)
+    if trace is None or trace not in _programs or record not in _programs[trace].observed:
+        return False
+    # Without these names in a version of JAX nothing is reported.
+    inputs = set(map(id, getattr(trace.frame, "invars", ())))
+    return all(id(getattr(value, "val", None)) in inputs for value in stats)
+
+
+def _enclosing_programs() -> Iterator[Any]:
+    """The traces of the program and the loops that are traced, from the innermost one."""
+    trace: Any = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
+    while hasattr(trace, "parent_trace"):
+        if hasattr(trace, "frame"):
+            yield trace
+        trace = trace.parent_trace
 
 
 class Interface(NamedTuple):

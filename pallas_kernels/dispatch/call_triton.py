@@ -30,12 +30,12 @@ _TARGET = "triton_kernel_call_ffi"
 
 
 def bitcast_bytes(x: Array, dtype: DTypeLike) -> Array:
-    """Return an array of one-byte elements as another dtype of one byte; wider arrays are unchanged.
+    """Return an array of one-byte elements as another dtype of one byte; unchanged if either dtype is wider.
 
     If a nested function reads the bits of a transposed constant, XLA (jaxlib 0.11) returns those of the constant before
     it was transposed. XLA reshapes the constant correctly, hence the additional axis.
     """
-    if x.dtype.itemsize > 1:
+    if max(x.dtype.itemsize, jnp.dtype(dtype).itemsize) > 1:
         return x
     return lax.squeeze(lax.bitcast_convert_type(lax.expand_dims(x, [0]), dtype), [0])
 

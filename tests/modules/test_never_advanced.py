@@ -209,7 +209,44 @@ def test_a_train_state_without_statistics_says_where_they_come_from():
     tx = fp8jax.optimizer("te_delayed", 1e-2)
     state = fp8jax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, scaling=scaling)
     with pytest.raises(ValueError, match=r"no statistics for the gradient .*fp8jax_statistics"):
-        state.apply_gradients(grads=params)
+        state.apply_gradients(grads=params, scaling=scaling)
+
+
+def scan_of_one(step):
+    """`step` in a loop of one iteration."""
+    return jax.jit(lambda state: jax.lax.scan(lambda state, _: (step(state), None), state, length=1)[0])
+
+
+@pytest.mark.parametrize("name", ["te_delayed", "int8_fallback"])
+@pytest.mark.parametrize("program", [lambda step: step, jax.jit, scan_of_one])
+def test_a_train_state_that_is_not_given_its_collection_says_so(name, program):
+    """Without `scaling=` the states stayed at their first values, and nothing was said."""
+    rules = fp8jax.Rule(".*", name)
+    model = fp8jax.linen.quantize(nn.Dense(16), rules)
+    variables = model.init(jax.random.key(0), X)
+    statistics = variables.get("fp8jax_statistics", {})
+    state = fp8jax.linen.TrainState.create(
+        apply_fn=model.apply, params=variables["params"], tx=SGD, scaling=variables["fp8jax_scaling"], rules=rules
+    )
+
+    def step(state, how):
+        @jax.checkpoint
+        def loss(params, statistics):
+            collections = {"params": params, "fp8jax_statistics": statistics, "fp8jax_scaling": state.scaling}
+            y, new = model.apply(collections, X, mutable=["fp8jax_scaling"])
+            return jnp.mean(y**2), new["fp8jax_scaling"]
+
+        (grads, seen), scaling = jax.grad(loss, argnums=(0, 1), has_aux=True)(state.params, statistics)
+        if how == "replaced":
+            state = state.replace(scaling=scaling)
+        return state.apply_gradients(grads=grads, statistics=seen, **({"scaling": scaling} if how == "given" else {}))
+
+    with pytest.raises(ValueError, match=r"without scaling= loses .* Pass scaling=new\['fp8jax_scaling'\]"):
+        program(lambda state: step(state, "lost"))(state)
+    for how in ("given", "replaced"):
+        new = program(lambda state, how=how: step(state, how))(state).scaling
+        changes = jax.tree.map(lambda a, b: bool((a != b).any()), state.scaling, new)
+        assert any(jax.tree.leaves(changes))
 
 
 @pytest.mark.parametrize(("name", "program"), covering(["te_delayed", "int8_fallback"], [lambda f: f, jax.jit]))
@@ -343,6 +380,42 @@ def test_loops_that_drop_observations_are_told(name):
         assert run(nnx.StateAxes({nnx.Param: None, ...: nnx.Carry}))
 
 
+@pytest.mark.parametrize("name", ["te_delayed", "int8_fallback"])
+def test_trainers_of_copies_and_of_models_in_evaluation_are_told(name):
+    """The scales stay, also in a loop over steps."""
+
+    def run(gradient):
+        model = quantized(name)
+        optimizer = fp8jax.nnx.Optimizer(model, fp8jax.optimizer(name, 0.0), wrt=nnx.Param)
+
+        @nnx.jit
+        def steps(model, optimizer):
+            @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            def step(carry, x):
+                model, optimizer = carry
+                optimizer.update(model, gradient(model, x))
+                return carry
+
+            step((model, optimizer), jnp.stack([X, 2 * X]))
+
+        before = jax.tree.map(np.asarray, nnx.state(model, fp8jax.nnx.ScalingVariable))
+        steps(model, optimizer)
+        after = jax.tree.map(np.asarray, nnx.state(model, fp8jax.nnx.ScalingVariable))
+        return any(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), before, after)))
+
+    def in_evaluation(model, x):
+        model.eval()
+        return fp8jax.nnx.grad(loss)(model, x)
+
+    with pytest.warns(UserWarning, match=r"statistics of this model's calls are lost.* nnx.clone .* train the model"):
+        assert not run(lambda model, x: fp8jax.nnx.grad(loss)(nnx.clone(model), x))
+    with pytest.warns(UserWarning, match=r"trained in evaluation mode, so its scales do not change: call model.train"):
+        assert not run(in_evaluation)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(lambda model, x: fp8jax.nnx.grad(loss)(model, x))
+
+
 def test_models_that_a_differentiated_function_closes_over_are_to_be_arguments():
     model, other = quantized("te_delayed"), quantized("te_delayed")
     with pytest.raises(flax.errors.TraceContextError, match=r"^an nnx.Linear has delayed .* as an argument, or call"):
@@ -419,4 +492,4 @@ def test_linen_states_without_the_rules_of_thresholds_say_where_to_give_them():
         apply_fn=module.apply, params=variables["params"], tx=SGD, scaling=variables["fp8jax_scaling"]
     )
     with pytest.raises(ValueError, match=r"^the layer has variables .*Pass the rules= .* TrainState.create"):
-        state.apply_gradients(grads=variables["params"])
+        state.apply_gradients(grads=variables["params"], scaling=variables["fp8jax_scaling"])

@@ -492,6 +492,33 @@ def test_slow_first_moments_fall_where_no_gradient_comes(make, memory):
     assert 0 < largest(after) < 3 * np.exp(-4) * largest(before)
 
 
+@pytest.mark.parametrize("bias_correction", [False, True])
+@pytest.mark.parametrize("around", [lambda tx: tx, lambda tx: optax.masked(tx, {"w": True}), optax.apply_if_finite])
+def test_moments_of_a_variance_are_not_rounded(around, bias_correction):
+    """The update divides by the root of nu - mu^2, which is NaN if rounding makes it negative."""
+    options = {"eps": 1e-3, "centered": True, "momentum": 0.9, "bias_correction": bias_correction}
+    make = lambda: optax.rmsprop(1e-3, **options)  # noqa: E731
+    tx = around(make()) if around is not optax.apply_if_finite else optax.apply_if_finite(make(), 5)
+    p = {"w": jax.random.normal(jax.random.key(0), (16, 256))}
+    assert quantized(OURS(tx).init(p)) == {"trace": {"e4m3"}}
+
+    def run(tx):
+        def step(carry, key):
+            q, state = carry
+            noise = 0.05 * jax.random.normal(key, (16, 256))  # small relative to the mean, as is the variance
+            updates, state = tx.update({"w": p["w"] + noise}, state, q)
+            return (optax.apply_updates(q, updates), state), None
+
+        keys = jax.random.split(jax.random.key(1), 60)
+        return jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), keys)[0][0])(p)
+
+    assert relative(run(OURS(tx))["w"] - p["w"], run(tx)["w"] - p["w"]) < 0.05
+    for name in ("mu", "nu"):
+        with pytest.raises(ValueError, match=rf"moments\['{name}'\].*nu - mu\*\*2.*use 'fp32'"):
+            OURS(tx, {name: "bf16"}).init(p)
+        assert "trace" in quantized(OURS(tx, {name: "fp32"}).init(p))
+
+
 def test_steps_are_counted_for_those_that_count_none():
     """The wrapper adds a state with a step count. Fields are still found by name; other optimizers keep their state."""
     p = {"w": jnp.ones((8, 128))}
