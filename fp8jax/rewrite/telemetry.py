@@ -344,8 +344,8 @@ def find_faults(statistics: Telemetry) -> list[Fault]:
             shape = next((column.shape for column in columns.values()), (0,))
             bits = np.asarray(values.get("bits", np.full(shape, 8)))
             for index in np.ndindex(*shape):
-                values = [(name, float(columns[name][index])) for name in names]
-                first = next((each for each in values if _is_out_of_bounds(*each, float(bits[index]))), None)
+                pairs = [(name, float(columns[name][index])) for name in names]
+                first = next((pair for pair in pairs if _is_out_of_bounds(*pair, float(bits[index]))), None)
                 faults += [] if first is None else [Fault(layer, role, index, *first)]
     return sorted(faults, key=_severity)
 
