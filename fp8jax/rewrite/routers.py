@@ -6,8 +6,9 @@ tokens or the outputs of experts. Those of an output head do not: a loss or the 
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from fp8jax.rewrite import primitives
@@ -58,7 +59,7 @@ def find_expert_weights(graph: Graph, sigmoids: Sequence[tuple[Value, Scores]]) 
 def _weights_experts(sigmoid: Value, scores: Scores, uses: "_Uses") -> bool:
     """Whether weights that are computed from a sigmoid alone are factors in a sum over its last axis, the experts."""
     num_experts, size = sigmoid.shape[-1] if sigmoid.shape else 1, sigmoid.aval.size
-    if num_experts < 2:
+    if not isinstance(num_experts, int) or num_experts < 2:
         return False
     source = _Source(scores)
     visited, todo = {sigmoid}, [sigmoid]
@@ -92,9 +93,17 @@ def _has_no_free_axes(node: Node, value: Value) -> bool:
     return len(contract[side]) + len(batch[side]) == value.aval.ndim
 
 
-def _base_size(value: Value) -> int:
-    """The size of a value before casts and broadcasts."""
-    return int(strip_layout(value, (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES)).aval.size)
+def _base_size(value: Value) -> Any:
+    """The size of a value before casts and broadcasts; it may be symbolic."""
+    return strip_layout(value, (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES)).aval.size
+
+
+def _is_larger(value: Value, score: Value) -> bool:
+    """Whether a value has more elements than a score before it is broadcast; False if that is unknown."""
+    try:
+        return bool(value.aval.size > _base_size(score))
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
 
 
 class _Source:
@@ -145,15 +154,10 @@ def _live_values(graph: Graph, scores: Collection[Value]) -> set[Value]:
         live.add(value)
         todo += [] if value.enclosing_value is None else [value.enclosing_value]
         todo += [carries[value]] if value in carries else []
-        node = producers.get(value)
-        if node is None:
-            continue
-        if not node.bodies:
-            todo += node.operands
-            continue
-        todo += [body.outputs[node.results.index(value)] for body in node.bodies]
-        read_inside = {inner.enclosing_value for body in node.bodies for inner in body.inputs}
-        todo += [operand for operand in node.operands if operand not in read_inside]
+        producer = producers.get(value)
+        if producer is not None:
+            todo += [body.outputs[producer.results.index(value)] for body in producer.bodies]
+            todo += [operand for operand in producer.operands if not _enters(producer, operand)]
     return live
 
 
@@ -250,7 +254,7 @@ def _steered_values(node: Node, score: Value) -> list[Value]:
     if kind in GROUPED_KINDS:
         return operands[:1] if score in operands[2:] else []
     if kind in ("mul", "div", "select_n"):
-        return [value for value in others if _base_size(score) < value.aval.size]
+        return [value for value in others if _is_larger(value, score)]
     if kind == "dot_general":
         contract, batch = params["dimension_numbers"]
         num_summed = [len(contract[i]) + len(batch[i]) for i in range(2)]
