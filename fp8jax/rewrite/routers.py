@@ -4,6 +4,8 @@ Scores are what a softmax, top_k, argmax or sort reads. The scores of a router s
 tokens or the outputs of experts. Those of an output head do not: a loss or the caller reads them.
 """
 
+import collections
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -41,7 +43,8 @@ def find_router_layers(graph: Graph, products: Collection[Node], selections: Seq
     if not found:
         return found
     uses = _Uses(graph)
-    return _sole_sources(graph, products, [scores for scores in selections if _steers(scores, uses)])
+    steering = [scores for scores in selections if scores.products and _steers(scores, uses)]
+    return _sole_sources(graph, products, steering)
 
 
 def find_expert_weights(graph: Graph, sigmoids: Sequence[tuple[Value, Scores]]) -> list[Scores]:
@@ -111,12 +114,15 @@ class _Source:
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores.values.union(*(node.results for node in scores.products))
-        operands = [value for node in scores.products for value in node.operands]
-        self._sources = {value for value in search(operands, direct_sources) if _is_float_data(value)}
+        self._operands = [value for node in scores.products for value in node.operands]
+
+    @functools.cached_property
+    def _sources(self) -> set[Value]:
+        return {value for value in search(self._operands, direct_sources) if _is_float_data(value)}
 
     def is_bypassed_by(self, value: Value) -> bool:
         """Whether a value is computed from the same data, but not from the scores."""
-        ancestors = search([value], direct_sources)
+        ancestors = search([value], lambda v: [] if v in self._sources else direct_sources(v))
         return self.scores.isdisjoint(ancestors) and not self._sources.isdisjoint(ancestors)
 
 
@@ -211,9 +217,9 @@ def _enters(node: Node, value: Value) -> bool:
 def _steers(scores: Scores, uses: _Uses) -> bool:
     """Whether scores select or weight values that have the source of the scores but do not depend on these."""
     source = _Source(scores)
-    visited, todo = set(source.scores), list(source.scores)
+    visited, todo = set(source.scores), collections.deque(source.scores)
     while todo:
-        value = todo.pop()
+        value = todo.popleft()  # the nearest readers first
         for node in uses.readers.get(value, ()):
             steered = [v for v in _steered_values(node, value) if v not in visited and _is_float_data(v)]
             if _selects_matrices(node, value) or any(map(source.is_bypassed_by, steered)):
