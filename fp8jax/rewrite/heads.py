@@ -330,7 +330,8 @@ def _is_over_outputs(reduction: Node, products: Collection[Node]) -> bool:
     *others, size = reduction.operands[0].shape
     sides = {node: next((i for i, value in enumerate(node.operands[:2]) if not value.is_data), 1) for node in products}
     is_last_axis = tuple(reduction.eqn.params["axes"]) == (len(others),)
-    return is_last_axis and size > 1 and all(count_outputs(node, side) % size == 0 for node, side in sides.items())
+    is_axis_of_outputs = is_last_axis and isinstance(size, int) and size > 1
+    return is_axis_of_outputs and all(count_outputs(node, side) % size == 0 for node, side in sides.items())
 
 
 def count_outputs(node: Node, side: int) -> int:

@@ -4,10 +4,13 @@ Scores are what a softmax, top_k, argmax or sort reads. The scores of a router s
 tokens or the outputs of experts. Those of an output head do not: a loss or the caller reads them.
 """
 
+import collections
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from fp8jax.rewrite import primitives
@@ -40,7 +43,8 @@ def find_router_layers(graph: Graph, products: Collection[Node], selections: Seq
     if not found:
         return found
     uses = _Uses(graph)
-    return _sole_sources(graph, products, [scores for scores in selections if _steers(scores, uses)])
+    steering = [scores for scores in selections if scores.products and _steers(scores, uses)]
+    return _sole_sources(graph, products, steering)
 
 
 def find_expert_weights(graph: Graph, sigmoids: Sequence[tuple[Value, Scores]]) -> list[Scores]:
@@ -58,7 +62,7 @@ def find_expert_weights(graph: Graph, sigmoids: Sequence[tuple[Value, Scores]]) 
 def _weights_experts(sigmoid: Value, scores: Scores, uses: "_Uses") -> bool:
     """Whether weights that are computed from a sigmoid alone are factors in a sum over its last axis, the experts."""
     num_experts, size = sigmoid.shape[-1] if sigmoid.shape else 1, sigmoid.aval.size
-    if num_experts < 2:
+    if not isinstance(num_experts, int) or num_experts < 2:
         return False
     source = _Source(scores)
     visited, todo = {sigmoid}, [sigmoid]
@@ -92,9 +96,17 @@ def _has_no_free_axes(node: Node, value: Value) -> bool:
     return len(contract[side]) + len(batch[side]) == value.aval.ndim
 
 
-def _base_size(value: Value) -> int:
-    """The size of a value before casts and broadcasts."""
-    return int(strip_layout(value, (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES)).aval.size)
+def _base_size(value: Value) -> Any:
+    """The size of a value before casts and broadcasts; it may be symbolic."""
+    return strip_layout(value, (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES)).aval.size
+
+
+def _is_larger(value: Value, score: Value) -> bool:
+    """Whether a value has more elements than a score before it is broadcast; False if that is unknown."""
+    try:
+        return bool(value.aval.size > _base_size(score))
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
 
 
 class _Source:
@@ -102,12 +114,15 @@ class _Source:
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores.values.union(*(node.results for node in scores.products))
-        operands = [value for node in scores.products for value in node.operands]
-        self._sources = {value for value in search(operands, direct_sources) if _is_float_data(value)}
+        self._operands = [value for node in scores.products for value in node.operands]
+
+    @functools.cached_property
+    def _sources(self) -> set[Value]:
+        return {value for value in search(self._operands, direct_sources) if _is_float_data(value)}
 
     def is_bypassed_by(self, value: Value) -> bool:
         """Whether a value is computed from the same data, but not from the scores."""
-        ancestors = search([value], direct_sources)
+        ancestors = search([value], lambda v: [] if v in self._sources else direct_sources(v))
         return self.scores.isdisjoint(ancestors) and not self._sources.isdisjoint(ancestors)
 
 
@@ -146,14 +161,9 @@ def _live_values(graph: Graph, scores: Collection[Value]) -> set[Value]:
         todo += [] if value.enclosing_value is None else [value.enclosing_value]
         todo += [carries[value]] if value in carries else []
         producer = producers.get(value)
-        if producer is None:
-            continue
-        if not producer.bodies:
-            todo += producer.operands
-            continue
-        todo += [body.outputs[producer.results.index(value)] for body in producer.bodies]
-        read_inside = {inner.enclosing_value for body in producer.bodies for inner in body.inputs}
-        todo += [operand for operand in producer.operands if operand not in read_inside]
+        if producer is not None:
+            todo += [body.outputs[producer.results.index(value)] for body in producer.bodies]
+            todo += [operand for operand in producer.operands if not _enters(producer, operand)]
     return live
 
 
@@ -207,9 +217,9 @@ def _enters(node: Node, value: Value) -> bool:
 def _steers(scores: Scores, uses: _Uses) -> bool:
     """Whether scores select or weight values that have the source of the scores but do not depend on these."""
     source = _Source(scores)
-    visited, todo = set(source.scores), list(source.scores)
+    visited, todo = set(source.scores), collections.deque(source.scores)
     while todo:
-        value = todo.pop()
+        value = todo.popleft()  # the nearest readers first
         for node in uses.readers.get(value, ()):
             steered = [v for v in _steered_values(node, value) if v not in visited and _is_float_data(v)]
             if _selects_matrices(node, value) or any(map(source.is_bypassed_by, steered)):
@@ -250,7 +260,7 @@ def _steered_values(node: Node, score: Value) -> list[Value]:
     if kind in GROUPED_KINDS:
         return operands[:1] if score in operands[2:] else []
     if kind in ("mul", "div", "select_n"):
-        return [value for value in others if _base_size(score) < value.aval.size]
+        return [value for value in others if _is_larger(value, score)]
     if kind == "dot_general":
         contract, batch = params["dimension_numbers"]
         num_summed = [len(contract[i]) + len(batch[i]) for i in range(2)]

@@ -394,9 +394,9 @@ def transform(
             sequence of `fp8jax.Rule`, which such a recipe may follow; the first match wins. A rule matches a
             parameter's path, joined by "/", without a last step such as "kernel" or "w": "layers/mlp/up". The result of
             a head is returned or goes into a softmax; that of a router goes into softmax, top_k, argmax or sort, or
-            only such scores depend on it. A
-            recipe that quantizes no matmul, such as "bf16", changes nothing. A `fp8jax.GroupedProduct` among the rules
-            names a function with a custom derivative that computes a grouped product.
+            only such scores depend on it. A recipe that quantizes no matmul, such as "bf16", changes nothing. A
+            `fp8jax.GroupedProduct` among the rules names a function with a custom derivative that computes a grouped
+            product.
         params: the arguments with parameters, by position or name. The default is the first argument. If there are
             several, paths begin with their positions or names.
         static: arguments that are settings, like `static_argnums` of `jax.jit`. Leaves that are neither arrays nor

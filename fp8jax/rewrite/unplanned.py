@@ -198,7 +198,7 @@ def _expand_node(node: Node, schedule: Schedule | None, enclosing: Enclosing) ->
 def _norm_entry(program: _Program, node: Node) -> PlanEntry | None:
     """The entry of the norm whose square root is `node`; None if there is no such norm."""
     root = node.operands[0]
-    if not root.is_data or root.aval.ndim < 1 or root.aval.size < 2:
+    if not root.is_data or _is_single(root):
         return None
     sums, has_mean = list[Node](), False
     for value in _ancestors(root):
@@ -255,7 +255,7 @@ def _activation_entry(program: _Program, node: Node) -> PlanEntry | None:
     if not (is_named or is_relu or node.kind in _CURVES) or not node.results:
         return None
     value = node.results[0]
-    if not value.is_data or not value.depends_on_params or value.aval.ndim < 1 or value.aval.size < 2:
+    if not value.is_data or not value.depends_on_params or _is_single(value):
         return None
     if not jnp.issubdtype(value.dtype, jnp.floating):
         return None  # as of numbers of experts, which jnp.bincount clips at 0
@@ -279,6 +279,11 @@ def _activation_entry(program: _Program, node: Node) -> PlanEntry | None:
     elif is_read_by_recipe:
         reason = "no quantized matmul with a context reads its result directly; dropout, for example, changes it"
     return PlanEntry("", label, value.shape, None, reason, node.line())
+
+
+def _is_single(value: Value) -> bool:
+    """Whether a value has one element."""
+    return all(isinstance(n, int) and n < 2 for n in value.shape)
 
 
 def _is_statistic(program: _Program, value: Value) -> bool:

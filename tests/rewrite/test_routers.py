@@ -211,6 +211,14 @@ def test_a_router_over_layers_stays():
     check_router_stays(fn)
 
 
+def test_routers_of_any_number_of_tokens_stay():
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    x = jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32)
+    for router, read in ((mlp, mix_all), (sigmoid, add_all), (cosine, mix_slots)):
+        rows = fp8jax.transform(layer(router, read), "coat").explain(P, x)
+        assert {row.path for row in rows.quantized if row.is_product} == LAYERS
+
+
 class NnxLayer(nnx.Module):
     def __init__(self, router, read):
         self.read, self.route = READERS[read], ROUTERS[router]
