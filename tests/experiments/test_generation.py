@@ -210,6 +210,7 @@ def test_command_line_writes_what_the_model_says(folder, capsys):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [39, end]}))
     before = greedy[: greedy.index(end, len(ids))]
     assert run(capsys, *flags, "--tokens", "30")[1] == spelled.decode(before) + "\n"
+    assert run(capsys, *flags, "--tokens", "12", "--ignore-end")[1] == out
     sampled = [*flags, "--tokens", "12", "--temperature", "3", "--top-k", "30", "--samples", "2", "--ignore-end"]
     first, again, other = (run(capsys, *sampled, "--seed", seed)[1] for seed in "778")
     assert first == again != other

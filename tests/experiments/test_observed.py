@@ -54,6 +54,13 @@ def test_the_first_step_and_each_nth_after_it_are_observed(monkeypatch):
     assert fake.of("step") == list(range(1, 8))
 
 
+def test_of_many_faults_five_are_told_and_the_others_counted():
+    found = {f"layer{i}": {"x": {"saturated": np.float32(0.5)}} for i in range(7)}
+    for count, rest in ((5, []), (7, ["telemetry, step 2: and 2 more"])):
+        lines = list(observed.Faults().lines(2, dict(list(found.items())[:count])))
+        assert (len(lines), lines[5:]) == (5 + len(rest), rest)
+
+
 def test_faults_are_told_once_and_rows_survive_a_restart(tmp_path, capsys):
     log = lambda resumed: report.RunLog(tmp_path, report.make_console(), recipe="r", resumed=resumed, steps=9, every=9)  # noqa: E731
     with log(0) as first:

@@ -57,6 +57,20 @@ def test_histories_of_stacked_layers_advance_and_training_learns():
     np.testing.assert_array_equal(np.asarray(product.seen_x[...]), 0)
 
 
+def test_gradients_of_a_part_of_the_parameters_are_of_these_alone_and_statistics_of_all():
+    model, _ = make()
+    part = nnx.All(nnx.Param, nnx.PathContains("up"))
+    grads = fp8jax.nnx.grad(loss_of, argnums=nnx.DiffState(0, part))(model, TOKENS)
+    whole = dict(nnx.to_flat_state(fp8jax.nnx.grad(loss_of)(model, TOKENS)))
+    found = nnx.to_flat_state(grads)
+    assert [path[-2:] for path, _ in found] == [("up", "kernel")]
+    for path, grad in found:
+        np.testing.assert_array_equal(grad[...], whole[path][...])
+    for _, scaling in nnx.iter_modules(model):
+        if hasattr(scaling, "slot"):
+            assert (np.asarray(scaling.slot[...]) > 0).all()
+
+
 def test_the_first_step_is_that_of_current_scaling():
     losses = [float(loss_of(make(recipe=r)[0], TOKENS)) for r in (DELAYED, fp8jax.recipes.te_current())]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)

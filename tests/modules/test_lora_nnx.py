@@ -184,6 +184,30 @@ def test_merged_models_have_parameters_again(trained):
         fp8jax.nnx.merge_lora(merged)
 
 
+def test_adapters_of_a_model_that_is_an_argument_stay_with_it():
+    class Inner(nnx.Module):
+        def __init__(self, rngs):
+            self.q = nnx.Linear(32, 32, rngs=rngs)
+
+        def __call__(self, x):
+            return self.q(x)
+
+    class Outer(nnx.Module):
+        def __init__(self, rngs):
+            self.q = nnx.Linear(32, 32, rngs=rngs)
+
+        def __call__(self, x, inner):
+            return inner(self.q(x))
+
+    quantized = fp8jax.nnx.quantize(Inner(nnx.Rngs(0)), "te_current")
+    inner, outer = fp8jax.nnx.lora(quantized, rank=4, alpha=8, rngs=nnx.Rngs(1)), Outer(nnx.Rngs(2))
+    x = jax.random.normal(jax.random.key(0), (8, 32))
+    (adapter,) = fp8jax.nnx.adapters(inner).values()
+    inner.q.kernel_adapter_b[...] = jnp.ones_like(adapter.b)
+    both = fp8jax.nnx.quantize(outer, "te_current")
+    np.testing.assert_allclose(both(x, inner), inner(both.q(x)), rtol=0.05, atol=0.05)
+
+
 def test_sharding_and_parameters_of_ones_own_survive_adapting_and_merging():
     """Codes lie transposed, so only their annotation waits for the merge; Flax's own LoRA is a parameter like any."""
     zeros, normal = nnx.initializers.zeros_init(), nnx.initializers.lecun_normal()

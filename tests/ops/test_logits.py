@@ -66,3 +66,32 @@ def test_kernels_read_logits_as_a_product_made_them():
         actual = {name: how.impl for name, how in choices if "of logits" in name}
         assert actual.pop("cotangents of logits") == ("triton" if kernel else "xla")
         assert actual == ({"softmax of logits": "triton"} if kernel else {})
+
+
+@pytest.mark.parametrize("size", [0.3, 3.0, 30.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_no_cotangent_exceeds_its_bound(size, smoothing, z_loss, softcap):
+    """In float64, of each token alone: labels that are likely, unlikely and in between, and of all tokens together."""
+    rng = np.random.default_rng(1)
+    raw, labels = size * rng.normal(size=(24, 12)), np.arange(24) % 12
+    raw[::3] -= 2 * size  # the logarithm of the sum may be negative
+    raw[np.arange(24), labels] += np.linspace(-4, 8, 24)
+    weights = np.where(np.arange(24) % 5, 0.5, 0.0)
+    z = raw if softcap is None else softcap * np.tanh(raw / softcap)
+    lse = np.log(np.sum(np.exp(z), 1))
+    d = np.exp(z - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None] - smoothing / 12
+    d[np.arange(24), labels] -= 1 - smoothing
+    d = d * (1 if softcap is None else 1 - (z / softcap) ** 2) * weights[:, None]
+    largest = np.abs(d).max(1)
+    bounds = np.empty(24)
+    for rows in (np.s_[:], *(np.s_[i : i + 1] for i in range(24))):
+        arrays = jnp.asarray(lse[rows], jnp.float32), jnp.asarray(labels[rows]), jnp.asarray(weights[rows], jnp.float32)
+        facts = head.LogitCotangentFacts(*arrays, 2 * z_loss, 1 - smoothing, smoothing / 12)
+        logits = jnp.asarray(z[rows], jnp.float32)
+        bounds[rows] = head.cotangent_bound(facts, logits, logits[jnp.arange(len(logits)), arrays[1]], softcap)
+    assert (bounds >= largest * (1 - 1e-5) - 1e-6).all()
+    assert (bounds[weights == 0] == 0).all()
+    if (smoothing, z_loss, softcap) == (0.0, 0.0, None):
+        np.testing.assert_allclose(bounds, largest, rtol=1e-4, atol=1e-6)

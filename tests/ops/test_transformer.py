@@ -241,6 +241,8 @@ def test_errors_name_the_value():
         fp8jax.norm_linear(x, None, [w], recipe=COAT.linear)
     with pytest.raises(ValueError, match="'group'"):
         fp8jax.norm_linear(x, None, [w], recipe=COAT, norm="group")
+    with pytest.raises(ValueError, match=r"'rms' \(without norm_bias\) or 'layer', got 'rms' with norm_bias"):
+        fp8jax.norm_linear(x, None, [w], recipe=COAT, norm_bias=jnp.ones(WIDTH))
     with pytest.raises(ValueError, match=r"not \(60, 8\)"):
         fp8jax.attention_output(x.reshape(4, HEADS, CHANNELS), w[:60], recipe=COAT)
     with pytest.raises(ValueError, match="unknown activation"):

@@ -71,7 +71,9 @@ def cotangent_bound(facts: LogitCotangentFacts, z: Array, label_logit: Array, so
     """
     label_logit, z = label_logit.reshape(-1), z.reshape(-1, z.shape[-1])
     lse_factor, label_prob = 1 + facts.two_z_loss * facts.lse, jnp.exp(label_logit - facts.lse)
-    other_bound = jnp.maximum(jnp.abs(lse_factor) * jnp.maximum(1 - label_prob, 0.0), facts.other_weight)
+    other_prob = jnp.maximum(1 - label_prob, 0.0)
+    # With a negative factor, which a z-loss has for a very negative lse, both terms have one sign.
+    other_bound = jnp.maximum(lse_factor * other_prob, facts.other_weight - jnp.minimum(lse_factor, 0.0) * other_prob)
     label_bound = jnp.abs(lse_factor * label_prob - facts.label_weight - facts.other_weight)
     if softcap is not None:
         other_bound = other_bound * (1 - (jnp.min(jnp.abs(z), axis=-1) / softcap) ** 2)
