@@ -1,7 +1,7 @@
 """Predicts memory and communication of a training step: python -m experiments.plan --model 13b
 
-It needs jax-triton, but no GPU, and creates no arrays. Residuals are counted in the program that JAX differentiates for
-a Hopper GPU with flash attention.
+It needs the packages of the extra cuda13 or cuda12, but no GPU, and creates no arrays. Residuals are counted in the
+program that JAX differentiates for a Hopper GPU with flash attention.
 """
 
 import argparse
@@ -135,10 +135,10 @@ def saved_per_token(
     # Weights, rotary tables and other constants are in both counts.
     with choice.target(capability=90), mock.patch.object(jax.nn, "dot_product_attention", attend):
         if changes_layers(recipe) and (reason := choice.missing_kernels_reason()):
-            packages = " ".join(f'"{requirement}"' for requirement in choice.REQUIREMENTS)
             raise ValueError(
-                f"the plan of {recipe.name} counts what the GPU kernels save, and {reason}. On this machine, too, run: "
-                f"pip install {packages}"
+                f"the plan of {recipe.name} counts the residuals of GPU kernels, which cannot be traced here: "
+                f"{reason.partition(' (')[0]}. Install JAX for GPUs and jax-triton, also on a CPU: pip install "
+                "'.[cuda13]' or '.[cuda12]'"
             )
         return (count(2) - count(1)) / length
 

@@ -259,8 +259,8 @@ def _head_note(entries: Sequence[PlanEntry]) -> str:
     if not heads or not any(entry.linear for entry in entries):
         return ""
     return (
-        f"output head: {', '.join(fold_paths(heads)[:_MAX_LISTED])} in 16 bits; a recipe with "
-        "head=fp8jax.recipes.HEAD runs it in 8 bits (docs/howto/functions.md: speed and loss)"
+        f"output heads in 16 bits: {', '.join(fold_paths(heads)[:_MAX_LISTED])}. A recipe with "
+        "head=fp8jax.recipes.HEAD runs them in 8 bits (docs/howto/functions.md: speed and loss)"
     )
 
 

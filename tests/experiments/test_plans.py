@@ -90,7 +90,7 @@ def test_a_plan_without_kernels_is_refused(capsys, monkeypatch):
     assert plan.main(["--model", "5m", "--recipe", "coat"]) == 2
     error = capsys.readouterr().err
     assert "jax-triton cannot be imported" in error
-    assert 'pip install "jax-triton' in error
+    assert "pip install '.[cuda13]'" in error
     assert plan.main(["--model", "5m", "--recipe", "bf16"]) == 0
 
 

@@ -365,7 +365,7 @@ def test_a_loss_in_a_method_runs_with_the_head(kind, tied):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_explain_says_that_a_head_stays_in_16_bits_and_how_to_choose_8(tied):
-    note = f"output head: {'embed' if tied else 'out'} in 16 bits; a recipe with head=fp8jax.recipes.HEAD"
+    note = f"output heads in 16 bits: {'embed' if tied else 'out'}. A recipe with head=fp8jax.recipes.HEAD"
     texts = {recipe: str(fp8jax.explain(NnxLoss(tied), recipe, TOKENS)) for recipe in ("coat_fast", "coat_optimizer")}
     assert {recipe: note in " ".join(text.split()) for recipe, text in texts.items()} == {
         "coat_fast": True,
