@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -32,14 +33,21 @@ def star():
             made.append(process)
             said, where = process.stdout.readline().split()
             assert said == "port"
-            client = socket.create_connection(("localhost", int(where)))
+            client = socket.create_connection(("localhost", int(where)), timeout=60)
             assert reply(client, b"from %d" % number) == b"FROM %d" % number
             yield process, client
         time.sleep(0.5)  # until all have joined
 
+    def kill():
+        for process in made:
+            process.kill()
+
+    # A read from a relay that says nothing then ends, and the test fails.
+    watchdog = threading.Timer(60, kill)
+    watchdog.start()
     yield lambda *patience: zip(*start(*patience), strict=True)
-    for process in made:
-        process.kill()
+    watchdog.cancel()
+    kill()
 
 
 def reply(client, text):
