@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels.dispatch.call_triton import bitcast_bytes
 from pallas_kernels.quantization import quantize_triton
 from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
@@ -193,7 +194,7 @@ def quantize(
         _fallback, [x, threshold.reshape(1).astype(jnp.float32), noise], shapes, programs, launch, compute_capability,
         CODING=coding, HAS_STOCHASTIC=seed is not None, STOCHASTIC_CODING=coding._replace(is_stochastic=True),
     )  # fmt: skip
-    base, residual, stochastic = (jax.lax.bitcast_convert_type(c, jnp.int8) for c in (base, residual, stochastic))
+    base, residual, stochastic = (bitcast_bytes(c, jnp.int8) for c in (base, residual, stochastic))
     return FallbackCodes(
         base, base_scale, residual, residual_scale, is_fallback != 0, stochastic if seed is not None else None
     )
