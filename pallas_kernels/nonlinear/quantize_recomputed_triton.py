@@ -381,4 +381,4 @@ def quantize_and_predict(
 def operand_arrays(operands: Operands) -> list[Array]:
     """Return all operands, codes as bytes, with one element for a missing one."""
     arrays: list[Any] = [_PLACEHOLDER if x is None else x for x in operands]
-    return [bitcast_bytes(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in arrays]
+    return [bitcast_bytes(x, jnp.uint8) for x in arrays]
