@@ -38,8 +38,8 @@ CONTEXT_GAPS, BF16_GAPS = 0.10, 0.30
 
 @jax.custom_vjp
 def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """A placeholder of attention for counting bytes, which depends on all operands. It never runs."""
-    return q + jnp.sum(k) + jnp.sum(v)
+    """A placeholder of attention for counting bytes. It never runs."""
+    return jnp.zeros_like(q)
 
 
 def _attention_residuals(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:

@@ -130,41 +130,49 @@ def _sole_sources(graph: Graph, products: Collection[Node], selections: Sequence
     """The matmuls whose results lead only to these scores, without those that end in them."""
     values = {value for scores in selections for value in scores.values}
     last = {node for scores in selections for node in scores.products}
-    sources = {value.node for value in search(values, direct_sources) if value.node is not None} - last
-    candidates = sources & set(products)
+    ancestors = _Ancestors(graph)
+    sources = ancestors.search(values)
+    candidates = {node for node in products if node not in last and not sources.isdisjoint(node.results)}
     if candidates:
-        live = _live_values(graph, values)
+        live = ancestors.search([*graph.outputs, *ancestors.data_operands], values)
         candidates = {node for node in candidates if live.isdisjoint(node.results)}
     return candidates
 
 
-def _live_values(graph: Graph, scores: Collection[Value]) -> set[Value]:
-    """The values on which an output depends other than through the scores, and operands of matmuls of data with data.
+class _Ancestors:
+    """The values that each value is computed from, in a graph and its sub-jaxprs.
 
-    A router has no attention, so the layers before such a matmul are none of a router.
+    Attributes:
+        data_operands: operands of matmuls of data with data. A router has no attention, so the layers before such a
+            matmul are none of a router.
     """
-    carries: dict[Value, Value] = {}
-    producers: dict[Value, Node] = {}
-    todo = list(graph.outputs)
-    for node in graph.walk_nested():
-        producers |= dict.fromkeys(node.results, node)
-        for body in node.bodies:
-            carries |= dict(_carries(node, body))
-        if node.kind in PRODUCTS and not is_linear(node):
-            todo += node.operands
-    live = set[Value]()
-    while todo:
-        value = todo.pop()
-        if value in live or value in scores:
-            continue
-        live.add(value)
-        todo += [] if value.enclosing_value is None else [value.enclosing_value]
-        todo += [carries[value]] if value in carries else []
-        producer = producers.get(value)
-        if producer is not None:
-            todo += [body.outputs[producer.results.index(value)] for body in producer.bodies]
-            todo += [operand for operand in producer.operands if not _enters(producer, operand)]
-    return live
+
+    def __init__(self, graph: Graph) -> None:
+        self.data_operands: list[Value] = []
+        self._producers: dict[Value, Node] = {}
+        self._carries: dict[Value, Value] = {}
+        for node in graph.walk_nested():
+            self._producers |= dict.fromkeys(node.results, node)
+            for body in node.bodies:
+                self._carries |= dict(_carries(node, body))
+            if node.kind in PRODUCTS and not is_linear(node):
+                self.data_operands += node.operands
+
+    def search(self, values: Collection[Value], excluded: Collection[Value] = ()) -> set[Value]:
+        """Values and all that they are computed from, other than through the excluded values."""
+        found, todo = set[Value](), list(values)
+        while todo:
+            value = todo.pop()
+            if value in found or value in excluded:
+                continue
+            found.add(value)
+            todo += [] if value.enclosing_value is None else [value.enclosing_value]
+            todo += [self._carries[value]] if value in self._carries else []
+            producer = self._producers.get(value)
+            if producer is not None:
+                todo += [body.outputs[producer.results.index(value)] for body in producer.bodies]
+                todo += [operand for operand in producer.operands if not _enters(producer, operand)]
+        return found
 
 
 def _carries(node: Node, body: Graph) -> Iterator[tuple[Value, Value]]:
