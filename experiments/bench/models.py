@@ -36,6 +36,7 @@ from experiments.models import plain
 from experiments.models.llama import LlamaConfig
 
 KINDS = ("", ", synchronised")
+GPUS_HELP = "number of GPUs; each has a full batch and all weights (data parallel)"
 TorchArms = Mapping[str, step_torch.TorchTimes]
 
 
@@ -113,6 +114,11 @@ MODELS = {
 }  # fmt: skip
 
 
+def case_text(user: UserModel, gpus: int) -> str:
+    """Returns the case of a model's rows."""
+    return user.text + (f", each of {gpus} GPUs" if gpus > 1 else "")
+
+
 class UserArm(driver.Arm):
     """A model's training step by a recipe, with its state. Each GPU has its own batch."""
 
@@ -139,9 +145,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--arm", nargs="+", help="recipes, bf16 first (default: the arms of the model)")
     parser.add_argument("--torch", nargs="*", choices=step_torch.ARMS, default=[], help="arms of torch.compile (Llama)")
-    parser.add_argument(
-        "--gpus", type=int, default=1, help="number of GPUs; each has a full batch and all weights (data parallel)"
-    )
+    parser.add_argument("--gpus", type=int, default=1, help=GPUS_HELP)
     parser.add_argument("--limit", type=float, default=600, help="seconds after which no further model is started")
     options = parser.parse_args(argv)
     for arm in options.arm or ():
@@ -173,7 +177,7 @@ def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace
     stop = lambda name: next(arm for each, arm in arms.items() if name in {each + end for end in KINDS}).stop()  # noqa: E731
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop)
     needs = {recipe: driver.memory(arm.program)[0] for recipe, arm in arms.items()}
-    case = user.text + (f", each of {options.gpus} GPUs" if options.gpus > 1 else "")
+    case = case_text(user, options.gpus)
     for name, torch_times in torch.items():
         times |= dict(zip([name + end for end in KINDS], torch_times[:2], strict=True))
         needs[name] = torch_times.memory[0]

@@ -1,4 +1,4 @@
-"""The minimum time of the kernels of a compiled program, at the peak rates of an H100's data sheet.
+"""The minimum time of the kernels of a compiled program, at the peak rates of an H100's or H200's data sheet.
 
 Matmuls count by FLOPs, other kernels by bytes of operands and results, each array once per kernel. Attention is left
 out, because the program's text lacks its FLOPs. Kernels that run conditionally ("requantize") or read a sample
@@ -12,7 +12,7 @@ import re
 from fp8jax.core.program_text import Line, computations_of, runs_of
 
 EIGHT, SIXTEEN, OURS, XLA = "8-bit products", "16-bit products", "our passes", "XLA's passes"
-FLOPS, BYTES = {EIGHT: 1979e12, SIXTEEN: 989.5e12}, 3.35e12  # per second, dense
+FLOPS = {EIGHT: 1979e12, SIXTEEN: 989.5e12}  # per second, dense
 _ARRAY = re.compile(r"\b(pred|bf16|f8|[fsu](?=\d))(?:e\w+)?(\d*)\[([\d,]*)\]")
 _TARGET, _PLACE = re.compile(r'custom_call_target="([^"]*)"'), re.compile(r'op_name="([^"]*)"')
 _NAMES, _CALLS = re.compile(r"%([\w.$-]+)"), re.compile(r"calls=%?([\w.$-]+)")
@@ -20,11 +20,17 @@ _SELDOM = ("requantize", "compute_amaxes")
 _PASSES = ("fusion", "copy", "convert", "reduce", "scatter", "gather", "transpose", "concatenate", "sort")
 
 
-def least(text: str) -> dict[str, float]:
+def bandwidth(device_kind: str) -> float:
+    """Returns the bytes per second of a GPU's memory."""
+    return 4.8e12 if "H200" in device_kind else 3.35e12
+
+
+def least(text: str, bytes_per_second: float) -> dict[str, float]:
     """Returns seconds per run of each kind of kernel.
 
     Args:
         text: text of an executable, `jax.jit(f).lower(...).compile().as_text()`.
+        bytes_per_second: the GPU's memory bandwidth.
     """
     computations, entry = computations_of(text)
     runs, spent = runs_of(computations, entry), dict.fromkeys((EIGHT, SIXTEEN, OURS, XLA), 0.0)
@@ -35,17 +41,17 @@ def least(text: str) -> dict[str, float]:
         types = collections.defaultdict(str, {line.name: line.type for line in lines})
         for line in lines:
             if line.op == "custom-call":
-                kind, seconds = _of_call(line, types)
+                kind, seconds = _of_call(line, types, bytes_per_second)
             elif name in fused or line.op not in _PASSES or around.intersection(_CALLS.findall(line.args)):
                 continue  # instructions inside a fusion move no memory, except for a wrapped kernel
             else:
-                kind, seconds = XLA, _moved(line, types) / BYTES
+                kind, seconds = XLA, _moved(line, types) / bytes_per_second
             if kind is not None:
                 spent[kind] += runs[name] * seconds
     return spent
 
 
-def _of_call(line: Line, types: dict[str, str]) -> tuple[str | None, float]:
+def _of_call(line: Line, types: dict[str, str], bytes_per_second: float) -> tuple[str | None, float]:
     target, place = _TARGET.search(line.text), _PLACE.search(line.text)
     called = target[1] if target else ""
     if "matmul" in called or "gemm" in called or "mosaic" in called:
@@ -57,7 +63,7 @@ def _of_call(line: Line, types: dict[str, str]) -> tuple[str | None, float]:
     if "triton" not in called and "xla.gpu.ptx" not in called:
         return None, 0.0
     kernel = place[1].split("/")[-2] if place and "/" in place[1] else ""
-    return (None, 0.0) if kernel in _SELDOM else (OURS, _moved(line, types) / BYTES)
+    return (None, 0.0) if kernel in _SELDOM else (OURS, _moved(line, types) / bytes_per_second)
 
 
 def _operands(line: Line) -> list[str]:

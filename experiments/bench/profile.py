@@ -3,8 +3,9 @@
 The steps are those of `bench models`. JAX's profiler records the kernels of some calls. Rows are times per call, by
 kind of kernel and for the longest kernels. "8-bit matmuls": our kernels and those of cuBLASLt. "our other kernels":
 quantization, transposition, norms, activations, parameter updates. "XLA's other kernels": neither matmuls nor
-attention. "gaps": no kernel runs. "at the peak rate": the time at 1,979 (FP8) or 989.5 TFLOP/s (bf16), or the bytes of
-the compiled program at 3.35 TB/s.
+attention. "gaps": no kernel runs. "collectives": only collectives over GPUs run; "collectives, overlapped": other
+kernels run, too. "at the peak rate": the time at 1,979 (FP8) or 989.5 TFLOP/s (bf16), or the bytes of the compiled
+program at 3.35 (H100) or 4.8 TB/s (H200). On several GPUs, each has a batch as on one; kernels are those of the first.
 """
 
 import collections
@@ -23,9 +24,11 @@ from experiments.bench.peaks import EIGHT, OURS, SIXTEEN, XLA
 from experiments.bench.writings import BASE
 
 CALLS, LONGEST = 5, 12
-ATTENTION, PEAK = "attention", "at the peak"
+ATTENTION, COLLECTIVES, PEAK = "attention", "collectives", "at the peak"
+OVERLAPPED = f"{COLLECTIVES}, overlapped"
 # The first match of a kernel's name. cuBLASLt's names have "q" for 8-bit operands, and "t" or "s" for wider ones.
 KINDS = (
+    (COLLECTIVES, r"^nccl"),
     (EIGHT, r"(int8|fp8|mx)\w*_matmul|^_multiply$|matmul\w*_mosaic|nvjet_\w+_[qr][qr]|gemm_(e[45]|i8|s8)"),
     (SIXTEEN, r"nvjet|cutlass|gemm"),
     (ATTENTION, r"cudnn|fmha|flash"),
@@ -59,11 +62,14 @@ class Profile:
     calls: int
 
     def by_kind(self) -> dict[str, float]:
-        """Returns seconds per call of each kind of kernel, and of gaps."""
+        """Returns seconds per call of each kind of kernel, and of gaps.
+
+        Collectives count where no other kernel runs.
+        """
         spent = dict.fromkeys([name for name, _ in KINDS] + [XLA], 0.0)
         for kernel in self.kernels:
             spent[kind(kernel.name)] += 1e-9 * (kernel.end - kernel.start) / self.calls
-        return spent | {"gaps": self.gaps}
+        return spent | {COLLECTIVES: spent[COLLECTIVES] - self.overlapped, "gaps": self.gaps}
 
     def by_name(self) -> list[tuple[str, float, float]]:
         """Returns name, seconds and launches per call of each kernel, the longest first."""
@@ -76,11 +82,24 @@ class Profile:
     @property
     def gaps(self) -> float:
         """Returns seconds per call without a running kernel, between the first and the last kernel."""
-        idle, end = 0.0, float("inf")
-        for kernel in sorted(self.kernels, key=lambda kernel: kernel.start):
-            idle += max(0.0, kernel.start - end)
-            end = kernel.end if end == float("inf") else max(end, kernel.end)
-        return 1e-9 * idle / self.calls
+        first, last = (f(x for kernel in self.kernels for x in kernel[1:]) for f in (min, max))
+        return 1e-9 * (last - first - busy(self.kernels)) / self.calls
+
+    @property
+    def overlapped(self) -> float:
+        """Returns seconds per call in which a collective and another kernel run."""
+        collectives = [kernel for kernel in self.kernels if kind(kernel.name) == COLLECTIVES]
+        others = [kernel for kernel in self.kernels if kind(kernel.name) != COLLECTIVES]
+        return 1e-9 * (busy(collectives) + busy(others) - busy(self.kernels)) / self.calls
+
+
+def busy(kernels: Iterable[KernelTime]) -> float:
+    """Returns nanoseconds in which at least one of the kernels runs."""
+    total, end = 0.0, -float("inf")
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        total += max(0.0, kernel.end - max(kernel.start, end))
+        end = max(end, kernel.end)
+    return total
 
 
 def kind(name: str) -> str:
@@ -89,9 +108,9 @@ def kind(name: str) -> str:
 
 
 def kernels(planes: Iterable[Any], device: str = "GPU") -> Iterator[KernelTime]:
-    """Yields the kernels in the stream lines of a profile's GPU planes."""
-    for plane in planes:
-        for line in plane.lines if device in plane.name else ():
+    """Yields the kernels in the stream lines of a profile's first GPU plane."""
+    for plane in sorted((plane for plane in planes if device in plane.name), key=lambda plane: plane.name)[:1]:
+        for line in plane.lines:
             if device == "CPU" or "Stream" in line.name:
                 for event in line.events:
                     yield KernelTime(event.name, event.start_ns, event.start_ns + event.duration_ns)
@@ -118,12 +137,16 @@ def rows(case: str, profiles: dict[str, Profile], least: dict[str, dict[str, flo
     Further rows have the longest kernels of each arm.
     """
     table, plain = list[timing.Row](), profiles[BASE].by_kind()
+    has_collectives = any(kind(kernel.name) == COLLECTIVES for each in profiles.values() for kernel in each.kernels)
     for name, arm_profile in profiles.items():
         spent = arm_profile.by_kind()
         for what, base in (plain | {"all": sum(plain.values())}).items():
             value = spent.get(what, sum(spent.values()))
             ratio = base / value if value and base else None
-            table.append(timing.row(case, name, what, 1e3 * value, "ms", BASE if ratio else None, ratio))
+            if what != COLLECTIVES or has_collectives:
+                table.append(timing.row(case, name, what, 1e3 * value, "ms", BASE if ratio else None, ratio))
+        if has_collectives:
+            table.append(timing.row(case, name, OVERLAPPED, 1e3 * arm_profile.overlapped, "ms"))
         for what, value in least.get(name, {}).items():
             if value:
                 table.append(timing.row(case, name, f"{what}, {PEAK}", 1e3 * value, "ms"))
@@ -134,14 +157,14 @@ def rows(case: str, profiles: dict[str, Profile], least: dict[str, dict[str, flo
     return table
 
 
-def measure_model(user: models.UserModel, names: list[str]) -> list[timing.Row]:
+def measure_model(user: models.UserModel, names: list[str], gpus: int = 1) -> list[timing.Row]:
     """Returns the rows of a model's training step."""
     profiles, least = {}, {}
-    for name, arm in driver.built(names, lambda name: models.UserArm(user, name)).items():
+    for name, arm in driver.built(names, lambda name: models.UserArm(user, name, gpus)).items():
         profiles[name] = profile(arm)
         arm.stop()
-        least[name] = peaks.least(arm.program.as_text())
-    return rows(user.text, profiles, least)
+        least[name] = peaks.least(arm.program.as_text(), peaks.bandwidth(jax.devices()[0].device_kind))
+    return rows(models.case_text(user, gpus), profiles, least)
 
 
 def main(argv: list[str]) -> None:
@@ -150,13 +173,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--only", nargs="+", metavar="RECIPE", help="arms in addition to bf16 (default: the arms of the model)"
     )
+    parser.add_argument("--gpus", type=int, default=1, help=models.GPUS_HELP)
     options = parser.parse_args(argv)
     for arm in options.only or ():
         writings.get_recipe(arm)
     timing.need_gpu()
     title = "Time per kernel: training steps of user-written models"
-    file = driver.ResultsFile(options, title, driver.notes_of(__doc__))
+    file = driver.ResultsFile(options, title, driver.notes_of(__doc__), devices=options.gpus)
     for name in options.models:
         user = models.MODELS[name]
-        file.add(measure_model(user, list(dict.fromkeys([BASE, *(options.only or user.arms)]))))
+        file.add(measure_model(user, list(dict.fromkeys([BASE, *(options.only or user.arms)])), options.gpus))
     file.end()

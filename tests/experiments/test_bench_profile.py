@@ -5,12 +5,13 @@ import types
 import pytest
 
 from experiments.bench import peaks, profile
-from experiments.bench.profile import ATTENTION, EIGHT, OURS, SIXTEEN, XLA, KernelTime, Profile
+from experiments.bench.profile import ATTENTION, COLLECTIVES, EIGHT, OURS, SIXTEEN, XLA, KernelTime, Profile
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", COLLECTIVES),
         ("int8_matmul_block_mosaic_gpu_kernel", EIGHT),
         ("fp8_matmul_mosaic_gpu_kernel", EIGHT),
         ("fp8_matmul_mx_mosaic_gpu_kernel", EIGHT),
@@ -40,9 +41,11 @@ def plane(name, **lines):
     return types.SimpleNamespace(name=name, lines=made)
 
 
-def test_kernels_are_those_of_the_streams_of_a_gpu():
+def test_kernels_are_those_of_the_streams_of_the_first_gpu():
     events = [("_quantize", 100.0, 50.0)]
-    planes = [plane("/device:GPU:0", Stream1=events, XLA_Ops=events), plane("/host:CPU", Stream2=events)]
+    gpus = [plane(f"/device:GPU:{i}", Stream1=events, XLA_Ops=events) for i in (1, 0)]
+    gpus[0].lines[0].events[0].start_ns = 0.0
+    planes = [*gpus, plane("/host:CPU", Stream2=events)]
     assert list(profile.kernels(planes)) == [KernelTime("_quantize", 100.0, 150.0)]
 
 
@@ -57,12 +60,31 @@ def test_times_are_a_call_and_gaps_those_without_any_kernel():
     of = Profile(tuple(KernelTime(*kernel) for kernel in recorded[::-1]), 2)
     assert of.gaps == pytest.approx(2e-6)
     assert of.by_kind() == pytest.approx(
-        {EIGHT: 0, SIXTEEN: 2.5e-6, ATTENTION: 0, OURS: 1.5e-6, XLA: 0.5e-6, "gaps": 2e-6}
+        {COLLECTIVES: 0, EIGHT: 0, SIXTEEN: 2.5e-6, ATTENTION: 0, OURS: 1.5e-6, XLA: 0.5e-6, "gaps": 2e-6}
     )
     names, seconds, launches = zip(*of.by_name(), strict=True)
     assert names == ("nvjet_sm90_tst_x", "_quantize", "wrapped_add")
     assert seconds == pytest.approx((2.5e-6, 1.5e-6, 0.5e-6))
     assert launches == (0.5, 1, 0.5)
+
+
+def test_collectives_count_where_no_other_kernel_runs():
+    # The first collective covers the second half of the matmul and 2 us more, the second is alone; gaps of 1 and 3 us.
+    recorded = [
+        ("nvjet_sm90_tst_x", 0e3, 10e3),
+        ("ncclDevKernel_AllReduce", 5e3, 12e3),
+        ("ncclDevKernel_AllReduce", 13e3, 17e3),
+        ("_quantize", 20e3, 21e3),
+    ]
+    two = Profile(tuple(KernelTime(*kernel) for kernel in recorded), 1)
+    assert two.overlapped == pytest.approx(5e-6)
+    by_kind = two.by_kind()
+    assert by_kind[COLLECTIVES] == pytest.approx(6e-6)
+    assert by_kind["gaps"] == pytest.approx(4e-6)
+    rows = profile.rows("case", {"bf16": two, "coat": two}, {})
+    values = {row["metric"]: row["value"] for row in rows if row["case"] == "case" and row["impl"] == "coat"}
+    assert values["all"] == pytest.approx(21e-3)  # from the first start to the last end
+    assert (values[COLLECTIVES], values[profile.OVERLAPPED]) == pytest.approx((6e-3, 5e-3))
 
 
 def test_rows_compare_kinds_with_bf16():
@@ -76,6 +98,7 @@ def test_rows_compare_kinds_with_bf16():
     # From the first kernel to the last.
     assert actual["fast", "all"] == (pytest.approx(5), pytest.approx(7 / 5))
     assert actual["bf16", SIXTEEN] == (pytest.approx(6), 1)
+    assert ("bf16", COLLECTIVES) not in actual  # one GPU
     (longest,) = [row for row in rows if row["case"] == "case, fast: int8_matmul_mosaic"]
     assert (longest["metric"], longest["value"]) == ("1 launches", pytest.approx(3))
 
@@ -126,9 +149,10 @@ ENTRY %main (x: f8e4m3fn[16,64], y: f8e5m2[32,64], z: bf16[3,8,64], w: bf16[3,64
 
 
 def test_the_least_time_is_that_of_operations_and_bytes():
-    assert peaks.least(PROGRAM) == pytest.approx({
-        EIGHT: 2 * 16 * 32 * 64 / 1979e12,
-        SIXTEEN: 2 * 3 * 8 * 4 * 64 / 989.5e12,
-        OURS: (2 * 64 * 32 + 4) / 3.35e12,  # an operand that is given twice is read once
-        XLA: 5 * (8 * 4) * (2 + 4) / 3.35e12,
-    })  # fmt: skip
+    for device_kind, bandwidth in (("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA H200", 4.8e12)):
+        assert peaks.least(PROGRAM, peaks.bandwidth(device_kind)) == pytest.approx({
+            EIGHT: 2 * 16 * 32 * 64 / 1979e12,
+            SIXTEEN: 2 * 3 * 8 * 4 * 64 / 989.5e12,
+            OURS: (2 * 64 * 32 + 4) / bandwidth,  # an operand that is given twice is read once
+            XLA: 5 * (8 * 4) * (2 + 4) / bandwidth,
+        })  # fmt: skip
