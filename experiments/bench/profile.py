@@ -118,10 +118,10 @@ def kernels(planes: Iterable[Any], device: str = "GPU") -> Iterator[KernelTime]:
 
 def profile(call: Any) -> Profile:
     """Records some calls of a compiled program, after an unrecorded call."""
-    jax.block_until_ready(call())
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # tracing Python calls would add gaps between kernels of small programs
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, timing.left_alone():
+        jax.block_until_ready(call())
         with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(CALLS):
                 out = call()
