@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench import timing
+from experiments.bench import plots, timing
 from experiments.results import record
 
 
@@ -200,7 +200,7 @@ class ResultsFile:
         """Writes the complete file, with geometric means of the ratios of `metrics`, and a plot of all ratios."""
         self.rows += [row for metric in metrics for row in timing.means(self.rows, metric, self._last_resort)]
         path = self._write(is_complete=True)
-        timing.plot(self.rows, self._title, path.with_suffix(".png"), self._last_resort)
+        plots.draw(self.rows, self._title, path.with_suffix(".png"), self._last_resort)
 
     def _write(self, is_complete: bool) -> Path:
         return record.write(

@@ -9,7 +9,6 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -217,47 +216,13 @@ def means(rows: Sequence[Row], metric: str, last_resort: str | None = None) -> l
         baselines = {r["baseline"] for r in mine}
         against = baselines.pop() if len(baselines) == 1 else "best peer"
         label = MEAN + (f" of {len(mine)}" if len(mine) < len(cases) else "")
-        means.append(row(label, impl, metric, None, "", against, _mean(mine)))
+        means.append(row(label, impl, metric, None, "", against, mean_ratio(mine)))
     return means
 
 
-def _mean(rows: Sequence[Row]) -> float:
+def mean_ratio(rows: Sequence[Row]) -> float:
+    """Returns the geometric mean of the ratios."""
     return float(np.exp(np.mean([np.log(r["ratio"]) for r in rows])))
-
-
-def plot(rows: Sequence[Row], title: str, path: Path, last_resort: str | None = None) -> None:
-    """Draws a panel per metric: ratios of implementations, a dot per case, and their geometric means as lines."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    metrics = list(dict.fromkeys(r["metric"] for r in rows if r["ratio"]))
-    shown = {}
-    for metric in metrics:
-        comparisons = compared(rows, metric, last_resort)
-        others = {impl: mine for impl, mine in comparisons.items() if {r["baseline"] for r in mine} != {impl}}
-        if others:
-            shown[metric] = others
-    if not shown:
-        return
-    heights = [len(comparisons) + 2 for comparisons in shown.values()]
-    figure, panels = pyplot.subplots(
-        len(shown), figsize=(9, 0.5 + 0.28 * sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
-    )
-    for axes, (metric, comparisons) in zip(panels[:, 0], shown.items(), strict=True):
-        for y, mine in enumerate(comparisons.values()):
-            axes.plot([r["ratio"] for r in mine], [y] * len(mine), "o", color="tab:blue", alpha=0.5, markersize=5)
-            axes.plot([_mean(mine)] * 2, [y - 0.35, y + 0.35], color="tab:red", linewidth=2)
-        axes.axvline(1, color="gray", linewidth=0.8)
-        axes.set_yticks(range(len(comparisons)), list(comparisons), fontsize=7)
-        axes.invert_yaxis()
-        baselines = {r["baseline"] for mine in comparisons.values() for r in mine}
-        against = baselines.pop() if len(baselines) == 1 else "the best peer"
-        axes.set_xlabel(f"{metric}, ratio to {against}; red: geometric mean over cases", fontsize=8)
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def dry() -> bool:

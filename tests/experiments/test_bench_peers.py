@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.bench import peers, timing
+from experiments.bench import peers, plots
 
 GRADIENTS = {"w": np.random.default_rng(0).normal(size=(12, 64, 64)).astype(np.float32)}
 
@@ -125,7 +125,7 @@ def test_a_dry_run_takes_one_short_stream(monkeypatch, tmp_path):
     monkeypatch.setenv("FP8JAX_DRY", "1")
     monkeypatch.setattr(peers, "available", lambda device: {})
     monkeypatch.setattr(peers, "ours", lambda b2: {peers.OURS: optax.with_extra_args_support(optax.adamw(peers.RATE))})
-    monkeypatch.setattr(timing, "plot", lambda *_: None)
+    monkeypatch.setattr(plots, "draw", lambda *_: None)
     peers.main(["--out", str(tmp_path)])
     (path,) = tmp_path.glob("*/peers.json")
     recorded = json.loads(path.read_text())

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from experiments.bench import gemm, gemm_int8, linear, lora, models, quantize, reduce, release
+from experiments.bench import gemm, gemm_int8, linear, lora, models, plots, quantize, reduce, release
 from experiments.bench.timing import Seconds
 
 
@@ -169,7 +169,7 @@ def test_what_a_whole_model_needs_is_compared_with_the_first_and_what_does_not_f
     monkeypatch.setattr(release, "CardArm", Arm)
     monkeypatch.setattr(release.timing, "need_gpu", lambda: None)
     monkeypatch.setattr(release.timing, "in_turns", lambda arms, *_: {name: Seconds([2.0]) for name in arms})
-    monkeypatch.setattr(release.timing, "plot", lambda *_: None)
+    monkeypatch.setattr(plots, "draw", lambda *_: None)
     release.main(["--arm", "base", "small", "big", "--fit", "50", "--batch", "3", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*/release.json")
     actual = {(r["impl"], r["metric"]): (r["value"], r["ratio"]) for r in json.loads(path.read_text())["rows"]}

@@ -5,8 +5,9 @@ import functools
 import json
 
 import pytest
+from matplotlib.figure import Figure
 
-from experiments.bench import driver, timing
+from experiments.bench import driver, plots, timing
 
 
 def rows():
@@ -39,29 +40,62 @@ def test_means_leave_out_cases_without_a_peer_and_tell_how_many_are_left():
         assert (actual["ours"]["ratio"], actual["ours"]["baseline"]) == (pytest.approx(2), "best peer")
 
 
-def test_metrics_and_means_are_plotted_apart(monkeypatch, tmp_path):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    samples = []
-    monkeypatch.setattr(pyplot, "close", samples.append)
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are saved in a test."""
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    return saved
+
+
+def test_metrics_and_means_are_plotted_apart(figures, tmp_path):
     every = rows()
     file = results_file(tmp_path, "x", last_resort="bf16")
     file.add(every)
-    assert samples == []
+    assert figures == []
     file.end("rate")
     assert len(json.loads((tmp_path / "cpu" / "x.json").read_text())["rows"]) == len(every) + 3
-    (figure,) = samples
+    (figure,) = figures
     lines = {
-        axes.get_xlabel().split(",")[0]: [list(line.get_xdata()) for line in axes.get_lines()] for axes in figure.axes
+        axes.get_xlabel().split(":")[0]: [list(line.get_xdata()) for line in axes.get_lines()] for axes in figure.axes
     }
     assert lines["rate"] == [[0.5], [pytest.approx(0.5)] * 2, [1, 1]]  # what is its own baseline is not drawn
-    assert lines["kept"] == [[4, 9], [pytest.approx(6)] * 2, [1, 1]]
+    assert lines["saved"] == [[4, 9], [pytest.approx(6)] * 2, [1, 1]]  # the word of the pages for "kept"
+
+
+def test_a_profile_is_drawn_as_bars_of_its_parts(figures, tmp_path):
+    parts = {"8-bit products": 3.0, "our passes": 2.0, "gaps": 0.5, "collectives, overlapped": 9.0, "all": 5.5}
+    table = [timing.row("a", impl, metric, scale * ms, "ms")
+             for impl, scale in (("bf16", 2), ("coat", 1)) for metric, ms in parts.items()]  # fmt: skip
+    table.append(timing.row("a, coat: _quantize", "coat", "3 launches", 2.0, "ms"))
+    plots.draw(table, "Title", tmp_path / "x.png")
+    (figure,) = figures
+    (axes,) = figure.axes
+    bars = {group.get_label(): [(bar.get_x(), bar.get_width()) for bar in group] for group in axes.containers}
+    assert bars == {
+        "8-bit matmuls": [(0, 6), (0, 3)],
+        "our other kernels": [(6, 4), (3, 2)],
+        "gaps": [(10, 1), (5, 0.5)],
+    }
+    assert [text.get_text() for text in axes.texts] == [" 11", " 6"]
+
+
+def test_plots_of_a_folder_are_drawn_again(figures, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("FP8JAX_COMMIT", "0123456789")
+    monkeypatch.setattr(driver.sys, "argv", ["bench", "gemm"])
+    results_file(tmp_path, "gemm").add(rows())
+    monkeypatch.setattr(driver.sys, "argv", ["plots", "--results", str(tmp_path)])
+    plots.main()
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "cpu" / "gemm.png")
+    (figure,) = figures
+    assert figure.get_suptitle() == "Title"
 
 
 def test_a_file_says_how_it_was_measured(monkeypatch, tmp_path):
     """By which command, flags, commit and card, on each row; a file that is cut short says so, as a dry run's does."""
     monkeypatch.setenv("XLA_FLAGS", "--some=flag")
     monkeypatch.setenv("FP8JAX_COMMIT", "0123456789abcdef")
-    monkeypatch.setattr(timing, "plot", lambda *_: None)
+    monkeypatch.setattr(plots, "draw", lambda *_: None)
     monkeypatch.setattr(driver.sys, "argv", ["bench", "gemm", "--out", "x", "--rounds", "3"])
     read = lambda card: json.loads((tmp_path / card / "gemm.json").read_text())  # noqa: E731
     file = results_file(tmp_path, "gemm", devices=2)
