@@ -23,7 +23,7 @@ from experiments.bench.peaks import EIGHT, OURS, SIXTEEN, XLA
 from experiments.bench.writings import BASE
 
 CALLS, LONGEST = 5, 12
-ATTENTION, PEAK = "attention", "at the peak"
+ATTENTION, AT_PEAK_RATE = "attention", "at the peak"
 # The first match of a kernel's name. cuBLASLt's names have "q" for 8-bit operands, and "t" or "s" for wider ones.
 KINDS = (
     (EIGHT, r"(int8|fp8|mx)\w*_matmul|^_multiply$|matmul\w*_mosaic|nvjet_\w+_[qr][qr]|gemm_(e[45]|i8|s8)"),
@@ -105,8 +105,8 @@ def profile(call: Any) -> Profile:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(CALLS):
-                out = call()
-            jax.block_until_ready(out)
+                result = call()
+            jax.block_until_ready(result)
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = ProfileData.from_file(str(path)).planes
         return Profile(tuple(kernels(planes, "CPU" if timing.dry() else "GPU")), CALLS)
@@ -117,16 +117,16 @@ def rows(case: str, profiles: dict[str, Profile], least: dict[str, dict[str, flo
 
     Further rows have the longest kernels of each arm.
     """
-    table, plain = list[timing.Row](), profiles[BASE].by_kind()
+    table, baseline = list[timing.Row](), profiles[BASE].by_kind()
     for name, arm_profile in profiles.items():
         spent = arm_profile.by_kind()
-        for what, base in (plain | {"all": sum(plain.values())}).items():
-            value = spent.get(what, sum(spent.values()))
+        for kind_name, base in (baseline | {"all": sum(baseline.values())}).items():
+            value = spent.get(kind_name, sum(spent.values()))
             ratio = base / value if value and base else None
-            table.append(timing.row(case, name, what, 1e3 * value, "ms", BASE if ratio else None, ratio))
-        for what, value in least.get(name, {}).items():
+            table.append(timing.row(case, name, kind_name, 1e3 * value, "ms", BASE if ratio else None, ratio))
+        for kind_name, value in least.get(name, {}).items():
             if value:
-                table.append(timing.row(case, name, f"{what}, {PEAK}", 1e3 * value, "ms"))
+                table.append(timing.row(case, name, f"{kind_name}, {AT_PEAK_RATE}", 1e3 * value, "ms"))
     for name, arm_profile in profiles.items():
         for kernel, spent_by, launches in arm_profile.by_name()[:LONGEST]:
             label = f"{case}, {name}: {kernel[:60]}"

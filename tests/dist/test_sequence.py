@@ -296,8 +296,8 @@ def test_what_travels_of_each_setting():
         functools.partial(sequence.operand_wire_format, "f"),
         functools.partial(sequence.sum_wire_format, "f"),
     )
-    assert [operand(name, "x") for name in sequence.PLAIN] == [
-        sequence.WireFormat(None, name) for name in sequence.PLAIN
+    assert [operand(name, "x") for name in sequence.UNQUANTIZED_DTYPES] == [
+        sequence.WireFormat(None, name) for name in sequence.UNQUANTIZED_DTYPES
     ]
     assert operand("jetfire", "dy") == sequence.WireFormat(None)  # rounded stochastically where it is multiplied
     assert [operand("nvfp4", "x"), total("nvfp4")] == [sequence.WireFormat(None)] * 2

@@ -233,12 +233,12 @@ def test_loader_goes_on_from_a_saved_position(position):
 
 def test_validation_batches_are_fixed_and_spread():
     tokens = np.arange(1001, dtype=np.uint16)
-    batches = data.valid_batches(tokens, 10, 4, most=3)
+    batches = data.valid_batches(tokens, 10, 4, max_batches=3)
     assert (batches.shape, batches.dtype) == ((3, 4, 11), np.int32)
     assert batches[0, 0, 0] == 0
     assert batches[-1, -1, -1] == 1000
     assert len(np.unique(batches[..., 0])) == 12
-    assert data.valid_batches(tokens[:25], 10, 4, most=3).shape == (1, 2, 11)
+    assert data.valid_batches(tokens[:25], 10, 4, max_batches=3).shape == (1, 2, 11)
 
 
 def test_fingerprint_changes_with_any_token_of_either_split():

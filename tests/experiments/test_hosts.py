@@ -263,7 +263,7 @@ def test_a_process_whose_peer_died_before_it_joined_ends_as_if_it_died_later(mon
 def test_jax_is_told_who_joins_and_how_long_it_may_wait(monkeypatch):
     given, where = {}, {"coordinator_address": "127.0.0.1:7"}
     stop, settings = signals.StopSignals(), config.Run(coordinator="auto", patience=30)
-    monkeypatch.setattr(hosts, "_place", lambda _: hosts._Place("node0:9", 1, 4, [2, 3]))
+    monkeypatch.setattr(hosts, "_find_process", lambda _: hosts._Process("node0:9", 1, 4, [2, 3]))
     monkeypatch.setattr(hosts, "_relay", lambda place, silence, who: where)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: given.update(kwargs, notice=stop.notice))
     hosts.join(settings, stop)
@@ -289,13 +289,13 @@ def test_a_process_reaches_the_coordinator_through_its_relay_and_ends_with_it(mo
     ended, seen = threading.Event(), []
     monkeypatch.setattr(hosts, "_relayed", None)
     monkeypatch.setattr(hosts, "end", lambda *args: seen.extend(args) or ended.set())
-    where = hosts._relay(hosts._Place(f"localhost:{port()}", number, 2), 60, "process")
+    where = hosts._relay(hosts._Process(f"localhost:{port()}", number, 2), 60, "process")
     assert set(where) == {"coordinator_address", *([] if number else ["coordinator_bind_address"])}
     assert len(set(where.values())) == len(where)
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in where.values())
     hosts._relayed.stdin.close()
     assert ended.wait(60)
-    assert seen[:2] == [hosts.GONE, False]
+    assert seen[:2] == [hosts.OTHER_PROCESS_GONE, False]
     assert f"process {number} of 2 ends: another one has ended, or cannot be reached (its relay" in seen[2]
 
 
@@ -364,7 +364,7 @@ def test_a_process_of_slurm_finds_its_place(monkeypatch):
     for name, value in job.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "9")
-    assert hosts._place(config.Run(coordinator="auto")) == ("n3:9", 2, 4, [1])
+    assert hosts._find_process(config.Run(coordinator="auto")) == ("n3:9", 2, 4, [1])
 
 
 GLOO = "UNKNOWN: Gloo AllGather failed: [external/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]"
@@ -404,10 +404,12 @@ def raised_during(error, other):
 )
 def test_the_end_of_another_process_is_told_from_damage_of_files(error, gone, monkeypatch, tmp_path):
     """One that dies while a checkpoint is written or read ends the others as at any other time."""
-    assert not hosts.gone(error)
+    assert not hosts.is_other_process_gone(error)
     monkeypatch.setattr(hosts, "several", lambda: True)
-    assert hosts.gone(error) == gone
-    assert (cli._explain(error, "")[0] == hosts.GONE) if gone else (cli._explain(error, "") or (3,))[0] == 3
+    assert hosts.is_other_process_gone(error) == gone
+    assert (
+        (cli._explain(error, "")[0] == hosts.OTHER_PROCESS_GONE) if gone else (cli._explain(error, "") or (3,))[0] == 3
+    )
 
     def fails(*_, **__):
         raise error

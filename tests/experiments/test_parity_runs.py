@@ -49,8 +49,8 @@ def test_arms_of_a_seed_start_alike_and_read_the_same_text(text, tmp_path):
 def test_a_damaged_forward_product_is_trained_and_validated_with(text, tmp_path, monkeypatch):
     """Traced, not run: damage reaches every product of the step and of validation."""
     bits = []
-    coarse = parity_runs.coarse
-    monkeypatch.setattr(parity_runs, "coarse", lambda q, lost: (bits.append(lost), coarse(q, lost))[1])
+    coarse = parity_runs.drop_low_bits
+    monkeypatch.setattr(parity_runs, "drop_low_bits", lambda q, lost: (bits.append(lost), coarse(q, lost))[1])
     for product, validated in (("forward", True), ("wgrad", False)):
         run, validate, _ = parity_runs.programs(ParityArm(fp8jax.recipes.te_current(), product, 2), TINY)
         state, _ = jax.eval_shape(run, jnp.int32(0), text.train, text.starts(0, TINY))
@@ -179,7 +179,7 @@ def test_coarse_codes_are_the_nearest_of_fewer_bits(name, dtype, lost):
     codes = np.arange(256, dtype=np.uint8).view(dtype)
     codes = codes[np.isfinite(codes.astype(np.float32))]
     q = fp8jax.QTensor(jnp.asarray(codes)[None], jnp.ones((1, 1)), None, None, fp8jax.QuantSpec(name))
-    actual = np.asarray(parity_runs.coarse(q, lost).codes, np.float64)[0]
+    actual = np.asarray(parity_runs.drop_low_bits(q, lost).codes, np.float64)[0]
     bits = ml_dtypes.finfo(dtype).nmant - lost
     x = codes.astype(np.float64)
     step = 2.0 ** (np.floor(np.log2(np.abs(np.where(x == 0, 1, x)))) - bits)
@@ -188,7 +188,7 @@ def test_coarse_codes_are_the_nearest_of_fewer_bits(name, dtype, lost):
     np.testing.assert_array_equal(np.abs(actual - x), np.abs(expected - x))  # of two that are as near either will do
     np.testing.assert_array_equal(actual, np.clip(np.round(actual / step) * step, -top, top))
     with pytest.raises(ValueError, match="mantissa bits to lose"):
-        parity_runs.coarse(q, 4)
+        parity_runs.drop_low_bits(q, 4)
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_a_process_that_was_heard_and_is_silent_is_gone(star):
     relays, _ = star(60, 1)
     assert relays[0].stdout.readline() == "gone 1\n"
     assert relays[1].wait(10) == 0
-    assert not relay.Relay(1, ("localhost", 1), 1, 0).silent(), "it was never heard"
+    assert not relay.Relay(1, ("localhost", 1), 1, 0).is_silent(), "no heartbeat was expected yet"
 
 
 def test_a_port_that_is_taken_is_an_error():

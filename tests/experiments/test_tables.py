@@ -271,7 +271,7 @@ def test_figures_are_looked_up_in_the_rows_they_name():
         ("{[value ours > time > > geometric mean]:.2f}", "not finite"),
     ):
         assert figures.filled(template, {"rows": rows}) == expected, template
-    assert figures.short("python -m experiments.bench gemm --limit 215") == "python -m experiments.bench gemm"
+    assert figures.short_command("python -m experiments.bench gemm --limit 215") == "python -m experiments.bench gemm"
 
 
 def test_figures_that_were_counted_wrong_are_left_out_with_a_note(tmp_path):
