@@ -78,11 +78,11 @@ def test_arms_of_a_job_are_recipes_that_there_are():
         assert writings.get_recipe(arm).name
 
 
-def losses(user, arms, **how):
+def losses(user, arms, **kwargs):
     """Of three steps, really run; the state is freed."""
     results = {}
     for name in arms:
-        arm = models.UserArm(user, name, **how)
+        arm = models.UserArm(user, name, **kwargs)
         arm.prepare()
         results[name] = [float(arm()) for _ in range(3)]
         arm.stop()

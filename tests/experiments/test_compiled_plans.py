@@ -40,9 +40,9 @@ def report(steps):
         "PYTHONPATH": os.pathsep.join([str(h200.HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-m", "tests.experiments.compiled_steps", *steps]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=h200.HERE.parents[1])
-    assert not done.returncode, done.stderr[-3000:]
-    (printed,) = (line.removeprefix(h200.MARK) for line in done.stdout.splitlines() if line.startswith(h200.MARK))
+    completed = subprocess.run(command, env=env, capture_output=True, text=True, cwd=h200.HERE.parents[1])
+    assert not completed.returncode, completed.stderr[-3000:]
+    (printed,) = (line.removeprefix(h200.MARK) for line in completed.stdout.splitlines() if line.startswith(h200.MARK))
     return json.loads(printed)
 
 

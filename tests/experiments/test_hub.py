@@ -19,9 +19,9 @@ from tests.experiments import hub_cases as cases
 from tests.rows import few
 
 
-def checkpoint(folder, case, **how):
+def checkpoint(folder, case, **kwargs):
     made = cases.golden(case)
-    return cases.write(folder, made["config"], made["shapes"], **how), made
+    return cases.write(folder, made["config"], made["shapes"], **kwargs), made
 
 
 @pytest.mark.parametrize("case", few(cases.CASES, "llama31"))

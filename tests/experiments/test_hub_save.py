@@ -28,9 +28,9 @@ from tests.rows import few, slow
 WIDE = LlamaConfig(vocab=40, dim=256, layers=2, heads=4, kv_heads=2, mlp_dim=320)
 
 
-def checkpoint(folder, case, **how):
+def checkpoint(folder, case, **kwargs):
     made = cases.golden(case)
-    return cases.write(folder, made["config"], made["shapes"], **how)
+    return cases.write(folder, made["config"], made["shapes"], **kwargs)
 
 
 def stored(folder):

@@ -29,9 +29,9 @@ WIDE = LlamaConfig(vocab=40, dim=256, layers=2, heads=4, kv_heads=2, mlp_dim=384
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 20))
 
 
-def read(folder, **how):
+def read(folder, **kwargs):
     model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager", **how
+        folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager", **kwargs
     )
     assert not any(loading_info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading_info
     return model.eval()

@@ -31,8 +31,8 @@ def compiled(name, comm="fp32", microbatches=1, remat=False, llama=LLAMA, comput
     recipe = dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, compute=compute))
     devices = mesh.make(1, 2)
     rows = mesh.batches(devices)
-    how = {"remat": remat, "seed": 0, "rows": rows, "microbatches": microbatches}
-    task = Task(llama, make_optimizer(config.Config(), recipe), recipe, **how)
+    kwargs = {"remat": remat, "seed": 0, "rows": rows, "microbatches": microbatches}
+    task = Task(llama, make_optimizer(config.Config(), recipe), recipe, **kwargs)
     shapes = jax.eval_shape(task.init)
     placed = mesh.state(devices, shapes)
     shapes = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)
@@ -68,12 +68,12 @@ def gathers(step):
 )
 def test_a_step_layer_by_layer_is_that_of_parameters_gathered_at_once(name, microbatches, remat, monkeypatch):
     """In fp32 where masters are: in bf16 XLA rounds or leaves out the rounding between two operations as it fuses."""
-    how = {"microbatches": microbatches, "remat": remat, "compute": "bf16" if name == "fp8_lm" else "fp32"}
-    step, _, begin = compiled(name, **how)
+    kwargs = {"microbatches": microbatches, "remat": remat, "compute": "bf16" if name == "fp8_lm" else "fp32"}
+    step, _, begin = compiled(name, **kwargs)
     operands = begin()
     after, metrics = step(*operands)
     monkeypatch.setattr(parallel, "GatheredModel", lambda *_: None)
-    step, *_ = compiled.__wrapped__(name, **how)
+    step, *_ = compiled.__wrapped__(name, **kwargs)
     want, expected = step(*operands)
     assert metrics["healthy"]
     # Sums are in another order: a code at a tie falls either way.

@@ -62,8 +62,8 @@ def build(name, devices=None):
 
 def step(task, state, tokens):
     """A step, and what the forward pass saves for the backward pass: codes, scales, and values of fp32."""
-    _, back = jax.vjp(lambda params: task.loss(params, state.model_state, tokens), state.params)
-    return *task.step(state, tokens), [x for x in jax.tree.leaves(back) if jnp.issubdtype(x.dtype, np.number)]
+    _, vjp_fn = jax.vjp(lambda params: task.loss(params, state.model_state, tokens), state.params)
+    return *task.step(state, tokens), [x for x in jax.tree.leaves(vjp_fn) if jnp.issubdtype(x.dtype, np.number)]
 
 
 @functools.cache

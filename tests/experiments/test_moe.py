@@ -82,9 +82,9 @@ def test_a_layer_is_that_of_numpy_and_so_are_its_gradients(normalized):
     weights = rng.normal(size=x.shape)
     expected, choices = oracle(params, x, config)
     assert choices.max() < config.experts - 2
-    y, back = jax.vjp(jax.jit(run), params, x)
+    y, vjp_fn = jax.vjp(jax.jit(run), params, x)
     np.testing.assert_allclose(y, expected, atol=1e-5)
-    grads = back(weights.astype(np.float32))
+    grads = vjp_fn(weights.astype(np.float32))
     for at, leaf in enumerate(jax.tree.leaves((params, x))):
         direction = rng.normal(size=leaf.shape)
 

@@ -163,9 +163,9 @@ def test_processes_fill_one_folder_and_gradients_travel_between_two_devices(corp
     env = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     shared = ["--data", str(corpus), "--results", str(tmp_path)]
     for arm in (BASE, "fp8_lm"):
-        done = subprocess.run([sys.executable, "-c", RUN, "--arms", arm, *shared], env=env, capture_output=True,
+        completed = subprocess.run([sys.executable, "-c", RUN, "--arms", arm, *shared], env=env, capture_output=True,
                               text=True, timeout=300)  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        assert completed.returncode == 0, completed.stderr
     files = {name: json.loads(STUDY.path_of(tmp_path, name).read_text()) for name in (BASE, "fp8_lm")}
     assert [of["replicas"] for of in files.values()] == [1, 2]
     assert len({of["text"] for of in files.values()}) == 1

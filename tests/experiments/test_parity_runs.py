@@ -154,8 +154,8 @@ def test_damage_is_done_to_one_product_alone(product, grad):
 
     def three(arm):
         with parity_runs.damaged(arm):
-            y, back = jax.vjp(lambda x, w: linear(x, w, recipe=recipe), x, w)
-            return dict(zip(("forward", "dgrad", "wgrad"), (y, *back(dy)), strict=True))
+            y, vjp_fn = jax.vjp(lambda x, w: linear(x, w, recipe=recipe), x, w)
+            return dict(zip(("forward", "dgrad", "wgrad"), (y, *vjp_fn(dy)), strict=True))
 
     recipe = fp8jax.recipes.te_current()
     plain, hurt = three(ParityArm(recipe)), three(ParityArm(recipe, product, 2))
@@ -225,11 +225,11 @@ def test_one_operand_alone_is_rounded(operand):
     arrays = {name: jnp.asarray(a, jnp.float32) for name, a in arrays.items()}
     name, dtype = ("e5m2", ml_dtypes.float8_e5m2) if operand == "dy" else ("e4m3", ml_dtypes.float8_e4m3fn)
     multiply = parity_runs.product_of(parity_runs.Rounding(**{operand: name}))
-    y, back = jax.vjp(multiply, arrays["x"], arrays["w"])
+    y, vjp_fn = jax.vjp(multiply, arrays["x"], arrays["w"])
     exact = {name: np.asarray(a, np.float64) for name, a in arrays.items()}
     exact[operand] = coded(exact[operand], dtype)
     expected = exact["x"] @ exact["w"], exact["dy"] @ exact["w"].T, exact["x"].T @ exact["dy"]
-    for actual, right in zip((y, *back(arrays["dy"])), expected, strict=True):
+    for actual, right in zip((y, *vjp_fn(arrays["dy"])), expected, strict=True):
         assert np.linalg.norm(np.asarray(actual) - right) < 1e-3 * np.linalg.norm(right)
 
 

@@ -96,5 +96,5 @@ def test_a_process_that_was_heard_and_is_silent_is_gone(star):
 def test_a_port_that_is_taken_is_an_error():
     with socket.create_server(("", 0)) as taken:
         command = [sys.executable, relay.__file__, "0", "localhost", str(taken.getsockname()[1]), "1", "1"]
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert done.stdout.startswith("error Address already in use")
+        completed = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert completed.stdout.startswith("error Address already in use")

@@ -110,8 +110,8 @@ def totals(run):
     return sums
 
 
-def found(*args, **how):
-    run, arguments = program(*args, **how)
+def found(*args, **kwargs):
+    run, arguments = program(*args, **kwargs)
     return run(*arguments)
 
 

@@ -173,9 +173,9 @@ FEW = ("layer 2 faithful", "layer 2 bound", "norm fp32, three axes", "silu True 
 
 def run(f: Any, args: Any) -> list[jax.Array]:
     """Results and gradients."""
-    y, back = jax.vjp(f, *args)
+    y, vjp_fn = jax.vjp(f, *args)
     dy = jax.tree.map(lambda a: normal(a.size, *a.shape, dtype=a.dtype), y)
-    return jax.tree.leaves((y, back(dy)))
+    return jax.tree.leaves((y, vjp_fn(dy)))
 
 
 def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str) -> tuple[Any, Any]:
@@ -205,8 +205,8 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
     calls: list[tuple[Any, Any]] = []
     made: list[Any] = []
 
-    def kernels(*args: Any, **how: Any) -> Any:
-        made.append(codes(*args, **how))
+    def kernels(*args: Any, **kwargs: Any) -> Any:
+        made.append(codes(*args, **kwargs))
         return made[-1]
 
     def watched(x: Any, rows: Any, columns: Any = None, *, scale: Any, strategy: Any, **rest: Any) -> Any:

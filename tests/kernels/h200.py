@@ -74,10 +74,10 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
             "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
             "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
         }
-        done = subprocess.run([sys.executable, __file__, program], env=env, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{program} does not compile for an H200:\n{done.stderr[-3000:]}")
-        (printed,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
+        completed = subprocess.run([sys.executable, __file__, program], env=env, capture_output=True, text=True)
+        if completed.returncode:
+            raise RuntimeError(f"{program} does not compile for an H200:\n{completed.stderr[-3000:]}")
+        (printed,) = (line.removeprefix(MARK) for line in completed.stdout.splitlines() if line.startswith(MARK))
         kernels = {path.stem: resources(path.read_text()) for path in folder.glob("*.ptxas")}
         return {**json.loads(printed), "kernels": kernels}
 

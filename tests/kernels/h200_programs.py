@@ -291,8 +291,8 @@ def fallback_linear() -> Program:
     def program(x: Any, w: Any, dy: Any, threshold: Any) -> Any:
         state, key = ScalingState(x=threshold), jax.random.key(0)
         with target(capability=90):
-            y, back = jax.vjp(lambda x, w: scaled_linear(x, w, state, recipe=recipe, key=key)[0], x, w)
-            return y, *back(dy)
+            y, vjp_fn = jax.vjp(lambda x, w: scaled_linear(x, w, state, recipe=recipe, key=key)[0], x, w)
+            return y, *vjp_fn(dy)
 
     return program, (Shape((M, K), BF16), Shape((K, N), BF16), Shape((M, N), BF16), Shape((), F32))
 

@@ -337,11 +337,11 @@ def wrong_apart(widths: tuple[int, ...], scale: float | None) -> list[int]:
     """Of matrices side by side how many codes, scales and sums are not those of the one that they are."""
     whole = special((70, sum(widths)), "bfloat16", 3e38)
     apart = tuple(jnp.split(whole, np.cumsum(widths)[:-1], 1))
-    how: dict[str, object] = {"scale": None if scale is None else jnp.float32(scale), "impl": "triton"}
+    kwargs: dict[str, object] = {"scale": None if scale is None else jnp.float32(scale), "impl": "triton"}
     results = []
     with choice.target(capability=90):
         for x in (whole, apart):
-            (rows, columns), sums = op.quantize_and_sum(x, "e5m2", "same", **how)
+            (rows, columns), sums = op.quantize_and_sum(x, "e5m2", "same", **kwargs)
             assert rows is not None
             assert columns is not None
             results.append([_bytes(rows.codes), _bytes(columns.codes), np.asarray(rows.scale), np.asarray(sums)])
@@ -528,14 +528,14 @@ def wrong_where_computed(name: str) -> list[int]:
 def wrong_sums(case: Case, impl: str) -> list[int]:
     """How many sums of columns are not NumPy's in float64, but for the order of fp32, and codes not those without."""
     x = jax.random.normal(jax.random.key(1), case.shape).astype(case.dtype)
-    how = {"strategy": case.strategy, "impl": impl, "scale": None if case.scale is None else jnp.float32(case.scale)}
-    pair, total = op.quantize_and_sum(x, case.rows, case.columns, **how)
+    kwargs = {"strategy": case.strategy, "impl": impl, "scale": None if case.scale is None else jnp.float32(case.scale)}
+    pair, total = op.quantize_and_sum(x, case.rows, case.columns, **kwargs)
     wide, far = np.asarray(x).astype(np.float64), 2.0**-24 * 4 * case.shape[0]
     wrong = [int(np.sum(np.abs(np.asarray(total) - wide.sum(0)) > far))]
-    for a, b in zip(pair, op.quantize(x, case.rows, case.columns, **how), strict=True):
+    for a, b in zip(pair, op.quantize(x, case.rows, case.columns, **kwargs), strict=True):
         wrong += [] if a is None else [_differ(_bytes(a.codes), _bytes(b.codes))]
     bad = x.at[0, 0].set(jnp.nan).at[case.shape[0] - 1, case.shape[1] - 1].set(jnp.inf)
-    _, total = op.quantize_and_sum(bad, case.rows, case.columns, **how)
+    _, total = op.quantize_and_sum(bad, case.rows, case.columns, **kwargs)
     recorded = np.isfinite(np.asarray(total))
     return [*wrong, int(recorded[0]) + int(recorded[-1]), int(np.sum(~recorded[1:-1]))]
 

@@ -52,10 +52,10 @@ def report(functions: str, kinds: list[str], flags: str = "") -> dict[str, Any]:
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-m", "tests.kernels.targets", functions, *kinds]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE.parents[1])
-    if done.returncode:
-        raise RuntimeError(f"{functions} does not compile for {kinds}:\n{done.stderr[-3000:]}")
-    (printed,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
+    completed = subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE.parents[1])
+    if completed.returncode:
+        raise RuntimeError(f"{functions} does not compile for {kinds}:\n{completed.stderr[-3000:]}")
+    (printed,) = (line.removeprefix(MARK) for line in completed.stdout.splitlines() if line.startswith(MARK))
     actual: dict[str, Any] = json.loads(printed)
     return actual
 
@@ -94,8 +94,8 @@ def _linear(part: Any) -> Callable[..., Any]:
 
     def program(x: Any, w: Any, dy: Any) -> Any:
         key = jax.random.key(0) if stochastic else None
-        y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=scaling, key=key), x, w)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=scaling, key=key), x, w)
+        return y, vjp_fn(dy)
 
     return program
 
@@ -285,13 +285,13 @@ def experts() -> Programs:
         recipe, state = fp8jax.recipes.int8_fallback().linear, fp8jax.init_scaling("int8_fallback")
         states = jax.tree.map(lambda s: jnp.broadcast_to(s, (w.shape[0], *s.shape)), state)
         run = lambda x, w: fp8jax.scaled_ragged_dot(x, w, sizes, states, recipe=recipe, key=jax.random.key(0))[0]  # noqa: E731
-        y, back = jax.vjp(run, x, w)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(run, x, w)
+        return y, vjp_fn(dy)
 
     def jetfire(x: Any, w: Any, dy: Any, sizes: Any) -> Any:
         run = lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe="jetfire", key=jax.random.key(0))  # noqa: E731
-        y, back = jax.vjp(run, x, w)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(run, x, w)
+        return y, vjp_fn(dy)
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (4, 256, 384), (512, 384))]
     arguments = (*shapes, jax.ShapeDtypeStruct((4,), jnp.int32))
@@ -318,8 +318,8 @@ def ten_bits() -> Programs:
         return x + linear(h, down, 2)
 
     def program(x: Any, scale: Any, gate: Any, up: Any, down: Any, dy: Any) -> Any:
-        y, back = jax.vjp(block, x, scale, gate, up, down)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(block, x, scale, gate, up, down)
+        return y, vjp_fn(dy)
 
     m, n, inner = 1024, 512, 1280
     shapes = (m, n), (n,), (n, inner), (n, inner), (inner, n), (m, n)

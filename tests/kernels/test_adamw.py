@@ -403,14 +403,14 @@ def in_own_process(call, tmp_path):
     paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": paths, "WORK": str(tmp_path), "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     env["JAX_PLATFORMS"] = "cuda,cpu" if call.startswith("memory") else "cpu"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", f"from tests.kernels import test_adamw; test_adamw.{call}"],
         env=env,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow

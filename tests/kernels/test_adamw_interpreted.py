@@ -65,9 +65,9 @@ def test_interpreted_kernel_equals_the_reference_on_special_groups(which):
     paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     command = [sys.executable, "-m", "tests.kernels.test_adamw_interpreted", which]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == f"{len(part(CASES, which)) + len(part(NOISY, which))} cases"
+    completed = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert completed.stdout.splitlines()[-1] == f"{len(part(CASES, which)) + len(part(NOISY, which))} cases"
 
 
 def part(cases: Sequence[Any], which: str) -> list[Any]:

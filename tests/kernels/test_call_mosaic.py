@@ -27,9 +27,9 @@ INTEGERS = _shape(M, K, dtype=jnp.int8), _shape(N, K, dtype=jnp.int8)
 BLOCKS = _shape(M // 128, K // 128), _shape(N // 128, K // 128)
 
 
-def _plain(**how):
+def _plain(**kwargs):
     def program(a, b, **vectors):
-        return matmul_mosaic.matmul(a, b, **vectors, **how)
+        return matmul_mosaic.matmul(a, b, **vectors, **kwargs)
 
     return program
 

@@ -57,10 +57,10 @@ def test_interpreted_kernel_has_the_bits_of_the_reference(which):
     env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
     env["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "tests.kernels.test_fp8lm_interpreted", which]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]
     cuts = sum(len(cuts_of(master, which)) for master in MASTERS)
-    assert done.stdout.splitlines()[-1] == f"{len(part(CASES, which))} cases, {cuts} cuts"
+    assert completed.stdout.splitlines()[-1] == f"{len(part(CASES, which))} cases, {cuts} cuts"
 
 
 def prepare() -> None:

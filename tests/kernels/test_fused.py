@@ -38,9 +38,9 @@ REGISTERS = {
 def python(*command, **env):
     """What a process of its own prints last, as JSON."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | env
-    done = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def test_kernels_take_the_references_sample():

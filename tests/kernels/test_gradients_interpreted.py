@@ -25,9 +25,9 @@ def test_kernels_are_right_in_the_interpreter():
     paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     command = [sys.executable, "-m", "tests.kernels.test_gradients_interpreted"]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == "done"
+    completed = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert completed.stdout.splitlines()[-1] == "done"
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:

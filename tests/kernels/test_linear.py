@@ -17,8 +17,8 @@ def layer() -> tuple[Any, tuple[Any, ...]]:
     recipe = fp8jax.recipes.te_current()
 
     def program(x: Any, w: Any, dy: Any) -> Any:
-        y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe), x, w)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe), x, w)
+        return y, vjp_fn(dy)
 
     return program, tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 2048), (2048, 1024), (4096, 1024)))
 
@@ -29,8 +29,8 @@ def turned() -> tuple[Any, tuple[Any, ...]]:
 
     def program(w: Any, x: Any, dy: Any) -> Any:
         layer = fp8jax.transform(lambda w, x: jax.vmap(lambda x: w.astype(jnp.bfloat16) @ x)(x), "te_current")
-        y, back = jax.vjp(layer, w, x)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(layer, w, x)
+        return y, vjp_fn(dy)
 
     shapes = ((1024, 2048), jnp.float32), ((4096, 2048), jnp.bfloat16), ((4096, 1024), jnp.bfloat16)
     return program, tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
@@ -59,8 +59,8 @@ def block() -> tuple[Any, tuple[Any, ...]]:
             x, gate, up = fp8jax.norm_linear(2 * x, None, (w, v), recipe=recipe, residual=True)
             return fp8jax.glu_linear(gate, up, narrow, x, recipe=recipe)
 
-        y, back = jax.vjp(f, x, w, v, narrow)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(f, x, w, v, narrow)
+        return y, vjp_fn(dy)
 
     shapes = ((4096, 1024), (1024, 2048), (1024, 2048), (2048, 1024), (4096, 1024))
     return program, tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
@@ -78,8 +78,8 @@ def gelu(dtype: Any = jnp.float32) -> tuple[Any, tuple[Any, ...]]:
         def f(x: Any, w: Any) -> Any:
             return fp8jax.activation(fp8jax.linear(x, w, recipe=recipe), recipe=recipe, activation="gelu_tanh")
 
-        y, back = jax.vjp(f, x, w)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(f, x, w)
+        return y, vjp_fn(dy)
 
     return program, tuple(jax.ShapeDtypeStruct(s, dtype) for s in ((64, 128), (128, 256), (64, 256)))
 
@@ -99,8 +99,8 @@ def gelu_read() -> tuple[Any, tuple[Any, ...]]:
             return h @ v, h
 
         rules = [fp8jax.Rule(".*", recipe)]
-        y, back = jax.vjp(fp8jax.transform(f, rules, params=(1, 2)), x, w, v)
-        return y, back((dy, y[1]))
+        y, vjp_fn = jax.vjp(fp8jax.transform(f, rules, params=(1, 2)), x, w, v)
+        return y, vjp_fn((dy, y[1]))
 
     return program, tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((33, 48), (48, 80), (80, 48), (33, 48)))
 

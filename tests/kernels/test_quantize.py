@@ -27,9 +27,9 @@ triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reas
 def test_codes_equal_the_quantizers_in_the_interpreter_and_nothing_is_written_out_of_bounds():
     env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.kernels.triton_interpreter"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {}
+    completed = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert json.loads(completed.stdout.splitlines()[-1]) == {}
 
 
 def check(actual, expected, few=3e-4):
@@ -182,9 +182,11 @@ def registers(every: int) -> None:
 def test_kernels_compile_without_spills(every, tmp_path):
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "WORK": str(tmp_path)}
     command = [sys.executable, "-c", f"from tests.kernels import test_quantize; test_quantize.registers({every})"]
-    done = subprocess.run(command, env=env | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    actual = json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(
+        command, env=env | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}, capture_output=True, text=True
+    )
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    actual = json.loads(completed.stdout.splitlines()[-1])
     assert len(actual) == -(-len(REGISTERS) // every)
     assert {name for name, (used, spilled, _) in actual.items() if spilled or used > REGISTERS[name]} == set(), actual
 

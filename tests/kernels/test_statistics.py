@@ -39,10 +39,10 @@ def test_rows_that_are_masked_out_are_in_no_statistic(spec):
     x = jnp.where(mask, x, 1e6 * x).at[0, 0].set(jnp.nan).at[1, 5].set(jnp.inf).at[2, :7].set(1e-9)
     x = x.at[3].set(jnp.linspace(1, 1.01, 64))  # exponents are largest where the range is small
     kept = x[mask[:, 0]]
-    names, want = statistics.compare(kept, None, fp8jax.quantize(kept, spec), bits=8, impl="xla")
-    found, got = statistics.compare(x, None, fp8jax.quantize(x, spec), bits=8, row_mask=mask, impl="xla")
+    names, expected = statistics.compare(kept, None, fp8jax.quantize(kept, spec), bits=8, impl="xla")
+    found, actual = statistics.compare(x, None, fp8jax.quantize(x, spec), bits=8, row_mask=mask, impl="xla")
     assert found == names
-    for name, a, b in zip(names, np.asarray(want), np.asarray(got), strict=True):
+    for name, a, b in zip(names, np.asarray(expected), np.asarray(actual), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5, err_msg=name)
 
 

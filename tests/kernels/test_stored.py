@@ -36,9 +36,9 @@ def lower():
 def in_process(folder):
     env = os.environ | {"FP8JAX_KERNEL_CACHE": str(folder), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", "from tests.kernels import test_stored; test_stored.lower()"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return *json.loads(done.stdout.splitlines()[-1]), done.stderr
+    completed = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return *json.loads(completed.stdout.splitlines()[-1]), completed.stderr
 
 
 def test_a_second_process_compiles_only_what_is_damaged(tmp_path):
