@@ -1,4 +1,4 @@
-"""A package that is not installed is one line with what to type; asked for help, a program says what it is for."""
+"""A missing package leads to one line with the command to install it; --help works without it."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from experiments import packages
 
 ROOT = Path(__file__).parents[2]
-# A command line that would do something, a package that it needs, and the group of pyproject.toml that has this.
+# A command line, a package that it needs, and the group of pyproject.toml with this package.
 PROGRAMS = (
     ("train --run r", "flax", "train"),
     ("plan --model 5m", "tyro", "train"),
