@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from experiments.errors import DiskError
 
-_KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISDIR, "a folder"), (stat.S_ISSOCK, "a socket"))
+_FILE_TYPES = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISDIR, "a folder"), (stat.S_ISSOCK, "a socket"))
 
 
 def read_bytes(path: Path | str) -> bytes:
@@ -30,7 +30,7 @@ def irregular(mode: int) -> str:
     """Returns why a mode is not that of a regular file, such as "it is a pipe, not a regular file", or ""."""
     if stat.S_ISREG(mode):
         return ""
-    kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
+    kind = next((name for is_kind, name in _FILE_TYPES if is_kind(mode)), "a device")
     return f"it is {kind}, not a regular file"
 
 

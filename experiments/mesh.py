@@ -148,12 +148,12 @@ def state(mesh: Meshes, tree: Any, partition: str = "") -> Any:
             with each layer on one device; "slices" as over "fsdp"; "" for the sharding of the parameters. Tensors
             outside of layers are always in slices.
     """
-    return _places(mesh, tree, partition, lambda path: getattr(path[0], "name", "") == "opt_state")
+    return _state_shardings(mesh, tree, partition, lambda path: getattr(path[0], "name", "") == "opt_state")
 
 
 def optimizer_shardings(mesh: Meshes, params: Any, partition: str) -> Any:
     """Returns the shardings of the optimizer state of parameters; see `state`."""
-    return _places(mesh, params, partition, lambda path: True)
+    return _state_shardings(mesh, params, partition, lambda path: True)
 
 
 def check_partition(partition: str, sizes: Mapping[str, int], layers: int) -> None:
@@ -165,7 +165,7 @@ def check_partition(partition: str, sizes: Mapping[str, int], layers: int) -> No
         raise ValueError(f"tensors: {data} devices along data do not divide {layers} layers; use slices")
 
 
-def _places(mesh: Meshes, tree: Any, partition: str, shared: Callable[[Any], bool]) -> Any:
+def _state_shardings(mesh: Meshes, tree: Any, partition: str, shared: Callable[[Any], bool]) -> Any:
     def spec(x: Any, stacks: list[tuple[str, ...]], rows: tuple[str, ...], columns: tuple[str, ...]) -> NamedSharding:
         names_by_axis = ([()] * x.ndim + [rows, columns])[-x.ndim :] if x.ndim else []
         names_by_axis = (stacks + names_by_axis[len(stacks) :])[: x.ndim]
@@ -180,12 +180,12 @@ def _places(mesh: Meshes, tree: Any, partition: str, shared: Callable[[Any], boo
         large = matrix and math.prod(codes.shape) >= SMALLEST
         rows: tuple[str, ...] = ("fsdp",) if large else ()
         columns: tuple[str, ...] = ()
-        kind = _kind(path, codes.dtype)
-        if kind == "outputs":
+        dimension = _sharded_dimension(path, codes.dtype)
+        if dimension == "outputs":
             columns = ("tensor",)
-        elif kind == "inputs" and matrix:
+        elif dimension == "inputs" and matrix:
             rows = ("tensor", *rows)
-        elif kind == "outside" and large:
+        elif dimension == "outside" and large:
             rows = (*rows, "tensor")
         stacks: list[tuple[str, ...]] = [()] * stacked(path)
         if has_experts(path):
@@ -212,7 +212,7 @@ def _divide(mesh: Meshes, length: int, names: tuple[str, ...]) -> tuple[str, ...
     return dividing
 
 
-def _kind(path: Any, dtype: Any) -> str:
+def _sharded_dimension(path: Any, dtype: Any) -> str:
     """Returns the sharding of a parameter, or of its state, over "tensor".
 
     "outputs" or "inputs"; "outside" for parameters outside of layers, sharded as over "fsdp"; or "" for none.
@@ -221,17 +221,17 @@ def _kind(path: Any, dtype: Any) -> str:
     if not stacked(path):
         return "outside"
     layer = names[-3 if names[-2:-1] == ["held"] else -2] if len(names) > 2 else ""
-    cut = "outputs" if layer in OUTPUTS else "inputs" if layer in INPUTS else ""
-    if names[-1] in ("kernel", "bias") or names[-1] == ADAPTERS.get(cut):
-        return cut
-    if not cut or names[-2] != "held":
+    dimension = "outputs" if layer in OUTPUTS else "inputs" if layer in INPUTS else ""
+    if names[-1] in ("kernel", "bias") or names[-1] == ADAPTERS.get(dimension):
+        return dimension
+    if not dimension or names[-2] != "held":
         return ""
     # Codes (the first part) and scales of a frozen weight are those of the transposed matrix.
     is_transposed = names[-1] != "0" or jnp.dtype(dtype).itemsize == 1
-    return ("inputs" if cut == "outputs" else "outputs") if is_transposed else cut
+    return ("inputs" if dimension == "outputs" else "outputs") if is_transposed else dimension
 
 
-def over(spec: PartitionSpec, name: str) -> int | None:
+def dim_sharded_over(spec: PartitionSpec, name: str) -> int | None:
     """Returns the dimension that a spec shards over a mesh axis, alone or with others."""
     for dim, entry in enumerate(spec):
         if name == entry or (isinstance(entry, tuple) and name in entry):
@@ -239,7 +239,7 @@ def over(spec: PartitionSpec, name: str) -> int | None:
     return None
 
 
-def on(tree: Any, placed: Any) -> Any:
+def with_shardings(tree: Any, placed: Any) -> Any:
     """Returns the shapes of arrays with their shardings."""
     return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, placed)
 

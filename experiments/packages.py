@@ -40,8 +40,11 @@ def install(name: str, program: str = "") -> str:
 
 def _has(requirements: Any, name: str) -> bool:
     # A module has the name of its package or of its first part, such as orbax of orbax-checkpoint.
-    own = name.lower().replace("_", "-")
-    return any(other == own or (own, other) == ("orbax", "orbax-checkpoint") for other in requirements)
+    normalized_name = name.lower().replace("_", "-")
+    return any(
+        requirement == normalized_name or (normalized_name, requirement) == ("orbax", "orbax-checkpoint")
+        for requirement in requirements
+    )
 
 
 @functools.cache

@@ -43,9 +43,9 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _attention_residuals(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-    out, root = jnp.zeros_like(q), jnp.zeros(q.shape[:-1], jnp.float32)
-    out, root = (jax.ad_checkpoint.checkpoint_name(x, flash.NAME) for x in (out, root))
-    return out, (q, k, v, out, root)
+    output, root = jnp.zeros_like(q), jnp.zeros(q.shape[:-1], jnp.float32)
+    output, root = (jax.ad_checkpoint.checkpoint_name(x, flash.NAME) for x in (output, root))
+    return output, (q, k, v, output, root)
 
 
 _attention.defvjp(_attention_residuals, lambda residuals, dy: (jnp.zeros_like(residuals[0]), *residuals[1:]))
@@ -281,10 +281,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     devices = math.prod(where.values())
     parts = f" in {options.microbatches} microbatches" if options.microbatches > 1 else ""
-    each = f"each of {devices} devices" if devices > 1 else "one device"
+    per_device = f"each of {devices} devices" if devices > 1 else "one device"
     tokens = f"{options.batch} x {options.length} tokens{parts}"
     shared = f", --partition {options.partition}" if options.partition else ""
-    print(sentence(f"{options.model}, recipe {recipe.name}, {options.mesh}{shared}: {each}, {tokens}"))
+    print(sentence(f"{options.model}, recipe {recipe.name}, {options.mesh}{shared}: {per_device}, {tokens}"))
     print(plan.table())
     if "gaps" in plan.memory:
         print(

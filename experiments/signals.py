@@ -56,15 +56,15 @@ class StopSignals:
 
     def _note(self, signum: int, _: FrameType | None) -> None:
         if self.command:
-            _say(Stopped(signum).message(self.command))
+            _print_to_stderr(Stopped(signum).message(self.command))
             os._exit(128 + signum)
         self.signum = signum
         self.renew()
         if self.notice:
-            _say(self.notice)
+            _print_to_stderr(self.notice)
 
 
-def _say(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     # Not `print`: a handler may run inside a call of it.
     os.write(2, f"{line}\n".encode(errors="replace"))
 

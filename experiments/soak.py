@@ -36,7 +36,7 @@ from experiments.errors import BusyError, DiskError
 from experiments.results import record
 from experiments.results.report import table
 from experiments.train.checkpoint import Checkpoints, digest
-from experiments.train.hosts import GONE
+from experiments.train.hosts import OTHER_PROCESS_GONE
 
 RECIPE, STEPS, CHECKPOINT_EVERY = "coat_optimizer", 40, 5
 MODEL = (
@@ -262,29 +262,29 @@ def kill_often(soak: Soak, count: int, *layouts: Layout) -> Case:
         count: number of kills and stops.
         layouts: processes and devices of a run; each start uses the next one. All have the same number of devices.
     """
-    kinds, failures = Counter[str](), list[str]()
+    stop_counts, failures = Counter[str](), list[str]()
     name = ", then ".join(f"{one.processes} process{'es' * (one.processes > 1)} of {one.devices}" for one in layouts)
     runs = 0
-    while kinds.total() < count and not failures:
+    while stop_counts.total() < count and not failures:
         run, codes, start = f"killed_{'_'.join(f'{p}x{d}' for p, d in layouts)}_{runs}", {1}, 0
         while codes != {0} and not failures:
-            number = kinds.total()
+            number = stop_counts.total()
             moment, stops = MOMENTS[number % len(MOMENTS)], number % 5 == 4
             if moment == "compilation":
                 shutil.rmtree(soak.folder / ".xla_cache", ignore_errors=True)
             processes = soak.start(run, layout=layouts[start % len(layouts)])
             start += 1
             if start <= KILLS_PER_RUN and interrupt(soak, run, moment, processes, stops):
-                kinds[f"stopped in {moment}" if stops else f"killed in {moment}"] += 1
+                stop_counts[f"stopped in {moment}" if stops else f"killed in {moment}"] += 1
             outcomes = [soak.end(process) for process in processes]
             codes = {code for code, _ in outcomes}
-            unexpected = [output for code, output in outcomes if code not in (0, -signal.SIGKILL, GONE)]
+            unexpected = [output for code, output in outcomes if code not in (0, -signal.SIGKILL, OTHER_PROCESS_GONE)]
             if unexpected:
                 failures.append(f"{run} ended with {sorted(codes)}: {unexpected[0][-500:]}")
         runs += 1
         failures = failures or list(filter(None, [soak.check(run, layouts[0])]))
-    detail = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
-    return Case(f"kills: {name}", kinds.total(), "; ".join(failures), f"{runs} runs; {detail}")
+    detail = ", ".join(f"{n} {kind}" for kind, n in sorted(stop_counts.items()))
+    return Case(f"kills: {name}", stop_counts.total(), "; ".join(failures), f"{runs} runs; {detail}")
 
 
 def set_clock_back(soak: Soak) -> Case:
@@ -325,8 +325,8 @@ def two_in_one_folder(soak: Soak) -> Case:
 
 def many_steps(soak: Soak, steps: int) -> Case:
     """Measures a long run with telemetry: growth of memory and open files in its second half, and recompilations."""
-    every = str(max(steps // 20, 1))
-    options = ["--steps", str(steps), "--checkpoint-every", every, "--eval-every", every, "--log-every", every]
+    interval = str(max(steps // 20, 1))
+    options = ["--steps", str(steps), "--checkpoint-every", interval, "--eval-every", interval, "--log-every", interval]
     options += ["--telemetry", str(max(steps // 100, 1))]
     (process,), sizes = soak.start("many", *options, variables=RETURN_MEMORY), list[tuple[int, int, int]]()
     while process.poll() is None:
@@ -340,8 +340,8 @@ def many_steps(soak: Soak, steps: int) -> Case:
         return Case("steps with telemetry", steps, "too few steps to see growth")
     # The minimum of each part, because writing a checkpoint also takes memory.
     floors = np.array([part[np.argmin(part[:, 1])] for part in np.array_split(late, 5)])
-    growth, early = float(np.polyfit(floors[:, 0], floors[:, 1], 1)[0]), len(late) // 2
-    files = float(np.median(late[early:, 2]) - np.median(late[:early, 2]))
+    growth, middle = float(np.polyfit(floors[:, 0], floors[:, 1], 1)[0]), len(late) // 2
+    files = float(np.median(late[middle:, 2]) - np.median(late[:middle, 2]))
     # The first validation compiles a program, and the end of a run another one.
     compiled = text.partition("\nvalid ")[2].partition(f"\nvalid {steps}/")[0].count("Finished XLA compilation")
     report = f"{growth:+.0f} bytes a step, {files:+.0f} open files, {compiled} recompilations"
@@ -391,14 +391,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run(cases: Sequence[Callable[[Soak], Case]]) -> list[Case]:
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-            soak, done = Soak(Path(folder), options.seed), list[Case]()
+            soak, passed_cases = Soak(Path(folder), options.seed), list[Case]()
             for case in cases:
                 try:
-                    done.append(case(soak))
+                    passed_cases.append(case(soak))
                 except SoakError as error:
-                    done.append(Case("did not end", 1, str(error)))
-                print(done[-1].name, done[-1].failure or "passed", done[-1].detail, sep=": ", flush=True)
-        return done
+                    passed_cases.append(Case("did not end", 1, str(error)))
+                print(
+                    passed_cases[-1].name,
+                    passed_cases[-1].failure or "passed",
+                    passed_cases[-1].detail,
+                    sep=": ",
+                    flush=True,
+                )
+        return passed_cases
 
     with ThreadPoolExecutor(len(lists)) as pool:
         cases = list(itertools.chain(*pool.map(run, lists)))

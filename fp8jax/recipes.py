@@ -324,10 +324,10 @@ def for_shapes(recipe: Recipe | str | None = None) -> Recipe:
         TypeError: it is a part of a recipe.
         ValueError: no preset has this name.
     """
-    whole = for_device() if recipe is None else resolve(recipe)
-    if not isinstance(whole, Recipe):
+    base = for_device() if recipe is None else resolve(recipe)
+    if not isinstance(base, Recipe):
         raise TypeError(f"for_shapes expects a Recipe or the name of a preset, got {recipe!r}")
-    return dataclasses.replace(whole, linear=dataclasses.replace(whole.linear, skip_unprofitable=True))
+    return dataclasses.replace(base, linear=dataclasses.replace(base.linear, skip_unprofitable=True))
 
 
 def device(capability: int | None = None) -> Device:

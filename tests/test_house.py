@@ -150,8 +150,10 @@ start = time.process_time()
 import fp8jax
 print(time.process_time() - start)
 """
-    done = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True) for _ in range(2)]
-    assert min(float(run.stdout) for run in done) < 1
+    completed = [
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True) for _ in range(2)
+    ]
+    assert min(float(run.stdout) for run in completed) < 1
 
 
 def test_kernels_that_are_imported_late_cause_no_retrace():

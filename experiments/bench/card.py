@@ -73,8 +73,8 @@ class CardArm(driver.Arm):
 
     def _layer(self, recipe: fp8jax.Recipe) -> Callable[..., jax.Array]:
         """Returns a layer as a function of its parameters, with the recipe's matmuls."""
-        kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": self.dtype, "rows": self.rows}
-        graph, self.shapes = nnx.split(nnx.eval_shape(lambda: Block(self.config, rngs=nnx.Rngs(0), **kinds)))
+        dtypes: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": self.dtype, "rows": self.rows}
+        graph, self.shapes = nnx.split(nnx.eval_shape(lambda: Block(self.config, rngs=nnx.Rngs(0), **dtypes)))
 
         def layer(params: Any, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
             leaves = jax.tree.unflatten(jax.tree.structure(self.shapes), jax.tree.leaves(params))
@@ -129,8 +129,8 @@ class CardArm(driver.Arm):
 
     def _plain_step(self, state: Any, tokens: jax.Array) -> Any:
         def loss(params: Any) -> jax.Array:
-            one = lambda x, layer: (self._plain(layer, x, *self.tables), None)  # noqa: E731
-            return self._loss(lambda x: lax.scan(one, x, params["layers"])[0], params, tokens)
+            scan_body = lambda x, layer: (self._plain(layer, x, *self.tables), None)  # noqa: E731
+            return self._loss(lambda x: lax.scan(scan_body, x, params["layers"])[0], params, tokens)
 
         value, grads = jax.value_and_grad(loss)(state["params"])
         params, moments = self.tx.step(grads, state["moments"], state["params"])

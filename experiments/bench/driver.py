@@ -95,26 +95,26 @@ def built(names: Sequence[str], make: Callable[[str], Any], limit: float = math.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         for name in [*names, None]:
             start, arm = time.perf_counter(), None
-            late = start - begin > limit
-            if late and name is not None:
+            is_too_late = start - begin > limit
+            if is_too_late and name is not None:
                 print(f"  {name}: left out, the time limit is reached", flush=True)
             try:
-                arm = None if name is None or late else make(name)
+                arm = None if name is None or is_too_late else make(name)
             except Exception as problem:
                 timing.report_failure(str(name), problem)
             if waiting is not None:
-                before, ready, compiling = waiting
+                previous_name, previous_arm, compiling = waiting
                 try:
                     compiling.result()
-                    jax.block_until_ready(ready())
-                    ready.stop()
-                    arms[before] = ready
+                    jax.block_until_ready(previous_arm())
+                    previous_arm.stop()
+                    arms[previous_name] = previous_arm
                 except Exception as problem:
-                    timing.report_failure(before, problem)
+                    timing.report_failure(previous_name, problem)
             waiting = None if name is None or arm is None else (name, arm, pool.submit(arm.prepare))
             if arm is not None:
                 print(
-                    f"  {name}: traced, while the arm before compiled, in {time.perf_counter() - start:.0f} s",
+                    f"  {name}: traced while the previous arm compiled, in {time.perf_counter() - start:.0f} s",
                     flush=True,
                 )
     if names[0] not in arms:
@@ -218,8 +218,12 @@ class ResultsFile:
 
 def without_out(arguments: Sequence[str]) -> list[str]:
     """Returns a command line without --out, which does not affect the results."""
-    before = ["", *arguments]
-    return [a for a, last in zip(arguments, before, strict=False) if last != "--out" and not a.startswith("--out")]
+    previous_arguments = ["", *arguments]
+    return [
+        a
+        for a, previous in zip(arguments, previous_arguments, strict=False)
+        if previous != "--out" and not a.startswith("--out")
+    ]
 
 
 def parser(

@@ -100,21 +100,21 @@ def widened(codes: jax.Array) -> jax.Array:
 def oracle(kind: str, x: Operands, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
     """Returns the matmul of `kind` at some rows and columns, in float64."""
 
-    def wide(name: str, index: np.ndarray) -> np.ndarray:
+    def decode(name: str, index: np.ndarray) -> np.ndarray:
         return np.asarray(x[name][index].astype(F32), np.float64)
 
-    a, b = wide("a", rows), wide("b", cols)
+    a, b = decode("a", rows), decode("b", cols)
     if kind in ("block", "wgrad"):
-        a = a * np.repeat(wide("a_group", rows), 128, 1)
-        b = b * np.repeat(wide("b_group", cols) if kind == "wgrad" else wide("b_block", cols // 128), 128, 1)
+        a = a * np.repeat(decode("a_group", rows), 128, 1)
+        b = b * np.repeat(decode("b_group", cols) if kind == "wgrad" else decode("b_block", cols // 128), 128, 1)
     if kind == "mx":
-        a = a * np.repeat(2.0 ** (wide("exponent", rows) - 127), 32, 1)
-    out = a @ b.T
+        a = a * np.repeat(2.0 ** (decode("exponent", rows) - 127), 32, 1)
+    expected = a @ b.T
     if kind in ("tensor", "promoted"):
-        out = out * 0.5
+        expected = expected * 0.5
     if kind in ("row", "mx"):
-        out = out * wide("row", rows)[:, None]
-    return out * wide("column", cols) if kind == "row" else out
+        expected = expected * decode("row", rows)[:, None]
+    return expected * decode("column", cols) if kind == "row" else expected
 
 
 def xla_arms() -> Iterator[GemmArm]:
@@ -213,7 +213,7 @@ def measure(shape: Gemm, arms: Sequence[GemmArm], operands: Any, oracle: Any, op
         shape: (M, N, K).
         arms: the implementations. Implementations with the same function share a program.
         operands: maps (M, N, K, seed) to a set of arrays by name.
-        oracle: maps a kind, a set, rows and columns to the entries of the matmul there, in float64.
+        oracle: maps a kind of matmul, a set, rows and columns to the entries of the matmul there, in float64.
         options: parsed options with `rounds` and `burst`.
     """
     m, n, k = shape
@@ -230,8 +230,10 @@ def measure(shape: Gemm, arms: Sequence[GemmArm], operands: Any, oracle: Any, op
         arguments[arm.name] = [[x[name] for name in arm.takes] for x in source]
     start = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        kinds = {(arm.function, len(arm.takes)): arm for arm in arms}
-        programs = {kind: pool.submit(_program, arm, arguments[arm.name]) for kind, arm in kinds.items()}
+        arms_by_signature = {(arm.function, len(arm.takes)): arm for arm in arms}
+        programs = {
+            signature: pool.submit(_program, arm, arguments[arm.name]) for signature, arm in arms_by_signature.items()
+        }
     print(f"{shape}: compiled in {time.perf_counter() - start:.0f} s", flush=True)
     case, table, ready = "x".join(map(str, shape)), list[timing.Row](), dict[str, Callable[[], Any]]()
     for arm in arms:

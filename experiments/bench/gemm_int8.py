@@ -62,16 +62,16 @@ def oracle(kind: str, x: dict[str, Any], rows: np.ndarray, cols: np.ndarray) -> 
     The kind is "plain", "rows", "blocks", or the name of a fallback mask.
     """
 
-    def wide(codes: Any, scale: Any, index: np.ndarray) -> np.ndarray:
+    def decode(codes: Any, scale: Any, index: np.ndarray) -> np.ndarray:
         values = np.asarray(codes[index], np.float64)
         if kind in ("plain", "rows"):
             return values
         return values * np.repeat(np.asarray(scale, np.float64)[index // BLOCK], BLOCK, 1)
 
-    left = wide(x["a"], x["a_scale"], rows)
+    a = decode(x["a"], x["a_scale"], rows)
     if kind in x:
-        left = left + wide(x["r"], jnp.where(x[kind], x["r_scale"], 0), rows)
-    product = left @ wide(x["b"], x["b_scale"], cols).T
+        a = a + decode(x["r"], jnp.where(x[kind], x["r_scale"], 0), rows)
+    product = a @ decode(x["b"], x["b_scale"], cols).T
     by_row = np.asarray(x["row"][rows], np.float64)[:, None] * float(x["tensor"])
     return product * by_row if kind == "rows" else product
 

@@ -122,10 +122,10 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
 
     With `PREQUANTIZED`, weights are quantized before, as for microbatches.
     """
-    plain = nnx.eval_shape(lambda: Block(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    bf16_block = nnx.eval_shape(lambda: Block(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     keys = iter(jax.random.split(jax.random.key(0), 64))
     draw = lambda shape: jax.random.normal(next(keys), shape, jnp.bfloat16)  # noqa: E731
-    shapes = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
+    shapes = nnx.to_pure_dict(nnx.state(bf16_block, nnx.Param))
     params = jax.tree.map(lambda s: 0.02 * draw(s.shape) if s.ndim > 1 else jnp.ones(s.shape, s.dtype), shapes)
     x_NxD, dy_NxD = draw((BATCH * length, config.dim)), 1e-3 * draw((BATCH * length, config.dim))
     tables = rope_tables(length, config.head_dim, config.rope_theta)
@@ -135,7 +135,7 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
         layer = lambda params, codes, x_NxD: nnx.merge(graph, params, codes)(x_NxD, *tables)  # noqa: E731
         return LayerArm(layer, (params, nnx.to_pure_dict(codes), x_NxD, dy_NxD))
 
-    def settled(block: Block) -> Block:
+    def with_adapted_thresholds(block: Block) -> Block:
         """Returns the states with adapted thresholds, which follow the share of fallback blocks as in training."""
         graph, _, states = nnx.split(block, nnx.Param, ...)  # type: ignore[misc]
 
@@ -151,18 +151,18 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
             states = advanced(states)
         return nnx.merge(graph, params, states)
 
-    programs = {BF16: arm(plain)}
+    programs = {BF16: arm(bf16_block)}
     layer, operands = programs[BF16].layer, programs[BF16].operands
     programs[BF16_REMATERIALIZED] = LayerArm(jax.checkpoint(layer, policy=save_products), operands)
     call = functools.partial(functions, tables=tables, eps=config.norm_eps)
-    none = dict.fromkeys(_kernels(params))
+    no_codes = dict.fromkeys(_kernels(params))
     programs[BF16_FUNCTIONS] = LayerArm(
-        functools.partial(call, recipe=fp8jax.recipes.bf16()), (params, none, x_NxD, dy_NxD)
+        functools.partial(call, recipe=fp8jax.recipes.bf16()), (params, no_codes, x_NxD, dy_NxD)
     )
     for name, recipe in recipes().items():
         if names is None or name in names:
-            block = fp8jax.nnx.quantize(plain, recipe)
-            programs[name] = arm(settled(block) if recipe.linear.stateful_strategies else block)
+            block = fp8jax.nnx.quantize(bf16_block, recipe)
+            programs[name] = arm(with_adapted_thresholds(block) if recipe.linear.stateful_strategies else block)
         if f"{name}, {PREQUANTIZED}, {FUNCTIONS}" in (names or ()):
             make = jax.jit(functools.partial(fp8jax.quantize_weight, recipe=recipe))
             codes = {n: make(w) for n, w in _kernels(params).items()}
@@ -170,7 +170,7 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
             programs[f"{name}, {PREQUANTIZED}, {FUNCTIONS}"] = LayerArm(with_recipe, (params, codes, x_NxD, dy_NxD))
         prequantized = f"{name}, {PREQUANTIZED}"
         if prequantized in names if names is not None else name.startswith("COAT"):
-            graph, _ = nnx.split(fp8jax.nnx.quantize(plain, recipe), nnx.Param)
+            graph, _ = nnx.split(fp8jax.nnx.quantize(bf16_block, recipe), nnx.Param)
             programs[prequantized] = arm(fp8jax.nnx.quantize_weights(nnx.merge(graph, params)))
     return programs
 
@@ -223,8 +223,8 @@ def time_rows(case: str, times: dict[str, timing.Seconds]) -> list[timing.Row]:
             rows.append(driver.time_row(case, name, "time once a step", time))
             continue
         rows.append(driver.time_row(case, name, "time", time, BF16, times[BF16] / time))
-        for what, base in ((FUNCTIONS, BF16_FUNCTIONS), ("", BF16_REMATERIALIZED)):
-            if what in name and name != base:
+        for label, base in ((FUNCTIONS, BF16_FUNCTIONS), ("", BF16_REMATERIALIZED)):
+            if label in name and name != base:
                 rows.append(driver.time_row(case, name, f"time, {base}", time, base, times[base] / time))
         for count in MICROBATCHES if PREQUANTIZED in name else ():
             total = time + times[WEIGHTS] / count
@@ -236,14 +236,14 @@ def time_rows(case: str, times: dict[str, timing.Seconds]) -> list[timing.Row]:
 def saved_rows(case: str, layers: dict[str, LayerArm]) -> list[timing.Row]:
     """Returns saved bytes in U, relative to bf16 Flax modules, rematerialized bf16, and the paper's count for bf16."""
     rows, unit = [], layers[BF16].operands[2].nbytes
-    most = {
+    baselines = {
         BF16: layers[BF16].saved / unit,
         BF16_REMATERIALIZED: layers[BF16_REMATERIALIZED].saved / unit,
         PAPER: PAPER_BF16,
     }
     for name, arm in layers.items():
         saved = arm.saved / unit
-        for base, baseline_size in most.items():
+        for base, baseline_size in baselines.items():
             metric = "kept" if base == BF16 else f"kept, {base}"
             rows.append(timing.row(case, name, metric, saved, "U", base, baseline_size / saved))
     return rows

@@ -51,10 +51,10 @@ def arms() -> dict[str, Any]:
         y, vjp = jax.vjp(layer, x, w)
         return y, *vjp(dy)
 
-    def plain(x: Any, w: Any) -> Any:
+    def bf16(x: Any, w: Any) -> Any:
         return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
-    layers = {BF16: plain} | {name: layer(recipe) for name, recipe in RECIPES.items()}
+    layers = {BF16: bf16} | {name: layer(recipe) for name, recipe in RECIPES.items()}
     return {name: functools.partial(three, function) for name, function in layers.items()}
 
 

@@ -172,9 +172,9 @@ def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace
     arms = driver.built(recipes, lambda recipe: UserArm(user, recipe, options.gpus))
     calls: dict[str, Callable[[], Any]] = {}
     for recipe, arm in arms.items():
-        kinds: tuple[Callable[[], Any], ...] = (timing.late(arm), arm.synchronised)
-        calls |= {f"{recipe}{end}": call for end, call in zip(KINDS, kinds, strict=True)}
-    stop = lambda name: next(arm for each, arm in arms.items() if name in {each + end for end in KINDS}).stop()  # noqa: E731
+        step_functions: tuple[Callable[[], Any], ...] = (timing.late(arm), arm.synchronised)
+        calls |= {f"{recipe}{end}": call for end, call in zip(KINDS, step_functions, strict=True)}
+    stop = lambda name: next(arm for arm_name, arm in arms.items() if name in {arm_name + end for end in KINDS}).stop()  # noqa: E731
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop)
     needs = {recipe: driver.memory(arm.program)[0] for recipe, arm in arms.items()}
     case = case_text(user, options.gpus)

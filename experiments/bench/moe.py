@@ -63,17 +63,23 @@ class SharedLayerArm(LayerArm):
     sharing: tuple[jax.sharding.Mesh, Any]
 
     def in_order(self, params: Any, codes: Any, x_NxD: jax.Array, dy_NxD: jax.Array) -> Any:
-        devices, are_cut = self.sharing
+        devices, is_sharded = self.sharing
 
         def local(params: Any, x_NxD: jax.Array, dy_NxD: jax.Array) -> Any:
             y_NxD, (dparams, dx_NxD) = LayerArm.in_order(self, params, codes, x_NxD, dy_NxD)
-            dparams = jax.tree.map(lambda is_cut, g: g if is_cut else jax.lax.psum(g, AXIS), are_cut, dparams)
+            dparams = jax.tree.map(
+                lambda sharded_leaf, g: g if sharded_leaf else jax.lax.psum(g, AXIS), is_sharded, dparams
+            )
             return y_NxD, (dparams, dx_NxD)
 
-        cut = jax.P(AXIS)
-        parts = jax.tree.map(lambda is_cut: cut if is_cut else jax.P(), are_cut)
+        sharded = jax.P(AXIS)
+        parts = jax.tree.map(lambda sharded_leaf: sharded if sharded_leaf else jax.P(), is_sharded)
         run = jax.shard_map(
-            local, mesh=devices, in_specs=(parts, cut, cut), out_specs=(cut, (parts, cut)), check_vma=False
+            local,
+            mesh=devices,
+            in_specs=(parts, sharded, sharded),
+            out_specs=(sharded, (parts, sharded)),
+            check_vma=False,
         )
         return run(params, x_NxD, dy_NxD)
 
@@ -95,8 +101,8 @@ def arms(gpus: int = 1) -> dict[str, ExpertProducts]:
 
 def make_layer(config: LlamaConfig, products: ExpertProducts, tokens: int, gpus: int = 1) -> LayerArm:
     """Returns a layer with abstract parameters and inputs, (tokens, width) per GPU."""
-    kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
-    make = lambda: MoE(config, products=products, rngs=nnx.Rngs(0), **kinds)  # noqa: E731
+    dtypes: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    make = lambda: MoE(config, products=products, rngs=nnx.Rngs(0), **dtypes)  # noqa: E731
     graph, state = nnx.split(nnx.eval_shape(make), nnx.Param)
     params = nnx.to_pure_dict(state)
     x: Any = jax.ShapeDtypeStruct((gpus * tokens, config.dim), jnp.bfloat16)
@@ -104,14 +110,14 @@ def make_layer(config: LlamaConfig, products: ExpertProducts, tokens: int, gpus:
     if gpus == 1:
         return LayerArm(apply, (params, None, x, x))
     devices = mesh.make(1, 1, expert=gpus)
-    are_cut = jax.tree_util.tree_map_with_path(lambda path, _: "experts" in jax.tree_util.keystr(path), params)
+    is_sharded = jax.tree_util.tree_map_with_path(lambda path, _: "experts" in jax.tree_util.keystr(path), params)
 
-    def place(leaf: Any, is_cut: bool) -> Any:
-        sharding = jax.sharding.NamedSharding(devices, jax.P(AXIS) if is_cut else jax.P())
+    def place(leaf: Any, sharded_leaf: bool) -> Any:
+        sharding = jax.sharding.NamedSharding(devices, jax.P(AXIS) if sharded_leaf else jax.P())
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     x = place(x, True)
-    return SharedLayerArm(apply, (jax.tree.map(place, params, are_cut), None, x, x), (devices, are_cut))
+    return SharedLayerArm(apply, (jax.tree.map(place, params, is_sharded), None, x, x), (devices, is_sharded))
 
 
 def sent_megabytes(config: LlamaConfig, products: ExpertProducts, tokens: int, gpus: int) -> float:
@@ -119,7 +125,7 @@ def sent_megabytes(config: LlamaConfig, products: ExpertProducts, tokens: int, g
     assert isinstance(products, RecipeProducts)
     assert products.sharing is not None
     sent = exchanged(config, gpus, products.sharing.wire_format, tokens)
-    return sum(each.sent_bytes for each in sent) / 1e6
+    return sum(collective.sent_bytes for collective in sent) / 1e6
 
 
 def draw(layer: LayerArm) -> Any:

@@ -94,7 +94,7 @@ def move(size: int, warps: int, state: Any, grads: Any) -> Any:
 
     def leaf(g: jax.Array, w: jax.Array, mu: tuple, nu: tuple) -> tuple:
         arrays = [g, w, *mu, *nu]
-        out = call_triton.call(
+        copy = call_triton.call(
             *arrays,
             kernel=_move,
             out_shapes=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[1:]],
@@ -105,7 +105,7 @@ def move(size: int, warps: int, state: Any, grads: Any) -> Any:
             SIZE=size,
             GROUPS=size // GROUP,
         )
-        return out[0], tuple(out[1:4]), tuple(out[4:7])
+        return copy[0], tuple(copy[1:4]), tuple(copy[4:7])
 
     return list(zip(*[leaf(g, *row) for g, *row in zip(grads, *state, strict=True)], strict=True))
 
@@ -116,7 +116,7 @@ class State:
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def through(self, step: Callable, *args: Any) -> Callable[[], Any]:
+    def as_call(self, step: Callable, *args: Any) -> Callable[[], Any]:
         """Returns a function that runs one step."""
 
         def call() -> Any:
@@ -156,23 +156,23 @@ class Bench:
         self.speeds: dict[tuple[str, str, str], float] = {}
 
     def record(
-        self, case: str, impl: str, time_: float, traffic: float, against: str | None, metric: str = BURST
+        self, case: str, impl: str, time_: float, traffic: float, baseline: str | None, metric: str = BURST
     ) -> None:
-        """Adds the speed of an implementation, relative to `against` in the same case."""
+        """Adds the speed of an implementation, relative to `baseline` in the same case."""
         speed = self.params / time_ / 1e9
         self.speeds[case, impl, metric] = speed
-        ratio = speed / self.speeds[case, against, metric] if against else None
+        ratio = speed / self.speeds[case, baseline, metric] if baseline else None
         spread = time_.quartiles((self.params / 1e9).__truediv__) if isinstance(time_, timing.Seconds) else None
-        self.rows.append(timing.row(case, impl, metric, speed, "Gparam/s", against, ratio, spread))
+        self.rows.append(timing.row(case, impl, metric, speed, "Gparam/s", baseline, ratio, spread))
         if metric == BURST:
             self.rows.append(timing.row(case, impl, "bandwidth", traffic * speed / 1e3, "TB/s"))
 
-    def add_ratio(self, case: str, impl: str, against: tuple[str, str]) -> None:
+    def add_ratio(self, case: str, impl: str, baseline: tuple[str, str]) -> None:
         """Adds the speeds of an implementation again, relative to another (case, implementation)."""
         for metric in (BURST, SUSTAINED):
             speed = self.speeds[case, impl, metric]
-            ratio = speed / self.speeds[*against, metric]
-            self.rows.append(timing.row(case, impl, metric, speed, "Gparam/s", against[1], ratio))
+            ratio = speed / self.speeds[*baseline, metric]
+            self.rows.append(timing.row(case, impl, metric, speed, "Gparam/s", baseline[1], ratio))
 
     def gradients(self, dtype: Any) -> list[jax.Array]:
         return [0.5 * g for g in weights(self.shape, dtype)]
@@ -196,8 +196,8 @@ class Bench:
         base = arms[0].name
         for metric, seconds_by_arm in ((BURST, times), (SUSTAINED, sustained)):
             for arm in arms:
-                against = None if arm.name == base else base
-                self.record(case, arm.name, seconds_by_arm[arm.name], arm.traffic, against, metric)
+                baseline = None if arm.name == base else base
+                self.record(case, arm.name, seconds_by_arm[arm.name], arm.traffic, baseline, metric)
         for arm in arms:
             if arm.memory is not None:
                 temporaries, state = arm.memory
@@ -216,7 +216,7 @@ class Bench:
             updates, state = tx.update(grads, carry[1], carry[0])
             return optax.apply_updates(carry[0], updates), state
 
-        call = State((p, tx.init(p))).through(step, g)
+        call = State((p, tx.init(p))).as_call(step, g)
         return OptimizerArm(f"optax.adamw {jnp.dtype(dtype).name}", call, 7 * jnp.dtype(dtype).itemsize)
 
     def compiled(self, name: str, run: Any, traffic: float, params: Any, state: Any, grads: Any,
@@ -232,7 +232,7 @@ class Bench:
             return (carry[0] if keeps_params else result), state
 
         size = sum(x.nbytes for x in jax.tree.leaves(state))
-        call = State((params, state)).through(step, grads)
+        call = State((params, state)).as_call(step, grads)
         return OptimizerArm(name, call, traffic, (program.memory_analysis().temp_size_in_bytes, size))
 
     def ours(self, dtype: Any, form: str, stochastic: bool = False, nu_rounding: str = "auto") -> OptimizerArm:
@@ -272,20 +272,20 @@ class Bench:
         g, state = self.gradients(jnp.bfloat16), State([tuple(weights(self.shape, dtype)), *moments])
         programs = [timing.traced(functools.partial(move, *x), state.value, g, donate_argnums=0) for x in LAUNCHES]
         return [
-            OptimizerArm(f"{BYTES}, {launch}", state.through(program, g), step_traffic(dtype))
+            OptimizerArm(f"{BYTES}, {launch}", state.as_call(program, g), step_traffic(dtype))
             for launch, program in zip(LAUNCHES, programs, strict=True)
         ]
 
-    def torch(self, case: str, against: str) -> None:
+    def torch(self, case: str, baseline: str) -> None:
         """Adds rows of PyTorch's optimizers to a case, relative to one of its implementations."""
         timing.keep_triton_cache()
-        for name, (module, kind, options, traffic) in TORCH.items():
+        for name, (module, class_name, options, traffic) in TORCH.items():
             try:
                 torch = importlib.import_module("torch")
                 p = [torch.nn.Parameter(torch.randn(self.shape, device="cuda") * 0.02) for _ in range(LEAVES)]
-                make = getattr(importlib.import_module(module), kind)
+                make = getattr(importlib.import_module(module), class_name)
                 adamw = make(p, lr=RATE, betas=(B1, B2), weight_decay=DECAY, **options)
-                self.record(case, name, _torch_seconds(torch, p, adamw), traffic, against)
+                self.record(case, name, _torch_seconds(torch, p, adamw), traffic, baseline)
             except (ImportError, RuntimeError) as error:
                 print(f"{name}: not measured ({type(error).__name__}: {error})", flush=True)
                 continue

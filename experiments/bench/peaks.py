@@ -14,7 +14,7 @@ from fp8jax.core.program_text import Line, computations_of, runs_of
 EIGHT, SIXTEEN, OURS, XLA = "8-bit products", "16-bit products", "our passes", "XLA's passes"
 FLOPS = {EIGHT: 1979e12, SIXTEEN: 989.5e12}  # per second, dense
 _ARRAY = re.compile(r"\b(pred|bf16|f8|[fsu](?=\d))(?:e\w+)?(\d*)\[([\d,]*)\]")
-_TARGET, _PLACE = re.compile(r'custom_call_target="([^"]*)"'), re.compile(r'op_name="([^"]*)"')
+_TARGET, _OP_NAME = re.compile(r'custom_call_target="([^"]*)"'), re.compile(r'op_name="([^"]*)"')
 _NAMES, _CALLS = re.compile(r"%([\w.$-]+)"), re.compile(r"calls=%?([\w.$-]+)")
 _SELDOM = ("requantize", "compute_amaxes")
 _PASSES = ("fusion", "copy", "convert", "reduce", "scatter", "gather", "transpose", "concatenate", "sort")
@@ -36,13 +36,13 @@ def least(text: str, bytes_per_second: float) -> dict[str, float]:
     runs, spent = runs_of(computations, entry), dict.fromkeys((EIGHT, SIXTEEN, OURS, XLA), 0.0)
     fused = {name for lines in computations.values() for line in lines if line.op == "fusion"
              for name in _CALLS.findall(line.args)}  # fmt: skip
-    around = {name for name in fused if any(line.op == "custom-call" for line in computations[name])}
+    wrapped_kernels = {name for name in fused if any(line.op == "custom-call" for line in computations[name])}
     for name, lines in computations.items():
         types = collections.defaultdict(str, {line.name: line.type for line in lines})
         for line in lines:
             if line.op == "custom-call":
                 kind, seconds = _of_call(line, types, bytes_per_second)
-            elif name in fused or line.op not in _PASSES or around.intersection(_CALLS.findall(line.args)):
+            elif name in fused or line.op not in _PASSES or wrapped_kernels.intersection(_CALLS.findall(line.args)):
                 continue  # instructions inside a fusion move no memory, except for a wrapped kernel
             else:
                 kind, seconds = XLA, _moved(line, types) / bytes_per_second
@@ -52,17 +52,17 @@ def least(text: str, bytes_per_second: float) -> dict[str, float]:
 
 
 def _of_call(line: Line, types: dict[str, str], bytes_per_second: float) -> tuple[str | None, float]:
-    target, place = _TARGET.search(line.text), _PLACE.search(line.text)
+    target, op_name = _TARGET.search(line.text), _OP_NAME.search(line.text)
     called = target[1] if target else ""
     if "matmul" in called or "gemm" in called or "mosaic" in called:
         (a, bits), (b, _) = (_arrays(types[name])[0] for name in _operands(line)[:2])
         result, _ = _arrays(line.type)[0]
-        kind, each = EIGHT if bits == 8 else SIXTEEN, math.prod(result[:-2])  # batch
-        summed = math.sqrt(math.prod(a) * math.prod(b) / max(math.prod(result) * each, 1))
+        kind, batch_size = EIGHT if bits == 8 else SIXTEEN, math.prod(result[:-2])  # batch
+        summed = math.sqrt(math.prod(a) * math.prod(b) / max(math.prod(result) * batch_size, 1))
         return kind, 2 * math.prod(result) * summed / FLOPS[kind]
     if "triton" not in called and "xla.gpu.ptx" not in called:
         return None, 0.0
-    kernel = place[1].split("/")[-2] if place and "/" in place[1] else ""
+    kernel = op_name[1].split("/")[-2] if op_name and "/" in op_name[1] else ""
     return (None, 0.0) if kernel in _SELDOM else (OURS, _moved(line, types) / bytes_per_second)
 
 

@@ -93,8 +93,8 @@ def stream(name: str, steps: int = STEPS) -> dict[str, np.ndarray]:
         scales = {k: np.full(s, 1e-8 if name == "tiny" else 1e-3) for k, s in SHAPES.items()}
     listed = []
     for t in range(steps):
-        by = {"larger": 100.0, "smaller": 0.01}.get(name.rpartition(" ")[2], 1.0) if t >= 200 else 1.0
-        g = normal(rng, {k: by * s for k, s in scales.items()})
+        factor = {"larger": 100.0, "smaller": 0.01}.get(name.rpartition(" ")[2], 1.0) if t >= 200 else 1.0
+        g = normal(rng, {k: factor * s for k, s in scales.items()})
         if "dead" in name and t >= 50:
             for k in ("w", "rows"):
                 g[k][:, 40 : 40 + int(name.split()[0])] = 0
@@ -214,9 +214,9 @@ def errors(updates: Tree, truth: Tree) -> tuple[float, int]:
     broken = sum(not all(np.isfinite(updates[k][t]).all() for k in names) for t in range(count))
     worst = 0.0
     for step in [step for step in CHECKS if step <= count] or [count]:
-        off = sum(float(np.sum((updates[k][step - 1] - truth[k][step - 1]) ** 2)) for k in names)
+        squared_error = sum(float(np.sum((updates[k][step - 1] - truth[k][step - 1]) ** 2)) for k in names)
         size = sum(float(np.sum(truth[k][step - 1] ** 2)) for k in names)
-        worst = max(worst, np.sqrt(off / size) if np.isfinite(off) else np.inf)
+        worst = max(worst, np.sqrt(squared_error / size) if np.isfinite(squared_error) else np.inf)
     return worst, broken
 
 
@@ -251,28 +251,28 @@ def main(argv: list[str]) -> None:
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     peers = available(device)
     versions = {package: importlib.metadata.version(package) for package in {PEERS[name][0] for name in peers}}
-    left = [name for name in PEERS if name not in peers]
+    skipped = [name for name in PEERS if name not in peers]
     notes = driver.notes_of(__doc__)
-    notes += [f"Left out, because it is not installed or does not run here: {', '.join(left)}."] if left else []
+    notes += [f"Left out, because it is not installed or does not run here: {', '.join(skipped)}."] if skipped else []
     file = driver.ResultsFile(
         options, "8-bit AdamW and other 8-bit optimizers: error of an update", notes, versions=versions
     )
-    names, kinds = ["sigma 1"] if timing.dry() else list(STREAMS), tuple(peers)
+    names, peer_names = ["sigma 1"] if timing.dry() else list(STREAMS), tuple(peers)
     with concurrent.futures.ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
         # A single stream needs no separate process.
         run = map if min(options.processes, len(names)) == 1 else pool.map
-        for rows in run(measure_stream, names, [kinds] * len(names), [device] * len(names)):
+        for rows in run(measure_stream, names, [peer_names] * len(names), [device] * len(names)):
             file.add(rows)
     file.end()
 
 
-def measure_stream(name: str, kinds: Collection[str], device: str) -> list[timing.Row]:
+def measure_stream(name: str, peer_names: Collection[str], device: str) -> list[timing.Row]:
     """Returns the rows of a stream: all JAX optimizers, and these peers."""
     gradients, rows = stream(name, 20 if timing.dry() else STEPS), list[timing.Row]()
     for b2 in B2S[:1] if timing.dry() else B2S:
         truth = exact(gradients, b2)
-        runs = {kind: functools.partial(by_jax, tx, gradients) for kind, tx in ours(b2).items()}
-        runs |= {kind: functools.partial(by_torch, peer(kind), gradients, b2, device) for kind in kinds}
+        runs = {label: functools.partial(by_jax, tx, gradients) for label, tx in ours(b2).items()}
+        runs |= {label: functools.partial(by_torch, peer(label), gradients, b2, device) for label in peer_names}
         rows += compare(name, b2, truth, runs)
     return rows
 
@@ -282,14 +282,14 @@ def compare(
 ) -> list[timing.Row]:
     """Returns the rows of a stream: errors, as a table of optimizers by streams, and bytes of state."""
     rows, setting = [], f"b2 {b2:g}"
-    for kind, run in runs.items():
+    for label, run in runs.items():
         updates, size = run()
         error, broken = errors(updates, truth)
-        row = timing.row(f"{name}, {setting}", kind, ERROR, error if np.isfinite(error) else None, "1")
-        rows.append(row | {"table": f"{ERROR}, {setting}", "pivot": (kind, name)})
+        row = timing.row(f"{name}, {setting}", label, ERROR, error if np.isfinite(error) else None, "1")
+        rows.append(row | {"table": f"{ERROR}, {setting}", "pivot": (label, name)})
         if name == STREAMS[0]:
-            row = timing.row(f"{name}, {setting}", kind, "bytes a parameter", size, "B")
-            rows.append(row | {"table": f"bytes of state a parameter, {setting}", "pivot": (kind, "bytes")})
+            row = timing.row(f"{name}, {setting}", label, "bytes a parameter", size, "B")
+            rows.append(row | {"table": f"bytes of state a parameter, {setting}", "pivot": (label, "bytes")})
         if broken:
-            rows.append(timing.row(f"{name}, {setting}", kind, "steps that are not finite", broken, "1"))
+            rows.append(timing.row(f"{name}, {setting}", label, "steps that are not finite", broken, "1"))
     return rows

@@ -24,7 +24,7 @@ from experiments.bench.peaks import EIGHT, OURS, SIXTEEN, XLA
 from experiments.bench.writings import BASE
 
 CALLS, LONGEST = 5, 12
-ATTENTION, COLLECTIVES, PEAK = "attention", "collectives", "at the peak"
+ATTENTION, COLLECTIVES, AT_PEAK_RATE = "attention", "collectives", "at the peak"
 OVERLAPPED = f"{COLLECTIVES}, overlapped"
 # The first match of a kernel's name. cuBLASLt's names have "q" for 8-bit operands, and "t" or "s" for wider ones.
 KINDS = (
@@ -124,8 +124,8 @@ def profile(call: Any) -> Profile:
         jax.block_until_ready(call())
         with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(CALLS):
-                out = call()
-            jax.block_until_ready(out)
+                result = call()
+            jax.block_until_ready(result)
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = ProfileData.from_file(str(path)).planes
         return Profile(tuple(kernels(planes, "CPU" if timing.dry() else "GPU")), CALLS)
@@ -136,20 +136,20 @@ def rows(case: str, profiles: dict[str, Profile], least: dict[str, dict[str, flo
 
     Further rows have the longest kernels of each arm.
     """
-    table, plain = list[timing.Row](), profiles[BASE].by_kind()
+    table, baseline = list[timing.Row](), profiles[BASE].by_kind()
     has_collectives = any(kind(kernel.name) == COLLECTIVES for each in profiles.values() for kernel in each.kernels)
     for name, arm_profile in profiles.items():
         spent = arm_profile.by_kind()
-        for what, base in (plain | {"all": sum(plain.values())}).items():
-            value = spent.get(what, sum(spent.values()))
+        for kind_name, base in (baseline | {"all": sum(baseline.values())}).items():
+            value = spent.get(kind_name, sum(spent.values()))
             ratio = base / value if value and base else None
-            if what != COLLECTIVES or has_collectives:
-                table.append(timing.row(case, name, what, 1e3 * value, "ms", BASE if ratio else None, ratio))
+            if kind_name != COLLECTIVES or has_collectives:
+                table.append(timing.row(case, name, kind_name, 1e3 * value, "ms", BASE if ratio else None, ratio))
         if has_collectives:
             table.append(timing.row(case, name, OVERLAPPED, 1e3 * arm_profile.overlapped, "ms"))
-        for what, value in least.get(name, {}).items():
+        for kind_name, value in least.get(name, {}).items():
             if value:
-                table.append(timing.row(case, name, f"{what}, {PEAK}", 1e3 * value, "ms"))
+                table.append(timing.row(case, name, f"{kind_name}, {AT_PEAK_RATE}", 1e3 * value, "ms"))
     for name, arm_profile in profiles.items():
         for kernel, spent_by, launches in arm_profile.by_name()[:LONGEST]:
             label = f"{case}, {name}: {kernel[:60]}"

@@ -39,11 +39,17 @@ class Quantization:
     def reads(self) -> int:
         """Number of passes over the matrix."""
         specs = [s for s in (self.rows, self.columns) if s and s != "same"]
-        near = self.columns is None and "token" in f"{self.rows}"  # the kernel for rows has whole rows on chip
-        return 1 if self.has_given_scale or near or all("group" in s or "block" in s for s in specs) else 2
+        is_single_pass_kernel = (
+            self.columns is None and "token" in f"{self.rows}"
+        )  # the kernel for rows has whole rows on chip
+        return (
+            1
+            if self.has_given_scale or is_single_pass_kernel or all("group" in s or "block" in s for s in specs)
+            else 2
+        )
 
 
-KINDS = [
+QUANTIZATIONS = [
     Quantization("e4m3", None, True),
     Quantization("e4m3", None),
     Quantization(None, "e4m3"),
@@ -67,21 +73,21 @@ FOLDS = {"e4m3:mx32+token": 1, "e4m3:mx32": 2}
 def arms() -> dict[str, tuple[Any, Any]]:
     """Returns functions of (matrix, codes), and the bytes that they move."""
 
-    def run(kind: Quantization, impl: str, x: Any, _: Any) -> Any:
-        scale = jnp.float32(0.01) if kind.has_given_scale else None
-        key = jax.random.key(0) if "stochastic" in f"{kind.rows}" else None
-        return op.quantize(x, kind.rows, kind.columns, scale=scale, key=key, impl=impl)
+    def run(quantization: Quantization, impl: str, x: Any, _: Any) -> Any:
+        scale = jnp.float32(0.01) if quantization.has_given_scale else None
+        key = jax.random.key(0) if "stochastic" in f"{quantization.rows}" else None
+        return op.quantize(x, quantization.rows, quantization.columns, scale=scale, key=key, impl=impl)
 
     def size(tree: Any) -> int:
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
-    def moved(kind: Quantization, x: Any, out: Any) -> int:
-        return kind.reads * size(x) + size(out)
+    def moved(quantization: Quantization, x: Any, out: Any) -> int:
+        return quantization.reads * size(x) + size(out)
 
     programs: dict[str, tuple[Any, Any]] = {COPY: (lambda x, _: jnp.copy(x), lambda x, out: size(x) + size(out))}
-    for kind in KINDS:
+    for case in QUANTIZATIONS:
         for impl in ("xla", "triton"):
-            programs[f"{kind} ({impl})"] = functools.partial(run, kind, impl), functools.partial(moved, kind)
+            programs[f"{case} ({impl})"] = functools.partial(run, case, impl), functools.partial(moved, case)
     for spec, reads in FOLDS.items():
         for impl in ("xla", "triton"):
             programs[f"fold {spec} ({impl})"] = (
@@ -105,10 +111,10 @@ def main(argv: list[str]) -> None:
         count = timing.copies(shape[0] * shape[1] * 2) if not timing.dry() else 1
         draw = lambda i, shape=shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)  # noqa: E731
         sets = [(draw(i), draw(i).astype(jnp.float8_e4m3fn)) for i in range(count)]
-        wanted = arms()
-        ready = timing.compiled({name: function for name, (function, _) in wanted.items()}, sets)
+        programs = arms()
+        ready = timing.compiled({name: function for name, (function, _) in programs.items()}, sets)
         times = timing.seconds(ready, options.rounds, options.burst)
-        moved = {name: count * wanted[name][1](sets[0][0], call()[0]) for name, call in ready.items()}
+        moved = {name: count * programs[name][1](sets[0][0], call()[0]) for name, call in ready.items()}
         file.add(bandwidths("x".join(map(str, shape)) + " bf16", times, moved))
     file.end("bandwidth")
 

@@ -26,9 +26,9 @@ def arms(shape: tuple[int, int, int]) -> dict[str, Any]:
     """Returns functions of (x, w, codes of x, codes of w, a few numbers)."""
 
     def product(fast: bool) -> Any:
-        spec, one = fp8jax.QuantSpec(), jnp.ones((1, 1))
+        spec, unit_scale = fp8jax.QuantSpec(), jnp.ones((1, 1))
         return lambda x, w, a, b, few: matmul(
-            *(fp8jax.QTensor(codes, one, None, None, spec) for codes in (a, b)), dtype=jnp.bfloat16, fast=fast
+            *(fp8jax.QTensor(codes, unit_scale, None, None, spec) for codes in (a, b)), dtype=jnp.bfloat16, fast=fast
         )
 
     def chain(x: Any, w: Any, a: Any, b: Any, few: Any) -> Any:

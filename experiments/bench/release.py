@@ -52,19 +52,19 @@ def largest(make: Callable[[int], CardArm], gigabytes: float) -> CardArm:
     """
     if math.isinf(gigabytes):
         raise ValueError("the device does not report its memory; set --fit, in GB")
-    largest_arm = last = make(1)
+    largest_arm = previous_arm = make(1)
     if largest_arm.needs > gigabytes:
         raise ValueError(f"one sequence needs {largest_arm.needs:.1f} GB, but only {gigabytes:.1f} GB are available")
-    batch, too_many, one = SECOND, math.inf, 0.0
+    batch, too_many, per_sequence = SECOND, math.inf, 0.0
     for _ in range(MOST_TRIES):
         arm = make(batch)
         if arm.needs <= gigabytes:
             largest_arm = max(largest_arm, arm, key=lambda arm: arm.batch)
         else:
             too_many = min(too_many, batch)
-        one = max((arm.needs - last.needs) / (arm.batch - last.batch), one / 2, 1e-3)
-        last = arm
-        next_batch = batch + math.floor((gigabytes - arm.needs) / one)
+        per_sequence = max((arm.needs - previous_arm.needs) / (arm.batch - previous_arm.batch), per_sequence / 2, 1e-3)
+        previous_arm = arm
+        next_batch = batch + math.floor((gigabytes - arm.needs) / per_sequence)
         if next_batch <= largest_arm.batch or largest_arm.batch + 1 >= too_many:
             break
         batch = int(min(max(next_batch, largest_arm.batch + 1), too_many - 1, GROWTH * batch))
@@ -77,8 +77,8 @@ def rates(case: str, name: str, arms: Mapping[str, CardArm], times: Mapping[str,
 
     Tokens per second are relative to the base; step times only if the batches are equal.
     """
-    seconds, arm, first = times[name], arms[name], times.get(base)
-    faster = first and (arm.count / seconds) / (arms[base].count / first)
+    seconds, arm, baseline_seconds = times[name], arms[name], times.get(base)
+    faster = baseline_seconds and (arm.count / seconds) / (arms[base].count / baseline_seconds)
     same_batch_ratio = faster if base in arms and arms[base].batch == arm.batch else None
     rows = [
         driver.time_row(case, name, "step", seconds, base, same_batch_ratio),

@@ -79,7 +79,7 @@ def axes(mesh_name: str, count: int) -> dict[str, int]:
     )
 
 
-def place(mesh_name: str) -> str:
+def describe_mesh(mesh_name: str) -> str:
     """Returns a description of a mesh."""
     return MESHES[mesh_name].format(jax.device_count()) if mesh_name in MESHES else f"mesh {mesh_name}"
 
@@ -110,9 +110,9 @@ class StepArm(driver.Arm):
         )
         self.inputs = (self.tokens,)
         self.begin = jax.jit(self.task.init, out_shardings=placed)
-        places = {"in_shardings": (placed, rows), "out_shardings": (placed, None)}
+        shardings = {"in_shardings": (placed, rows), "out_shardings": (placed, None)}
         with choice.target(kernels=kernels):
-            self.build = timing.lowered(self.task.step, self.shapes, self.tokens, donate_argnums=0, **places)
+            self.build = timing.lowered(self.task.step, self.shapes, self.tokens, donate_argnums=0, **shardings)
 
     def start(self) -> None:
         """Creates the state. Fallback thresholds are those after adaptation."""
@@ -212,14 +212,14 @@ def measure(
         "MFU counts matmuls and causal attention, forward and backward, relative to the dense bf16 peak of the GPU's "
         "data sheet. The bytes exchanged are those of the compiled program. A loop over layers counts once.",
     ]
-    places = options.mesh or [mesh_name for mesh_name in MESHES if mesh_name == "one" or jax.device_count() > 1]
-    count = 1 if places == ["one"] else jax.device_count()
+    mesh_names = options.mesh or [mesh_name for mesh_name in MESHES if mesh_name == "one" or jax.device_count() > 1]
+    count = 1 if mesh_names == ["one"] else jax.device_count()
     size = f"{options.model} on {count} GPUs" if count > 1 else options.model
     file = driver.ResultsFile(options, f"Whole training steps, {size}", notes, devices=count)
-    for mesh_name in places:
+    for mesh_name in mesh_names:
         batches = f"{options.batch}" if options.fit is None else f"what fits in {options.fit:g} GB"
         entries = "" if options.vocab == VOCAB else f", {options.vocab:,} entries"
-        case = f"{options.model}, {place(mesh_name)}, {batches} x {options.length} tokens{entries}"
+        case = f"{options.model}, {describe_mesh(mesh_name)}, {batches} x {options.length} tokens{entries}"
         names = list(dict.fromkeys([REMATERIALIZED, *options.arm]))
         arms = driver.built(names, functools.partial(_arm, llama, mesh_name, options), options.limit)
         file.add([timing.row(case, name, "failed", None, "") for name in names if name not in arms])
@@ -280,10 +280,12 @@ def common(
     """Returns time, speed and memory of an arm like `arm`, relative to `baseline` (rematerialized bf16)."""
     row = functools.partial(timing.row, case, name)
     rate, base_rate = arm.tokens_per_step / median, baseline.tokens_per_step / base
-    same = arm.batch == baseline.batch  # otherwise only tokens/s are comparable
-    compared = (REMATERIALIZED, base / median) if same else (None, None)
+    same_batch = arm.batch == baseline.batch  # otherwise only tokens/s are comparable
+    compared = (REMATERIALIZED, base / median) if same_batch else (None, None)
     table = [driver.time_row(case, name, "step", median, *compared)]
-    table.append(row("tokens/s", rate, "", None if same else REMATERIALIZED, None if same else rate / base_rate))
+    table.append(
+        row("tokens/s", rate, "", None if same_batch else REMATERIALIZED, None if same_batch else rate / base_rate)
+    )
     if (peak := speed.peak(jax.devices()[0].device_kind)) is not None:
         table.append(row("MFU", arm.flops / median / (peak * arm.count), ""))
     for i, metric in enumerate(("temporaries", "memory")):

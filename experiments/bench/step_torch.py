@@ -197,14 +197,14 @@ def build(torch: Any, config: LlamaConfig, length: int) -> Any:
     class TorchBlock(nn.Module):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
-            narrow = 0.02 / (2 * config.layers) ** 0.5
+            out_std = 0.02 / (2 * config.layers) ** 0.5
             self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
             self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
             self.q = linear(config.dim, config.dim)
             self.k, self.v = (linear(config.dim, config.kv_heads * config.head_dim) for _ in range(2))
-            self.out = linear(config.dim, config.dim, narrow)
+            self.out = linear(config.dim, config.dim, out_std)
             self.gate, self.up = (linear(config.dim, config.mlp_dim) for _ in range(2))
-            self.down = linear(config.mlp_dim, config.dim, narrow)
+            self.down = linear(config.mlp_dim, config.dim, out_std)
 
         def forward(self, x: Any, cos: Any, sin: Any) -> Any:
             y = self.attention_norm(x)

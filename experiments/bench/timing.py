@@ -147,12 +147,12 @@ def late(step: Callable[[], Any]) -> Callable[[], Any]:
 
     The GPU always has a pending step, so it never waits for the host.
     """
-    last: Any = None
+    latest: Any = None
 
     def call() -> Any:
-        nonlocal last
-        before, last = last, step()
-        return jax.block_until_ready(last if before is None else before)
+        nonlocal latest
+        previous, latest = latest, step()
+        return jax.block_until_ready(latest if previous is None else previous)
 
     return call
 
@@ -173,8 +173,8 @@ def _run(call: Callable, calls: int) -> float:
     for _ in range(2):
         begin = time.perf_counter()
         for _ in range(calls):
-            out = call()
-        jax.block_until_ready(out)
+            result = call()
+        jax.block_until_ready(result)
     return (time.perf_counter() - begin) / calls
 
 

@@ -95,14 +95,14 @@ def nnx_training(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
 def linen_training(shape: tuple[int, ...], arm: str) -> Training:
     """Returns training in Flax Linen: Flax's `TrainState` for bf16, `fp8jax.linen.TrainState` for other arms."""
     model: linen.Module = LinenLlama(*shape)
-    kind: Any = TrainState
+    trainer_class: Any = TrainState
     if arm != BASE:
-        model, kind = fp8jax.linen.quantize(model, get_recipe(arm)), fp8jax.linen.TrainState
+        model, trainer_class = fp8jax.linen.quantize(model, get_recipe(arm)), fp8jax.linen.TrainState
     tx = _optimizer(arm)
 
     def begin() -> Any:
         params = model.init(_key(), jax.numpy.zeros((1, 8), "int32"))["params"]
-        return kind.create(apply_fn=model.apply, params=params, tx=tx)
+        return trainer_class.create(apply_fn=model.apply, params=params, tx=tx)
 
     def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
         def loss(params: Any) -> jax.Array:

@@ -50,8 +50,8 @@ class Tensor:
     def shape(self, flat: Mapping[str, Any]) -> tuple[int, ...]:
         """Returns the stored shape of the tensor, for one layer and expert."""
         shapes = self.shapes(flat)
-        whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-        return whole[::-1] if self.is_transposed else whole
+        stored = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+        return stored[::-1] if self.is_transposed else stored
 
     def indices(self, config: LlamaConfig) -> Iterator[tuple[int, ...]]:
         """Yields the numbers in its names, which are indices of its leaves."""
@@ -156,8 +156,8 @@ def _llama_tensors(
         for name in ("q_norm", "k_norm"):
             yield Tensor(f"{layer}self_attn.{name}.weight", (f"{ours}attention.{name}.scale",))
     if config.norm == "rms":
-        after = ("post_attention_layernorm", "post_feedforward_layernorm")
-        first, second = after if config.norm_after else ("input_layernorm", "post_attention_layernorm")
+        norms_after = ("post_attention_layernorm", "post_feedforward_layernorm")
+        first, second = norms_after if config.norm_after else ("input_layernorm", "post_attention_layernorm")
         yield Tensor(f"{layer}{first}.weight", (f"{ours}attention_norm.scale",))
         yield Tensor(f"{layer}{second}.weight", (f"{ours}mlp_norm.scale",))
         yield Tensor("model.norm.weight", ("norm.scale",))
@@ -263,12 +263,12 @@ def _gpt2_fields(config: LlamaConfig) -> dict[str, Any]:
 def _gpt2_tensors(config: LlamaConfig) -> Iterator[Tensor]:
     yield Tensor("transformer.wte.weight", ("embed.embedding",))
     yield Tensor("transformer.wpe.weight", ("embed_position.embedding",))
-    layer, ours, all_ = "transformer.h.{}.", "layers.", {"bias": True, "is_transposed": False}
+    layer, ours, options = "transformer.h.{}.", "layers.", {"bias": True, "is_transposed": False}
     qkv = [f"{ours}attention.{name}" for name in "qkv"]
-    yield from _linear(f"{layer}attn.c_attn", *qkv, **all_)
-    yield from _linear(f"{layer}attn.c_proj", f"{ours}attention.out", **all_)
-    yield from _linear(f"{layer}mlp.c_fc", f"{ours}mlp.up", **all_)
-    yield from _linear(f"{layer}mlp.c_proj", f"{ours}mlp.down", **all_)
+    yield from _linear(f"{layer}attn.c_attn", *qkv, **options)
+    yield from _linear(f"{layer}attn.c_proj", f"{ours}attention.out", **options)
+    yield from _linear(f"{layer}mlp.c_fc", f"{ours}mlp.up", **options)
+    yield from _linear(f"{layer}mlp.c_proj", f"{ours}mlp.down", **options)
     norms = {f"{layer}ln_1": f"{ours}attention_norm", f"{layer}ln_2": f"{ours}mlp_norm", "transformer.ln_f": "norm"}
     for theirs, path in norms.items():
         yield Tensor(f"{theirs}.weight", (f"{path}.scale",))

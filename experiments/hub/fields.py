@@ -96,28 +96,28 @@ class Fields:
             if not isinstance(part, dict):
                 raise UserError(f"{self.path}: {name} is {part!r}, not an object")
             parts |= {k: v for k, v in part.items() if v is not None}
-        old, kind = parts.pop("type", "default"), parts.pop("rope_type", None)
-        kind = old if kind is None else kind
+        old_type, rope_type = parts.pop("type", "default"), parts.pop("rope_type", None)
+        rope_type = old_type if rope_type is None else rope_type
         theta = parts.pop("rope_theta", theta)
         if wrong := {k: v for k, v in {"rope_theta": theta, **parts}.items() if not _finite(v)}:
             raise UserError(f"{self.path}: rope settings {wrong} are not numbers")
         scaling = None
-        if kind == "llama3":
+        if rope_type == "llama3":
             names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
             if missing := [name for name in names if name not in parts]:
                 raise UserError(f"{self.path}: rope scaling llama3 lacks {', '.join(missing)}")
             scaling = RopeScaling(*(parts.pop(name) for name in names))
-        elif kind != "default":
-            raise UserError(f"{self.path}: rope type {kind!r} is not supported; only 'default' and 'llama3' are")
+        elif rope_type != "default":
+            raise UserError(f"{self.path}: rope type {rope_type!r} is not supported; only 'default' and 'llama3' are")
         if parts:
-            raise UserError(f"{self.path}: rope {kind} with {parts} is not supported")
+            raise UserError(f"{self.path}: rope {rope_type} with {parts} is not supported")
         return theta, scaling
 
     def close(self) -> None:
         """Rejects unread fields that are not null and may change the model."""
-        left = {k: v for k, v in self._left.items() if v is not None and k not in HARMLESS}
-        if left:
-            listed = ", ".join(f"{k} = {v!r}" for k, v in sorted(left.items()))
+        unread = {k: v for k, v in self._left.items() if v is not None and k not in HARMLESS}
+        if unread:
+            listed = ", ".join(f"{k} = {v!r}" for k, v in sorted(unread.items()))
             raise UserError(f"{self.path}: unknown fields, which may change the model: {listed}")
 
 

@@ -121,26 +121,26 @@ def tensors(folder: Path) -> dict[str, Stored]:
     """
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
-            other = sorted(p.name for p in [*folder.glob("*.bin"), *folder.glob("*.safetensors")])
-            there = f"; it contains {', '.join(other[:3])}" if other else ""
-            raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}{there}")
+            other_files = sorted(p.name for p in [*folder.glob("*.bin"), *folder.glob("*.safetensors")])
+            listed = f"; it contains {', '.join(other_files[:3])}" if other_files else ""
+            raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}{listed}")
         return _header(folder / SINGLE)
-    places = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
+    file_of_tensor = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(file_of_tensor, dict) or not all(isinstance(x, str) for x in file_of_tensor.values()):
         raise UserError(f"{folder / INDEX}: weight_map is not an object with file names")
     tensors: dict[str, Stored] = {}
-    for name in sorted(set(places.values())):
+    for name in sorted(set(file_of_tensor.values())):
         if not _is_name(name):
             raise UserError(f"{folder / INDEX} names {name!r}, which is not a file of this folder")
         if not (folder / name).is_file():
             raise UserError(f"{folder / name} is missing; {INDEX} names it")
         for tensor, stored in _header(folder / name).items():
-            if places.get(tensor) != name:
-                where = f"says {places[tensor]}" if tensor in places else "does not name it"
+            if file_of_tensor.get(tensor) != name:
+                where = f"says {file_of_tensor[tensor]}" if tensor in file_of_tensor else "does not name it"
                 raise UserError(f"{folder / name} holds {tensor}, but {INDEX} {where}")
             tensors[tensor] = stored
-    if lost := sorted(set(places) - set(tensors)):
-        raise UserError(f"{folder / places[lost[0]]} lacks {lost[0]}, which {INDEX} says is in it")
+    if missing := sorted(set(file_of_tensor) - set(tensors)):
+        raise UserError(f"{folder / file_of_tensor[missing[0]]} lacks {missing[0]}, which {INDEX} says is in it")
     return tensors
 
 
@@ -195,8 +195,10 @@ def check(folder: Path, settings: Mapping[str, Any] | None = None) -> None:
         if content is not None and hashlib.sha256(content).hexdigest() != digest:
             raise UserError(f"{folder / name} is damaged, or was changed since the weights were written; {way_out}")
     if settings is not None:
-        now, before = json.loads(json.dumps(settings)), written["config"]
-        changed = [f"{k} {before.get(k)!r} and is {v!r}" for k, v in now.items() if before.get(k) != v]
+        now, written_settings = json.loads(json.dumps(settings)), written["config"]
+        changed = [
+            f"{k} {written_settings.get(k)!r} and is {v!r}" for k, v in now.items() if written_settings.get(k) != v
+        ]
         if changed:
             raise UserError(
                 f"{folder / 'config.json'} is damaged, or was changed since the weights were written, with "
@@ -208,8 +210,8 @@ def _written(folder: Path) -> dict[str, Any]:
     """Returns the entry of a folder's weights; empty without entry or weights."""
     path = folder / SINGLE
     if (folder / INDEX).is_file():
-        places = read_json(folder / INDEX).get("weight_map")
-        first = min(filter(_is_name, places.values()), default="") if isinstance(places, dict) else ""
+        file_of_tensor = read_json(folder / INDEX).get("weight_map")
+        first = min(filter(_is_name, file_of_tensor.values()), default="") if isinstance(file_of_tensor, dict) else ""
         path = folder / first
     if not path.is_file():
         return {}

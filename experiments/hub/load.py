@@ -69,17 +69,17 @@ def load(
     family, config = families.read(folder / "config.json", content)
     storage = quantized.read(folder / "config.json", content.get("quantization_config"))
     abstract = abstract_params(config)
-    places = shardings(abstract, mesh)
+    placed = shardings(abstract, mesh)
     sources = find(folder, family, config, storage)
     flat = flatten(abstract)
     leaves = []
-    for path, place in flatten(places).items():
+    for path, sharding in flatten(placed).items():
         parts = sources[path]
         is_matrix = len(flat[path].shape) == 3  # stacked layers
         if codes and storage is not None and is_matrix and all(part.scale is not None for part in parts):
-            leaves.append(_frozen(parts, storage, flat[path].shape, place))
+            leaves.append(_frozen(parts, storage, flat[path].shape, sharding))
         else:
-            leaves.append(jax.device_put(_read(parts, storage, flat[path].shape, dtype), place))
+            leaves.append(jax.device_put(_read(parts, storage, flat[path].shape, dtype), sharding))
     files.check(folder, settings(folder / "config.json", content))
     return Loaded(folder, family, config, jax.tree.unflatten(jax.tree.structure(abstract), leaves))
 
@@ -170,14 +170,16 @@ def find(folder: Path, family: Family, config: LlamaConfig, storage: EightBits |
                 scale = _scale(folder, name, stored_tensors, tensor, storage)
                 expected.add(scale)
             _split(stored_tensors[name], tensor, index, flat, parts, None if scale is None else stored_tensors[scale])
-    left = {name: x for name, x in stored_tensors.items() if name not in expected and not name.endswith(family.unused)}
-    if config.tied and (head := left.pop("lm_head.weight", None)) is not None:
+    unexpected = {
+        name: x for name, x in stored_tensors.items() if name not in expected and not name.endswith(family.unused)
+    }
+    if config.tied and (head := unexpected.pop("lm_head.weight", None)) is not None:
         _check_tied(head, parts["embed.embedding"][0].stored)
-    if left:
-        listed = f"{', '.join(sorted(left)[:5])}{' ...' if len(left) > 5 else ''}"
+    if unexpected:
+        listed = f"{', '.join(sorted(unexpected)[:5])}{' ...' if len(unexpected) > 5 else ''}"
         raise UserError(
-            f"{next(iter(left.values())).file}: {len(left)} tensors that do not belong to {family.architecture} with "
-            f"this config.json: {listed}"
+            f"{next(iter(unexpected.values())).file}: {len(unexpected)} tensors that do not belong to "
+            f"{family.architecture} with this config.json: {listed}"
         )
     return parts
 
@@ -222,8 +224,8 @@ def _split(
         )
     start = 0
     for path, shape in zip(tensor.paths, tensor.shapes(flat), strict=True):
-        at = tensor.part[0] * shape[-1]
-        parts.setdefault(path, []).append(Part(stored, tensor.is_transposed, start, shape[-1], index, at, scale))
+        offset = tensor.part[0] * shape[-1]
+        parts.setdefault(path, []).append(Part(stored, tensor.is_transposed, start, shape[-1], index, offset, scale))
         start += shape[-1]
 
 
@@ -240,21 +242,21 @@ def _read(
 ) -> np.ndarray:
     """Reads a whole parameter, with stacked layers and experts."""
     if dtype is None:
-        kinds = {jnp.dtype(jnp.bfloat16) if part.scale is not None else part.stored.dtype for part in parts}
-        dtype = jnp.result_type(*kinds)
+        dtypes = {jnp.dtype(jnp.bfloat16) if part.scale is not None else part.stored.dtype for part in parts}
+        dtype = jnp.result_type(*dtypes)
     joined = np.empty(shape, dtype)
     for part in parts:
-        values, place = part.read(storage), joined[part.index][..., part.at : part.at + part.size]
+        values, target = part.read(storage), joined[part.index][..., part.at : part.at + part.size]
         with np.errstate(over="ignore"):
-            place[...] = values
-        if joined.dtype == np.float16 and values.dtype != np.float16 and np.isinf(place).any():
+            target[...] = values
+        if joined.dtype == np.float16 and values.dtype != np.float16 and np.isinf(target).any():
             raise UserError(
                 f"{part.stored.file}: {part.stored.name} has values outside the range of float16; load as bfloat16"
             )
     return joined
 
 
-def _frozen(parts: list[Part], storage: EightBits, shape: tuple[int, ...], place: Any) -> Any:
+def _frozen(parts: list[Part], storage: EightBits, shape: tuple[int, ...], sharding: Any) -> Any:
     """Reads codes (layers, outputs, inputs) and scales of a parameter."""
     _, inputs, outputs = shape
     codes = np.empty((len(parts), outputs, inputs), quantized.CODES)
@@ -263,16 +265,16 @@ def _frozen(parts: list[Part], storage: EightBits, shape: tuple[int, ...], place
         assert part.scale is not None
         row[...] = part.stored.read()
         scales.append(quantized.read_scale(storage, part.stored, part.scale))
-    spec = place.spec if isinstance(place, jax.sharding.NamedSharding) else ()
+    spec = sharding.spec if isinstance(sharding, jax.sharding.NamedSharding) else ()
     # Codes are transposed: the last two axes of the sharding are swapped.
-    cut = [*spec, *[None] * (len(shape) - len(spec))]
-    cut[-2:] = cut[:-3:-1]
+    axis_names = [*spec, *[None] * (len(shape) - len(spec))]
+    axis_names[-2:] = axis_names[:-3:-1]
 
     def put(array: np.ndarray) -> jax.Array:
-        if not isinstance(place, jax.sharding.NamedSharding):
-            return jax.device_put(array, place)
-        axes = zip(cut, array.shape, strict=True)
-        divided = [axis if axis and size % place.mesh.shape[axis] == 0 else None for axis, size in axes]
-        return jax.device_put(array, jax.sharding.NamedSharding(place.mesh, jax.P(*divided)))
+        if not isinstance(sharding, jax.sharding.NamedSharding):
+            return jax.device_put(array, sharding)
+        axes = zip(axis_names, array.shape, strict=True)
+        divided = [axis if axis and size % sharding.mesh.shape[axis] == 0 else None for axis, size in axes]
+        return jax.device_put(array, jax.sharding.NamedSharding(sharding.mesh, jax.P(*divided)))
 
     return quantized.frozen(storage, codes, np.stack(scales), put)

@@ -193,46 +193,46 @@ def _parts(
     unquantized: list[str],
 ) -> Iterator[Written]:
     """Yields the written parts of a tensor, for each layer and expert."""
-    for at in tensor.indices(config):
-        name = tensor.name.format(*at)
+    for index in tensor.indices(config):
+        name = tensor.name.format(*index)
         shape = tensor.shape(flat)
         if eight is not None and tensor.linear and name.removesuffix(".weight") not in unquantized:
             scale = f"{name.removesuffix('weight')}{eight.storage.scale}"
-            kinds = {
+            shapes_and_dtypes = {
                 name: (shape, quantized.CODES),
                 scale: (eight.storage.shape(*shape), np.dtype(np.float32)),
             }
-            yield Written(kinds, functools.partial(_codes, tensor, flat, at, eight))
+            yield Written(shapes_and_dtypes, functools.partial(_codes, tensor, flat, index, eight))
             continue
-        kind = np.dtype(flat[tensor.paths[0]].dtype if dtype is None else dtype)
-        yield Written({name: (shape, kind)}, functools.partial(_values, tensor, flat, at, kind))
+        storage_dtype = np.dtype(flat[tensor.paths[0]].dtype if dtype is None else dtype)
+        yield Written({name: (shape, storage_dtype)}, functools.partial(_values, tensor, flat, index, storage_dtype))
 
 
-def _slice(tensor: Tensor, x: Any, at: tuple[int, ...]) -> Any:
+def _slice(tensor: Tensor, x: Any, index: tuple[int, ...]) -> Any:
     """Returns the content of a tensor from a leaf."""
-    x, (part, count) = x[at], tensor.part
+    x, (part, count) = x[index], tensor.part
     size = x.shape[-1] // count
     return x if count == 1 else x[..., part * size : (part + 1) * size]
 
 
-def _values(tensor: Tensor, flat: dict[str, Any], at: tuple[int, ...], dtype: np.dtype) -> list[np.ndarray]:
-    parts = [np.asarray(jax.device_get(_slice(tensor, flat[path], at))) for path in tensor.paths]
+def _values(tensor: Tensor, flat: dict[str, Any], index: tuple[int, ...], dtype: np.dtype) -> list[np.ndarray]:
+    parts = [np.asarray(jax.device_get(_slice(tensor, flat[path], index))) for path in tensor.paths]
     joined = np.concatenate(parts, -1) if len(parts) > 1 else parts[0]
     with np.errstate(over="ignore"):
         cast = joined.astype(dtype)
     if not np.isfinite(cast.astype(np.float32)).all() and np.isfinite(joined.astype(np.float32)).all():
-        raise UserError(f"{tensor.name.format(*at)} has values outside the range of {dtype.name}; use bfloat16")
+        raise UserError(f"{tensor.name.format(*index)} has values outside the range of {dtype.name}; use bfloat16")
     return [np.ascontiguousarray(cast.T if tensor.is_transposed else cast)]
 
 
-def _codes(tensor: Tensor, flat: dict[str, Any], at: tuple[int, ...], eight: EncodedAs) -> list[np.ndarray]:
+def _codes(tensor: Tensor, flat: dict[str, Any], index: tuple[int, ...], eight: EncodedAs) -> list[np.ndarray]:
     (path,) = tensor.paths
     if path in eight.codes:
         part, count = tensor.part
         rows = lambda x: x if len(x) == 1 else np.split(x, count)[part]  # noqa: E731
-        q = jax.tree.map(lambda x: rows(x[at]), eight.codes[path])
+        q = jax.tree.map(lambda x: rows(x[index]), eight.codes[path])
     else:
-        q = quantized.encode(jnp.asarray(_slice(tensor, flat[path], at)), eight.encoding)
+        q = quantized.encode(jnp.asarray(_slice(tensor, flat[path], index)), eight.encoding)
     return [np.asarray(q.codes).view(quantized.CODES), np.asarray(q.scale).reshape(eight.storage.shape(*q.shape))]
 
 
@@ -249,14 +249,14 @@ def _shards(parts: list[Written], limit: int) -> list[list[Written]]:
 
 def _write(folder: Path, shards: list[list[Written]], entry: dict[str, str]) -> None:
     """Writes the weights. The first file has the entry in its metadata; all files have digests."""
-    places: dict[str, str] = {}
+    file_of_tensor: dict[str, str] = {}
     for i, shard in enumerate(shards):
         file = files.SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         arrays: dict[str, np.ndarray] = {}
         for part in shard:
             arrays |= zip(part.kinds, part.make(), strict=True)
         for name in arrays:
-            places[name] = file
+            file_of_tensor[name] = file
         try:
             metadata = {"format": "pt", **(entry if i == 0 else {}), **peft_files.entries(arrays)}
             save_file(arrays, folder / file, metadata=metadata)
@@ -264,7 +264,7 @@ def _write(folder: Path, shards: list[list[Written]], entry: dict[str, str]) -> 
             raise OSError(str(error)) from error
     if len(shards) > 1:
         total = sum(part.nbytes for shard in shards for part in shard)
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
         (folder / files.INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 

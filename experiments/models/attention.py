@@ -82,8 +82,8 @@ class Attention(nnx.Module):
         self.out = linear(width, config.dim, out_std, dtype, param_dtype, rngs, config.bias == "all")
         if config.qk_norm:
             sizes = (config.head_dim,) * 2 if config.qk_norm == "head" else (width, kv_width)
-            kinds: dict[str, Any] = {"epsilon": config.norm_eps, "dtype": dtype, "param_dtype": param_dtype}
-            self.q_norm, self.k_norm = (nnx.RMSNorm(size, rngs=rngs, **kinds) for size in sizes)
+            norm_options: dict[str, Any] = {"epsilon": config.norm_eps, "dtype": dtype, "param_dtype": param_dtype}
+            self.q_norm, self.k_norm = (nnx.RMSNorm(size, rngs=rngs, **norm_options) for size in sizes)
 
     def __call__(
         self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, segments_BxT: jax.Array | None = None
@@ -98,9 +98,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the output for further positions, and a layer's updated cache of keys and values (B, S, K, C)."""
         q_BxTxHxC, k_BxTxKxC, v_BxTxKxC = self.heads(x_NxD, cos_TxC, sin_TxC)
-        at = (0, cache.length, 0, 0)
-        keys = jax.lax.dynamic_update_slice(cache.keys, k_BxTxKxC.astype(cache.keys.dtype), at)
-        values = jax.lax.dynamic_update_slice(cache.values, v_BxTxKxC.astype(cache.values.dtype), at)
+        start = (0, cache.length, 0, 0)
+        keys = jax.lax.dynamic_update_slice(cache.keys, k_BxTxKxC.astype(cache.keys.dtype), start)
+        values = jax.lax.dynamic_update_slice(cache.values, v_BxTxKxC.astype(cache.values.dtype), start)
         mixed_BxTxHxC = attend_cached(q_BxTxHxC, keys, values, cache.length, self.config.window)
         return self.out(mixed_BxTxHxC.reshape(x_NxD.shape[0], -1)), keys, values
 

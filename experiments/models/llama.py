@@ -28,11 +28,11 @@ from experiments.models.shape import LlamaConfig as LlamaConfig
 ONE_HOT = 1024
 
 
-def _norm(config: LlamaConfig, **kinds: Any) -> nnx.RMSNorm | nnx.LayerNorm:
+def _norm(config: LlamaConfig, **options: Any) -> nnx.RMSNorm | nnx.LayerNorm:
     if config.norm == "rms":
-        return nnx.RMSNorm(config.dim, epsilon=config.norm_eps, **kinds)
+        return nnx.RMSNorm(config.dim, epsilon=config.norm_eps, **options)
     both = config.norm == "layer_bias"
-    return nnx.LayerNorm(config.dim, epsilon=config.norm_eps, use_scale=both, use_bias=both, **kinds)
+    return nnx.LayerNorm(config.dim, epsilon=config.norm_eps, use_scale=both, use_bias=both, **options)
 
 
 def products_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
@@ -104,16 +104,16 @@ class Block(nnx.Module):
         expert_products: ExpertProducts | None = None,
         router_losses: bool = False,
     ) -> None:
-        kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.rows, self.boundary, self.norm_after = rows, boundary, config.norm_after
-        self.attention_norm = _norm(config, **kinds)
-        self.attention = Attention(config, rows=rows, **kinds)
-        self.mlp_norm = _norm(config, **kinds)
+        self.attention_norm = _norm(config, **options)
+        self.attention = Attention(config, rows=rows, **options)
+        self.mlp_norm = _norm(config, **options)
         self.mlp: Any
         if config.experts:
-            self.mlp = MoE(config, products=expert_products, has_losses=router_losses, **kinds)
+            self.mlp = MoE(config, products=expert_products, has_losses=router_losses, **options)
         else:
-            self.mlp = SwiGLU(config, **kinds) if config.mlp == "swiglu" else PlainMLP(config, **kinds)
+            self.mlp = SwiGLU(config, **options) if config.mlp == "swiglu" else PlainMLP(config, **options)
 
     def __call__(self, x_NxD: jax.Array, *tables: jax.Array) -> jax.Array:
         x_NxD = rows_on(x_NxD, self.rows)
@@ -127,10 +127,10 @@ class Block(nnx.Module):
             return x_NxD + self.mlp(x_NxD, self.mlp_norm)
         return x_NxD + mlp(rows_on(self.mlp_norm(x_NxD), self.rows))
 
-    def _shared(self, part: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    def _shared(self, sublayer: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
         """Wraps a sublayer whose heads or channels are sharded, as a function of a device's tokens."""
         boundary = self.boundary
-        return part if boundary is None else lambda x_NxD: boundary.leave(part(boundary.enter(x_NxD)))
+        return sublayer if boundary is None else lambda x_NxD: boundary.leave(sublayer(boundary.enter(x_NxD)))
 
     def extend(
         self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, cache: Cache
@@ -206,12 +206,12 @@ class Llama(nnx.Module):
         self.around: Around | None = None
         # Replacement of the loop over layers, as a function of embedded sequences and tables, or None.
         self.run: Callable[..., jax.Array] | None = None
-        kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+        dtypes: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         init = nnx.initializers.normal(0.02)
-        self.embed = Embed(config.vocab, config.dim, embedding_init=init, rngs=rngs, **kinds)
+        self.embed = Embed(config.vocab, config.dim, embedding_init=init, rngs=rngs, **dtypes)
         if config.learned_positions:
             size = config.learned_positions, config.dim
-            self.embed_position = nnx.Embed(*size, embedding_init=init, rngs=rngs, **kinds)
+            self.embed_position = nnx.Embed(*size, embedding_init=init, rngs=rngs, **dtypes)
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -223,11 +223,11 @@ class Llama(nnx.Module):
                 expert_products=expert_products,
                 router_losses=router_losses,
                 rngs=rngs,
-                **kinds,
+                **dtypes,
             )
 
         self.layers = stack(rngs)
-        self.norm = _norm(config, rngs=rngs, **kinds)
+        self.norm = _norm(config, rngs=rngs, **dtypes)
         if not config.tied:
             self.head = linear(config.dim, config.vocab, 0.02, dtype, param_dtype, rngs)
 

@@ -33,8 +33,8 @@ class RopeScaling:
 
     def __call__(self, frequency_c: jax.Array) -> jax.Array:
         """Scales frequencies in radians per position."""
-        turns = self.original_length * frequency_c / (2 * math.pi)
-        stays = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        wavelengths = self.original_length * frequency_c / (2 * math.pi)
+        stays = jnp.clip((wavelengths - self.low) / (self.high - self.low), 0, 1)
         return frequency_c * (stays + (1 - stays) / self.factor)
 
 

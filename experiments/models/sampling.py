@@ -102,7 +102,7 @@ def extend(
             logits_BxV, cache = nnx.merge(graphdef, arrays).extend(tokens_BxT, cache)
             return choice(logits_BxV, jax.random.fold_in(key, i)), cache
 
-        def more(carry: tuple[jax.Array, jax.Array, Cache]) -> jax.Array:
+        def should_continue(carry: tuple[jax.Array, jax.Array, Cache]) -> jax.Array:
             texts_BxT, i, _ = carry
             written = (jnp.arange(length) >= start) & (jnp.arange(length) < i)
             ended_B = jnp.any(jnp.isin(texts_BxT, stops) & written, -1)
@@ -116,7 +116,7 @@ def extend(
 
         first_B, cache = step(prompt_BxT, nnx.merge(graphdef, arrays).cache(batch, length), jnp.int32(start))
         texts_BxT = jnp.zeros((batch, length), jnp.int32).at[:, :start].set(prompt_BxT).at[:, start].set(first_B)
-        texts_BxT, i, _ = jax.lax.while_loop(more, body, (texts_BxT, jnp.int32(start + 1), cache))
+        texts_BxT, i, _ = jax.lax.while_loop(should_continue, body, (texts_BxT, jnp.int32(start + 1), cache))
         return jnp.where(jnp.arange(length) < i, texts_BxT, -1)
 
     texts = np.asarray(run(arrays, jnp.asarray(prompt_BxT, jnp.int32), jax.random.key(seed)))

@@ -79,9 +79,9 @@ class LlamaConfig:
         if self.learned_positions < 0:
             raise ValueError(f"learned_positions must be at least 0, got {self.learned_positions}")
         self._validate_experts()
-        for name, known in _KINDS.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}")
+        for name, supported in _SUPPORTED.items():
+            if getattr(self, name) not in supported:
+                raise ValueError(f"{name} must be {' or '.join(supported)}, got {getattr(self, name)!r}")
         if self.rope_scaling is not None:
             self.rope_scaling.validate()
 
@@ -101,7 +101,7 @@ class LlamaConfig:
             raise ValueError(f"experts are SwiGLUs without biases, got mlp {self.mlp!r} and bias {self.bias!r}")
 
 
-_KINDS = {
+_SUPPORTED = {
     "norm": ("rms", "layer", "layer_bias"),
     "qk_norm": ("", "head", "width"),
     "bias": ("", "qkv", "all"),

@@ -38,7 +38,7 @@ PAPER = {
 PAPER_OVERHEAD = {4: 50.0, 8: 25.0, 16: 12.5, 32: 6.5, 64: 3.2}
 
 
-def through(x: jax.Array, spec: fp8jax.QuantSpec) -> jax.Array:
+def quantize_and_decode(x: jax.Array, spec: fp8jax.QuantSpec) -> jax.Array:
     """Quantizes and dequantizes an activation, with a straight-through gradient."""
     value = jax.lax.stop_gradient(x)
     return fp8jax.quantize(value, spec).dequantize(x.dtype) + (x - value)
@@ -51,7 +51,7 @@ class QuantizedInput(nnx.Module):
         self.layer, self.spec = layer, spec
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
-        return self.layer(through(x_NxD, self.spec))  # type: ignore[operator]
+        return self.layer(quantize_and_decode(x_NxD, self.spec))  # type: ignore[operator]
 
 
 class QuantizedSwiGLU(nnx.Module):
@@ -61,8 +61,8 @@ class QuantizedSwiGLU(nnx.Module):
         self.glu, self.spec = glu, spec
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
-        gate_NxF, up_NxF = (through(layer(x_NxD), self.spec) for layer in (self.glu.gate, self.glu.up))
-        return self.glu.down(through(jax.nn.silu(gate_NxF), self.spec) * up_NxF)
+        gate_NxF, up_NxF = (quantize_and_decode(layer(x_NxD), self.spec) for layer in (self.glu.gate, self.glu.up))
+        return self.glu.down(quantize_and_decode(jax.nn.silu(gate_NxF), self.spec) * up_NxF)
 
 
 def quantize_activations(model: Llama, spec: fp8jax.QuantSpec) -> Llama:

@@ -58,8 +58,8 @@ def norms(columns: int, rounds: int, burst: float) -> list[Row]:
     for name, time in microseconds.items():
         first = name in (NORM, NORM_CODES)
         base = NORM if first else JUST_IN_TIME
-        slow, fast = PAPER_NORM[columns]
-        theirs = slow / fast if name == NORM_CODES else None
+        paper_slow, paper_fast = PAPER_NORM[columns]
+        theirs = paper_slow / paper_fast if name == NORM_CODES else None
         table = "Table 12: time of a norm" if first else "Figure 4(b): norm and codes with one scale, time"
         pivot = (f"(4096, {columns})", name)
         rows.append(Row(f"{name}, (4096, {columns})", "time", time, "µs", f"{base}, (4096, {columns})",

@@ -164,9 +164,9 @@ def train_arms(
 
     with concurrent.futures.ThreadPoolExecutor(len(devices)) as pool:
         parts = list(pool.map(run_on_device, range(len(devices))))
-    each = [parts[k % len(devices)][k // len(devices)] for k in range(len(runs))]
-    losses = {name: of for (name, _, seed), of in zip(runs, each, strict=True) if seed == seeds[0]}
-    return {name: losses[name] for name in arms}, each[: len(seeds)]
+    losses_by_run = [parts[k % len(devices)][k // len(devices)] for k in range(len(runs))]
+    losses = {name: of for (name, _, seed), of in zip(runs, losses_by_run, strict=True) if seed == seeds[0]}
+    return {name: losses[name] for name in arms}, losses_by_run[: len(seeds)]
 
 
 def final(losses: np.ndarray, tail: int = TAIL) -> float:
@@ -174,7 +174,7 @@ def final(losses: np.ndarray, tail: int = TAIL) -> float:
     return float(losses[-tail:].mean()) if np.isfinite(losses).all() else float("inf")
 
 
-def rows(losses: dict[str, np.ndarray], plain: list[np.ndarray]) -> list[Row]:
+def rows(losses: dict[str, np.ndarray], baseline: list[np.ndarray]) -> list[Row]:
     """Returns final losses, relative to fp32."""
     base = final(losses[BASE])
     metric, unit = f"loss, last {TAIL} steps", "nats/token"
@@ -185,7 +185,7 @@ def rows(losses: dict[str, np.ndarray], plain: list[np.ndarray]) -> list[Row]:
         table.append(
             Row(name, metric, value if finite else None, unit, BASE, value / base if finite else None, table="Table 6")
         )
-    noise = np.ptp([final(x) for x in plain])
+    noise = np.ptp([final(x) for x in baseline])
     table.append(Row("all fp32, largest less smallest of three seeds", metric, float(noise), unit, table="Table 6"))
     return table
 
@@ -204,8 +204,8 @@ def draw(losses: dict[str, np.ndarray]) -> Figure:
     width = max(1, min(20, len(losses[BASE]) // 4))
     kernel = np.ones(width) / width
     base = np.convolve(losses[BASE], kernel, "valid")
-    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (title, prefix) in zip(every, panels.items(), strict=True):
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, prefix) in zip(all_axes, panels.items(), strict=True):
         shown = {n: x for n, x in losses.items() if n.startswith(prefix) or (prefix == "FP8-LM" and "same" in n)}
         for name, curve in shown.items():
             axes.plot(np.convolve(curve, kernel, "valid") - base, label=name.split(":")[0], lw=1)
@@ -239,7 +239,7 @@ def table(arguments: argparse.Namespace) -> common.Table:
     batch, length, rate = arguments.batch, arguments.seq_len, arguments.lr
     batches = data.train_batches(data.encode(corpus, Bytes(), length).train, length, batch, seed=0)
     tokens_SxBxT = np.stack([next(batches) for _ in range(arguments.steps)])
-    losses, plain = train_arms(llama, tokens_SxBxT, ARMS, SEEDS, rate)
+    losses, baseline = train_arms(llama, tokens_SxBxT, ARMS, SEEDS, rate)
     parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(exact_task(llama, 0).init).params))
     text = "the text that --data names" if arguments.data else "the standard library's sources"
     arithmetic = "fp32" if jax.default_backend() == "cpu" else "fp32 (products in TF32, as JAX has them on a GPU)"
@@ -260,7 +260,7 @@ def table(arguments: argparse.Namespace) -> common.Table:
         options, suffix = f"{options} --lr {rate:g}", f"_{arguments.model}"
         title = f"{title}: {parameters / 1e6:.0f}M parameters"
     return common.Table(
-        f"fp8_lm_precision{suffix}", title, rows(losses, plain), notes, draw(losses), options, "fp8_lm_precision"
+        f"fp8_lm_precision{suffix}", title, rows(losses, baseline), notes, draw(losses), options, "fp8_lm_precision"
     )
 
 

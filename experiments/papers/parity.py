@@ -376,15 +376,15 @@ def draw(study: Study, gaps: Mapping[tuple[str, str], Gap]) -> Figure:
 
 def notes(study: Study, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns notes on the trained models and the statistics."""
-    one, setting = files[BASE], study.setting
+    baseline_file, setting = files[BASE], study.setting
     if isinstance(setting, FixedBatch):
-        what = f"{setting.steps} steps on one batch of {setting.batch} x {setting.length} tokens, no warm-up."
+        description = f"{setting.steps} steps on one batch of {setting.batch} x {setting.length} tokens, no warm-up."
     else:
         unit = "bytes" if setting.vocab == Bytes.vocab else f"tokens of {setting.vocab:,}"
-        what = (
-            f"A Llama of {one['parameters']:,} parameters, {setting.steps:,} steps of {setting.batch} x "
-            f"{setting.length} {unit}, the text {one['text']} in every arm. Training loss is the mean of the last "
-            f"{TAIL:.0%} of the steps."
+        description = (
+            f"A Llama of {baseline_file['parameters']:,} parameters, {setting.steps:,} steps of {setting.batch} x "
+            f"{setting.length} {unit}, the text {baseline_file['text']} in every arm. Training loss is the mean of the "
+            f"last {TAIL:.0%} of the steps."
         )
     doubled = f" ({2 * study.seeds} of {' and '.join(study.doubled)})" if study.doubled else ""
     intervals = f"Confidence intervals of {study.confidence:.2%} each, from Student's t over paired seeds."
@@ -393,16 +393,16 @@ def notes(study: Study, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
             f" All {study.tests} hold together at {1 - FAMILY_ERROR:.0%} (Bonferroni). "
             f"p has Holm's correction for {study.tests} tests; for other arms it has none."
         )
-    short = ", ".join(
+    incomplete = ", ".join(
         f"{name} {len(of['runs'])} of {len(study.seeds_of(name))} seeds" for name, of in files.items()
         if len(of["runs"]) < len(study.seeds_of(name))
     )  # fmt: skip
     return [
-        what,
+        description,
         f"Decided before the runs: recipes {', '.join(study.recipes)}, {study.seeds} seeds each{doubled}.",
         intervals,
-        *([f"Not finished: {short}. A difference without an interval is from one seed."]
-          if short else []),
+        *([f"Not finished: {incomplete}. A difference without an interval is from one seed."]
+          if incomplete else []),
         *([study.about] if study.about else []),
         *(f"{name} ran on {of['replicas']} devices, with 8-bit gradients."
           for name, of in files.items() if of.get("replicas", 1) > 1),
@@ -482,10 +482,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    short = [name for name in arms if len(files.get(name, {"runs": ()})["runs"]) < len(study.seeds_of(name))]
-    if short:
-        print(f"not finished: {', '.join(short)}; run the same command again")
-    return 1 if short else 0
+    incomplete = [name for name in arms if len(files.get(name, {"runs": ()})["runs"]) < len(study.seeds_of(name))]
+    if incomplete:
+        print(f"not finished: {', '.join(incomplete)}; run the same command again")
+    return 1 if incomplete else 0
 
 
 if __name__ == "__main__":

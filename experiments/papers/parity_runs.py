@@ -97,8 +97,8 @@ class PlainSetting(Setting):
         )
 
         def experts(rngs: nnx.Rngs) -> MoE:
-            how = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32, "rngs": rngs}
-            return MoE(llama, products=plain.PlainExperts(dot), has_losses=True, **how)
+            options = {"dtype": jnp.bfloat16, "param_dtype": jnp.float32, "rngs": rngs}
+            return MoE(llama, products=plain.PlainExperts(dot), has_losses=True, **options)
 
         network = plain.PlainLlama(
             llama.vocab, llama.dim, llama.layers, llama.heads, llama.kv_heads, llama.mlp_dim, rngs,
@@ -153,7 +153,7 @@ def damaged(arm: ParityArm) -> Iterator[None]:
     def replaced(a: Any, b: Any, **how: Any) -> jax.Array:
         if PRODUCTS.get((a.spec.format, b.spec.format)) == arm.product:
             met.append(True)
-            a, b = coarse(a, arm.lost_bits), coarse(b, arm.lost_bits)
+            a, b = drop_low_bits(a, arm.lost_bits), drop_low_bits(b, arm.lost_bits)
         return matmul(a, b, **how)
 
     with mock.patch.object(product, "matmul", replaced):
@@ -164,7 +164,7 @@ def damaged(arm: ParityArm) -> Iterator[None]:
         )
 
 
-def coarse(q: fp8jax.QTensor, lost_bits: int) -> fp8jax.QTensor:
+def drop_low_bits(q: fp8jax.QTensor, lost_bits: int) -> fp8jax.QTensor:
     """Returns codes rounded to fewer mantissa bits, in the same dtype."""
     fmt = formats.get(q.spec.format)
     bits = fmt.mantissa_bits - lost_bits
@@ -301,8 +301,8 @@ class Text:
 
     def starts(self, seed: int, setting: Setting) -> np.ndarray:
         """Returns start positions of the sequences of a seed, int32 (steps, batch), the same for all arms."""
-        most = len(self.train) - setting.length - 1
-        return np.random.default_rng(seed).integers(0, most, (setting.steps, setting.batch), dtype=np.int32)
+        max_start = len(self.train) - setting.length - 1
+        return np.random.default_rng(seed).integers(0, max_start, (setting.steps, setting.batch), dtype=np.int32)
 
 
 def read_text(patterns: Sequence[str], setting: Setting) -> Text:

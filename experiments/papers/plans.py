@@ -129,8 +129,8 @@ def whole_tensors(devices: int = 32) -> list[Row]:
         table = f"FP8-LM, Table 8: master weights and moments on {devices} devices"
         for parts, split in (("whole tensors", fp8jax.dist.partition), ("slices", fp8jax.dist.slices)):
             loads = split(tensors, devices, of_state).loads
-            for which, load in (("most", max(loads)), ("least", min(loads))):
-                rows.append(Row(f"{name}, {parts}, {which}", "states", load / 1e9, "GB", table=table))
+            for label, load in (("most", max(loads)), ("least", min(loads))):
+                rows.append(Row(f"{name}, {parts}, {label}", "states", load / 1e9, "GB", table=table))
     return rows
 
 

@@ -134,8 +134,8 @@ def rows(files: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
     table, worst = "Loss, and SNR of the coarsest layer of each role", "Which layer is the coarsest of each role"
     for preset, file in files.items():
         if preset != BASE:
-            above = tail(gap(file, files[BASE]))
-            yield Row(preset, "loss", above, "%", table=table, pivot=(preset, "training loss, % above bf16"))
+            upper_gap = tail(gap(file, files[BASE]))
+            yield Row(preset, "loss", upper_gap, "%", table=table, pivot=(preset, "training loss, % above bf16"))
         for role, name in ROLES.items():
             telemetry_values = {layer: tail(values) for layer, values in series(file, role).items()}
             if telemetry_values:
@@ -154,10 +154,10 @@ def draw(files: Mapping[str, Mapping[str, Any]]) -> Figure:
         ax.set_title("\n".join(textwrap.wrap(title, 24)), fontsize=8)
     image = None
     for (preset, file), (first, *others) in zip(drawn.items(), grid, strict=True):
-        above = gap(file, files[BASE])
+        upper_gap = gap(file, files[BASE])
         steps = file["setting"]["steps"]
         first.axhline(0, color="gray", linewidth=0.8)
-        first.plot(WINDOW * (0.5 + np.arange(len(above))), above, color="tab:red")
+        first.plot(WINDOW * (0.5 + np.arange(len(upper_gap))), upper_gap, color="tab:red")
         first.set(xlim=(0, steps), ylim=(-3, 6))
         first.set_ylabel(preset, fontsize=8)
         first.tick_params(labelsize=7)

@@ -152,7 +152,7 @@ def headlines(bench: str, result: Result) -> list[dict[str, str]]:
     ]
 
 
-def short(command: str) -> str:
+def short_command(command: str) -> str:
     """Returns a command without its options."""
     return re.sub(r" (?!-m )-.*", "", command)
 
@@ -208,7 +208,7 @@ def with_figures(text: str, results: Mapping[str, Mapping[str, Result]], missing
             cards |= {name} - {"CPU"}
             commits = {row["commit"] for row in result["rows"]}
             commit = commits.pop() if len(commits) == 1 else "several commits"
-            sources[f"`{short(result['command'])}`, {name}, {commit}"] = None
+            sources[f"`{short_command(result['command'])}`, {name}, {commit}"] = None
         if figures and set(figures) == {missing}:
             continue
         written_figures = iter(figures)

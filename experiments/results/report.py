@@ -83,7 +83,7 @@ def _differ(rows: Sequence[Mapping[str, Any]], field: str) -> bool:
 
 def pivot_rows(rows: Sequence[dict[str, Any]]) -> str:
     """Returns a two-dimensional table of rows with pivot labels. Cells are ratios (and the paper's), or values."""
-    across = list(dict.fromkeys(row["pivot"][1] for row in rows))
+    columns = list(dict.fromkeys(row["pivot"][1] for row in rows))
     down = list(dict.fromkeys(row["pivot"][0] for row in rows))
     cells = {tuple(row["pivot"]): row for row in rows}
     relative = all(row["ratio"] is not None for row in rows)
@@ -96,20 +96,20 @@ def pivot_rows(rows: Sequence[dict[str, Any]]) -> str:
             return number(row["value"])
         return number(row["ratio"]) + (f" ({number(row.get('paper_ratio'))})" if paper else "")
 
-    body = [[name, *(show(cells.get((name, column))) for column in across)] for name in down]
+    body = [[name, *(show(cells.get((name, column))) for column in columns)] for name in down]
     for field in ("commit", "device"):
         if _differ(rows, field):
-            across = [*across, field]
+            columns = [*columns, field]
             of = {name: ", ".join(dict.fromkeys(r[field] for r in rows if r["pivot"][0] == name)) for name in down}
             body = [[*line, of[line[0]]] for line in body]
     what = rows[0]["metric"]
     if not relative:
-        return table(["", *across], body)
+        return table(["", *columns], body)
     base = next((row for row in rows if row["case"] == row["baseline"]), None)
     legend = f"{what}, relative to {rows[0]['baseline']}" + (f" ({number(base['value'])})" if base else "")
     if paper:
         legend += "; in brackets: the paper"
-    return f"{legend}:\n\n{table(['', *across], body)}"
+    return f"{legend}:\n\n{table(['', *columns], body)}"
 
 
 def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
@@ -247,7 +247,7 @@ def _sources(rows: Sequence[figures.Row], results: Results, pages: str) -> str:
         when = "; ".join(
             f"{card_name(card)}: {result['date']}, {commits_of(_commits(result))}" for card, result in of_cards.items()
         )
-        command = figures.short(next(iter(of_cards.values()))["command"])
+        command = figures.short_command(next(iter(of_cards.values()))["command"])
         by_command.setdefault(command, []).append(f"[{bench}]({pages}/{bench}.md) ({when})")
     return "\n".join(f"- `{command}`: {', '.join(files)}" for command, files in by_command.items())
 

@@ -24,7 +24,7 @@ from experiments.results.report import RUNS
 # Jobs by number of GPUs.
 JOBS = {8: EIGHT_GPUS, 4: FOUR_GPUS, 2: TWO_GPUS, 1: ONE_GPU, 0: CPU}
 SHARED = 2  # number of studies that train on one GPU
-KINDS = {8: "eight GPUs", 4: "four GPUs", 2: "two GPUs", 1: "one GPU", 0: "CPU"}
+DEVICE_LABELS = {8: "eight GPUs", 4: "four GPUs", 2: "two GPUs", 1: "one GPU", 0: "CPU"}
 
 
 def distinct() -> tuple[Job, ...]:
@@ -37,8 +37,8 @@ def gpus() -> tuple[str, list[str]]:
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return "", []
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    names = done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    names = completed.stdout.split("\n")[:-1] if completed.returncode == 0 else []
     if not names:
         return "", []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -81,11 +81,11 @@ def ending_together() -> Iterator[None]:
                 os.killpg(group, signal.SIGKILL)
         os._exit(128 + code)
 
-    before = {kind: signal.signal(kind, stop) for kind in (signal.SIGTERM, signal.SIGINT)}
+    old_handlers = {kind: signal.signal(kind, stop) for kind in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for kind, handler in before.items():
+        for kind, handler in old_handlers.items():
             signal.signal(kind, handler)
 
 
@@ -164,9 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         count = len(set(slots))
         # Jobs that differ only in options run once. Jobs of many GPUs come first, or they would wait for all GPUs.
-        wide = [job for width in JOBS if 0 < width <= count for job in JOBS[width]]
+        multi_gpu_jobs = [job for width in JOBS if 0 < width <= count for job in JOBS[width]]
         trained = [job.reading(options.data or ()) for job in TRAINED if job.gpus <= count]
-        jobs = distinct() if options.dry else CPU if options.cpu else trained if options.data else wide
+        jobs = distinct() if options.dry else CPU if options.cpu else trained if options.data else multi_gpu_jobs
         if absent := sorted(set(options.only or ()) - {job.name for job in jobs}):
             parser.error(f"--only {' '.join(absent)}: not with these options and {count} of {device}: see --list")
         jobs = [job for job in jobs if not options.only or job.name in options.only]
@@ -210,7 +210,7 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
         slots: GPU number of each slot; "" for a slot on CPUs.
         options: the parsed command line.
     """
-    start, left, places = time.monotonic(), dict[str, str](), Slots(slots)
+    start, skipped, slots_pool = time.monotonic(), dict[str, str](), Slots(slots)
     print(f"{len(set(slots))} x {device} at {commit}: {', '.join(job.name for job in jobs)}", flush=True)
     # With local changes or an unknown commit, existing files may be outdated.
     is_known = commit != record.UNKNOWN and not commit.endswith("+")
@@ -230,12 +230,12 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
         try:
             problem = run(job, options.results, log, limit, environment)
         finally:
-            places.give_back(gpu_ids)
-        if problem is None and not (options.dry or options.data) and (there := state_of(job)) != "done":
-            problem = f"ran, and left a file that is {there}"
+            slots_pool.give_back(gpu_ids)
+        if problem is None and not (options.dry or options.data) and (state := state_of(job)) != "done":
+            problem = f"ran, and left a file that is {state}"
         print(f"{job.name}: {problem or 'done'}, {time.monotonic() - begin:.0f} s", flush=True)
         if problem:
-            left[job.name] = problem
+            skipped[job.name] = problem
 
     running = []
     with concurrent.futures.ThreadPoolExecutor(len(slots)) as pool:
@@ -243,22 +243,25 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
             if is_known and not (options.again or options.data) and state_of(job) == "done":
                 print(f"{job.name}: of this commit and card already", flush=True)
                 continue
-            gpu_ids = places.take(1 if options.dry else max(job.gpus, 1))
+            gpu_ids = slots_pool.take(1 if options.dry else max(job.gpus, 1))
             if seconds_left() < job.seconds:
-                left[job.name] = f"needs {job.seconds:.0f} s, {max(seconds_left(), 0):.0f} are left"
-                places.give_back(gpu_ids)
+                skipped[job.name] = f"needs {job.seconds:.0f} s, {max(seconds_left(), 0):.0f} are left"
+                slots_pool.give_back(gpu_ids)
             else:
                 running.append(pool.submit(run_one, job, gpu_ids))
     for future in running:
         future.result()
-    for name, why in left.items():
+    for name, why in skipped.items():
         print(f"left: {name} ({why})", flush=True)
-    return 1 if left else 0
+    return 1 if skipped else 0
 
 
 def print_states(results: Path, commit: str) -> int:
     """Prints the state of every file, by card."""
-    for kind, jobs in (*((KINDS[n], JOBS[n]) for n in sorted(JOBS, key=lambda n: n or 99)), ("other files", DERIVED)):
+    for kind, jobs in (
+        *((DEVICE_LABELS[n], JOBS[n]) for n in sorted(JOBS, key=lambda n: n or 99)),
+        ("other files", DERIVED),
+    ):
         print(f"{kind}:")
         for job in jobs:
             paths = (

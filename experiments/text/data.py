@@ -78,8 +78,8 @@ def find_files(patterns: Sequence[str]) -> list[tuple[Path, bool]]:
         elif path.exists() and not path.is_dir():
             raise UserError(f"--data {pattern}: {irregular(path.stat().st_mode)}; copy its content to a regular file")
         elif path.is_dir():
-            below = sorted(p for p in path.rglob("*") if p.is_file())
-            matches = [(p, False) for p in below if not any(x.startswith(".") for x in p.relative_to(path).parts)]
+            found = sorted(p for p in path.rglob("*") if p.is_file())
+            matches = [(p, False) for p in found if not any(x.startswith(".") for x in p.relative_to(path).parts)]
             if not matches:
                 raise UserError(f"--data {pattern}: the folder contains no files")
         elif glob.has_magic(pattern):
@@ -152,8 +152,8 @@ def read_corpus(patterns: Sequence[str], valid_fraction: float) -> Corpus:
     train = [text for key, text in documents.items() if key not in chosen]
     valid = [documents[key] for key in sorted(chosen)]
     if not chosen:
-        cut = len(train[-1]) - max(1, int(min(target, len(train[-1]) / 2)))
-        train[-1], valid = train[-1][:cut], [train[-1][cut:]]
+        valid_start = len(train[-1]) - max(1, int(min(target, len(train[-1]) / 2)))
+        train[-1], valid = train[-1][:valid_start], [train[-1][valid_start:]]
     return Corpus(tuple(train), tuple(valid), len(files), tuple(skipped))
 
 
@@ -203,13 +203,13 @@ def train_batches(tokens: np.ndarray, seq_len: int, batch: int, seed: int) -> gr
     return iter(dataset.batch(batch).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
-def valid_batches(tokens: np.ndarray, seq_len: int, batch: int, most: int) -> np.ndarray:
+def valid_batches(tokens: np.ndarray, seq_len: int, batch: int, max_batches: int) -> np.ndarray:
     """Returns fixed validation batches, int32 (count, rows, seq_len + 1), or packed, spread evenly over the split.
 
-    At most `most` batches of `batch` rows; a split with fewer sequences is a single batch.
+    At most `max_batches` batches of `batch` rows; a split with fewer sequences is a single batch.
     """
     windows = _rows(tokens, seq_len)
     rows = min(batch, len(windows))
-    count = min(most, len(windows) // rows)
+    count = min(max_batches, len(windows) // rows)
     picks = np.linspace(0, len(windows) - 1, count * rows).astype(int)
     return np.stack([windows[i] for i in picks]).reshape(count, rows, *windows[0].shape)

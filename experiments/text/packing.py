@@ -138,25 +138,25 @@ def _packed(pieces: Iterable[Document], length: int) -> np.ndarray:
     open_rows: list[tuple[int, int]] = []  # (number of the row, free tokens)
     for piece in pieces:
         size = len(piece.ids)
-        place = next((i for i, (_, room) in enumerate(open_rows) if room >= size), None)
-        if place is None:
+        row_index = next((i for i, (_, room) in enumerate(open_rows) if room >= size), None)
+        if row_index is None:
             rows.append([])
             open_rows.append((len(rows) - 1, length))
-            place = len(open_rows) - 1
-        number, room = open_rows[place]
+            row_index = len(open_rows) - 1
+        number, room = open_rows[row_index]
         rows[number].append(piece)
-        open_rows[place] = number, room - size
+        open_rows[row_index] = number, room - size
         if room == size:
-            open_rows.pop(place)
+            open_rows.pop(row_index)
         elif len(open_rows) > OPEN_ROWS:
             open_rows.pop(0)
     packed = np.zeros((len(rows), 3, length), np.int32)
     for row, documents in zip(packed, rows, strict=True):
         start = 0
         for number, piece in enumerate(documents, 1):
-            here = slice(start, start + len(piece.ids))
-            row[0, here], row[1, here], row[2, here] = piece.ids, piece.answers, number
+            positions = slice(start, start + len(piece.ids))
+            row[0, positions], row[1, positions], row[2, positions] = piece.ids, piece.answers, number
             # The first token of a document has no context, so it is not a target.
             row[1, start] = 0
-            start = here.stop
+            start = positions.stop
     return packed

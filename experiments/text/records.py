@@ -73,8 +73,8 @@ def _lines(path: Path, field: str) -> Iterator[TextRecord]:
     except OSError as error:
         raise UserError(f"--data: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        at = error.object[: error.start].count(b"\n") + 1
-        raise UserError(f"{path}:{at}: not UTF-8 ({error.reason})") from None
+        line_number = error.object[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}:{line_number}: not UTF-8 ({error.reason})") from None
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         where = f"{path}:{number}"
@@ -125,8 +125,12 @@ def record(value: Any, field: str, where: str) -> TextRecord:
         text = value.get(field)
         if not isinstance(text, str) or not text:
             has = ", ".join(map(str, value)) or "nothing"
-            what = "is empty" if text == "" else f"is {_shown(text, 40)}" if field in value else ""
-            problem = f"{field} {what}, not a text" if what else f"neither {MESSAGES} nor {field} (it has {has})"
+            description = "is empty" if text == "" else f"is {_shown(text, 40)}" if field in value else ""
+            problem = (
+                f"{field} {description}, not a text"
+                if description
+                else f"neither {MESSAGES} nor {field} (it has {has})"
+            )
             raise UserError(f"{where}: {problem}; set --field to the name of the text field")
         _check_characters(text, f"{where}: {field}")
         return TextRecord(where, text)
@@ -143,9 +147,9 @@ def record(value: Any, field: str, where: str) -> TextRecord:
     return TextRecord(where, None, tuple(messages))
 
 
-def _shown(value: Any, most: int) -> str:
+def _shown(value: Any, max_length: int) -> str:
     try:
-        return json.dumps(value, default=str)[:most]
+        return json.dumps(value, default=str)[:max_length]
     except RecursionError:
         return f"a {type(value).__name__} that is nested too deep"
 

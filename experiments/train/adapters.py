@@ -107,9 +107,9 @@ def base_recipe(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
         )
     codes = [linear.spec(name) for name in ("x", "dy")]
     if lora.base != "bf16":
-        held = fp8jax.QuantSpec.parse(lora.base).format
+        base_format = fp8jax.QuantSpec.parse(lora.base).format
         for spec in codes:
-            if spec is not None and _floating(spec.format) != _floating(held):
+            if spec is not None and _floating(spec.format) != _floating(base_format):
                 raise UserError(
                     f"--base {lora.base}: {recipe.name} multiplies {spec.format}, and a product cannot mix "
                     f"floating-point and integer codes. Use --base {spec.format}, or --recipe bf16"
@@ -134,19 +134,19 @@ def adapt(model: Llama, lora: Lora, recipe: fp8jax.Recipe, rngs: nnx.Rngs) -> Ll
     if not any(re.fullmatch(lora.lora_targets, path) for path in layers):
         raise UserError(f"--lora-targets {lora.lora_targets!r} matches none of the layers {', '.join(sorted(layers))}")
     for path, layer in sorted(layers.items()):
-        *above, name = path.split("/")
+        *parents, name = path.split("/")
         parent: Any = model
-        for step in above:
+        for step in parents:
             parent = getattr(parent, step)
         try:
             setattr(parent, name, AdaptedLinear(layer, path, lora, recipe, rngs))
         except ValueError as error:
             raise UserError(f"--lora-rank, --base: {path}: {error}") from None
-    for place, module in list(nnx.iter_modules(model)):
+    for module_path, module in list(nnx.iter_modules(model)):
         for name, variable in list(vars(module).items()):
             if isinstance(variable, nnx.Param) and not isinstance(variable, nnx.LoRAParam):
                 value = variable[...]
-                matrix = value.ndim - place[:1].count(LAYERS) >= 2
+                matrix = value.ndim - module_path[:1].count(LAYERS) >= 2
                 dtype = fp8jax.formats.get(recipe.weights.compute).dtype if matrix else value.dtype
                 setattr(module, name, BaseVariable(value.astype(dtype)))
     return model
@@ -168,14 +168,14 @@ def by_path(params: Any, alpha: float) -> dict[str, fp8jax.lora.Adapter]:
     """Returns the adapters of a training state, by the path of their layer."""
     adapters_by_path: dict[str, fp8jax.lora.Adapter] = {}
 
-    def walk(tree: Any, path: tuple[str, ...]) -> None:
+    def collect(tree: Any, path: tuple[str, ...]) -> None:
         if "lora_a" in tree:
             adapters_by_path["/".join(path)] = fp8jax.lora.Adapter(tree["lora_a"], tree["lora_b"], alpha)
             return
         for name, inner in tree.items():
-            walk(inner, (*path, name))
+            collect(inner, (*path, name))
 
-    walk(params, ())
+    collect(params, ())
     return adapters_by_path
 
 
@@ -200,11 +200,11 @@ def with_codes(base: Any, params: Any, lora: Lora) -> Any:
             raise UserError(
                 f"--base {lora.base}: the checkpoint contains codes with spec {w.codes.spec}; use --base {w.codes.spec}"
             )
-        held: Any = {"held": dict(enumerate(jax.tree.leaves(w)))}
+        branch: Any = {"held": dict(enumerate(jax.tree.leaves(w)))}
         bias = {k: v for k, v in functools.reduce(lambda tree, step: tree[step], layer, base).items() if k == "bias"}
         for step in reversed(layer):
-            held, bias = {step: held | bias}, {}
-        base = joined(difference(base, held), held)
+            branch, bias = {step: branch | bias}, {}
+        base = joined(difference(base, branch), branch)
     return base
 
 
@@ -212,20 +212,20 @@ def _frozen(x: Any) -> bool:
     return isinstance(x, fp8jax.FrozenWeight)
 
 
-def joined(one: Any, other: Any) -> Any:
+def joined(first: Any, second: Any) -> Any:
     """Merges two nested dicts."""
-    both = dict(one)
-    for name, value in other.items():
-        both[name] = joined(both[name], value) if name in both else value
-    return both
+    result = dict(first)
+    for name, value in second.items():
+        result[name] = joined(result[name], value) if name in result else value
+    return result
 
 
-def difference(merged: Any, without: Any) -> Any:
+def difference(merged: Any, removed: Any) -> Any:
     """Returns a nested dict without the leaves of another one, and without empty dicts."""
     remaining = {}
     for name, value in merged.items():
-        if name not in without:
+        if name not in removed:
             remaining[name] = value
-        elif isinstance(value, dict) and (inner := difference(value, without[name])):
+        elif isinstance(value, dict) and (inner := difference(value, removed[name])):
             remaining[name] = inner
     return remaining

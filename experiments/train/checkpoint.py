@@ -78,8 +78,8 @@ def checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
 def digest_of(tree: Any) -> str:
     """Returns sixteen hexadecimal digits for all arrays of a tree and their paths, independent of sharding."""
     arrays = flatten(tree)
-    kinds = {k: f"{x.dtype}{x.shape}" for k, x in arrays.items()}
-    return hashlib.sha256(json.dumps([kinds, checksums(arrays)], sort_keys=True).encode()).hexdigest()[:16]
+    types = {k: f"{x.dtype}{x.shape}" for k, x in arrays.items()}
+    return hashlib.sha256(json.dumps([types, checksums(arrays)], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _sums(x: jax.Array) -> jax.Array:
@@ -87,13 +87,13 @@ def _sums(x: jax.Array) -> jax.Array:
         x = x.astype(jnp.uint8)
     words = lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize])
     # Positions are row and column indices: a flat view would gather shards.
-    place = jnp.zeros(words.shape, jnp.uint32)
+    position = jnp.zeros(words.shape, jnp.uint32)
     for dim, size in enumerate(words.shape):
-        place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+        position = position * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, words.shape, dim)
 
     def total(odd: int, other: int) -> jax.Array:
         # Each line is a bijection of the words at a position.
-        h = (words.astype(jnp.uint32) ^ (place * jnp.uint32(other))) * jnp.uint32(odd)
+        h = (words.astype(jnp.uint32) ^ (position * jnp.uint32(other))) * jnp.uint32(odd)
         h = (h ^ (h >> 15)) * jnp.uint32(0x2C1B3C6D)
         return jnp.sum(h ^ (h >> 13), dtype=jnp.uint32)
 
@@ -132,8 +132,8 @@ class Checkpoints:
                 f"detect damage but not forgery. Unset {KEY}"
             )
         if os.path.lexists(self.folder) and not self.folder.is_dir():
-            what = "a link to nothing" if self.folder.is_symlink() and not self.folder.exists() else "a file"
-            raise UserError(f"{folder} is {what}, but the checkpoint folder must be there; move it away")
+            file_type = "a link to nothing" if self.folder.is_symlink() and not self.folder.exists() else "a file"
+            raise UserError(f"{folder} is {file_type}, but the checkpoint folder must be there; move it away")
         if clean:
             # Orbax's cleaning continues in the background after `close`, and could delete saves of the next object.
             with hosts.agreement():
@@ -161,7 +161,7 @@ class Checkpoints:
                 if isinstance(error, OSError) and not steps:
                     why = error.strerror or error
                     raise DiskError(f"{self.folder} cannot be created or read ({why}); make it writable") from None
-                if hosts.gone(error) or not steps:
+                if hosts.is_other_process_gone(error) or not steps:
                     raise
                 cause = error
         for step in steps:
@@ -221,7 +221,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # Orbax and TensorStore raise ValueError, OSError and more
-            if hosts.gone(error):
+            if hosts.is_other_process_gone(error):
                 raise
             raise self._unwritten(error) from error
 
@@ -255,13 +255,14 @@ class Checkpoints:
             raise error
         arrays: dict[str, Any] = flatten(state)
         if hosts.several():
-            kind, digests = "sum64", checksums(arrays)
+            algorithm, digests = "sum64", checksums(arrays)
         else:
             # A copy: on a CPU, a view would change during the background save once its buffer is donated.
             arrays = {name: np.array(leaf, copy=True) for name, leaf in arrays.items()}
-            kind, digests = "sha256", {name: digest(x) for name, x in arrays.items()}
+            algorithm, digests = "sha256", {name: digest(x) for name, x in arrays.items()}
         leaves = {
-            name: {"shape": list(x.shape), "dtype": str(x.dtype), kind: digests[name]} for name, x in arrays.items()
+            name: {"shape": list(x.shape), "dtype": str(x.dtype), algorithm: digests[name]}
+            for name, x in arrays.items()
         }
         meta = {"step": step, "loader": loader, "config": config, "log": list(log), "leaves": leaves}
         # Orbax cannot store empty arrays. Their shape is in the metadata.
@@ -323,9 +324,9 @@ class Checkpoints:
         leaves = meta["leaves"]
         added = {name for name in expected if name.startswith(_ADDED) and name not in leaves}
         for name in sorted(set(expected) - added ^ set(leaves)):
-            which = "lacks" if name in expected else "has an unknown leaf"
+            problem = "lacks" if name in expected else "has an unknown leaf"
             raise UserError(
-                f"checkpoint {self.folder / str(step)} {which} {name}: it belongs to another model or recipe"
+                f"checkpoint {self.folder / str(step)} {problem} {name}: it belongs to another model or recipe"
             )
         for name, leaf in ((k, x) for k, x in expected.items() if k not in added):
             old = f"{leaves[name]['dtype']}{leaves[name]['shape']}"
@@ -351,7 +352,7 @@ class Checkpoints:
         try:
             arrays: dict[str, Any] = self._orbax.load_checkpointables(step, {"state": expected})["state"]
         except Exception as error:  # TensorStore raises ValueError, RuntimeError and more
-            if hosts.gone(error):
+            if hosts.is_other_process_gone(error):
                 raise
             raise self._damaged(step, f"Orbax cannot read it ({_first_line(error)})") from error
         return arrays

@@ -110,9 +110,11 @@ def _explain(error: Exception, command: str) -> tuple[int, str] | None:
                 f"error: the device's memory is too small ({str(error).splitlines()[0]}). Try a smaller --batch, "
                 "more --microbatches, --remat blocks, or a smaller --model"
             )
-        case Exception() if hosts.gone(error):
-            who = f"process {jax.process_index()} of {jax.process_count()}"
-            return hosts.GONE, hosts.gone_message(who, str(error).splitlines()[0][:200])
+        case Exception() if hosts.is_other_process_gone(error):
+            process_label = f"process {jax.process_index()} of {jax.process_count()}"
+            return hosts.OTHER_PROCESS_GONE, hosts.other_process_gone_message(
+                process_label, str(error).splitlines()[0][:200]
+            )
     return None
 
 
@@ -400,11 +402,11 @@ def _compile(session: Session, task: Task, label: str) -> Programs:
     """
     config, console, details, devices = session.config, session.console, session.details, session.devices
     state, base = jax.eval_shape(task.init), jax.eval_shape(task.base)
-    state_places = base_places = everywhere = None
+    state_shardings = base_shardings = replicated = None
     if task.rows is not None:
-        state_places, base_places = mesh.state(devices, state, config.run.partition), mesh.state(devices, base)
-        state, base = mesh.on(state, state_places), mesh.on(base, base_places)
-        everywhere = mesh.replicated(devices)
+        state_shardings, base_shardings = mesh.state(devices, state, config.run.partition), mesh.state(devices, base)
+        state, base = mesh.with_shardings(state, state_shardings), mesh.with_shardings(base, base_shardings)
+        replicated = mesh.replicated(devices)
     length = config.data.seq_len + 1
     row = (3, length) if session.tokens.train.ndim == 3 else (length,)
     batch = jax.ShapeDtypeStruct((config.data.batch, *row), jnp.int32, sharding=task.rows)
@@ -413,7 +415,7 @@ def _compile(session: Session, task: Task, label: str) -> Programs:
     if hosts.several():
         step, inputs = _signalled(task), (*inputs, hosts.signals(devices, None))
     # Output shardings equal input shardings, so the next step is the same program.
-    compile_step = functools.partial(jax.jit, donate_argnums=0, out_shardings=(state_places, everywhere))
+    compile_step = functools.partial(jax.jit, donate_argnums=0, out_shardings=(state_shardings, replicated))
     with report.waiting(console, f"{label}  compiling"), record_choices() as choices, record_residuals() as residuals:
         compiled = compile_step(step).lower(*inputs).compile()
     observed_step = None
@@ -427,7 +429,7 @@ def _compile(session: Session, task: Task, label: str) -> Programs:
         # On a CPU, a user cannot act on them.
         if line.startswith("WARNING") and backend != "cpu" and not config.run.verbose:
             report.print_text(console, line, 4, "yellow")
-    return Programs(compiled, observed_step, state, base, state_places, base_places, everywhere)
+    return Programs(compiled, observed_step, state, base, state_shardings, base_shardings, replicated)
 
 
 def computed_by(choices: Sequence[Any], residuals: Sequence[str]) -> list[str]:

@@ -185,8 +185,8 @@ def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
         prefix, _, field = key.rpartition(".")
         if field in _REMOVED and str(value) == "False":
             continue
-        part = prefix.rpartition(".")[2]
-        if (new := _NEW_NAMES.get(("linear" if part == "head" else part, field))) is not None:
+        section = prefix.rpartition(".")[2]
+        if (new := _NEW_NAMES.get(("linear" if section == "head" else section, field))) is not None:
             field, value = new.field, new.values.get(value, value)
         renamed[f"{prefix}.{field}" if prefix else field] = value
     return renamed
@@ -220,11 +220,11 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) ->
     Raises:
         UserError: a field differs. The message has old and new values, and the fixes.
     """
-    before = _ADDED | with_new_names(saved)
+    saved_settings = _ADDED | with_new_names(saved)
     changed = [
-        "the text of --data differs" if name == "text" else f"{name} was {before.get(name)!r}, now {value!r}"
+        "the text of --data differs" if name == "text" else f"{name} was {saved_settings.get(name)!r}, now {value!r}"
         for name, value in now.items()
-        if before.get(name) != value
+        if saved_settings.get(name) != value
     ]
     if changed:
         raise UserError(

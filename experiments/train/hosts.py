@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from experiments.train.config import Run
 
 # Exit code of a process that stops because another one has ended or did not join.
-GONE = 5
+OTHER_PROCESS_GONE = 5
 _NETWORK = re.compile(r"[A-Z_]+: .*(gloo|nccl|coordination service|barrier)", re.IGNORECASE | re.DOTALL)
 # The relay of this process, and a lock that makes this process report its end only once.
 _relayed: subprocess.Popen[str] | None = None
@@ -60,7 +60,7 @@ def join(settings: Run, stop: StopSignals) -> None:
 
     An earlier signal takes effect after the join: otherwise the others would wait for this process for `patience` s.
 
-    Afterwards, this process ends with a message and exit code `GONE` when another process ends
+    Afterwards, this process ends with a message and exit code `OTHER_PROCESS_GONE` when another process ends
     (`experiments/train/relay.py`). `--coordinator auto` uses the cluster detection of `jax.distributed.initialize`
     (Slurm, Open MPI, Kubernetes and others).
 
@@ -70,24 +70,24 @@ def join(settings: Run, stop: StopSignals) -> None:
     if not settings.coordinator:
         return
     patience = settings.patience
-    place = _place(settings)
-    who = f"--coordinator {settings.coordinator}: process {place.number} of {place.processes}"
-    where = _relay(place, _silence(settings), who)
+    process = _find_process(settings)
+    label = f"--coordinator {settings.coordinator}: process {process.number} of {process.processes}"
+    addresses = _relay(process, _silence(settings), label)
 
     def give_up() -> None:
         print(
-            f"error: {who} waited {patience} s (--patience) for the others. Start all of them again, with the same "
-            "address, that of the host of process 0, and the same --process-count",
+            f"error: {label} waited {patience} s (--patience) for the others. Start all of them again, with the "
+            "same address, that of the host of process 0, and the same --process-count",
             file=sys.stderr,
         )
         # Another process may have been killed before it joined.
-        _abandon(GONE if stop.signum is None else 128 + stop.signum)
+        _abandon(OTHER_PROCESS_GONE if stop.signum is None else 128 + stop.signum)
 
     # JAX's own time limit would end the process without a message.
     timer = threading.Timer(patience, give_up)
     timer.start()
     stop.notice = (
-        f"{who} ends when the others have joined it, or after {patience} s (--patience); a second signal ends it now"
+        f"{label} ends when the others have joined it, or after {patience} s (--patience); a second signal ends it now"
     )
     if stop.signum is not None:
         print(stop.notice, file=sys.stderr, flush=True)
@@ -96,10 +96,10 @@ def join(settings: Run, stop: StopSignals) -> None:
     try:
         joined = pool.submit(
             jax.distributed.initialize,
-            **where,
-            num_processes=place.processes,
-            process_id=place.number,
-            local_device_ids=place.devices,
+            **addresses,
+            num_processes=process.processes,
+            process_id=process.number,
+            local_device_ids=process.devices,
             initialization_timeout=patience + 60,
             # A client sends two heartbeats in this time. A relay checks them more often than the coordinator.
             heartbeat_timeout_seconds=-(-_silence(settings) * 4 // 3),
@@ -108,7 +108,7 @@ def join(settings: Run, stop: StopSignals) -> None:
         joined.result()
     except (ValueError, RuntimeError) as error:  # XLA's errors are RuntimeErrors
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(_CANNOT.format(who, why)) from None
+        raise UserError(_CANNOT.format(label, why)) from None
     finally:
         timer.cancel()
         pool.shutdown()
@@ -117,7 +117,7 @@ def join(settings: Run, stop: StopSignals) -> None:
     stop.renew()
 
 
-class _Place(NamedTuple):
+class _Process(NamedTuple):
     """A process of a run: address, number, process count, and its devices if it has only some of the host's."""
 
     address: str
@@ -126,45 +126,49 @@ class _Place(NamedTuple):
     devices: Sequence[int] | None = None
 
 
-def _place(settings: Run) -> _Place:
+def _find_process(settings: Run) -> _Process:
     """Returns address and number of a process, from the command line or the cluster."""
     if settings.coordinator != "auto":
         assert settings.process_id is not None
         assert settings.process_count is not None
-        return _Place(settings.coordinator, settings.process_id, settings.process_count)
+        return _Process(settings.coordinator, settings.process_id, settings.process_count)
     # As in jax.distributed.initialize, which would also connect to the coordinator.
     address, processes, number, devices = ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, settings.patience
     )
     if address is None or processes is None or number is None:
         raise UserError(_CANNOT.format("--coordinator auto: this process", "no cluster was detected"))
-    return _Place(address, number, processes, devices)
+    return _Process(address, number, processes, devices)
 
 
-def _relay(place: _Place, silence: int, who: str) -> dict[str, Any]:
+def _relay(process_info: _Process, silence: int, label: str) -> dict[str, Any]:
     """Starts this process's relay and a thread that reads it. Returns arguments of `jax.distributed.initialize`."""
     global _relayed
-    host, port = place.address.rsplit(":", 1)
+    host, port = process_info.address.rsplit(":", 1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         service = free.getsockname()[1]
-    numbers = (place.number, host, port, service, silence)
+    numbers = (process_info.number, host, port, service, silence)
     command = [sys.executable, "-I", "-S", relay.__file__, *map(str, numbers)]
     process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1, start_new_session=True)
     assert process.stdout is not None
     lines = process.stdout
     kind, detail = (lines.readline().strip() or "error its relay has ended").split(" ", 1)
     if kind == "error":
-        raise UserError(f"{who} cannot listen on port {port} ({detail}); use another port")
+        raise UserError(f"{label} cannot listen on port {port} ({detail}); use another port")
     _relayed = process
 
     def watch() -> None:
         line = lines.readline()
         ended = f"process {line.split()[1]} is gone" if line else "its relay has ended"
-        end(GONE, False, gone_message(f"process {place.number} of {place.processes}", ended))
+        end(
+            OTHER_PROCESS_GONE,
+            False,
+            other_process_gone_message(f"process {process_info.number} of {process_info.processes}", ended),
+        )
 
     threading.Thread(target=watch, daemon=True).start()
     address = {"coordinator_address": f"127.0.0.1:{detail}"}
-    return address if place.number else address | {"coordinator_bind_address": f"127.0.0.1:{service}"}
+    return address if process_info.number else address | {"coordinator_bind_address": f"127.0.0.1:{service}"}
 
 
 def several() -> bool:
@@ -221,9 +225,9 @@ def check_same(values: Mapping[str, Any]) -> None:
         return
     digests = [hashlib.sha256(json.dumps(value, default=str).encode()).digest() for value in values.values()]
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), -1)
-    every = np.asarray(multihost_utils.process_allgather(mine))
-    for process, other in enumerate(every):
-        differs = [name for name, a, b in zip(values, every[0], other, strict=True) if (a != b).any()]
+    all_digests = np.asarray(multihost_utils.process_allgather(mine))
+    for process, other in enumerate(all_digests):
+        differs = [name for name, a, b in zip(values, all_digests[0], other, strict=True) if (a != b).any()]
         if differs:
             raise Agreed(
                 f"process {process} was started with another {', '.join(differs)} than process 0. Start all processes "
@@ -232,7 +236,7 @@ def check_same(values: Mapping[str, Any]) -> None:
             )
 
 
-def gone(error: BaseException | None) -> bool:
+def is_other_process_gone(error: BaseException | None) -> bool:
     """Returns whether an error, or one of its causes, means that another process has ended or is unreachable."""
     while several() and error is not None:
         # A failure during a wait is a JaxRuntimeError. An immediate failure has another type with the same text.
@@ -251,9 +255,9 @@ def gather(tree: Any) -> Any:
 
 def signals(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, signum: int | None) -> jax.Array:
     """Returns the signal of each process, repeated for its devices: an input of the training step."""
-    here = np.full((1,), signum or 0, np.int32)
+    local_signal = np.full((1,), signum or 0, np.int32)
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    return jax.make_array_from_callback((mesh.size,), sharding, lambda index: here)
+    return jax.make_array_from_callback((mesh.size,), sharding, lambda index: local_signal)
 
 
 def _silence(settings: Run) -> int:
@@ -261,11 +265,11 @@ def _silence(settings: Run) -> int:
     return max(settings.patience, 3)
 
 
-def gone_message(who: str, why: str) -> str:
+def other_process_gone_message(label: str, why: str) -> str:
     """Returns the message of a process that ends because another one has ended."""
     return (
-        f"error: {who} ends: another one has ended, or cannot be reached ({why}). Start all again: training goes on "
-        "from the newest checkpoint"
+        f"error: {label} ends: another one has ended, or cannot be reached ({why}). Start all again: training "
+        "goes on from the newest checkpoint"
     )
 
 

@@ -35,17 +35,17 @@ def print_header(
     num_devices: int,
 ) -> None:
     """Prints the model, the data and the files of a run, in five lines."""
-    kind = jax.devices()[0].device_kind
-    kind = "CPU" if kind == "cpu" else kind
-    same = " on the same batches" if len(config.recipe) > 1 else ""
-    place = f"one {kind}" if num_devices == 1 else f"{num_devices} devices ({kind})"
-    place += f" in {jax.process_count()} processes" if hosts.several() else ""
-    report.print_text(console, f"Training {', '.join(config.recipe)}{same}, on {place}")
+    device_name = jax.devices()[0].device_kind
+    device_name = "CPU" if device_name == "cpu" else device_name
+    same_batches = " on the same batches" if len(config.recipe) > 1 else ""
+    devices_text = f"one {device_name}" if num_devices == 1 else f"{num_devices} devices ({device_name})"
+    devices_text += f" in {jax.process_count()} processes" if hosts.several() else ""
+    report.print_text(console, f"Training {', '.join(config.recipe)}{same_batches}, on {devices_text}")
     source = " ".join(config.data.data) or _LIBRARY
     skipped = f", {len(corpus.skipped)} skipped, not UTF-8" if corpus.skipped else ""
     files = "1 file" if corpus.files == 1 else f"{corpus.files:,} files"
     unit = "rows of records" if isinstance(tokens, packing.Packed) else "tokens"
-    counts = f"{_short(len(tokens.train))} {unit}, {_short(len(tokens.valid))} for validation"
+    counts = f"{_abbreviate(len(tokens.train))} {unit}, {_abbreviate(len(tokens.valid))} for validation"
     report.print_text(console, f"  text   {source} ({files}{skipped}): {counts}", 9)
     parameters = count(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
     name = config.model.init or config.model.model
@@ -87,8 +87,8 @@ def show_setup(
     devices_found = jax.devices()
     shared = f"; {mesh.describe(devices, recipes)}" if devices.size > 1 else ""
     shared = f" in {jax.process_count()} processes{shared}" if hosts.several() else shared
-    kind = f"{devices_found[0].device_kind} ({devices_found[0].platform})"
-    details.show(f"{'device':9}{kind}, {devices.size} of {len(devices_found)} used{shared}", 9)
+    device_text = f"{devices_found[0].device_kind} ({devices_found[0].platform})"
+    details.show(f"{'device':9}{device_text}, {devices.size} of {len(devices_found)} used{shared}", 9)
     if isinstance(tokens, packing.Packed):
         details.show(
             f"{'records':9}{tokens.documents:,} of {corpus.files} files; {len(tokens.train):,} training rows, "
@@ -125,7 +125,7 @@ def show_plan(details: Details, task: Task, abstract: TrainState, base: Any, com
     details.show(report.memory_table(state, parameters, compiled.memory_analysis(), devices))
 
 
-def _short(number: int) -> str:
+def _abbreviate(number: int) -> str:
     """Returns a short number: 10,595,441 is "10.6 M"."""
     return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
 

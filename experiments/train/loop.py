@@ -98,17 +98,17 @@ class Loop:
         self._done = self._saved = int(state.step)
         if self.settings.on_bad_step == "rewind" and self.checkpoints.latest() is None:
             self._saved = -1  # saves a checkpoint to rewind to
-        behind: _Dispatched | None = None
+        pending: _Dispatched | None = None
         self._clock, calls = time.perf_counter(), 0
         while True:
             done = self._done
-            last = done == self.optim.steps
-            save_due = last or done % self.settings.checkpoint_every == 0
+            is_last = done == self.optim.steps
+            save_due = is_last or done % self.settings.checkpoint_every == 0
             # After a resume too: the process may have been killed between the checkpoint and its validation.
-            eval_due = (last or (done > 0 and done % self.settings.eval_every == 0)) and not self.log.has_valid(done)
+            eval_due = (is_last or (done > 0 and done % self.settings.eval_every == 0)) and not self.log.has_valid(done)
             if save_due or eval_due or self._signum is not None:
-                state, _ = self._settle(behind, state)
-                behind = None
+                state, _ = self._settle(pending, state)
+                pending = None
                 if self._done != done:
                     continue
                 if done != self._saved and (save_due or self._signum is not None):
@@ -127,7 +127,7 @@ class Loop:
                     raise Stopped(self._signum, done)
                 else:
                     continue
-            if last:
+            if is_last:
                 return state
             self.trace.before(calls, state)
             tokens_BxT, calls = next(self.batches), calls + 1
@@ -138,9 +138,9 @@ class Loop:
             state, metrics = step(state, mesh.place(tokens_BxT, self.rows), *self._telemetry_args())
             self._done += 1
             # Waits for the previous step only now, so that the device always has work.
-            state, is_rewound = self._settle(behind, state)
+            state, is_rewound = self._settle(pending, state)
             tokens = len(tokens_BxT) * (tokens_BxT.shape[-1] - 1)
-            behind = None if is_rewound else _Dispatched(self._done, tokens, metrics, loader)
+            pending = None if is_rewound else _Dispatched(self._done, tokens, metrics, loader)
 
     @property
     def _signum(self) -> int | None:
@@ -153,26 +153,26 @@ class Loop:
         assert self.rows is not None  # several processes imply several devices
         return (hosts.signals(self.rows.mesh, self.stop.signum),)
 
-    def _settle(self, behind: _Dispatched | None, state: TrainState) -> tuple[TrainState, bool]:
+    def _settle(self, pending: _Dispatched | None, state: TrainState) -> tuple[TrainState, bool]:
         """Waits for a dispatched step, and logs or discards it. Returns the next state, and whether it was restored.
 
         The time of a step is the time between its end and the end of the previous step.
         """
-        if behind is None:
+        if pending is None:
             return state, False
-        metrics = dict(behind.metrics)
+        metrics = dict(pending.metrics)
         if (restored := metrics.pop("telemetry", None)) is not None:
-            self.log.telemetry(behind.number, jax.device_get(restored))
+            self.log.telemetry(pending.number, jax.device_get(restored))
         values = {name: value.item() for name, value in metrics.items()}
         self._told = values.get("signal", 0)
         if not values["healthy"]:
-            return self._leave_out(behind, values, state)
+            return self._leave_out(pending, values, state)
         now = time.perf_counter()
-        rate = float(schedule(self.optim)(behind.number - 1))
-        speed = behind.tokens / (now - self._clock)
+        rate = float(schedule(self.optim)(pending.number - 1))
+        speed = pending.tokens / (now - self._clock)
         names = ("grad_norm", "saturated", "balance_loss", "z_loss", "bad_steps")
-        seen = {name: values[name] for name in names if name in values}
-        self.log.step(behind.number, values["loss"], lr=rate, tokens_per_s=speed, **seen)
+        optional_metrics = {name: values[name] for name in names if name in values}
+        self.log.step(pending.number, values["loss"], lr=rate, tokens_per_s=speed, **optional_metrics)
         self._clock = now
         return state, False
 
@@ -185,22 +185,24 @@ class Loop:
         Raises:
             BadStep: the policy is "stop", or there are too many bad steps.
         """
-        policy, most = self.settings.on_bad_step, self.settings.max_bad_steps
-        what = f"step {bad.number}: loss {values['loss']}, gradient norm {values['grad_norm']}; {self._reason(values)}"
+        policy, max_bad_steps = self.settings.on_bad_step, self.settings.max_bad_steps
+        description = (
+            f"step {bad.number}: loss {values['loss']}, gradient norm {values['grad_norm']}; {self._reason(values)}"
+        )
         count = values.get("consecutive_bad_steps" if policy == "skip" else "bad_steps", 0)
-        if policy == "stop" or count > most:
+        if policy == "stop" or count > max_bad_steps:
             newest = self.checkpoints.latest()
             saved = "no checkpoint yet" if newest is None else f"newest checkpoint: step {newest}"
-            limit = "" if policy == "stop" else f", bad step {count} of at most {most}"
+            limit = "" if policy == "stop" else f", bad step {count} of at most {max_bad_steps}"
             applied = "and applied as --release does" if self.optim.release else "so nothing of it was applied"
             raise BadStep(
-                f"{what}, {applied} ({saved}{limit}). Try a lower --lr, a longer --warmup or a smaller --clip, with "
-                "--resume never or a new --run; or --on-bad-step skip or rewind"
+                f"{description}, {applied} ({saved}{limit}). Try a lower --lr, a longer --warmup or a smaller --clip, "
+                "with --resume never or a new --run; or --on-bad-step skip or rewind"
             )
         if policy == "skip":
             self._done -= 1
             self._clock = time.perf_counter()
-            self.log.say(f"{what}: skipped ({count} in a row, of at most {most})")
+            self.log.say(f"{description}: skipped ({count} in a row, of at most {max_bad_steps})")
             return state, False
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
         jax.tree.map(lambda x: x.delete(), state)  # frees memory for the restored state
@@ -215,7 +217,8 @@ class Loop:
         self._clock = time.perf_counter()
         self.log.rewind(self._done)
         self.log.say(
-            f"{what}: back to step {self._done}, and on with the next batch ({count} of at most {most} in all)"
+            f"{description}: back to step {self._done}, and on with the next batch ({count} of at most {max_bad_steps} "
+            "in all)"
         )
         return state, True
 

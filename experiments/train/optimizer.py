@@ -39,10 +39,10 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
     )
     if optim.release:
         if recipe.linear.stateful_strategies or recipe.comm.gradients is not None:
-            what = "scalings with a state" if recipe.linear.stateful_strategies else "8-bit gradient reductions"
+            feature = "scalings with a state" if recipe.linear.stateful_strategies else "8-bit gradient reductions"
             raise UserError(
-                f"--release {optim.release}: recipe {recipe.name} has {what}, which are not supported; use coat, fast "
-                "or te_current"
+                f"--release {optim.release}: recipe {recipe.name} has {feature}, which are not supported; use coat, "
+                "fast or te_current"
             )
         adamw = make(layer_axes=parallel.stacked)
         return ReleasedOptimizer(make(layer_axes=np.int32(1)), adamw, optim.clip, optim.release == "twice")
@@ -89,15 +89,15 @@ def with_master(recipe: fp8jax.Recipe, master: str) -> fp8jax.Recipe:
 
 def schedule(optim: Optim) -> optax.Schedule:
     """Returns a linear warmup, then `optim.schedule`. Except for "constant", it ends at `final_lr` times the peak."""
-    last = optim.lr * optim.final_lr
+    final_lr = optim.lr * optim.final_lr
     if optim.schedule == "cosine":
-        return optax.warmup_cosine_decay_schedule(0.0, optim.lr, optim.warmup, optim.steps, last)
+        return optax.warmup_cosine_decay_schedule(0.0, optim.lr, optim.warmup, optim.steps, final_lr)
     warm = optax.linear_schedule(0.0, optim.lr, max(optim.warmup, 1))
     hold = optax.constant_schedule(optim.lr)
     if optim.schedule == "constant":
         return optax.join_schedules([warm, hold], [optim.warmup])
     falls = optim.warmup if optim.schedule == "linear" else optim.decay_start
-    fall = optax.linear_schedule(optim.lr, last, optim.steps - falls)
+    fall = optax.linear_schedule(optim.lr, final_lr, optim.steps - falls)
     return optax.join_schedules([warm, hold, fall], [optim.warmup, falls])
 
 

@@ -51,24 +51,24 @@ class GatheredModel:
 
     Attributes:
         comm: format of the gradients that are sent.
-        cut: names of the sharded parameters, such as "layers.mlp.up.kernel".
+        sharded_names: names of the sharded parameters, such as "layers.mlp.up.kernel".
         dtype: compute dtype of matmuls that read values.
     """
 
     comm: Comm
-    cut: frozenset[str]
+    sharded_names: frozenset[str]
     dtype: str
 
     def policy(self, primitive: Any, *operands: Any, **params: Any) -> bool:
         """Saves everything except gathered arrays, and fp32 sums of a model that computes in 16 bits."""
-        wide = primitive.name in _SUMS and getattr(operands[0], "dtype", None) == jnp.float32
+        is_fp32_sum = primitive.name in _SUMS and getattr(operands[0], "dtype", None) == jnp.float32
         return regather_policy(primitive, *operands, **params) and not (
-            wide and fp8jax.formats.get(self.dtype).bits == 16
+            is_fp32_sum and fp8jax.formats.get(self.dtype).bits == 16
         )
 
     def outer_weights(self, weights: nnx.State) -> nnx.State:
         """Gathers the parameters outside of layers; returns the others unchanged."""
-        return self._gather(weights, "", {}, set()) if self.cut else weights
+        return self._gather(weights, "", {}, set()) if self.sharded_names else weights
 
     def __call__(self, layer: Block, call: Callable[[Block], Array]) -> Array:
         """Calls a layer whose parameters are sharded."""
@@ -77,15 +77,17 @@ class GatheredModel:
 
         def codes(path: str, w: Array, linear: fp8jax.recipes.Linear, scale: Array | None) -> Any:
             name = f"layers.{path}.kernel"
-            quantized = gather_quantized(w, "fsdp", linear, scale=scale) if name in self.cut else None
+            quantized = gather_quantized(w, "fsdp", linear, scale=scale) if name in self.sharded_names else None
             gathers_by_path[name] = quantized is not None
             if gathers_by_path[name] and linear.skip_unprofitable:
                 unsure.add(name)
             return quantized
 
         graph, *states = nnx.split(fp8jax.nnx.quantize_weights(layer, codes), nnx.Param, BaseVariable, ...)
-        weights, base, rest = states
-        gathered = nnx.merge(graph, self._gather(weights, "layers.", gathers_by_path, unsure), self._base(base), rest)
+        weights, base, other_state = states
+        gathered = nnx.merge(
+            graph, self._gather(weights, "layers.", gathers_by_path, unsure), self._base(base), other_state
+        )
         y = call(gathered)
         nnx.update(layer, nnx.state(gathered, (fp8jax.nnx.ScalingVariable, RouterLoss)))
         return y
@@ -94,7 +96,11 @@ class GatheredModel:
         """Gathers frozen parameters in their stored dtype."""
 
         def one(path: Any, x: Array) -> Array:
-            return lax.all_gather(x, "fsdp", axis=x.ndim - 2, tiled=True) if _name(path, "layers.") in self.cut else x
+            return (
+                lax.all_gather(x, "fsdp", axis=x.ndim - 2, tiled=True)
+                if _name(path, "layers.") in self.sharded_names
+                else x
+            )
 
         gathered: nnx.State = jax.tree_util.tree_map_with_path(one, base)
         return gathered
@@ -111,7 +117,7 @@ class GatheredModel:
 
         def one(path: Any, x: Array) -> Array:
             name = _name(path, start)
-            if name not in self.cut or name.startswith("layers.") != bool(start):
+            if name not in self.sharded_names or name.startswith("layers.") != bool(start):
                 return x
             # A matmul that quantizes its weight itself reads the stored values.
             dtype = x.dtype if name in gathers_by_path and name not in unsure else fp8jax.formats.get(self.dtype).dtype
@@ -123,7 +129,7 @@ class GatheredModel:
 
 
 def _name(path: Any, start: str) -> str:
-    """The name of a parameter in `GatheredModel.cut`."""
+    """The name of a parameter in `GatheredModel.sharded_names`."""
     return start + jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
@@ -197,7 +203,7 @@ def saturated(factors: Factors, grads: Any) -> jax.Array:
 
 
 def gradients(
-    own: Gradients,
+    device_gradients: Gradients,
     recipe: fp8jax.Recipe,
     mesh: Any,
     params: Any,
@@ -213,48 +219,56 @@ def gradients(
     parameters outside of layers are gathered before the step.
 
     Args:
-        own: `own(params, model_state, tokens, whole, axes)` returns the losses and gradients of a device, and the model
-            state with observations merged over the mesh axes.
+        device_gradients: called with (params, model_state, tokens, gathered_model, axes). It returns the losses and
+            gradients of a device, and the model state with observations merged over the mesh axes.
         recipe: its part `comm` has the format in which gradients are sent.
         mesh: the devices.
-        params, model_state, tokens_BxT: arguments of `own`, for all devices.
+        params, model_state, tokens_BxT: its arguments, for all devices.
         factors: the state of auto-scaling.
         base: frozen weights, sharded like parameters. The returned model state does not include them.
     """
     comm, compute, base = reduction(recipe), recipe.weights.compute, dict(base)
-    places, base_places = (jax.tree.map(lambda x: x.spec, meshes.state(mesh, tree)) for tree in (params, base))
+    specs, base_specs = (jax.tree.map(lambda x: x.spec, meshes.state(mesh, tree)) for tree in (params, base))
     data, fsdp, shared, sharing = (mesh.shape[name] for name in meshes.AXES)
     depths = stacked(params)
     at_once = isinstance(factors, Factors)
-    layerwise = None if at_once or fsdp == 1 else GatheredModel(comm, cut(params, mesh) | cut(base, mesh), compute)
+    layerwise = (
+        None
+        if at_once or fsdp == 1
+        else GatheredModel(comm, sharded_names(params, mesh) | sharded_names(base, mesh), compute)
+    )
 
-    def gathered(x: jax.Array, place: PartitionSpec) -> jax.Array:
-        dim = meshes.over(place, "fsdp")
+    def gathered(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        dim = meshes.dim_sharded_over(spec, "fsdp")
         return x if dim is None else lax.all_gather(x, "fsdp", axis=dim, tiled=True)
 
     def body(params: Any, model_state: Any, tokens: jax.Array, factors: Any, base: Any) -> Any:
         inputs, gathered_base = params, base
         if shared > 1:
-            inputs = tensor.added_once(tensor.gathered(inputs, places, compute))
-            gathered_base = tensor.added_once(tensor.gathered(gathered_base, base_places, compute))
+            inputs = tensor.added_once(tensor.gathered(inputs, specs, compute))
+            gathered_base = tensor.added_once(tensor.gathered(gathered_base, base_specs, compute))
         if layerwise is None:
-            inputs = jax.tree.map(gathered, inputs, places)
-        outer = lambda path, x, place: gathered(x, place) if layerwise is None or not meshes.stacked(path) else x  # noqa: E731
-        gathered_base = jax.tree_util.tree_map_with_path(outer, gathered_base, base_places)
-        losses, grads, state = own(inputs, joined(model_state, gathered_base), tokens, layerwise, meshes.AXES)
+            inputs = jax.tree.map(gathered, inputs, specs)
+        outer = lambda path, x, spec: gathered(x, spec) if layerwise is None or not meshes.stacked(path) else x  # noqa: E731
+        gathered_base = jax.tree_util.tree_map_with_path(outer, gathered_base, base_specs)
+        losses, grads, state = device_gradients(
+            inputs, joined(model_state, gathered_base), tokens, layerwise, meshes.AXES
+        )
         state = difference(state, gathered_base)
         if layerwise is not None:
-            done = jax.tree.map(lambda place: meshes.over(place, "fsdp") is not None, places)
-            rest = [g for g, is_done in zip(*map(jax.tree.leaves, (grads, done)), strict=True) if not is_done]
-            means = iter(all_reduce_gradients(rest, "fsdp", comm) if rest else ())
-            grads = jax.tree.map(lambda g, is_done: g if is_done else next(means), grads, done)
+            is_reduced = jax.tree.map(lambda spec: meshes.dim_sharded_over(spec, "fsdp") is not None, specs)
+            unreduced = [
+                g for g, reduced in zip(*map(jax.tree.leaves, (grads, is_reduced)), strict=True) if not reduced
+            ]
+            means = iter(all_reduce_gradients(unreduced, "fsdp", comm) if unreduced else ())
+            grads = jax.tree.map(lambda g, reduced: g if reduced else next(means), grads, is_reduced)
         elif fsdp > 1:
             scatter = functools.partial(
-                reduce_scatter_gradients, axes="fsdp", comm=comm, specs=places, layer_axes=depths
+                reduce_scatter_gradients, axes="fsdp", comm=comm, specs=specs, layer_axes=depths
             )
             grads, factors = _reduced(scatter, grads, factors)
         if shared > 1:
-            losses, grads = lax.psum(losses, tensor.AXIS), tensor.summed(grads, places, compute)
+            losses, grads = lax.psum(losses, tensor.AXIS), tensor.summed(grads, specs, compute)
         min_size = MIN_SIZE // (fsdp * shared)
         if sharing > 1:
             grads = _mean_with_experts(grads, comm, mesh, min_size)
@@ -268,21 +282,21 @@ def gradients(
             factors = Factors(mu, jax.tree.map(lambda part: lax.pmean(part, tensor.AXIS), factors.saturated))
         return lax.pmean(losses, meshes.ROWS), grads, state, factors
 
-    rows, everywhere = PartitionSpec(meshes.ROWS), PartitionSpec()
+    rows, replicated = PartitionSpec(meshes.ROWS), PartitionSpec()
     return jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(places, everywhere, rows, everywhere, base_places),
-        out_specs=(everywhere, places, everywhere, everywhere),
+        in_specs=(specs, replicated, rows, replicated, base_specs),
+        out_specs=(replicated, specs, replicated, replicated),
         check_vma=False,
     )(params, model_state, tokens_BxT, factors, base)
 
 
-def cut(params: Any, mesh: Any) -> frozenset[str]:
+def sharded_names(params: Any, mesh: Any) -> frozenset[str]:
     """Returns the names of sharded parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(meshes.state(mesh, params))
     names = ((jax.tree_util.keystr(path, simple=True, separator="."), x.spec) for path, x in leaves)
-    return frozenset(name for name, spec in names if meshes.over(spec, "fsdp") is not None)
+    return frozenset(name for name, spec in names if meshes.dim_sharded_over(spec, "fsdp") is not None)
 
 
 def _mean_with_experts(grads: Any, comm: Comm, mesh: Any, min_size: int) -> Any:
@@ -290,15 +304,15 @@ def _mean_with_experts(grads: Any, comm: Comm, mesh: Any, min_size: int) -> Any:
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
 
     def means(of_experts: bool, axes: tuple[str, ...]) -> Any:
-        part = [(path, g) for path, g in leaves if meshes.has_experts(path) == of_experts]
+        selected = [(path, g) for path, g in leaves if meshes.has_experts(path) == of_experts]
         if all(mesh.shape[name] == 1 for name in axes):
-            return iter([g for _, g in part])
-        depths = [meshes.stacked(path) for path, _ in part]
-        return iter(all_reduce_gradients([g for _, g in part], axes, comm, layer_axes=depths, min_size=min_size))
+            return iter([g for _, g in selected])
+        depths = [meshes.stacked(path) for path, _ in selected]
+        return iter(all_reduce_gradients([g for _, g in selected], axes, comm, layer_axes=depths, min_size=min_size))
 
-    sums, others = means(True, ("data",)), means(False, ("data", experts.AXIS))
+    expert_means, other_means = means(True, ("data",)), means(False, ("data", experts.AXIS))
     devices = mesh.shape[experts.AXIS]
-    gradients = [next(sums) / devices if meshes.has_experts(path) else next(others) for path, _ in leaves]
+    gradients = [next(expert_means) / devices if meshes.has_experts(path) else next(other_means) for path, _ in leaves]
     return jax.tree.unflatten(structure, gradients)
 
 

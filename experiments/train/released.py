@@ -100,9 +100,9 @@ class ReleasedOptimizer:
         return value, {**outer, LAYERS: new.params}, ReleasedState(inner, norm, new.squares)
 
 
-def _map_state(state: Any, part: Callable[[Any], Any]) -> Any:
-    """Applies `part` to each tree of parameters in a state."""
-    return state._replace(**{name: part(x) for name, x in state._asdict().items() if isinstance(x, dict)})
+def _map_state(state: Any, transform: Callable[[Any], Any]) -> Any:
+    """Applies `transform` to each tree of parameters in a state."""
+    return state._replace(**{name: transform(x) for name, x in state._asdict().items() if isinstance(x, dict)})
 
 
 def _without_layers(tree: Any) -> Any:
@@ -115,8 +115,8 @@ def make_layer(
     """Returns a Llama layer with the recipe's matmuls, as a function of its parameters (a nested dict)."""
     dtype = fp8jax.formats.get(recipe.weights.compute).dtype
     block_state = fp8jax.formats.get(recipe.weights.param_format).dtype
-    kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": block_state, "rows": rows}
-    graph = nnx.split(nnx.eval_shape(lambda: Block(llama, rngs=nnx.Rngs(0), **kinds)))[0]
+    options: dict[str, Any] = {"dtype": dtype, "param_dtype": block_state, "rows": rows}
+    graph = nnx.split(nnx.eval_shape(lambda: Block(llama, rngs=nnx.Rngs(0), **options)))[0]
 
     def layer(params: Any, x: jax.Array, *tables: jax.Array) -> jax.Array:
         return nnx.merge(graph, params)(x, *tables)

@@ -85,8 +85,8 @@ def waiting(console: Console, text: str) -> contextlib.AbstractContextManager[An
 
 def clock(seconds: float) -> str:
     """Formats seconds as minutes and seconds, with hours if there are any."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+    minutes, remaining = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{remaining:02}" if minutes >= 60 else f"{minutes}:{remaining:02}"
 
 
 def size(count: float) -> str:
@@ -230,15 +230,15 @@ class RunLog:
         speed = statistics.median(r["tokens_per_s"] for r in shown)
         used = "" if self._share is None else f" mfu {speed * self._share:.1%}"
         routers = "" if balance_loss is None else f" balance {balance_loss:.3f} z {z_loss:.3f}"
-        lost = "" if saturated is None else f" saturated {sum(r.get('saturated', 0) for r in shown):.0f}"
+        saturation = "" if saturated is None else f" saturated {sum(r.get('saturated', 0) for r in shown):.0f}"
         if self._bar:
-            note = f"mean loss {mean:.3f}{lost}  {speed:,.0f} tokens/s{used}"
+            note = f"mean loss {mean:.3f}{saturation}  {speed:,.0f} tokens/s{used}"
             self._bar.update(self._task, completed=step, note=note)
         elif step % self._every == 0 or step == self._steps:
             seconds = (time.monotonic() - self._started) / (step - self._resumed) * (self._steps - step)
             self._console.print(
                 f"step {step}/{self._steps} mean_loss {mean:.3f} tokens/s {speed:.0f}{used} lr {lr:.2e} "
-                f"grad_norm {grad_norm:.2f}{routers}{lost} left {clock(seconds)} recipe {self._recipe}"
+                f"grad_norm {grad_norm:.2f}{routers}{saturation} left {clock(seconds)} recipe {self._recipe}"
             )
 
     def rewind(self, step: int) -> None:
@@ -357,8 +357,8 @@ def memory_table(state: Mapping[str, int], parameters: int, xla: Any, devices: i
         xla: `compiled.memory_analysis()`, or None if the backend has none.
         devices: number of devices of the program; XLA's analysis is per device.
     """
-    each = f", XLA's account of each of {devices} devices" if devices > 1 else ""
-    table = Table(title=f"memory estimate{each}", title_justify="left")
+    per_device = f", XLA's account of each of {devices} devices" if devices > 1 else ""
+    table = Table(title=f"memory estimate{per_device}", title_justify="left")
     for name, justify in (("part", "left"), ("bytes", "right"), ("bytes/param", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for name, count in [*state.items(), ("together", sum(state.values()))]:
@@ -403,12 +403,12 @@ def plot_losses(path: Path, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) 
         if valid:
             marker = "os^vD"[i % 5]
             top.plot(*zip(*valid, strict=True), marker, color=f"C{i}", mfc="none", label=f"{recipe}, validation")
-        here = dict(zip(steps.tolist(), smooth.tolist(), strict=True))
+        smoothed = dict(zip(steps.tolist(), smooth.tolist(), strict=True))
         if baseline is None:
-            baseline = here
+            baseline = smoothed
         elif bottom is not None:
-            shared = [step for step in here if step in baseline]
-            bottom.plot(shared, [100 * (here[s] / baseline[s] - 1) for s in shared], color=f"C{i}", label=recipe)
+            shared = [step for step in smoothed if step in baseline]
+            bottom.plot(shared, [100 * (smoothed[s] / baseline[s] - 1) for s in shared], color=f"C{i}", label=recipe)
     top.set_ylabel("loss (nats per token)")
     top.grid(alpha=0.3)
     top.legend()

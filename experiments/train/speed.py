@@ -9,7 +9,7 @@ import jax
 from experiments.models.llama import LlamaConfig
 
 # Dense bf16 FLOP/s with fp32 accumulation, by a part of the device's name (NVIDIA's data sheets, without sparsity).
-_PEAKS = {
+_PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989.5e12,
@@ -26,7 +26,7 @@ UNTRACED = 2
 
 def peak(device_kind: str) -> float | None:
     """Returns the bf16 peak of a GPU in FLOP/s, or None if it is not in the table."""
-    return next((value for name, value in _PEAKS.items() if name in device_kind), None)
+    return next((value for name, value in _PEAK_FLOPS.items() if name in device_kind), None)
 
 
 def operations(llama: LlamaConfig, params: Any, base: Any, length: int) -> float:

@@ -146,16 +146,16 @@ class Task:
         model = self._form.build(nnx.Rngs(key), adapters.values_of(params))
         params, _, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, BaseVariable, ...))
         weights = self.recipe.weights
-        held = jax.tree.map(lambda p: p.astype(fp8jax.formats.get(weights.param_format).dtype), params)
+        stored_params = jax.tree.map(lambda p: p.astype(fp8jax.formats.get(weights.param_format).dtype), params)
         if weights.split_master:
-            held, remainder = fp8jax.split_master_weights(params, weights.master)
-            opt_state = optax.tree.set(self.tx.init(held), remainder=remainder)
+            stored_params, remainder = fp8jax.split_master_weights(params, weights.master)
+            opt_state = optax.tree.set(self.tx.init(stored_params), remainder=remainder)
         else:
-            opt_state = self.tx.init(params if weights.master == "fp16" else held)
+            opt_state = self.tx.init(params if weights.master == "fp16" else stored_params)
         return TrainState(
             step=jnp.zeros([], jnp.int32),
-            params=held,
-            model_state=self._bounded(held, model_state, opt_state)
+            params=stored_params,
+            model_state=self._bounded(stored_params, model_state, opt_state)
             if find_weight_amax_bounds(opt_state)
             else model_state,
             opt_state=opt_state,
@@ -184,13 +184,13 @@ class Task:
     def merged(self, params: Any, base: Any) -> Any:
         """Returns parameters of an equivalent model without adapters, with matrices in fp32."""
         model = nnx.merge(self.graphdef, params, base)
-        whole = nnx.to_pure_dict(nnx.state(model, BaseVariable))
+        params_tree = nnx.to_pure_dict(nnx.state(model, BaseVariable))
         for path, w in adapters.merged(model).items():
-            *above, name = path.split("/")
-            parent = functools.reduce(lambda tree, step: tree[step], above, whole)
+            *parents, name = path.split("/")
+            parent = functools.reduce(lambda tree, step: tree[step], parents, params_tree)
             bias = {"bias": parent[name]["bias"]} if "bias" in parent[name] else {}
             parent[name] = {"kernel": w, **bias}
-        return whole
+        return params_tree
 
     def model(self, params: Any, model_state: Any) -> Llama:
         """Returns the model for evaluation, which does not change its state."""
@@ -207,7 +207,7 @@ class Task:
         params: Any,
         model_state: Any,
         tokens_BxT: jax.Array,
-        whole: "parallel.GatheredModel | None" = None,
+        gathered_model: "parallel.GatheredModel | None" = None,
         axes: tuple[str, ...] | None = None,
     ) -> tuple[dict[str, jax.Array], Any, Any]:
         """Returns losses and gradients, as means over the microbatches, and the model state of the next step.
@@ -216,28 +216,28 @@ class Task:
 
         Args:
             params, model_state, tokens_BxT: see `step`.
-            whole: gathers sharded parameters for the time of their use.
+            gathered_model: gathers sharded parameters for the time of their use.
             axes: mesh axes over which tokens are sharded; the model state is merged over them. If devices share
                 sequences, loss and gradients are a device's part of the mean.
         """
         graphdef = self.graphdef if axes is None else self.device_graphdef
         model = nnx.merge(graphdef, params, model_state)
-        model.around = whole
-        held = model
-        if self.microbatches > 1 and self.recipe.linear.is_quantized and whole is None:
-            held = fp8jax.nnx.quantize_weights(model)
+        model.around = gathered_model
+        split_model = model
+        if self.microbatches > 1 and self.recipe.linear.is_quantized and gathered_model is None:
+            split_model = fp8jax.nnx.quantize_weights(model)
         filters = (nnx.Param, fp8jax.nnx.GradientStatistic, fp8jax.nnx.ScalingVariable, ...)
-        graphdef, *states = nnx.split(held, *filters)
+        graphdef, *states = nnx.split(split_model, *filters)
         weights, slots, scaling_state, other_state = states
 
-        def one(
+        def microbatch_gradients(
             scaling_state: nnx.State, tokens_BxT: jax.Array
         ) -> tuple[nnx.State, tuple[dict[str, jax.Array], Any, Any]]:
             def loss(weights: nnx.State, slots: nnx.State) -> tuple[jax.Array, Any]:
                 # Variables can only be set in the trace that created them; these come from an outer trace.
-                own = jax.tree.map(lambda x: x, (scaling_state, other_state))
-                weights = weights if whole is None else whole.outer_weights(weights)
-                model = nnx.merge(graphdef, weights, slots, *own)
+                inner_states = jax.tree.map(lambda x: x, (scaling_state, other_state))
+                weights = weights if gathered_model is None else gathered_model.outer_weights(weights)
+                model = nnx.merge(graphdef, weights, slots, *inner_states)
                 value = cross_entropy(model, tokens_BxT, self._takes_chunks, axes, self.recipe.head)
                 routers = router_losses(nnx.state(model))
                 total = value
@@ -251,16 +251,18 @@ class Task:
             return new, (losses, nnx.to_pure_dict(grads), statistics)
 
         if self.microbatches == 1:
-            scaling_state, (losses, grads, statistics) = one(scaling_state, tokens_BxT)
+            scaling_state, (losses, grads, statistics) = microbatch_gradients(scaling_state, tokens_BxT)
         else:
-            scaling_state, (losses, grads, statistics) = accumulate(one, scaling_state, self._parts(tokens_BxT))
+            scaling_state, (losses, grads, statistics) = accumulate(
+                microbatch_gradients, scaling_state, self._split_microbatches(tokens_BxT)
+            )
             grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
         nnx.update(model, scaling_state)
         if any(part.collects_stats for part in self.recipe.linear.stateful_strategies.values()):
             fp8jax.nnx.advance_scaling(model, statistics, axis_name=axes)
         return losses, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
-    def _parts(self, tokens_BxT: jax.Array) -> jax.Array:
+    def _split_microbatches(self, tokens_BxT: jax.Array) -> jax.Array:
         """Returns the microbatches of a batch, (count, B / count, T), each sharded over all devices."""
         shape = (self.microbatches, len(tokens_BxT) // self.microbatches, *tokens_BxT.shape[1:])
         if self.rows is None or self._is_mapped:
@@ -311,14 +313,14 @@ class Task:
         params = state.params
         if self.partition and self.rows is not None:
             # Each device updates its shards; the caller determines the sharding of new parameters.
-            where = meshes.optimizer_shardings(self.rows.mesh, params, self.partition)
+            shardings = meshes.optimizer_shardings(self.rows.mesh, params, self.partition)
             if self.partition == "tensors":
                 # XLA would reduce-scatter gradients along rows, and then move them to the devices of layers.
-                whole = meshes.state(self.rows.mesh, params)
-                pick = lambda path, one, own: one if meshes.stacked(path) else own  # noqa: E731
-                summed = jax.tree_util.tree_map_with_path(pick, whole, where)
+                param_shardings = meshes.state(self.rows.mesh, params)
+                pick = lambda path, param, optimizer: param if meshes.stacked(path) else optimizer  # noqa: E731
+                summed = jax.tree_util.tree_map_with_path(pick, param_shardings, shardings)
                 grads = jax.lax.with_sharding_constraint(grads, summed)
-            grads, params = jax.lax.with_sharding_constraint((grads, params), (where, where))
+            grads, params = jax.lax.with_sharding_constraint((grads, params), (shardings, shardings))
         # Not a branch: XLA would copy the results of both branches.
         if isinstance(self.tx, FusedTransformation):
             params, opt_state = self.tx.step(grads, state.opt_state, params, apply_if=healthy)
@@ -354,11 +356,11 @@ class Task:
             raise ValueError("gradients are summed over the tensor axis after the backward pass; omit --release")
         form = dataclasses.replace(self._form, remat=False)
         parts: Any = nnx.split(nnx.eval_shape(lambda: form.build_plain(nnx.Rngs(0))), nnx.Param, ...)
-        graphdef, _, others = parts
+        graphdef, _, other_state = parts
 
         def loss(run: Callable[..., jax.Array], outer: Any) -> jax.Array:
             # `run` replaces the model's own layers.
-            model = nnx.merge(graphdef, {**outer, LAYERS: state.params[LAYERS]}, others)
+            model = nnx.merge(graphdef, {**outer, LAYERS: state.params[LAYERS]}, other_state)
             model.run = run
             return cross_entropy(model, tokens_BxT, self._takes_chunks, head=self.recipe.head)
 
@@ -379,6 +381,6 @@ def _all_finite(x: jax.Array) -> jax.Array | bool:
 
 def exact_task(llama: LlamaConfig, seed: int) -> Task:
     """Returns the task of a Llama with fp32 parameters and arithmetic, without optimizer."""
-    plain = fp8jax.recipes.Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
-    recipe = fp8jax.Recipe("fp32", fp8jax.recipes.Weights("fp32", "fp32"), plain)
+    optimizer = fp8jax.recipes.Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
+    recipe = fp8jax.Recipe("fp32", fp8jax.recipes.Weights("fp32", "fp32"), optimizer)
     return Task(llama, optax.with_extra_args_support(optax.identity()), recipe, remat=False, seed=seed, unroll=1)

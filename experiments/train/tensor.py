@@ -86,12 +86,12 @@ def check(llama: LlamaConfig, devices: int) -> None:
         raise ValueError(
             f"{devices} devices along tensor are not supported for experts; use fsdp={devices} or data={devices}"
         )
-    for name, what in (("heads", "query heads"), ("kv_heads", "key and value heads"), ("mlp_dim", "MLP channels")):
+    for name, label in (("heads", "query heads"), ("kv_heads", "key and value heads"), ("mlp_dim", "MLP channels")):
         size = getattr(llama, name)
         if size % devices:
             fits = [n for n in range(1, size + 1) if size % n == 0]
             raise ValueError(
-                f"{devices} devices along tensor do not divide {size} {what}; tensor must be one of {fits}"
+                f"{devices} devices along tensor do not divide {size} {label}; tensor must be one of {fits}"
             )
     if llama.qk_norm == "width":
         raise ValueError("a norm over the channels of all heads (qk_norm 'width') cannot be sharded; use tensor=1")
@@ -105,10 +105,10 @@ def check_base(llama: LlamaConfig, base: str, devices: int) -> None:
     unit = spec.group_size or 1
     inputs = {"channels of all heads": llama.heads * llama.head_dim, "MLP channels": llama.mlp_dim}
     outputs = {"channels of key heads": llama.kv_heads * llama.head_dim} if spec.granularity == "block" else {}
-    for what, size in (inputs | outputs).items():
+    for label, size in (inputs | outputs).items():
         if size > unit and (size // devices) % unit:
             raise ValueError(
-                f"{devices} devices along tensor have {size // devices} of {size} {what} each, not a multiple of the "
+                f"{devices} devices along tensor have {size // devices} of {size} {label} each, not a multiple of the "
                 f"group of {unit} of --base {spec}. Use --base {spec.format}, or another number of devices along tensor"
             )
 
@@ -132,35 +132,35 @@ def dimensions(params: Any, devices: int) -> Any:
     """Returns the dimension along which each parameter is sharded inside a layer, or -1."""
     mesh = jax.sharding.AbstractMesh((1, 1, devices, 1), meshes.AXES)
 
-    def one(path: Any, place: jax.sharding.NamedSharding) -> int:
-        where = meshes.over(place.spec, AXIS) if meshes.stacked(path) else None
-        return -1 if where is None else where
+    def dimension(path: Any, sharding: jax.sharding.NamedSharding) -> int:
+        dim = meshes.dim_sharded_over(sharding.spec, AXIS) if meshes.stacked(path) else None
+        return -1 if dim is None else dim
 
-    return jax.tree_util.tree_map_with_path(one, meshes.state(mesh, params))
+    return jax.tree_util.tree_map_with_path(dimension, meshes.state(mesh, params))
 
 
-def gathered(params: Any, places: Any, dtype: str) -> Any:
+def gathered(params: Any, specs: Any, dtype: str) -> Any:
     """Gathers parameters outside of layers, which are sharded over "tensor", in the compute dtype of matmuls."""
 
-    def one(path: Any, x: jax.Array, place: PartitionSpec) -> jax.Array:
-        dim = meshes.over(place, AXIS)
+    def gather(path: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        dim = meshes.dim_sharded_over(spec, AXIS)
         if meshes.stacked(path) or dim is None:
             return x
         sent = x.astype(fp8jax.formats.get(dtype).dtype)
         return lax.all_gather(sent, AXIS, axis=dim, tiled=True).astype(x.dtype)
 
-    return jax.tree_util.tree_map_with_path(one, params, places)
+    return jax.tree_util.tree_map_with_path(gather, params, specs)
 
 
-def summed(grads: Any, places: Any, dtype: str) -> Any:
+def summed(grads: Any, specs: Any, dtype: str) -> Any:
     """Sums the gradients of devices, with the shardings of the parameters.
 
     Gradients of sharded parameters of layers, and of biases that are added once, are already complete. Others are from
     a device's own tokens or heads.
     """
 
-    def one(path: Any, g: jax.Array, place: PartitionSpec) -> jax.Array:
-        dim = meshes.over(place, AXIS)
+    def reduce(path: Any, g: jax.Array, spec: PartitionSpec) -> jax.Array:
+        dim = meshes.dim_sharded_over(spec, AXIS)
         if meshes.stacked(path) and (dim is not None or _added_once(path)):
             return g
         if dim is None:
@@ -168,7 +168,7 @@ def summed(grads: Any, places: Any, dtype: str) -> Any:
         sent = g.astype(fp8jax.formats.get(dtype).dtype)
         return lax.psum_scatter(sent, AXIS, scatter_dimension=dim, tiled=True).astype(g.dtype)
 
-    return jax.tree_util.tree_map_with_path(one, grads, places)
+    return jax.tree_util.tree_map_with_path(reduce, grads, specs)
 
 
 def added_once(params: Any) -> Any:

@@ -67,9 +67,11 @@ def load(folder: Path, name: str) -> Trained:
         raise UserError(f"--recipe: {error}") from None
     if not (folder / "config.json").is_file():
         raise UserError(f"--run {folder}: there is no run of experiments.train (config.json is missing)")
-    here = sorted(p.parent.name for p in folder.glob("*/checkpoints") if any(x.name.isdigit() for x in p.iterdir()))
-    if name not in here:
-        raise UserError(f"--recipe {name}: {folder} has checkpoints of {', '.join(here) or 'no recipe'}")
+    trained_recipes = sorted(
+        p.parent.name for p in folder.glob("*/checkpoints") if any(x.name.isdigit() for x in p.iterdir())
+    )
+    if name not in trained_recipes:
+        raise UserError(f"--recipe {name}: {folder} has checkpoints of {', '.join(trained_recipes) or 'no recipe'}")
     config = read_config(folder)
     lora = config.lora if config.lora.lora_rank else None
     recipe = configure(recipe, config)
@@ -98,9 +100,9 @@ def load(folder: Path, name: str) -> Trained:
         return Trained(config, recipe, task, state.params, state.model_state, step, tokenizer, weights)
     # Adapters are merged into the base for evaluation.
     base = jax.jit(task.base)(start.params(config, None))
-    plain = Task(task.llama, task.tx, recipe, remat=False, seed=config.seed)
+    merged_task = Task(task.llama, task.tx, recipe, remat=False, seed=config.seed)
     merged = jax.jit(task.merged)(state.params, base)
-    return Trained(config, recipe, plain, merged, {}, step, tokenizer, merged)
+    return Trained(config, recipe, merged_task, merged, {}, step, tokenizer, merged)
 
 
 def read_config(folder: Path) -> Config:

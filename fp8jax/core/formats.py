@@ -203,8 +203,8 @@ class Format:
             return encode_fp4(finite) if self.is_fp4 else jax.lax.optimization_barrier(finite.astype(self.dtype))
         infinite = y
         if np.isnan(self.inf):
-            quiet = bitcast(y, jnp.int32) | np.int32(1 << 22)  # with its sign
-            infinite = bitcast(quiet, jnp.float32)
+            quiet_nan_bits = bitcast(y, jnp.int32) | np.int32(1 << 22)  # with its sign
+            infinite = bitcast(quiet_nan_bits, jnp.float32)
         codes = jnp.where(jnp.isinf(y), infinite, finite).astype(self.dtype)
         # On a GPU, XLA removes a cast to another dtype and back (`decode`).
         return codes if self.is_fp8 else jax.lax.optimization_barrier(codes)

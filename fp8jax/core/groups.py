@@ -54,7 +54,7 @@ class Groups(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rows", "places", "starts", "lengths", "block_groups"],
+    data_fields=["rows", "row_positions", "starts", "lengths", "block_groups"],
     meta_fields=["alignment"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -64,16 +64,16 @@ class PaddedTokens:
     Blocks of tokens that share a scale then never belong to two groups.
 
     Attributes:
-        rows: int32 (length,), the row at each place; the number of rows for a place that is filled up.
-        places: int32 (rows,), the place of each row; the length for a row in no group.
-        starts: int32 (groups,), the first place of each group.
-        lengths: int32 (groups,), the number of places of each group, a multiple of the alignment.
+        rows: int32 (length,), the row at each position; the number of rows for padding.
+        row_positions: int32 (rows,), the position of each row; the length for a row in no group.
+        starts: int32 (groups,), the first position of each group.
+        lengths: int32 (groups,), the padded size of each group, a multiple of the alignment.
         block_groups: int32 (length / alignment,), the group of each aligned block; the number of groups if none.
         alignment: static; a multiple of the lengths of all blocks of tokens that share a scale.
     """
 
     rows: Array
-    places: Array
+    row_positions: Array
     starts: Array
     lengths: Array
     block_groups: Array
@@ -99,8 +99,8 @@ class PaddedTokens:
         row = jnp.arange(num_rows, dtype=jnp.int32)
         row_groups = jnp.sum(row[:, None] >= groups.ends[None], axis=1, dtype=jnp.int32)
         is_inside = (row >= find(groups.starts, row_groups)) & (row_groups < lengths.shape[0])
-        places = jnp.where(is_inside, row + find(starts - groups.starts, row_groups), length)
-        return cls(rows, places, starts, lengths, block_groups, alignment)
+        row_positions = jnp.where(is_inside, row + find(starts - groups.starts, row_groups), length)
+        return cls(rows, row_positions, starts, lengths, block_groups, alignment)
 
     @property
     def length(self) -> int:
@@ -108,7 +108,7 @@ class PaddedTokens:
 
     @property
     def num_rows(self) -> int:
-        return self.places.shape[0]
+        return self.row_positions.shape[0]
 
     @property
     def num_groups(self) -> int:
@@ -117,10 +117,10 @@ class PaddedTokens:
     @property
     def is_in_group(self) -> Array:
         """Whether each row is in a group, bool (rows,)."""
-        return self.places < self.length
+        return self.row_positions < self.length
 
     def pad(self, x: Array) -> Array:
-        """The rows of x (rows, n) at their places, (length, n), and zeros in between."""
+        """The rows of x (rows, n) at their positions, (length, n), and zeros in between."""
         return take_rows(x, self.rows)
 
     def reduce_blocks(self, values: Array, size: int) -> Array:
@@ -134,13 +134,13 @@ class PaddedTokens:
         return maxima.at[self.block_groups].max(values, indices_are_sorted=True)[:-1]
 
     def spread_groups(self, values: Array, size: int, fill_value: float = 0) -> Array:
-        """The values (groups, n) of each group at its blocks of `size` places, (length / size, n)."""
+        """The values (groups, n) of each group at its blocks of `size` positions, (length / size, n)."""
         blocks = jnp.take(values, self.block_groups, axis=0, mode="fill", fill_value=fill_value)
         return jnp.repeat(blocks, self.alignment // size, axis=0)
 
     def take_blocks(self, values: Array, size: int) -> Array:
-        """The value of each row's block of `size` places, (length / size, n) to (rows, n); 0 for a row in no group."""
-        return jnp.take(values, self.places // size, axis=0, mode="fill", fill_value=0)
+        """The value of each row's block of `size`, (length / size, n) to (rows, n); 0 for a row in no group."""
+        return jnp.take(values, self.row_positions // size, axis=0, mode="fill", fill_value=0)
 
     def take_groups(self, values: Array) -> Array:
         """The value of each row's group, (groups, n) to (rows, n); 0 for a row in no group."""
@@ -151,13 +151,13 @@ def take_rows(x: Array, rows: Array) -> Array:
     """The rows of x (T, n) with these indices, and zeros for an index of T or more."""
     is_fp8 = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
     # Off GPUs, XLA widens FP8 arrays to gather from them.
-    taken = formats.bitcast(x, jnp.uint8) if is_fp8 else x
-    taken = jnp.take(taken, rows, axis=0, mode="fill", fill_value=0)
-    return formats.bitcast(taken, x.dtype) if is_fp8 else taken
+    result = formats.bitcast(x, jnp.uint8) if is_fp8 else x
+    result = jnp.take(result, rows, axis=0, mode="fill", fill_value=0)
+    return formats.bitcast(result, x.dtype) if is_fp8 else result
 
 
 def block_table(rows: Array, num_rows: int) -> Array:
-    """For each block of `ALIGNMENT` places its first row, and how many rows it has: int32 (2, blocks)."""
-    places = rows.reshape(-1, ALIGNMENT)
-    counts = jnp.sum(places < num_rows, axis=1, dtype=jnp.int32)
-    return jnp.stack([jnp.where(counts > 0, places[:, 0], 0), counts])
+    """The first row and the number of rows of each block of `ALIGNMENT` positions: int32 (2, blocks)."""
+    positions = rows.reshape(-1, ALIGNMENT)
+    counts = jnp.sum(positions < num_rows, axis=1, dtype=jnp.int32)
+    return jnp.stack([jnp.where(counts > 0, positions[:, 0], 0), counts])

@@ -216,19 +216,19 @@ class QTensor:
                 f"codes of {self.spec} have dtype {self.codes.dtype}, not {dtype}: the arrays of a QTensor were cast "
                 "one by one. Cast the result of dequantize() instead"
             )
-        short, expected = ShortBlocks.from_shape(self.codes.shape, self.spec), self.spec.leaf_shapes(self.shape)
+        short_blocks, expected = ShortBlocks.from_shape(self.codes.shape, self.spec), self.spec.leaf_shapes(self.shape)
         shapes = {name: getattr(self, name).shape for name in expected if getattr(self, name) is not None}
         wrong = {
             name: shape
             for name, shape in shapes.items()
             if not _is_compatible_shape(shape, expected[name], name == "codes")
         }
-        if not wrong and self._short_blocks() == short:
+        if not wrong and self._short_blocks() == short_blocks:
             return
         raise ValueError(
             f"blocks of {self.spec} do not fit codes of shape {self.codes.shape}"
             + "".join(f"; {name} has shape {shape}, not {expected[name]}" for name, shape in wrong.items())
-            + ("" if wrong else f"; last blocks had lengths {self._short_blocks().lengths}, not {short.lengths}")
+            + ("" if wrong else f"; last blocks had lengths {self._short_blocks().lengths}, not {short_blocks.lengths}")
             + ". The arrays of a QTensor were concatenated, sliced or stacked one by one. Apply the operation to the "
             "result of dequantize(), slice at multiples of the block, or use an axis without blocks. Decode a stack "
             "with jax.vmap"
@@ -283,15 +283,15 @@ def _dtypes(spec: QuantSpec) -> tuple[np.dtype | None, ...]:
 def _check_leaf_order(spec: QuantSpec, leaves: tuple[Any, ...]) -> None:
     """Raises ValueError if `leaves` are the arrays of a QTensor of `spec` in another order.
 
-    Leaves of other dtypes pass: a mapped tree may hold shardings or Python objects in their places.
+    Leaves of other dtypes pass: a mapped tree may have shardings or Python objects as leaves.
     """
-    want, got = _dtypes(spec), tuple(getattr(leaf, "dtype", None) for leaf in leaves)
-    if got == want or sorted(map(str, got)) != sorted(map(str, want)):
+    expected, actual = _dtypes(spec), tuple(getattr(leaf, "dtype", None) for leaf in leaves)
+    if actual == expected or sorted(map(str, actual)) != sorted(map(str, expected)):
         return
     names = ("codes", *METADATA_FIELDS)
-    listed = ", ".join(f"{name} {dtype}" for name, dtype in zip(names, want, strict=True) if dtype is not None)
+    listed = ", ".join(f"{name} {dtype}" for name, dtype in zip(names, expected, strict=True) if dtype is not None)
     raise ValueError(
-        f"leaves of dtypes {', '.join(str(dtype) for dtype in got if dtype is not None)} do not have the order of a "
+        f"leaves of dtypes {', '.join(str(dtype) for dtype in actual if dtype is not None)} do not have the order of a "
         f"QTensor with spec {spec}: {listed}. Restore into a template, such as jax.eval_shape(tx.init, params)"
     )
 

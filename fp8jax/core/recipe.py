@@ -12,7 +12,7 @@ from fp8jax.core.spec import TRANSPOSABLE, QuantSpec, check_booleans, check_choi
 from fp8jax.core.tables import sentence, table
 
 FORMS = ("two_phase", "one_phase")
-_PLAIN = ("bf16", "fp32")
+_UNQUANTIZED = ("bf16", "fp32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Comm:
     @property
     def spec(self) -> QuantSpec | None:
         """The `QuantSpec` of the gradients; None if they are not quantized."""
-        return None if self.gradients is None or self.gradients in _PLAIN else QuantSpec.parse(self.gradients)
+        return None if self.gradients is None or self.gradients in _UNQUANTIZED else QuantSpec.parse(self.gradients)
 
 
 SCALED_MASTER = "fp16"

@@ -137,9 +137,9 @@ class QuantSpec:
                 f"as 'e4m3:mx32+ocp+roundup', got granularity {self.granularity!r} with {self.outer_scale!r}; omit it"
             )
         if self.has_microscales and (self.expand or not fmt.is_float):
-            what = "range expansion" if self.expand else f"format {self.format!r}"
+            part = "range expansion" if self.expand else f"format {self.format!r}"
             raise ValueError(
-                f"granularity {self.granularity!r} has two levels of floating-point scales and does not support {what}"
+                f"granularity {self.granularity!r} has two levels of floating-point scales and does not support {part}"
             )
         if self.has_microscales and not self.flush_to_zero:
             raise ValueError(

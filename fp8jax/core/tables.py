@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 
 _GAP = 2
-_SHORT = 12  # columns
+_MIN_COLUMN_WIDTH = 12  # columns
 
 
 def terminal_width() -> int:
@@ -153,11 +153,11 @@ def _narrow(rows: Sequence[Sequence[str]], width: int, step: int) -> list[int]:
     widths = _widths(rows)
     while _total_width(widths) > width and max(widths) > 4:
         # Short cells, such as a number with its unit, are broken last.
-        is_short = max(widths) <= _SHORT
+        is_short = max(widths) <= _MIN_COLUMN_WIDTH
         candidates = []
         for i, old in enumerate(widths):
-            if is_short or old > _SHORT:
-                new = old - 1 if is_short else max(_SHORT, old - min(step, _total_width(widths) - width))
+            if is_short or old > _MIN_COLUMN_WIDTH:
+                new = old - 1 if is_short else max(_MIN_COLUMN_WIDTH, old - min(step, _total_width(widths) - width))
                 candidates.append([*widths[:i], new, *widths[i + 1 :]])
         widths = min(candidates, key=lambda item: (_num_lines(rows, item), max(item)))
     return widths

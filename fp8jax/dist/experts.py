@@ -127,11 +127,11 @@ class TokenExchange:
         arriving = jnp.moveaxis(sizes, 0, 2)
         ends = jnp.cumsum(arriving.reshape(devices, -1), axis=1).reshape(arriving.shape)
         overflow = jnp.sum(jnp.maximum(ends[:, -1, -1] - capacity, 0))
-        places = jnp.minimum(ends - arriving, capacity)
-        fitting, here = jnp.minimum(ends, capacity) - places, lax.axis_index(names)
-        sent = _Slices(starts[here], fitting[:, :, here], places[:, :, here])
-        received = _Slices(places[here].T, fitting[here].T, starts[:, here])
-        return cls(fitting[here].sum(1), overflow, groups, sent, received, names, num_rows, capacity)
+        offsets = jnp.minimum(ends - arriving, capacity)
+        fitting, device = jnp.minimum(ends, capacity) - offsets, lax.axis_index(names)
+        sent = _Slices(starts[device], fitting[:, :, device], offsets[:, :, device])
+        received = _Slices(offsets[device].T, fitting[device].T, starts[:, device])
+        return cls(fitting[device].sum(1), overflow, groups, sent, received, names, num_rows, capacity)
 
     def dispatch(self, x: Array, wire_format: WireFormatLike = "e4m3:token") -> Array:
         """Rows on the devices of their experts. They are sent as codes, and their gradients in the dtype of `x`.
@@ -231,17 +231,17 @@ _combine.defvjp(
 
 
 def _packed_rows(slices: _Slices, length: int, fill: int) -> Array:
-    """The row at each of `length` places that have the slices of each device one after the other; `fill` after them."""
+    """The rows of the slices, one device after the other, padded with `fill` to `length`."""
     ends = jnp.cumsum(slices.sizes, axis=1)
-    place = jnp.arange(length, dtype=jnp.int32)
-    index = jnp.sum(place[None, :, None] >= ends[:, None, :], axis=2, dtype=jnp.int32)
+    position = jnp.arange(length, dtype=jnp.int32)
+    index = jnp.sum(position[None, :, None] >= ends[:, None, :], axis=2, dtype=jnp.int32)
     first = jnp.pad(slices.offsets - (ends - slices.sizes), ((0, 0), (0, 1)))
-    rows = jnp.take_along_axis(first, index, axis=1) + place
-    return jnp.where(place < ends[:, -1:], rows, fill)
+    rows = jnp.take_along_axis(first, index, axis=1) + position
+    return jnp.where(position < ends[:, -1:], rows, fill)
 
 
-def limit_capacity(caller: str, capacity: int | None, most: int, name: str) -> int:
-    """The number of rows that a device can receive: at most `most`, the rows of all devices.
+def limit_capacity(caller: str, capacity: int | None, max_rows: int, name: str) -> int:
+    """The number of rows that a device can receive: at most `max_rows`, the rows of all devices.
 
     Raises:
         ValueError: `capacity` is below 1.
@@ -250,7 +250,7 @@ def limit_capacity(caller: str, capacity: int | None, most: int, name: str) -> i
         raise ValueError(
             f"{caller}: capacity must be at least 1, got {capacity}; None is enough for the {name} of all devices"
         )
-    return most if capacity is None else min(capacity, most)
+    return max_rows if capacity is None else min(capacity, max_rows)
 
 
 def quantize_to_send(x: Array, wire: WireFormat, groups: Groups, axes: tuple[str, ...] = ()) -> QTensor:

@@ -166,20 +166,20 @@ def plan(
     memory["runtime"] = RUNTIME_BYTES + (NCCL_BYTES if math.prod(axes) > 1 else 0)
     param_gathers = _param_gathers(sizes, depths, recipe, data, fsdp * tensor, partition) if data > 1 else []
     if tensor * expert > 1 and recipe.comm.gradients is None:
-        plain = Comm("fp32" if recipe.weights.compute == "fp32" else "bf16")
-        recipe = dataclasses.replace(recipe, comm=plain)
+        uncompressed = Comm("fp32" if recipe.weights.compute == "fp32" else "bf16")
+        recipe = dataclasses.replace(recipe, comm=uncompressed)
     collectives = _tensor_parallel_collectives(sizes, depths, tensor_dims, recipe, fsdp, tensor) if tensor > 1 else []
     used_shapes = _shard_shapes(sizes, tensor_dims, tensor)
     # The gradient of an expert is summed on its device.
     for is_of_experts, replicas in ((False, data * expert), (True, data)):
-        at = [i for i, dim in enumerate(expert_dims) if (expert > 1 and dim >= 0) == is_of_experts]
+        indices = [i for i, dim in enumerate(expert_dims) if (expert > 1 and dim >= 0) == is_of_experts]
         collectives += _data_parallel_collectives(
-            [used_shapes[i] for i in at],
-            [depths[i] for i in at],
+            [used_shapes[i] for i in indices],
+            [depths[i] for i in indices],
             recipe,
             replicas,
             fsdp,
-            [tensor if tensor_dims[i] < 0 else 1 for i in at] if tensor > 1 else (),
+            [tensor if tensor_dims[i] < 0 else 1 for i in indices] if tensor > 1 else (),
             partition=partition if tensor == 1 else "",
         )
     return Plan(memory, peak, (*activation_collectives, *collectives, *param_gathers))

@@ -17,7 +17,7 @@ from fp8jax.core.recipe import Comm, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.dist import chunks, manual, shared_scales
 from fp8jax.dist.chunks import Chunks
-from fp8jax.ops.autodiff.observations import Observation, current_place, observe
+from fp8jax.ops.autodiff.observations import Observation, current_layer_scope, observe
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.partition import auto_axis_sizes
 
@@ -269,10 +269,10 @@ class _Reduction:
         if dequantize and stats:
             flat: Any = jax.tree_util.tree_leaves_with_path(tree)
             for i, (saturated, _) in stats.items():
-                place = current_place(jax.tree_util.keystr(flat[i][0], simple=True, separator="/"))
+                layer_scope = current_layer_scope(jax.tree_util.keystr(flat[i][0], simple=True, separator="/"))
                 scalars = {"saturated": saturated, "size": jnp.ones_like(saturated)}
                 scalars |= {} if mus[i] is None else {"factor": mus[i]}
-                results[i] = observe(results[i], place, "gradient", Observation.from_scalars(scalars))
+                results[i] = observe(results[i], layer_scope, "gradient", Observation.from_scalars(scalars))
             tree = self.treedef.unflatten(results)
         if self.factors is None:
             return tree

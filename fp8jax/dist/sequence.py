@@ -28,7 +28,7 @@ from fp8jax.ops.quantization.quantize import quantize
 
 WireFormatLike = QuantSpec | Recipe | Linear | str
 
-PLAIN = ("bf16", "fp16", "fp32")
+UNQUANTIZED_DTYPES = ("bf16", "fp16", "fp32")
 
 
 class WireFormat(NamedTuple):
@@ -79,7 +79,7 @@ def sum_wire_format(caller: str, wire_format: WireFormatLike) -> WireFormat:
 
 
 def _resolve(wire_format: WireFormatLike) -> QuantSpec | Linear | str:
-    if isinstance(wire_format, str) and wire_format in PLAIN:
+    if isinstance(wire_format, str) and wire_format in UNQUANTIZED_DTYPES:
         return wire_format
     if isinstance(wire_format, QuantSpec) or (
         isinstance(wire_format, str) and wire_format not in (*recipes.NAMES, recipes.AUTO)
@@ -192,9 +192,9 @@ def gather_linear(
         ValueError: as for `gather_sequence` and `fp8jax.linear`; or `quantized` has another length than `weights`.
     """
     linear = require_stateless(recipe)
-    whole, codes = _gather_with_codes("gather_linear", x, axes, linear, gradients, dim)
+    gathered, codes = _gather_with_codes("gather_linear", x, axes, linear, gradients, dim)
     facts = NO_FACTS if codes is None else ArrayFacts(codes=codes)
-    return linears(whole, weights, recipe=linear, facts=facts, key=key, quantized=quantized)
+    return linears(gathered, weights, recipe=linear, facts=facts, key=key, quantized=quantized)
 
 
 def scatter_sequence(
@@ -268,8 +268,8 @@ def _gather_with_codes(
         shard = _quantize_shard(lax.stop_gradient(x), forward_format, names)
         codes = forward_format.spec, _gather_codes(shard, x.shape, names, dim)
     static = _GatherConfig(names, dim, forward_format, backward_format, x.dtype, shape)
-    whole: Array = _gather(static, x, codes and codes[1])
-    return whole, codes
+    gathered: Array = _gather(static, x, codes and codes[1])
+    return gathered, codes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

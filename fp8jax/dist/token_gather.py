@@ -220,15 +220,15 @@ class _GatherTokens:
     def gather(self, shard: QTensor | Array, row_tokens: Array) -> tuple[Array, ArrayFacts]:
         """The tokens of all devices from the shard of this one, and facts about an array with these tokens as rows."""
         with jax.named_scope(TOKEN_GATHER):
-            whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axes, tiled=True), shard)
+            gathered = jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axes, tiled=True), shard)
         codes = None
-        if isinstance(whole, QTensor):
+        if isinstance(gathered, QTensor):
             assert self.wire.spec is not None
-            tokens = from_bytes(whole).dequantize(self.dtype)
+            tokens = from_bytes(gathered).dequantize(self.dtype)
             if fused_outputs.supports(self.wire.spec):
-                codes = self.wire.spec, TokenCodes(whole, row_tokens)
+                codes = self.wire.spec, TokenCodes(gathered, row_tokens)
         else:
-            tokens = whole.astype(self.dtype)
+            tokens = gathered.astype(self.dtype)
         return tokens, ArrayFacts(codes=codes, row_source=(tokens, row_tokens))
 
     def recompute(self, saved: tuple[QTensor | Array, Array], gradient: CotangentFacts) -> Recomputed:

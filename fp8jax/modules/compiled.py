@@ -130,14 +130,14 @@ def _iter_products(jaxpr: Any, runs: int) -> Iterator[tuple[Any, int]]:
 
 
 # Operation, operand dtypes, requested formats, kernel.
-_Kind = tuple[str, tuple[str, ...], str, str]
+_ProductKind = tuple[str, tuple[str, ...], str, str]
 
 
-def _count_products(found: Iterable[tuple[_Kind, int]]) -> tuple[Product, ...]:
+def _count_products(kinds_and_runs: Iterable[tuple[_ProductKind, int]]) -> tuple[Product, ...]:
     """A product for each kind, of occurrences with the number of runs of each."""
-    occurrences: collections.Counter[_Kind] = collections.Counter()
-    executions: collections.Counter[_Kind] = collections.Counter()
-    for kind, runs in found:
+    occurrences: collections.Counter[_ProductKind] = collections.Counter()
+    executions: collections.Counter[_ProductKind] = collections.Counter()
+    for kind, runs in kinds_and_runs:
         occurrences[kind] += 1
         executions[kind] += runs
     return tuple(Product(*kind[:2], n, executions[kind], *kind[2:]) for kind, n in occurrences.items())
@@ -156,7 +156,7 @@ def parse_products(text: str) -> tuple[Product, ...]:
     )
 
 
-def _parse_kinds(lines: Iterable[Line]) -> Iterator[_Kind]:
+def _parse_kinds(lines: Iterable[Line]) -> Iterator[_ProductKind]:
     """The kind of each product and custom call in a computation."""
     types: dict[str, str] = {}
     for line in lines:
@@ -189,13 +189,13 @@ def describe_widened(
     reasons = list(dict.fromkeys(c.reason for name, c in choices if "matmul" in name and is_wide(c)))
     counts: dict[tuple[str, str], int] = collections.defaultdict(int)
     for product in products:
-        if (wide := product.widened_dtype) is not None:
-            counts[product.requested_formats, wide] += product.executions
+        if (dtype := product.widened_dtype) is not None:
+            counts[product.requested_formats, dtype] += product.executions
     reason, remedy = _explain_widening(reasons, backend)
     lines = []
-    for (requested_formats, wide), n in counts.items():
-        slow = ", slower than bf16" if wide in ("fp32", "fp64") and backend in ("cuda", "gpu") else ""
-        lines.append(f"{n} products of {requested_formats} run in {wide}{slow}: {reason}; {remedy}")
+    for (requested_formats, dtype), n in counts.items():
+        warning = ", slower than bf16" if dtype in ("fp32", "fp64") and backend in ("cuda", "gpu") else ""
+        lines.append(f"{n} products of {requested_formats} run in {dtype}{warning}: {reason}; {remedy}")
     return tuple(lines)
 
 

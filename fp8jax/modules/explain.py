@@ -180,8 +180,8 @@ def _explain_rules(model: nnx.Module, rules: RuleSet) -> Explanation:
         "output heads and routers whose names are not recognized": rules.has_default,
     }
     notes += [
-        f"{what} are known only in a call; pass sample inputs to explain"
-        for what, is_open in unknown.items()
+        f"{subjects} are known only in a call; pass sample inputs to explain"
+        for subjects, is_open in unknown.items()
         if is_open
     ]
     return Explanation(tuple(rows), notes=tuple(notes))
@@ -264,7 +264,7 @@ def _trace_plan(plan_call: Callable[..., CallPlan], *shapes: Any) -> CallPlan:
 
 
 def _split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The shapes of a tree's arrays, and a function that puts arrays in their places."""
+    """The shapes of a tree's arrays, and a function that returns the tree with other arrays."""
     leaves, structure = jax.tree.flatten(tree)
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 

@@ -54,9 +54,9 @@ def with_adapters(paths: Any, variables: Any, params: dict[str, Any]) -> dict[st
         if isinstance(variable, nnx.LoRAParam) and path[0] == 0:
             modules.setdefault(tuple(path[1:-1]), {})[str(path[-1])] = variable
     adapted_params = dict(params)
-    for place, lora_params in modules.items():
+    for module_path, lora_params in modules.items():
         for name, adapter in collect_adapters(lora_params).items():
-            path = "/".join(map(str, (*place, name)))
+            path = "/".join(map(str, (*module_path, name)))
             adapted_params[path] = AdaptedWeight(params[path], adapter)
     return adapted_params
 

@@ -270,8 +270,8 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     _check_kernel_variables(submodules)
     quantized_paths = [path for path, m in submodules.items() if isinstance(type(m), QuantizedMeta)]
     if quantized_paths:
-        what = min(quantized_paths, key=len) or "the model"  # submodules come first
-        raise ValueError(f"{what} is already quantized; pass the rules with the original model")
+        quantized_part = min(quantized_paths, key=len) or "the model"  # submodules come first
+        raise ValueError(f"{quantized_part} is already quantized; pass the rules with the original model")
     for name in methods:
         if not any(callable(getattr(m, name, None)) for m in submodules.values()):
             raise ValueError(f"no module of the model has a method {name!r}; correct methods=")

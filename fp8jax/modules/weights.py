@@ -154,14 +154,14 @@ def _prequantize_experts(module: Any, path: Sequence[Any], quantizer: Quantizer)
             continue
         if not is_matrix(name.rpartition("/")[2], param.shape) or not jnp.issubdtype(param.dtype, jnp.floating):
             continue
-        place = f"{STATE_PREFIX}{name.replace('/', '_')}"
-        state, param_path = getattr(module, place, None), ".".join(map(str, (*path, *name.split("/"))))
+        attribute = f"{STATE_PREFIX}{name.replace('/', '_')}"
+        state, param_path = getattr(module, attribute, None), ".".join(map(str, (*path, *name.split("/"))))
         weight = _quantize_matrices(param[...], linear, state, functools.partial(quantizer, param_path))
         if weight is None:
             continue
         if state is None:
-            setattr(module, place, nnx.data(ParameterStateModule(linear, name, None, None)))
-        getattr(module, place).prequantized, is_prequantized = nnx.data(WeightVariables(weight)), True
+            setattr(module, attribute, nnx.data(ParameterStateModule(linear, name, None, None)))
+        getattr(module, attribute).prequantized, is_prequantized = nnx.data(WeightVariables(weight)), True
     return is_prequantized
 
 

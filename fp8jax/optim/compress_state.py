@@ -13,7 +13,7 @@ from jax import Array
 from fp8jax.core import encoding, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize, quantize_decaying
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.autodiff.observations import compare, current_place, observe
+from fp8jax.ops.autodiff.observations import compare, current_layer_scope, observe
 from fp8jax.ops.optimizers.leaf import load, scale_and_clip, store
 from fp8jax.ops.optimizers.step import map_leaves
 from fp8jax.optim import checks, flax_variables, master_weights
@@ -193,11 +193,11 @@ def compress_state(
             rows.append((leaf.value, value, seed))
         stored = iter(map_leaves(_store_like, None, dither, [row for row in rows if isinstance(row[0], QTensor)]))
         new_leaves = [next(stored) if isinstance(row[0], QTensor) else _store_like(None, dither, row) for row in rows]
-        if (place := current_place("")) is not None:
+        if (layer_scope := current_layer_scope("")) is not None:
             for i, (leaf, (_, value, _), new) in enumerate(zip(plan.leaves, rows, new_leaves, strict=True)):
                 if isinstance(new, QTensor):
-                    role, place = "m" if leaf.role == "first" else "v", place._replace(layer=leaf.layer)
-                    new_leaves[i] = new.with_codes(observe(new.codes, place, role, compare(value, new)))
+                    role, layer_scope = "m" if leaf.role == "first" else "v", layer_scope._replace(layer=leaf.layer)
+                    new_leaves[i] = new.with_codes(observe(new.codes, layer_scope, role, compare(value, new)))
         new_state = plan.treedef.unflatten(new_leaves)
         return changes, CountedState(count, new_state) if is_counted else new_state
 

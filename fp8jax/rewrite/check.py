@@ -92,7 +92,7 @@ def check(
 
     def errors(arrays: Sequence[Any], use_inputs: Mapping[tuple[str, int], UseInputs]) -> list[tuple[Array, Array]]:
         pairs.clear()
-        return list(_walk(original, planned, arrays, pairs, use_inputs))
+        return list(_run_and_compare(original, planned, arrays, pairs, use_inputs))
 
     found = jax.jit(errors)(arrays, use_inputs)
     return Comparison(
@@ -103,7 +103,7 @@ def check(
     )
 
 
-def _walk(
+def _run_and_compare(
     original: Graph,
     planned: Graph,
     arrays: Sequence[Any],
@@ -140,7 +140,7 @@ def _walk(
                     inputs = primitives.iteration_inputs(node.eqn, inputs, iteration)
                     inner_inputs = _iteration_use_inputs(node.eqn, planned_body, use_inputs, loop_depth, iteration)
                     inner_depth = loop_depth + (primitives.loop_info(node.eqn) is not None)
-                    yield from _walk(body, planned_body, inputs, pairs, inner_inputs, inner_depth)
+                    yield from _run_and_compare(body, planned_body, inputs, pairs, inner_inputs, inner_depth)
                 iteration += size
 
 

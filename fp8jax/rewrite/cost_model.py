@@ -66,10 +66,12 @@ def load_rates() -> tuple[Rates, ...]:
 
 def current_rates() -> tuple[Rates, bool]:
     """Return the rates of the target GPU, and whether they are an H100's because the GPU was not measured."""
-    kind = {_DEFAULT_CAPABILITY: _DEFAULT_DEVICE}.get(current_target().capability or 0, "")  # ahead-of-time compilation
+    device_name = {_DEFAULT_CAPABILITY: _DEFAULT_DEVICE}.get(
+        current_target().capability or 0, ""
+    )  # ahead-of-time compilation
     if current_target().capability is None:
-        kind = jax.devices()[0].device_kind
-    matches = [rates for rates in load_rates() if rates.device in kind]
+        device_name = jax.devices()[0].device_kind
+    matches = [rates for rates in load_rates() if rates.device in device_name]
     return (matches or [rates for rates in load_rates() if rates.device == _DEFAULT_DEVICE])[0], not matches
 
 
@@ -86,8 +88,8 @@ def estimate_gain(
         s is None or s.granularity not in _TIMED_GRANULARITIES or s.format not in _TIMED_FORMATS for s in specs.values()
     ):
         return None
-    fast = len(recipe.fast_accumulation) / 3
-    seconds_per_flop = fast / rates.fast + (1 - fast) / rates.promoted
+    fast_share = len(recipe.fast_accumulation) / 3
+    seconds_per_flop = fast_share / rates.fast + (1 - fast_share) / rates.promoted
     saved_by_products = 6 * tokens * inputs * outputs * (1 / rates.sixteen - seconds_per_flop)
     bytes_moved: float = (_WEIGHT + _WEIGHT_MAXIMUM * _needs_amax(specs["w"])) * inputs * outputs
     bytes_moved += (_GRADIENT + _GRADIENT_MAXIMUM * _needs_amax(specs["dy"]) - _BIAS * has_bias) * tokens * outputs

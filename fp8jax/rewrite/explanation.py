@@ -202,7 +202,7 @@ def _fold_rows(rows: Sequence[PlanEntry]) -> list[tuple[str, ...]]:
         shapes = {str(row.shape or "").replace(" ", "") for row in group}
         count = f" ({len(group)} times)" if len(group) > 1 else ""
         cells.append((
-            ", ".join(paths) or f"{_place(group[0]) or '-'}{count}",
+            ", ".join(paths) or f"{_file_and_line(group[0]) or '-'}{count}",
             kind,
             shapes.pop() if len(shapes) == 1 else "",
             _short_note(group[0]) if len(group) == 1 else hidden_note,
@@ -222,7 +222,7 @@ def _hide_numbers(text: str) -> str:
     return re.sub(r"\d+(?=/)|(?<=/)\d+", "*", text)
 
 
-def _place(entry: PlanEntry) -> str:
+def _file_and_line(entry: PlanEntry) -> str:
     """The file and line of an entry."""
     return os.path.basename(entry.line.partition(" (")[0])
 
@@ -231,7 +231,7 @@ def _cells(entry: PlanEntry) -> tuple[str, ...]:
     return (
         entry.path or "-",
         str(entry.shape or "-").replace(" ", ""),
-        _place(entry) or "-",
+        _file_and_line(entry) or "-",
         "-" if entry.residual_bytes is None else _format_bytes(entry.residual_bytes),
         "-" if entry.gain is None else f"{1e6 * entry.gain * entry.runs_per_step:+,.1f}",
         entry.kind,
@@ -279,17 +279,21 @@ def _rematerialization_note(entries: Sequence[PlanEntry]) -> str:
 
 def residual_bytes_note(entries: Sequence[PlanEntry]) -> str:
     """The bytes that a plan saves of inputs for the backward pass; "" if they are unknown."""
-    known = [entry for entry in entries if entry.residual_bytes is not None]
-    total = sum(entry.residual_bytes or 0 for entry in known)
-    plain = sum(entry.unquantized_residual_bytes or 0 for entry in known)
+    measured = [entry for entry in entries if entry.residual_bytes is not None]
+    total = sum(entry.residual_bytes or 0 for entry in measured)
+    unquantized_total = sum(entry.unquantized_residual_bytes or 0 for entry in measured)
     if not total:
         return ""
-    place = "outside of jax.checkpoint, " if any(entry.is_rematerialized for entry in entries) else ""
-    note = f"memory: {place}the backward pass needs {_format_bytes(total)} of saved inputs"
-    if total <= plain < 1.05 * total:
+    prefix = "outside of jax.checkpoint, " if any(entry.is_rematerialized for entry in entries) else ""
+    note = f"memory: {prefix}the backward pass needs {_format_bytes(total)} of saved inputs"
+    if total <= unquantized_total < 1.05 * total:
         return f"{note}, as much as without the recipe"
-    factor = f"{plain / total:.2g} times as much"
-    return f"{note}; without the recipe at least {_format_bytes(plain)} ({factor})" if plain else note
+    factor = f"{unquantized_total / total:.2g} times as much"
+    return (
+        f"{note}; without the recipe at least {_format_bytes(unquantized_total)} ({factor})"
+        if unquantized_total
+        else note
+    )
 
 
 def exchange_note(graph: Graph) -> str:

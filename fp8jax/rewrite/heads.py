@@ -347,5 +347,5 @@ def count_outputs(node: Node, side: int) -> int:
 
 def _union(sources: list[frozenset[Node] | None]) -> frozenset[Node] | None:
     """The union of the sources of several values; None if those of one are unknown."""
-    known: list[Any] = [e for e in sources if e is not None]
-    return frozenset().union(*known) if len(known) == len(sources) else None
+    known_sources: list[Any] = [e for e in sources if e is not None]
+    return frozenset().union(*known_sources) if len(known_sources) == len(sources) else None

@@ -272,12 +272,12 @@ def _with_total(
     outputs: Sequence[Value],
 ) -> LossForm:
     """The form with the sum over all tokens and the weights in it, if nothing else reads what the sum needs."""
-    inside = search([losses], lambda v: [] if v.node is None else [o for o in v.node.operands if o in dependent])
+    inner_values = search([losses], lambda v: [] if v.node is None else [o for o in v.node.operands if o in dependent])
     if form.out_of_range == "unknown":
         return form
-    inside_set = {*inside}
-    for value in inside[1:]:
-        if value in outputs or any(reader.results[0] not in inside_set for reader in readers.get(value, ())):
+    inner_set = {*inner_values}
+    for value in inner_values[1:]:
+        if value in outputs or any(reader.results[0] not in inner_set for reader in readers.get(value, ())):
             return form
     scale, weights, masks, value = form.scale, list[Any](), list[Any](), losses
     while len(readers.get(value, ())) == 1 and value not in outputs:

@@ -271,8 +271,8 @@ def run_while(
         def select(new: Any, old: Any) -> Any:
             return jnp.where(is_running.reshape(is_running.shape + (1,) * (new.ndim - is_running.ndim)), new, old)
 
-        keep = functools.partial(jnp.where, jnp.all(is_running))
-        return [*map(select, results[0], carry)], jax.tree.map(keep, results[1], added)
+        update_while_running = functools.partial(jnp.where, jnp.all(is_running))
+        return [*map(select, results[0], carry)], jax.tree.map(update_while_running, results[1], added)
 
     return lax.while_loop(lambda state: jnp.any(function(*cond_consts, *state[0])[0]), loop_body, (carry, added))
 

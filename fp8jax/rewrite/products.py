@@ -113,8 +113,8 @@ def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:
         groups[p.node.line(), str(precision)][p.path] = None
     verb = {True: "asks", False: "ask"}
     lines = [
-        f"{', '.join(group_paths)} {verb[len(group_paths) == 1]} for precision {asked}, at {line}"
-        for (line, asked), group_paths in groups.items()
+        f"{', '.join(group_paths)} {verb[len(group_paths) == 1]} for precision {precision_name}, at {line}"
+        for (line, precision_name), group_paths in groups.items()
     ]
     return (
         f"{len(rejected)} matmuls ask for a precision that a quantized matmul does not support: {'; '.join(lines)}. "

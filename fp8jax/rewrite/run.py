@@ -107,7 +107,7 @@ class Interpreter:
         layout_policy: LayoutPolicy = LayoutPolicy.BOTH_FOR_GRADIENT,
         layer_axes: tuple[int | None, ...] = (),
     ) -> None:
-        self._layer_axes = layer_axes  # as of `fp8jax.ops.autodiff.observations.Place`
+        self._layer_axes = layer_axes  # as of `fp8jax.ops.autodiff.observations.LayerScope`
         self._is_loop_body, self.layout_policy = is_loop_body, layout_policy
         self._schedule, self.use_inputs, self._position = schedule, use_inputs, 0
         self._loop_depth = loop_depth  # number of enclosing scans and meshes

@@ -636,7 +636,7 @@ def complete_bounds(
     """
     if not bounds:
         return {}
-    given = {key: lax.stop_gradient(bound) for key, bound in bounds.items()}
+    known_bounds = {key: lax.stop_gradient(bound) for key, bound in bounds.items()}
     arrays = {key: lax.stop_gradient(weights[key]) for key in bounds}
 
     def resolve(key: Any, bound: Array, weight: Array) -> Array:
@@ -645,12 +645,12 @@ def complete_bounds(
             return measure(bound, weight)
         return lax.cond(jnp.all(bound > 0), lambda bound, _: bound, measure, bound, weight)
 
-    def resolve_all(given: dict[Any, Array], arrays: dict[Any, Array]) -> dict[Any, Array]:
-        return {key: resolve(key, given[key], arrays[key]) for key in bounds}
+    def resolve_all(known_bounds: dict[Any, Array], arrays: dict[Any, Array]) -> dict[Any, Array]:
+        return {key: resolve(key, known_bounds[key], arrays[key]) for key in bounds}
 
     # One conditional around all others: a program that has all bounds evaluates only this one.
-    all_known = functools.reduce(jnp.logical_and, [jnp.all(bound > 0) for bound in given.values()])
-    return lax.cond(all_known, lambda given, _: given, resolve_all, given, arrays)
+    all_known = functools.reduce(jnp.logical_and, [jnp.all(bound > 0) for bound in known_bounds.values()])
+    return lax.cond(all_known, lambda known_bounds, _: known_bounds, resolve_all, known_bounds, arrays)
 
 
 def _get_or_measure(linear: Linear, bound: Array, weight: Array) -> Array:

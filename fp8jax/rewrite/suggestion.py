@@ -86,28 +86,28 @@ def suggest(fn: Callable, rules: Rules, params: Any, *args: Any, statistics: Tel
             "the function is already transformed; pass the original function to suggest, which transforms it with "
             "each rule"
         )
-    given = _as_sequence(rules)
+    original_rules = _as_sequence(rules)
     measure = functools.partial(_measure, fn, params, args)
-    before, measured = measure(given)
+    before, measured = measure(original_rules)
     faults = find_faults(measured if statistics is None else statistics)
     mendable: dict[str, Fault] = {}
     for fault in faults:
         if fault.role in _ROLES and fault.statistic != "nonfinite" and fault.layer in measured:
             mendable.setdefault(fault.layer, fault)
-    chosen = _rules_for_shapes(transform(fn, given).plan_call(params, *args).plan.program.entries.values())
+    chosen = _rules_for_shapes(transform(fn, original_rules).plan_call(params, *args).plan.program.entries.values())
     pending = [layer for layer in mendable if layer not in chosen]
     for remedy in _REMEDIES:
-        if not pending or given == (remedy,):
+        if not pending or original_rules == (remedy,):
             continue
         candidates = {layer: Rule(re.escape(layer), remedy) for layer in pending}
         rules_by_layer = {layer: rule for layer, (rule, _) in chosen.items()} | candidates
-        _, errors = measure((*rules_by_layer.values(), *given))
+        _, errors = measure((*rules_by_layer.values(), *original_rules))
         still_faulty = {fault.layer for fault in find_faults(errors) if fault.statistic != "nonfinite"}
         for layer in pending:
             if layer not in still_faulty:
                 chosen[layer] = candidates[layer], _reason(mendable[layer], remedy, errors)
         pending = [layer for layer in pending if layer not in chosen]
-    new_rules = *(rule for rule, _ in chosen.values()), *given
+    new_rules = *(rule for rule, _ in chosen.values()), *original_rules
     after = measure(new_rules)[0] if chosen else before
     unquantized_loss = float(jax.jit(lambda params, args: _to_scalars(fn(params, *args))[1])(params, args))
     unmended = [fault for fault in faults if fault.layer not in chosen or fault.statistic == "nonfinite"]

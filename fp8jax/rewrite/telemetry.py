@@ -23,7 +23,7 @@ from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.primitives import Equation, SubJaxpr
 
-# By layer and role: the name of each statistic, its place in the array of all, and the sizes of stacked layers.
+# By layer and role: the name of each statistic, its position in the array of all, and the sizes of stacked layers.
 _Index = tuple[tuple[str, tuple[tuple[str, tuple[tuple[str, int, tuple[int, ...]], ...]], ...]], ...]
 
 
@@ -39,7 +39,7 @@ class Telemetry(Mapping[str, Mapping[str, Mapping[str, Any]]]):
     Attributes:
         array: fp32 (..., n), all statistics. Leading axes are those of `jax.vmap` and of loops around
             `fp8jax.telemetry`; each statistic has them, too.
-        index: the place of each statistic in `array`.
+        index: the position of each statistic in `array`.
     """
 
     array: Any
@@ -238,11 +238,11 @@ def _summarize(expected: Sequence[_Expected], observed: Sequence[Array]) -> Tele
     """The statistics by layer and role, those of one tensor merged."""
     merged: dict[tuple[str, str], dict[int, Observation]] = {}
     for each, values in zip(expected, observed, strict=True):
-        place = each.params["place"]
-        axes = (*[None] * (values.ndim - 1 - len(place.layer_axes)), *place.layer_axes)
+        layer_scope = each.params["layer_scope"]
+        axes = (*[None] * (values.ndim - 1 - len(layer_scope.layer_axes)), *layer_scope.layer_axes)
         found = Observation(each.params["names"], values).reduce([i for i, start in enumerate(axes) if start is None])
         start = next((start for start in axes if start is not None), 0)
-        parts = merged.setdefault((place.layer, each.params["role"]), {})
+        parts = merged.setdefault((layer_scope.layer, each.params["role"]), {})
         parts[start] = parts[start].merge(found) if start in parts else found
     tensors = {key: _concatenate(parts) for key, parts in sorted(merged.items())}
     # Tensors of a kind are summarized at once: operations on single numbers would take long to compile.

@@ -93,15 +93,15 @@ def unquantized_share(graph: Graph, entries: dict[Node, PlanEntry], call_info: C
 
 
 def _summarize_share(quantized_flops: float, entries: Sequence[PlanEntry]) -> UnquantizedShare:
-    lost = sum(entry.flops for entry in entries)
-    if not lost:
+    unquantized_flops = sum(entry.flops for entry in entries)
+    if not unquantized_flops:
         return UnquantizedShare()
     groups = collections.defaultdict[str, list[PlanEntry]](list)
     for entry in sorted(entries, key=lambda entry: -entry.flops):
         groups[entry.reason].append(entry)
     notes = [f"{_count_note(group)} ({reason}; {group[0].line})" for reason, group in groups.items()]
     rest = f"; and {len(notes) - _MAX_LISTED} other reasons" if len(notes) > _MAX_LISTED else ""
-    fraction = lost / (lost + quantized_flops)
+    fraction = unquantized_flops / (unquantized_flops + quantized_flops)
     figure = f"{min(100 * fraction, 99):.2g} %" if fraction < 1 else "all"
     head = f"{figure} of the FLOPs of matmuls with parameters stay in 16 bits, although the rules select them"
     return UnquantizedShare(fraction, f"{head}: {'; '.join(notes[:_MAX_LISTED])}{rest}")

@@ -70,7 +70,7 @@ _capture = threading.local()
 
 
 def _intercept(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: (replacement if getattr(_capture, "on", False) else original)(*args, **kwargs)
+    return lambda *args, **kwargs: (replacement if getattr(_capture, "is_active", False) else original)(*args, **kwargs)
 
 
 def install() -> None:
@@ -89,7 +89,7 @@ def install() -> None:
 
 def capture_launch(lower: Callable[[], Any]) -> Launch | None:
     """Return the launch of jax-triton's lowering of a call; None, with a warning, if none can be captured."""
-    _capture.on = True
+    _capture.is_active = True
     try:
         lower()
         reason = "its lowering makes no single launch"
@@ -98,7 +98,7 @@ def capture_launch(lower: Callable[[], Any]) -> Launch | None:
     except Exception as error:  # jax-triton's own errors are raised again by its call
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     finally:
-        _capture.on = False
+        _capture.is_active = False
     _warn_once(f"kernels are launched by jax-triton's calls: this jax-triton cannot be asked for less ({reason})")
     return None
 
@@ -137,7 +137,7 @@ def call(context: Any, operands: Sequence[Any], aliases: dict[int, int], lower: 
         context, *operands,
         name=name, kernel_type="ptx", kernel_data=kernel.code,
         shared_mem_bytes=np.int32(shared), output_indices=[np.int32(len(operands) + i) for i in range(results)],
-        **{of: np.int32(size) for of, size in sizes.items()},
+        **{argument: np.int32(size) for argument, size in sizes.items()},
     )  # fmt: skip
 
 

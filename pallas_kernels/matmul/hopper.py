@@ -81,11 +81,11 @@ def check_operands(
         raise NotImplementedError(f"Mosaic GPU kernels need jax >= 0.11, found {jax.__version__}; use impl='xla'")
     for name, x in (("a", a), ("b", b)):
         if x.dtype not in dtypes:
-            wanted = " or ".join(str(jnp.dtype(d)) for d in dtypes)
-            raise TypeError(f"{name} has dtype {x.dtype}; quantize it to {wanted}")
+            expected = " or ".join(str(jnp.dtype(d)) for d in dtypes)
+            raise TypeError(f"{name} has dtype {x.dtype}; quantize it to {expected}")
         if x.ndim != (b_ndim if name == "b" else 2):
-            wanted = "three dimensions, (groups, N, K)" if name == "b" and b_ndim == 3 else "two dimensions"
-            raise ValueError(f"{name} has shape {x.shape}; expected {wanted}, use vmap for batches")
+            expected = "three dimensions, (groups, N, K)" if name == "b" and b_ndim == 3 else "two dimensions"
+            raise ValueError(f"{name} has shape {x.shape}; expected {expected}, use vmap for batches")
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}; every dimension must be positive")
     k_axis, layout = (-1, "K-major with the same K in the last") if is_k_major else (0, "of the same K in the first")

@@ -25,7 +25,7 @@ _TRUE = np.ones(1, np.int32)
 
 
 @triton.jit
-def _peaks(
+def _sampled_amax(
     first: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
     activated_scale: tl.tensor, gradient: tl.tensor, rstd: tl.tensor, mean: tl.tensor, weight: tl.tensor,
     bias: tl.tensor, compute_if_ptr: tl.tensor, amax0_ptr: tl.tensor, amax1_ptr: tl.tensor, M: tl.constexpr,
@@ -74,7 +74,7 @@ def compute_amaxes(
     shapes = [jax.ShapeDtypeStruct((tiles if i < len(kinds) else 1,), jnp.float32) for i in range(2)]
     flag = _TRUE if compute_if is None else compute_if.reshape(1).astype(jnp.int32)
     outputs = quantize_triton.call(
-        _peaks, [*operand_arrays(operands), flag], shapes, tiles, launch, compute_capability, shape=(m, n),
+        _sampled_amax, [*operand_arrays(operands), flag], shapes, tiles, launch, compute_capability, shape=(m, n),
         OPERATION=operation, KINDS=result_kinds(kinds), CODING=scaling.NO_CODING, SAMPLE_STRIDE=every,
         CONDITIONAL=compute_if is not None,
     )  # fmt: skip

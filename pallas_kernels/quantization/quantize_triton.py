@@ -368,8 +368,8 @@ def quantize(
     shapes.append(jax.ShapeDtypeStruct((tiles_m, n) if sums else (1, 1), jnp.float32))
     strides = StackStrides()
     if stack:
-        given = [0 if s is placeholder else s.size // stack[0] for s in scales]
-        strides = StackStrides(m * n, *given, *(shapes[i].size for i in (1, 2, 4, 5)))
+        scale_sizes = [0 if s is placeholder else s.size // stack[0] for s in scales]
+        strides = StackStrides(m * n, *scale_sizes, *(shapes[i].size for i in (1, 2, 4, 5)))
         shapes = [jax.ShapeDtypeStruct((*stack, *s.shape), s.dtype) for s in shapes]
     column_ends = [*itertools.accumulate(y.shape[1] for y in matrices)]
     column_offsets, other_matrices = (

@@ -33,7 +33,7 @@ _INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _total(x: tl.tensor) -> tl.tensor:
+def _sum(x: tl.tensor) -> tl.tensor:
     return tl.sum(tl.sum(x, 1), 0)
 
 
@@ -170,22 +170,22 @@ def _compare(
     statistics_ptr += tl.program_id(0) * _STATISTICS
     log_square = 2 * tl.log(unit)
     tl.store(statistics_ptr, tl.sum(rows, 0) * N)
-    tl.store(statistics_ptr + 1, _total(nonfinite))
+    tl.store(statistics_ptr + 1, _sum(nonfinite))
     tl.store(statistics_ptr + 2, amax)
-    tl.store(statistics_ptr + 3, tl.log(_total(signal)) + log_square)
+    tl.store(statistics_ptr + 3, tl.log(_sum(signal)) + log_square)
     if HAS_CODES:
-        tl.store(statistics_ptr + 4, tl.log(_total(noise)) + log_square)
-        tl.store(statistics_ptr + 5, _total(nonzero))
-        tl.store(statistics_ptr + 6, _total(lost))
+        tl.store(statistics_ptr + 4, tl.log(_sum(noise)) + log_square)
+        tl.store(statistics_ptr + 5, _sum(nonzero))
+        tl.store(statistics_ptr + 6, _sum(lost))
         tl.store(statistics_ptr + 7, -float(BITS))
     if HAS_SCALE:
-        tl.store(statistics_ptr + 8, _total(saturated))
+        tl.store(statistics_ptr + 8, _sum(saturated))
         tl.store(statistics_ptr + 9, _max(range_ratio))
         tl.store(statistics_ptr + 10, tl.log2(_max(largest_scale)))
         tl.store(statistics_ptr + 11, -tl.log2(-_max(minus_smallest_scale)))
     if STORAGE.is_expanded:
-        tl.store(statistics_ptr + 12, _total(exponents))
-        tl.store(statistics_ptr + 13, _total(groups))
+        tl.store(statistics_ptr + 12, _sum(exponents))
+        tl.store(statistics_ptr + 13, _sum(groups))
         tl.store(statistics_ptr + 14, _max(largest_exponent))
         tl.store(statistics_ptr + 15, _max(minus_smallest_exponent))
 

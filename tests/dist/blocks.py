@@ -1,4 +1,4 @@
-"""A transformer layer as it is, and with its sequence and channels cut over devices."""
+"""A transformer layer, on one device and sharded over its sequence and channels."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from fp8jax.dist import gather_linear, scatter_sequence
 
 HEADS, CHANNELS, INNER = 8, 16, 256
 WIDTH = HEADS * CHANNELS
-# How a layer's weights are cut over devices: their outputs where the sequence is gathered, else their inputs.
+# Sharding of a layer's weights: along outputs if the sequence is gathered, else along inputs.
 SPECS = {"norm1": P(), "norm2": P()}
 SPECS |= {name: P(None, "tensor") for name in ("q", "k", "v", "gate", "up")}
 SPECS |= {name: P("tensor") for name in ("out", "down")}
@@ -29,7 +29,7 @@ def params(seed: int = 0) -> dict[str, jax.Array]:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention of (..., heads * channels) of any number of heads, which are parted in the result."""
+    """Causal attention of (..., heads * channels), for any number of heads; heads are separate axes in the result."""
     q, k, v = (x.reshape(*x.shape[:-1], -1, CHANNELS) for x in (q, k, v))
     scores = jnp.einsum("bthc,bshc->bhts", q, k) / CHANNELS**0.5
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
@@ -37,7 +37,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def layer(p: Any, x: jax.Array, recipe: Any) -> jax.Array:
-    """x (batch, tokens, width) whole."""
+    """The layer on one device; x is (batch, tokens, width)."""
     x, q, k, v = fp8jax.norm_linear(x, p["norm1"], [p["q"], p["k"], p["v"]], recipe=recipe, residual=True)
     x = fp8jax.attention_output(attend(q, k, v), p["out"], x, recipe=recipe)
     x, gate, up = fp8jax.norm_linear(x, p["norm2"], [p["gate"], p["up"]], recipe=recipe, residual=True)
@@ -45,20 +45,20 @@ def layer(p: Any, x: jax.Array, recipe: Any) -> jax.Array:
 
 
 def parallel_layer(p: Any, x: jax.Array, recipe: Any, sums: Any = None) -> jax.Array:
-    """The same inside `jax.shard_map`: x (batch, a device's tokens, width), weights cut as `SPECS` says.
+    """The same layer inside `jax.shard_map`; x is (batch, a device's tokens, width).
 
     Args:
-        p, x: a device's parts.
-        recipe: of products, and of what travels between them.
-        sums: what parts of sums travel in, where it is not the recipe's.
+        p, x: a device's shards; `SPECS` are those of `p`.
+        recipe: recipe of the matmuls and of the arrays that are sent.
+        sums: wire format of partial sums; None for that of the recipe.
     """
-    how: Any = {"recipe": recipe, "gradients": sums}
-    back = {"gradients": recipe}
+    kwargs: Any = {"recipe": recipe, "gradients": sums}
+    wire_format = {"gradients": recipe}
     h = fp8jax.rms_norm(x, p["norm1"], recipe=recipe)
-    q, k, v = gather_linear(h, [p["q"], p["k"], p["v"]], "tensor", **how)
+    q, k, v = gather_linear(h, [p["q"], p["k"], p["v"]], "tensor", **kwargs)
     y = fp8jax.attention_output(attend(q, k, v), p["out"], recipe=recipe)
-    x = x + scatter_sequence(y, "tensor", sums or recipe, **back)
+    x = x + scatter_sequence(y, "tensor", sums or recipe, **wire_format)
     h = fp8jax.rms_norm(x, p["norm2"], recipe=recipe)
-    gate, up = gather_linear(h, [p["gate"], p["up"]], "tensor", **how)
+    gate, up = gather_linear(h, [p["gate"], p["up"]], "tensor", **kwargs)
     y = fp8jax.glu_linear(gate, up, p["down"], recipe=recipe)
-    return x + scatter_sequence(y, "tensor", sums or recipe, **back)
+    return x + scatter_sequence(y, "tensor", sums or recipe, **wire_format)

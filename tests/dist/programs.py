@@ -1,4 +1,4 @@
-"""The collectives of a program, read from its text."""
+"""Reads the collectives of a program from its text."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ _ELEMENTS = {"f8E4M3FN": 1, "f8E5M2": 1, "ui8": 1, "i8": 1, "bf16": 2, "f16": 2,
 
 
 def asked_for(function: Any, *args: Any) -> list[tuple[str, str, int]]:
-    """(kind, dtype, bytes of the operand on a device) of each collective that a program asks XLA for, in order."""
+    """Returns (kind, dtype, operand bytes per device) of each collective in the StableHLO of a program, in order."""
     text = jax.jit(function).lower(*args).as_text()
     results = []
     for kind, rest in re.findall(rf'"stablehlo\.({"|".join(KINDS)})"(.*?\) -> [^\n]*)', text, re.DOTALL):
@@ -24,6 +24,6 @@ def asked_for(function: Any, *args: Any) -> list[tuple[str, str, int]]:
 
 
 def compiled(function: Any, *args: Any) -> list[tuple[str, str]]:
-    """(kind, dtype) of each collective of the compiled program, in order."""
+    """Returns (kind, dtype) of each collective of the compiled program, in order."""
     text = jax.jit(function).lower(*args).compile().as_text()
     return re.findall(r"= \(?(\w+)\[.* (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(", text)

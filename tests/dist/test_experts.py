@@ -1,4 +1,4 @@
-"""Tokens that travel to the devices of their experts as codes, against float64 and codes of ml_dtypes."""
+"""Tokens that are sent to the devices of their experts as codes, compared with float64 and codes of ml_dtypes."""
 
 import functools
 import re
@@ -31,7 +31,7 @@ DY = RNG.normal(size=(4, ROWS, OUTPUTS)).astype(np.float32)
 
 
 def rounded(x, wire, sizes, fmt=ml_dtypes.float8_e4m3fn):
-    """What an expert's device decodes, under a scale per row, per expert of all devices, or per 32 channels."""
+    """Returns what an expert's device decodes, with scales per row, expert (over all devices) or 32 channels."""
     if wire == "fp32":
         return x
     if wire == "mxfp8":
@@ -49,13 +49,13 @@ def rounded(x, wire, sizes, fmt=ml_dtypes.float8_e4m3fn):
 
 
 def experts_of(sizes):
-    """The expert of each row, (devices, rows); that after the last one for a row in no group."""
+    """Returns the expert of each row, (devices, rows); the number of experts for a row in no group."""
     ends = np.cumsum(sizes, 1)
     return (np.arange(ROWS)[None, :, None] >= ends[:, None]).sum(-1)
 
 
 def oracle(x, w, dy, sizes, wire):
-    """Results and gradients in float64, a row at a time."""
+    """Returns results and gradients in float64, row by row."""
     x, dy, w = (a.astype(np.float64) for a in (rounded(x, wire, sizes), rounded(dy, wire, sizes), w))
     y, dx, dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
     for (device, row), expert in np.ndenumerate(experts_of(sizes)):
@@ -67,7 +67,7 @@ def oracle(x, w, dy, sizes, wire):
 
 
 def layer(x, w, sizes, *, wire, capacity=None):
-    """The products of a device's rows, of all devices' experts; what a device has has a first axis of 1."""
+    """Multiplies a device's rows with the experts of all devices. Arrays of one device have a leading axis of 1."""
     exchange = TokenExchange.from_sizes(sizes[0], "expert", x.shape[1], capacity=capacity)
     y = fp8jax.ragged_dot(exchange.dispatch(x[0], wire), w, exchange.group_sizes, recipe="bf16")
     return exchange.combine(y, wire)[None], exchange.overflow[None]
@@ -84,8 +84,8 @@ def value_and_gradients(wire, check_vma=True):
 
     def both(x, w, sizes, dy):
         with jax.default_matmul_precision("highest"):
-            y, back, _ = jax.vjp(jax.checkpoint(lambda x, w: run(x, w, sizes)), x, w, has_aux=True)
-            return y, *back(dy)
+            y, vjp_fn, _ = jax.vjp(jax.checkpoint(lambda x, w: run(x, w, sizes)), x, w, has_aux=True)
+            return y, *vjp_fn(dy)
 
     return jax.jit(both)
 
@@ -93,44 +93,44 @@ def value_and_gradients(wire, check_vma=True):
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.parametrize("wire", ["e4m3:token", "e4m3", "mxfp8", "fp32"])
 def test_products_over_devices_are_those_of_rounded_rows(wire, case):
-    """Rows in no group are NaN, and stay out of every result, gradient and scale."""
+    """Rows in no group are NaN. They affect no result, gradient or scale."""
     sizes = SIZES[case]
     unused = experts_of(sizes) == EXPERTS
     x, dy = np.where(unused[..., None], np.nan, X), np.where(unused[..., None], np.nan, DY)
     actual = value_and_gradients(wire)(x, W, sizes, dy)
-    for one, expected in zip(
+    for result, expected in zip(
         actual,
         oracle(np.where(unused[..., None], 0, X), W, np.where(unused[..., None], 0, DY), sizes, wire),
         strict=True,
     ):
-        np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_gradients_of_results_travel_in_the_format_of_gradients():
-    """Those of "te_current" are e5m2, under one scale an expert, and its tokens are e4m3."""
+    """Gradients of "te_current" are e5m2 with one scale per expert; its tokens are e4m3."""
     combine = lambda y, sizes: TokenExchange.from_sizes(sizes[0], "expert", ROWS).combine(y[0], "te_current")[None]  # noqa: E731
     y = jnp.zeros((4, 4 * ROWS, OUTPUTS))
-    _, back = jax.vjp(lambda y: mapped(combine)(y, UNEVEN), y)
-    (actual,) = jax.jit(back)(DY)
+    _, vjp_fn = jax.vjp(lambda y: mapped(combine)(y, UNEVEN), y)
+    (actual,) = jax.jit(vjp_fn)(DY)
     sent = rounded(np.where(experts_of(UNEVEN)[..., None] < EXPERTS, DY, 0), "e4m3", UNEVEN, ml_dtypes.float8_e5m2)
-    for device in range(4):  # has the rows of two experts, those of the first device first
+    for device in range(4):  # the rows of two experts, those of the first device first
         experts = experts_of(UNEVEN)
         expected = np.concatenate([sent[experts == expert] for expert in (2 * device, 2 * device + 1)])
         np.testing.assert_allclose(actual[device, : len(expected)], expected, rtol=1e-6)
 
 
 def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """`jax.lax.ragged_all_to_all` as its documentation defines it, of 2-D arrays; zeros if sizes disagree."""
+    """`jax.lax.ragged_all_to_all` as its documentation defines it, for 2-D arrays; zeros if sizes disagree."""
     tables = operand, input_offsets, send_sizes, output_offsets
-    operands, first, sizes, places = (jax.lax.all_gather(x, axis_name) for x in tables)
+    operands, input_starts, sizes, output_starts = (jax.lax.all_gather(x, axis_name) for x in tables)
     row, local = jnp.arange(len(output)), send_sizes.size // len(operands)
     mine = jax.lax.axis_index(axis_name) * local + jnp.arange(local)
     for device in range(len(operands)):
         for k in range(local):
-            offset = row - places[device, mine[k]]
-            inside = (offset >= 0) & (offset < sizes[device, mine[k]])
+            offset = row - output_starts[device, mine[k]]
+            is_inside = (offset >= 0) & (offset < sizes[device, mine[k]])
             output = jnp.where(
-                inside[:, None], operands[device][(first[device, mine[k]] + offset) % len(operand)], output
+                is_inside[:, None], operands[device][(input_starts[device, mine[k]] + offset) % len(operand)], output
             )
     agree = jnp.all(recv_sizes == sizes[:, mine].reshape(-1))
     return jnp.where(agree, output, jnp.zeros_like(output))
@@ -138,31 +138,31 @@ def emulated_ragged_all_to_all(operand, output, input_offsets, send_sizes, outpu
 
 @pytest.mark.parametrize("case", ["uneven", "all in one"])
 def test_ragged_collectives_get_the_offsets_and_sizes_of_their_rows(case, monkeypatch):
-    """In both directions, as with the padded form that XLA for CPUs runs."""
+    """Both directions are compared with the padded form that XLA runs on CPUs."""
     padded = value_and_gradients("e4m3:token")(X, W, SIZES[case], DY)
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
     value_and_gradients.cache_clear()
     ragged = value_and_gradients("e4m3:token", check_vma=False)(X, W, SIZES[case], DY)
     value_and_gradients.cache_clear()
-    for one, other in zip(ragged, padded, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for actual, expected in zip(ragged, padded, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(
     ("wire", "widths"),
-    # A message of codes and scales takes a multiple of 8 bytes.
+    # The size of a message of codes and scales is a multiple of 8 bytes.
     [("e4m3:token", (INPUTS + 8, OUTPUTS + 8)), ("e4m3:group8", (INPUTS + 16, OUTPUTS + 8)), ("fp32", (128, 64))]
     + [(recipe, (INPUTS + 8, OUTPUTS + 8)) for recipe in ("deepseek", "coat", "moss", "mxfp8")]
     + [("nvfp4", (4 * INPUTS, 4 * OUTPUTS))],
 )
 def test_codes_and_scales_are_all_that_travels_to_experts(wire, widths):
-    """Forward, and of gradients backward; what comes back is in its own dtype. The plan counts the same bytes."""
+    """Tokens and gradients are sent as codes, results in their own dtype. The plan counts the same bytes."""
 
     def both(x, w, sizes, dy):
         run = mapped(functools.partial(layer, wire=wire))
-        y, back = jax.vjp(lambda x: run(x, w, sizes)[0], x)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(lambda x: run(x, w, sizes)[0], x)
+        return y, vjp_fn(dy)
 
     operands = X, W, UNEVEN.astype(np.int32), DY
     text = jax.jit(both).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
@@ -170,11 +170,11 @@ def test_codes_and_scales_are_all_that_travels_to_experts(wire, widths):
     sent = re.findall(r"custom_call @ragged_all_to_all.*? : \(tensor<(\d+)x(\d+)x(\w+)>", text)
     actual = sorted((dtype, int(rows), int(width) * (1 if dtype == "ui8" else 4)) for rows, width, dtype in sent)
     dtype = "f32" if wire in ("fp32", "nvfp4") else "ui8"
-    # Experts' devices send arrays as long as what they may have received, of which their rows travel.
-    back = [("f32", 4 * ROWS, 4 * INPUTS), ("f32", 4 * ROWS, 4 * OUTPUTS)]
-    assert actual == sorted([(dtype, ROWS, width) for width in widths] + back)
-    # XLA for CPUs exchanges as many rows between each two devices.
-    on_cpu = [one[1:] for one in programs.asked_for(both, *operands) if one[0] == "all_to_all"]
+    # Results have as many rows as can be received; only the used rows are sent.
+    returned = [("f32", 4 * ROWS, 4 * INPUTS), ("f32", 4 * ROWS, 4 * OUTPUTS)]
+    assert actual == sorted([(dtype, ROWS, width) for width in widths] + returned)
+    # XLA on CPUs exchanges the same number of rows between each pair of devices.
+    on_cpu = [request[1:] for request in programs.asked_for(both, *operands) if request[0] == "all_to_all"]
     assert sorted(on_cpu) == sorted((dtype, 4 * ROWS * width) for dtype, _, width in actual)
     forward, backward = (expert_collectives(ROWS, width, 4, wire, "fp32") for width in (INPUTS, OUTPUTS))
     assert [forward[0].nbytes, backward[1].nbytes] == [ROWS * width for width in widths]
@@ -182,7 +182,7 @@ def test_codes_and_scales_are_all_that_travels_to_experts(wire, widths):
 
 
 def test_rows_beyond_a_capacity_are_counted_and_make_results_nan():
-    """On all devices; a capacity that the rows fill is enough."""
+    """On all devices. A capacity that the rows exactly fill is large enough."""
     received = UNEVEN.reshape(4, 4, 2).sum((0, 2))
     for capacity in (received.max(), received.max() - 1, 4):
         run = mapped(functools.partial(layer, wire="fp32", capacity=capacity))
@@ -196,9 +196,9 @@ def test_rows_beyond_a_capacity_are_counted_and_make_results_nan():
 
 
 def test_experts_are_shared_beside_fsdp_and_tensor_axes():
-    """An MLP with weights of its rows, against JAX's own products of all experts on one device.
+    """An MLP on 2 x 2 devices equals JAX's own products of all experts on one device.
 
-    Rows are those of 2 x 2 devices. The devices along "tensor" share rows, and split hidden channels.
+    The devices along "tensor" have the same rows, and split hidden channels.
     """
     mesh = jax.make_mesh((2, 2, 2), ("expert", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     down, scores = RNG.normal(size=(EXPERTS, OUTPUTS, INPUTS)), RNG.normal(size=(4, ROWS, 1))
@@ -233,8 +233,8 @@ def test_experts_are_shared_beside_fsdp_and_tensor_axes():
             )
             for function in (over_devices, on_one_device)
         ]
-    for one, expected in zip(*map(jax.tree.leaves, actual), strict=True):
-        assert relative(one, expected) < 1e-5
+    for result, expected in zip(*map(jax.tree.leaves, actual), strict=True):
+        assert relative(result, expected) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_explain_counts_the_rows_that_a_device_sends():
         return exchange.combine(y, "e4m3:token")[None]
 
     explained = fp8jax.transform(mapped(run), "coat").explain(W, X, UNEVEN)
-    sent = 3 / 4 * ROWS * (INPUTS + 8 + 4 * OUTPUTS)  # codes with a scale a row, then results in fp32
+    sent = 3 / 4 * ROWS * (INPUTS + 8 + 4 * OUTPUTS)  # codes with a scale per row, then results in fp32
     assert f"sends {sent:.4g} B of tokens" in explained.exchange_note
     assert explained.exchange_note[:20] in str(explained)
     assert not fp8jax.transform(lambda w, x: x @ w, "coat").explain(W[0], X[0]).exchange_note

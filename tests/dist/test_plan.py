@@ -1,4 +1,4 @@
-"""A plan's collectives are those of compiled programs, and its memory that of arrays."""
+"""The collectives of a plan are those of the compiled program, and its memory is that of the arrays."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def mesh():
 
 @pytest.mark.parametrize("comm", ["e4m3", "int8:group64", "fp32"])
 def test_planned_reductions_are_those_of_the_compiled_program(comm, mesh):
-    """Dtypes and bytes, on eight devices; sums of FP8 and bf16 XLA on CPUs makes others of."""
+    """Dtypes and bytes on eight devices. XLA on CPUs replaces sums in FP8 and bf16 by others."""
     reduce = functools.partial(fp8jax.dist.all_reduce_gradients, axes="data", comm=comm, layer_axes=STACKED)
     run = jax.shard_map(reduce, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     grads = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
@@ -118,9 +118,10 @@ def test_planned_states_are_as_large_as_the_arrays(name):
 
 
 def test_weight_related_volume_falls_as_fp8_lm_says():
-    """Its Table 5: 63 to 65 % less than a baseline that gathers bf16 weights and sums fp32 gradients.
+    """Table 5 of FP8-LM: 63 to 65 % less than a baseline that gathers bf16 weights and sums fp32 gradients.
 
-    Ours is 62.5 % of layers' matrices, gathered twice, (4 + 4 - 2 - 1) / 8, and less with a table that travels in bf16.
+    Ours is 62.5 % for matrices of layers, which are gathered twice: (4 + 4 - 2 - 1) / 8. A table that is sent in bf16
+    makes it less.
     """
     shapes = {"w": (32, 4096, 45056), "embed": (32000, 4096)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
@@ -135,9 +136,9 @@ def test_weight_related_volume_falls_as_fp8_lm_says():
     with pytest.raises(ValueError, match="data=0"):
         fp8jax.dist.plan(params, "bf16", {"data": 0})
     assert not fp8jax.dist.plan(params, "bf16", {}).collectives
-    peaks = [fp8jax.dist.plan(params, name, {"data": 2}, activations=size, logits=size).peak
+    peak_stages = [fp8jax.dist.plan(params, name, {"data": 2}, activations=size, logits=size).peak
              for name, size in (("fp8_lm", 8e10), ("bf16", 0.0), ("fp8_lm", 0.0))]  # fmt: skip
-    assert peaks == ["loss", "backward pass", "reduction"]
+    assert peak_stages == ["loss", "backward pass", "reduction"]
     assert np.isfinite(fp8jax.dist.plan(params, "coat", {"data": 2}).sent_bytes)
 
 
@@ -155,8 +156,8 @@ BLOCKS = fp8jax.recipes.Linear("e4m3:group16", "e4m3:block16", "e4m3:group16", x
                                dy_wgrad="e4m3:group16")  # fmt: skip
 LAYERS = {"w": (2, 64, 256), "mid": (64, 64), "embed": (32, 64), "norm": (64,)}
 W, MID, EMBED, NORM = 32768, 4096, 2048, 64
-# Worked out by hand for the parameters above, of which "w" stacks two layers, and "embed" is too small for codes.
-# By recipe and mesh: (kind, dtype, devices): bytes, of all times.
+# Computed by hand for the parameters above. "w" stacks two layers, and "embed" is too small for codes.
+# By recipe and mesh: (kind, dtype, devices) -> bytes of all calls.
 EXCHANGED = {
     ("te_current", 2, 4): {
         ("all-gather", "f8e4m3fn", 4): 2 * W // 4,  # forward and backward
@@ -171,18 +172,18 @@ EXCHANGED = {
         ("all-gather", "bf16", 4): 2 * (MID + EMBED) // 4,
         ("all-to-all", "u8", 4): W + MID,
         ("reduce-scatter", "f32", 4): 4 * EMBED,
-        ("all-reduce", "f32", 4): 4 * (2 + 1 + NORM),  # a scale a layer and matrix, the norm
+        ("all-reduce", "f32", 4): 4 * (2 + 1 + NORM),  # a scale per layer and matrix, and the norm
         ("all-to-all", "u8", 2): (W + MID) // 4,
         ("all-gather", "u8", 2): (W + MID) // 4 // 2,
         ("all-reduce", "f32", 2): 4 * (2 * (2 + 1) + EMBED // 4 + NORM),  # scales of both phases
     },
     ("factors", 1, 4): {
-        ("all-gather", "bf16", 4): 2 * (W + MID + EMBED) // 4,  # once, and whole
+        ("all-gather", "bf16", 4): 2 * (W + MID + EMBED) // 4,  # once, unsharded
         ("reduce-scatter", "f8e4m3fn", 4): W + MID,
         ("reduce-scatter", "f32", 4): 4 * EMBED,
         ("all-reduce", "f32", 4): 4 * (2 + 1 + NORM),
     },
-    ("factors, fp32", 1, 4): {  # parameters travel as they are held
+    ("factors, fp32", 1, 4): {  # parameters are sent in their stored dtype
         ("all-gather", "f32", 4): 4 * (W + MID + EMBED) // 4,
         ("reduce-scatter", "f8e4m3fn", 4): W + MID,
         ("reduce-scatter", "f32", 4): 4 * EMBED,
@@ -192,7 +193,7 @@ EXCHANGED = {
         ("all-reduce", "f8e4m3fn", 4): W + MID,
         ("all-reduce", "f32", 4): 4 * (2 + 1 + EMBED + NORM),
     },
-    ("groups", 2, 4): {  # of 128 columns; those of "mid" have 64 more that are empty
+    ("groups", 2, 4): {  # for 128 columns; "mid" has 64 columns and 64 of padding
         ("all-gather", "u8", 4): 2 * W // 4,
         ("all-gather", "bf16", 4): 2 * (MID + EMBED) // 4,
         ("all-to-all", "u8", 4): W + MID,
@@ -202,20 +203,20 @@ EXCHANGED = {
         ("all-gather", "u8", 2): ((W + 2 * MID) // 4 + 4 * (W // 4 // 128 + MID // 4 // 64)) // 2,  # with their scales
         ("all-reduce", "f32", 2): 4 * (W // 4 // 128 + MID // 4 // 64 + EMBED // 4 + NORM),
     },
-    ("blocks", 1, 8): {  # 8 rows of a layer on each, a part of a block: weights travel as they are
+    ("blocks", 1, 8): {  # 8 rows of a layer per device are less than a block: weights are sent unquantized
         ("all-gather", "f32", 8): 2 * 4 * W // 8,
         ("all-gather", "bf16", 8): 2 * (MID + EMBED) // 8,
         ("all-to-all", "u8", 8): W + MID,
         ("reduce-scatter", "f32", 8): 4 * EMBED,
         ("all-reduce", "f32", 8): 4 * (2 + 1 + NORM),
     },
-    ("delayed", 1, 4): {  # largest magnitudes are of whole weights
+    ("delayed", 1, 4): {  # amaxes are those of unsharded weights
         ("all-gather", "f32", 4): 2 * 4 * W // 4,
         ("all-gather", "bf16", 4): 2 * (MID + EMBED) // 4,
         ("reduce-scatter", "bf16", 4): 2 * (W + MID + EMBED),
         ("all-reduce", "bf16", 4): 2 * NORM,
     },
-    # Along "tensor" two devices have half of the columns of "w", and of all else whole gradients of half the tokens.
+    # Along "tensor", each of two devices has half of the columns of "w", and gradients of half of the tokens.
     ("te_current", 8, 4, 2): {
         ("all-gather", "u8", 4): 2 * W // 2 // 4,
         ("all-gather", "bf16", 4): 2 * (MID + EMBED) // 4,
@@ -224,9 +225,9 @@ EXCHANGED = {
         ("reduce-scatter", "bf16", 4): 2 * (W // 2 + MID + EMBED),
         ("all-reduce", "bf16", 4): 2 * NORM,
         ("all-reduce", "bf16", 8): 2 * (W // 2 // 4 + (MID + EMBED) // 8 + NORM),
-        ("all-reduce", "f32", 2): 4 * NORM + 100,  # those of activations, too
+        ("all-reduce", "f32", 2): 4 * NORM + 100,  # and those of activations
     },
-    ("te_current, fp32", 2, 1, 2): {  # computed in it
+    ("te_current, fp32", 2, 1, 2): {  # the dtype of computation
         ("all-gather", "f32", 2): 4 * (MID + EMBED) // 2,
         ("reduce-scatter", "f32", 2): 4 * (MID + EMBED),
         ("all-reduce", "f32", 2): 4 * NORM + 100 + 4 * (W // 2 + (MID + EMBED) // 2 + NORM),
@@ -251,15 +252,15 @@ EXCHANGED = {
 def test_what_travels_is_what_the_sizes_of_the_parameters_say(case):
     name, data, fsdp, tensor = (*case, 1)[:4]
     params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in LAYERS.items()}
-    plain = fp8jax.recipes.te_current()
+    te_current = fp8jax.recipes.te_current()
     recipe = {
-        "te_current": plain,
-        "te_current, fp32": dataclasses.replace(plain, weights=Weights(compute="fp32")),
-        "groups": dataclasses.replace(plain, comm=Comm("e4m3:group128")),
-        "codes": dataclasses.replace(plain, comm=Comm("e4m3")),
+        "te_current": te_current,
+        "te_current, fp32": dataclasses.replace(te_current, weights=Weights(compute="fp32")),
+        "groups": dataclasses.replace(te_current, comm=Comm("e4m3:group128")),
+        "codes": dataclasses.replace(te_current, comm=Comm("e4m3")),
         "delayed": dataclasses.replace(fp8jax.recipes.te_delayed(), comm=Comm("bf16")),
-        "blocks": dataclasses.replace(plain, linear=BLOCKS, comm=Comm("e4m3")),
-        "factors, fp32": dataclasses.replace(plain, comm=Comm("e4m3", "one_phase", auto_scale=True)),
+        "blocks": dataclasses.replace(te_current, linear=BLOCKS, comm=Comm("e4m3")),
+        "factors, fp32": dataclasses.replace(te_current, comm=Comm("e4m3", "one_phase", auto_scale=True)),
         "factors": dataclasses.replace(fp8jax.recipes.fp8_lm(), comm=Comm("e4m3", "one_phase", auto_scale=True)),
     }[name]
     stacked = {"w": 1, "mid": 0, "embed": 0, "norm": 0}
@@ -272,7 +273,7 @@ def test_what_travels_is_what_the_sizes_of_the_parameters_say(case):
     assert totals(actual.collectives) == EXCHANGED[case]
 
 
-# Of te_current's, by kind, dtype and devices, over data=2: what partitions change, of parameters held in fp32.
+# Collectives of te_current over data=2, by kind, dtype and devices, with each partition and fp32 parameters.
 OF_SUMS = {("all-reduce", "bf16", 2): 2 * (W + MID + EMBED)}
 PARTITIONED = {
     ("", 1): OF_SUMS,
@@ -296,15 +297,22 @@ PARTITIONED = {
 
 @pytest.mark.parametrize(("partition", "fsdp"), PARTITIONED)
 def test_a_partition_shares_what_the_optimizer_holds(partition, fsdp):
-    """Parameters stay; moments and remainders are a device's own part, and new parameters are gathered."""
+    """Parameters are replicated. A device has its share of moments and remainders; new parameters are gathered."""
     params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in LAYERS.items()}
     stacked, mesh = {"w": 1, "mid": 0, "embed": 0, "norm": 0}, {"data": 2, "fsdp": fsdp}
-    plan = lambda recipe, **how: fp8jax.dist.plan(params, recipe, mesh, layer_axes=stacked, **how)  # noqa: E731
+    plan = lambda recipe, **kwargs: fp8jax.dist.plan(params, recipe, mesh, layer_axes=stacked, **kwargs)  # noqa: E731
     actual = plan("bf16", partition=partition)
-    kinds = [*PARTITIONED["slices", 1], *OF_SUMS, ("reduce-scatter", "bf16", 4), ("reduce-scatter", "bf16", 8)]
-    assert {key: n for key, n in totals(actual.collectives).items() if key in kinds} == PARTITIONED[partition, fsdp]
-    parts = dataclasses.replace(fp8jax.recipes.coat(), weights=Weights(master="bf16+int8"))
-    actual, alone = plan(parts, partition=partition), plan(parts)
+    expected_collectives = [
+        *PARTITIONED["slices", 1],
+        *OF_SUMS,
+        ("reduce-scatter", "bf16", 4),
+        ("reduce-scatter", "bf16", 8),
+    ]
+    assert {key: n for key, n in totals(actual.collectives).items() if key in expected_collectives} == PARTITIONED[
+        partition, fsdp
+    ]
+    split_master_recipe = dataclasses.replace(fp8jax.recipes.coat(), weights=Weights(master="bf16+int8"))
+    actual, alone = plan(split_master_recipe, partition=partition), plan(split_master_recipe)
     shared = {"first moments", "second moments", "remainders of weights"}
     for name, size in alone.memory.items():
         assert actual.memory[name] == (size / 2 if partition and name in shared else size)
@@ -313,34 +321,36 @@ def test_a_partition_shares_what_the_optimizer_holds(partition, fsdp):
 
 
 def test_thin_layers_are_coded_where_all_are_reduced_together():
-    """A layer's gradient is too small for codes; with factors, which are of a whole gradient, it is no layer's."""
-    params, plain = {"w": jax.ShapeDtypeStruct((4, 32, 64), jnp.float32)}, fp8jax.recipes.te_current()
+    """The gradient of one layer is too small for codes. Auto-scaling factors are per parameter, not per layer."""
+    params, recipe = {"w": jax.ShapeDtypeStruct((4, 32, 64), jnp.float32)}, fp8jax.recipes.te_current()
     for comm, expected in (
         (Comm("e4m3", "one_phase"), {("reduce-scatter", "f32", 4): 4 * 8192}),
         (Comm("e4m3", "one_phase", auto_scale=True),
          {("reduce-scatter", "f8e4m3fn", 4): 8192, ("all-reduce", "f32", 4): 4 * 4}),
     ):  # fmt: skip
-        actual = fp8jax.dist.plan(params, dataclasses.replace(plain, comm=comm), {"fsdp": 4}, layer_axes=1)
-        summed = [one for one in actual.collectives if one.kind != "all-gather"]
+        actual = fp8jax.dist.plan(params, dataclasses.replace(recipe, comm=comm), {"fsdp": 4}, layer_axes=1)
+        summed = [collective for collective in actual.collectives if collective.kind != "all-gather"]
         assert totals(summed) == expected
-    # Of fewer rows than devices each has one.
+    # With fewer rows than devices, each device has one row.
     thin = {"w": jax.ShapeDtypeStruct((2, 8192), jnp.float32)}
-    actual = fp8jax.dist.plan(thin, dataclasses.replace(plain, comm=Comm("e4m3")), {"data": 2, "fsdp": 4})
+    actual = fp8jax.dist.plan(thin, dataclasses.replace(recipe, comm=Comm("e4m3")), {"data": 2, "fsdp": 4})
     assert totals(actual.collectives)["all-to-all", "u8", 2] == 8192
 
 
 def test_memory_is_that_of_the_moment_that_holds_most():
     params = {"w": jax.ShapeDtypeStruct((2, 64, 256), jnp.float32)}
-    whole = 32768
+    num_elements = 32768
     options = {"layer_axes": 1, "microbatches": 2, "unsharded": 77.0}
     recipe = dataclasses.replace(fp8jax.recipes.te_current(), comm=Comm("e4m3"))
     for activations, peak, rows in (
         (1e6, "loss", {"activations": 1e6, "logits": 5.0}),
-        (1.0, "reduction", {"gradients": 4 * whole / 4, "codes of gradients": 2 * whole / 4}),
+        (1.0, "reduction", {"gradients": 4 * num_elements / 4, "codes of gradients": 2 * num_elements / 4}),
     ):
         mesh = {"data": 2, "fsdp": 4}
         actual = fp8jax.dist.plan(params, recipe, mesh, activations=activations, logits=5.0, **options)
-        always = dict.fromkeys(("parameters", "first moments", "second moments", "sums of gradients"), 4 * whole / 4)
+        always = dict.fromkeys(
+            ("parameters", "first moments", "second moments", "sums of gradients"), 4 * num_elements / 4
+        )
         assert actual.peak == peak
         assert actual.memory == always | rows | {"gathered weights": 77.0, "runtime": 1.5e9}
     for mesh, peak, codes, runtime in (
@@ -348,15 +358,17 @@ def test_memory_is_that_of_the_moment_that_holds_most():
         ({"tensor": 2}, "backward pass", 0, 1.5e9), ({"expert": 2}, "reduction", 2, 1.5e9),
     ):  # fmt: skip
         actual = fp8jax.dist.plan(params, recipe, mesh, layer_axes=1, tensor_dims=2, unsharded=0.0)
-        cut = whole / (mesh.get("fsdp", 1) * mesh.get("tensor", 1))
-        expected = dict.fromkeys(("parameters", "first moments", "second moments", "gradients"), 4 * cut)
-        expected |= {"codes of gradients": codes * cut} if codes else {}
+        shard_size = num_elements / (mesh.get("fsdp", 1) * mesh.get("tensor", 1))
+        expected = dict.fromkeys(("parameters", "first moments", "second moments", "gradients"), 4 * shard_size)
+        expected |= {"codes of gradients": codes * shard_size} if codes else {}
         assert (actual.peak, actual.memory) == (peak, expected | ({"gathered weights": 0.0} if "fsdp" in mesh else {})
                                               | {"runtime": runtime})  # fmt: skip
     weights = dataclasses.replace(recipe.weights, master="bf16+int8", compute="bf16")
     actual = fp8jax.dist.plan(params, dataclasses.replace(recipe, weights=weights), {}, microbatches=2).memory
-    parts = {"parameters": 2, "remainders of weights": 1, "gradients": 2, "sums of gradients": 4}
-    assert {name: size for name, size in actual.items() if name in parts} == {k: n * whole for k, n in parts.items()}
+    bytes_per_element = {"parameters": 2, "remainders of weights": 1, "gradients": 2, "sums of gradients": 4}
+    assert {name: size for name, size in actual.items() if name in bytes_per_element} == {
+        k: n * num_elements for k, n in bytes_per_element.items()
+    }
     with pytest.raises(TypeError, match="expects a Recipe"):
         fp8jax.dist.plan(params, BLOCKS, {})
     for axis in ("data", "fsdp", "tensor"):

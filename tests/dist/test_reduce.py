@@ -1,4 +1,4 @@
-"""8-bit reductions of gradients on eight devices, or the GPUs there are, against means in float64."""
+"""8-bit reductions of gradients on eight devices, or the available GPUs, compared with means in float64."""
 
 import functools
 
@@ -32,7 +32,7 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def gradients():
-    """Of eight devices, along the first axis: sizes differ from element to element by decades, as gradients' do."""
+    """Gradients of eight devices, stacked along the first axis; magnitudes vary by decades, as in training."""
     rng = np.random.default_rng(0)
 
     def one(shape):
@@ -42,11 +42,11 @@ def gradients():
     return {name: one(shape) for name, shape in SHAPES.items()}
 
 
-WHOLE = P()
+REPLICATED = P()
 
 
-def on_each(mesh, function, out=WHOLE, check=False):
-    """The function of a device's own gradients, of arrays with all devices' along the first axis."""
+def on_each(mesh, function, out=REPLICATED, check=False):
+    """Maps a function of one device's gradients over arrays whose first axis is the devices."""
 
     def body(grads, *rest):
         return function(jax.tree.map(lambda g: g[0], grads), *rest)
@@ -59,7 +59,7 @@ def exact(gradients):
 
 
 def bound(g, comm, scales):
-    """Largest error of the mean of codes, quantized twice: half a step of each, of values up to their scale's range."""
+    """Returns the largest error of a mean of codes that is quantized twice: half a step each time."""
     if comm.startswith("int8"):
         return 2 * scales * 127 / 254 * 1.001
     fmt = fp8jax.formats.get(comm.partition(":")[0])
@@ -69,15 +69,15 @@ def bound(g, comm, scales):
 
 
 def scale_of(g, comm):
-    """The shared scale of every element, in float64."""
+    """Returns the shared scale of every element, in float64."""
     fmt = fp8jax.formats.get(comm.partition(":")[0])
     largest = np.abs(g.astype(np.float64)).max(0)
     if "group" not in comm or not largest.ndim:
         return np.full(largest.shape, largest.max(initial=0) / fmt.max)
     size, out = int(comm.partition("group")[2]), np.empty_like(largest)
     for start in range(0, largest.shape[-1], size):
-        part = largest[..., start : start + size]
-        out[..., start : start + size] = part.max(-1, keepdims=True, initial=0) / fmt.max
+        block = largest[..., start : start + size]
+        out[..., start : start + size] = block.max(-1, keepdims=True, initial=0) / fmt.max
     return out
 
 
@@ -92,13 +92,13 @@ def test_two_phases_err_by_two_roundings_whatever_the_shape(comm, mesh, gradient
     error = np.asarray(means["matrix"], np.float64) - exact(gradients)["matrix"]
     assert np.abs(error).max() > 0
     order = np.random.default_rng(1).permutation(DEVICES)
-    turned = run({name: g[order] for name, g in gradients.items()})
+    permuted_means = run({name: g[order] for name, g in gradients.items()})
     if not comm.startswith("e5m2"):
-        jax.tree.map(np.testing.assert_array_equal, turned, means)
+        jax.tree.map(np.testing.assert_array_equal, permuted_means, means)
 
 
 def test_codes_are_the_means_of_the_devices_codes(mesh, gradients):
-    """Bit for bit what the definition gives in NumPy, and a byte an element is left."""
+    """The codes equal the definition in NumPy bit for bit, and need one byte per element."""
     run = jax.jit(on_each(mesh, functools.partial(all_reduce_gradients, axes=AXES, dequantize=False, min_size=0)))
     for name in ("matrix", "odd"):
         q = run({name: gradients[name]})[name]
@@ -115,7 +115,7 @@ def test_codes_are_the_means_of_the_devices_codes(mesh, gradients):
 
 @pytest.mark.parametrize("count", [8, 8192])
 def test_sums_of_codes_are_exact_in_any_order(count):
-    """Those of thousands of codes of e4m3 do not fit into fp32 on the way: they are summed as integers."""
+    """Sums of thousands of e4m3 codes exceed the precision of fp32: they are integer sums."""
     rng = np.random.default_rng(0)
     codes = rng.integers(1, 126, (count, 64)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
     expected = codes.astype(np.float64).sum(0).astype(np.float32)
@@ -141,15 +141,15 @@ def test_layers_that_are_stacked_have_scales_of_their_own(mesh, gradients):
         error = np.abs(np.asarray(q.dequantize())[layer] - g[:, layer].astype(np.float64).mean(0))
         assert (error <= bound(g[:, layer], "e4m3", scales)).all()
     means = []
-    for x, cut in ((g[..., :16], P(None, None, AXES)), (g[:, 1, :, :16], P(None, AXES))):
-        scatter = functools.partial(reduce_scatter_gradients, axes=AXES, min_size=0, specs=cut, layer_axes=x.ndim - 3)
-        means.append(np.asarray(jax.jit(on_each(mesh, scatter, cut))(x)))
+    for x, spec in ((g[..., :16], P(None, None, AXES)), (g[:, 1, :, :16], P(None, AXES))):
+        scatter = functools.partial(reduce_scatter_gradients, axes=AXES, min_size=0, specs=spec, layer_axes=x.ndim - 3)
+        means.append(np.asarray(jax.jit(on_each(mesh, scatter, spec))(x)))
     np.testing.assert_array_equal(means[0][1], means[1])
 
 
 @pytest.mark.parametrize("comm", [Comm("e4m3", "one_phase"), Comm("e4m3:group16", "one_phase"), "bf16", "fp32"])
 def test_one_phase_and_plain_sums(comm, mesh, gradients):
-    """Off CUDA codes are added in fp32 and rounded once; without factors nothing leaves the range."""
+    """Without CUDA, codes are summed in fp32 and rounded once. Without factors, no sum saturates."""
     means = jax.jit(on_each(mesh, functools.partial(all_reduce_gradients, axes=AXES, comm=comm, min_size=0)))(gradients)
     for name, mean in exact(gradients).items():
         g = gradients[name]
@@ -160,7 +160,7 @@ def test_one_phase_and_plain_sums(comm, mesh, gradients):
 
 
 def test_means_have_the_gradients_dtypes_and_are_rounded_to_them_once():
-    """Of six devices, whose number divides no sum: 256 and five ones, which bf16 does not add up."""
+    """Six devices, a number that does not divide the sums: 256 and five ones, whose sum bf16 cannot represent."""
     six = jax.make_mesh((6,), AXES[:1], axis_types=(AxisType.Auto,), devices=jax.devices()[:6])
     g = np.ones((6, 12, 2), np.float32)
     g[0] = 256
@@ -168,17 +168,17 @@ def test_means_have_the_gradients_dtypes_and_are_rounded_to_them_once():
     comms = ("fp32", "bf16", "e4m3", Comm("e4m3", "one_phase"))
 
     def both(grads):
-        own = jax.tree.map(lambda g: g[0], grads)
-        how = [{"axes": "data", "comm": comm, "min_size": 0} for comm in comms]
-        whole = [all_reduce_gradients(own, **each) for each in how]
-        return whole, [reduce_scatter_gradients(own, specs=spec, **each) for each in how]
+        local_grads = jax.tree.map(lambda g: g[0], grads)
+        options = [{"axes": "data", "comm": comm, "min_size": 0} for comm in comms]
+        reduced = [all_reduce_gradients(local_grads, **kwargs) for kwargs in options]
+        return reduced, [reduce_scatter_gradients(local_grads, specs=spec, **kwargs) for kwargs in options]
 
     run = jax.shard_map(both, mesh=six, in_specs=spec, out_specs=(P(), spec), check_vma=False)
     for means in jax.jit(run)(grads):
         assert all(m[name].dtype == grads[name].dtype for m in means for name in grads)
         np.testing.assert_array_equal(means[0]["half"], np.full((12, 2), 43.5))  # 261 / 6
         np.testing.assert_array_equal(means[0]["wide"], np.full((12, 2), 43.5))
-        total = np.asarray(means[1]["wide"]) * 6  # a sum in bf16, in some order; its sixth is no number of bf16
+        total = np.asarray(means[1]["wide"]) * 6  # a sum in bf16, in any order; bf16 cannot represent its sixth
         np.testing.assert_allclose(total, np.round(total), rtol=1e-6)
         for mean in means[2:]:
             np.testing.assert_allclose(mean["wide"], 43.5, rtol=2.0**-3)
@@ -211,35 +211,39 @@ def test_a_scattered_gradient_is_each_devices_part_of_the_mean(comm, mesh):
 
 
 def test_what_travels_is_eight_bits(mesh, gradients):
-    """Dtype and bytes of every collective: codes alone are as large as gradients, scales are a few bytes."""
+    """Dtype and bytes of every collective: only codes have as many elements as the gradients."""
     g = {"w": np.zeros((DEVICES, 32, 128), np.float32), "v": np.zeros((DEVICES, 100, 128), np.float32)}
     n = 32 * 128 + 100 * 128
 
-    def found(comm, function=all_reduce_gradients, out=WHOLE, **rest):
+    def requests(comm, function=all_reduce_gradients, out=REPLICATED, **rest):
         return on_each(mesh, functools.partial(function, axes=AXES, comm=comm, **rest), out)
 
     scales = ("all_reduce", "f32", 8)
     tensor = [scales, ("all_to_all", "ui8", n), scales, ("all_gather", "ui8", n // 8)]
-    assert programs.asked_for(found("e4m3"), g) == tensor
-    groups = 8 * (4 + 13)  # of 32 and 100 groups eight devices have 4 and 13 each
-    assert programs.asked_for(found("int8:group128"), g) == [
+    assert programs.asked_for(requests("e4m3"), g) == tensor
+    groups = 8 * (4 + 13)  # 32 and 100 groups are 4 and 13 per device
+    assert programs.asked_for(requests("int8:group128"), g) == [
         ("all_reduce", "f32", 4 * (32 + 100)), ("all_to_all", "ui8", groups * 128),
         ("all_gather", "ui8", groups * (128 + 4) // 8)]  # fmt: skip
     with choice.target(capability=90):
-        one = programs.asked_for(found(Comm("e5m2", "one_phase")), g)
-    assert one == [("all_reduce", "f32", 8), ("all_reduce", "f8E5M2", 100 * 128), ("all_reduce", "f8E5M2", 32 * 128)]
-    assert [x[:2] for x in programs.asked_for(found("bf16"), g)] == [("all_reduce", "bf16")] * 2
-    assert ("all_reduce", "f32", 4 * 32 * 128) in programs.asked_for(found("e4m3", min_size=32 * 128 + 1), g)
-    scattered = found("e4m3", reduce_scatter_gradients, {"w": P(AXES), "v": P(None, AXES)},
+        one_phase = programs.asked_for(requests(Comm("e5m2", "one_phase")), g)
+    assert one_phase == [
+        ("all_reduce", "f32", 8),
+        ("all_reduce", "f8E5M2", 100 * 128),
+        ("all_reduce", "f8E5M2", 32 * 128),
+    ]
+    assert [x[:2] for x in programs.asked_for(requests("bf16"), g)] == [("all_reduce", "bf16")] * 2
+    assert ("all_reduce", "f32", 4 * 32 * 128) in programs.asked_for(requests("e4m3", min_size=32 * 128 + 1), g)
+    scattered = requests("e4m3", reduce_scatter_gradients, {"w": P(AXES), "v": P(None, AXES)},
                       specs={"w": P(AXES), "v": P(None, AXES)})  # fmt: skip
     assert programs.asked_for(scattered, g) == [
         ("all_reduce", "f32", 8), ("all_to_all", "ui8", 100 * 128), ("all_to_all", "ui8", 32 * 128)]  # fmt: skip
-    assert {x[:2] for x in programs.compiled(found("e4m3"), g)} == {
+    assert {x[:2] for x in programs.compiled(requests("e4m3"), g)} == {
         ("f32", "all-reduce"), ("u8", "all-to-all"), ("u8", "all-gather")}  # fmt: skip
 
 
 def test_factors_follow_saturation_and_come_back_slowly(mesh):
-    """FP8-LM, equation 3: halved by a step that saturates, and 2^(1/1000) larger after one that does not."""
+    """FP8-LM, equation 3: halved by a step that saturates, and multiplied by 2^(1/1000) by any other step."""
     comm = Comm("e4m3", "one_phase", auto_scale=True)
 
     def step(grads, factors):
@@ -250,43 +254,45 @@ def test_factors_follow_saturation_and_come_back_slowly(mesh):
 
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(AXES), P()), out_specs=P(), check_vma=False))
     rng = np.random.default_rng(3)
-    alike = np.broadcast_to(rng.standard_normal((1, 64, 64)), (DEVICES, 64, 64)).astype(np.float32)
-    apart = rng.standard_normal((DEVICES, 64, 64)).astype(np.float32)
-    grads = {"alike": alike, "apart": apart}
+    equal = np.broadcast_to(rng.standard_normal((1, 64, 64)), (DEVICES, 64, 64)).astype(np.float32)
+    different = rng.standard_normal((DEVICES, 64, 64)).astype(np.float32)
+    grads = {"equal": equal, "different": different}
     factors = init_factors(jax.tree.map(lambda g: g[0], grads), DEVICES)
     start = np.float32(DEVICES**-0.5)
-    assert (factors.mu["alike"], factors.saturated["alike"]) == (start, 0)
+    assert (factors.mu["equal"], factors.saturated["equal"]) == (start, 0)
     means, factors = run(grads, factors)
-    # The same on all: the sum is sqrt(devices) times the range, and what is beyond it is the largest code.
-    assert factors.saturated["alike"] > 1e-3
-    assert factors.mu["alike"] == max(start / 2, 1 / DEVICES)  # with that no sum leaves the range
-    unit = (np.abs(alike).max() / np.float32(448)) / start
-    codes = (alike / unit).astype(ml_dtypes.float8_e4m3fn).astype(np.float64).sum(0)
+    # Equal on all devices: the sum is sqrt(devices) times the range, and the excess saturates.
+    assert factors.saturated["equal"] > 1e-3
+    assert factors.mu["equal"] == max(start / 2, 1 / DEVICES)  # with this factor no sum saturates
+    unit = (np.abs(equal).max() / np.float32(448)) / start
+    codes = (equal / unit).astype(ml_dtypes.float8_e4m3fn).astype(np.float64).sum(0)
     assert (np.abs(codes) > 448).mean() > 0.1
     expected = np.clip(codes, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * unit / DEVICES
-    np.testing.assert_allclose(means["alike"], expected, rtol=1e-6)
-    assert factors.saturated["apart"] == 0
-    np.testing.assert_allclose(factors.mu["apart"], start * 2 ** (1 / 1000), rtol=1e-6)
+    np.testing.assert_allclose(means["equal"], expected, rtol=1e-6)
+    assert factors.saturated["different"] == 0
+    np.testing.assert_allclose(factors.mu["different"], start * 2 ** (1 / 1000), rtol=1e-6)
     for _ in range(3):
         means, factors = run(grads, factors)
-    assert 1 <= factors.mu["alike"] * DEVICES <= 1.01
-    error = np.abs(means["alike"] - alike[0])
-    assert (error <= bound(alike, "e4m3", DEVICES * scale_of(alike, "e4m3"))).all()
-    before = factors.mu["apart"]
-    means, factors = run({"alike": alike, "apart": np.where(np.arange(64) == 5, np.nan, apart)}, factors)
-    assert np.isnan(means["apart"]).all()
-    assert np.isfinite(means["alike"]).all()
-    assert factors.mu["apart"] == before  # a gradient that is no number says nothing of the factor
-    assert factors.saturated["apart"] == 1
-    assert next_factor(jnp.float32(1), jnp.float32(0), jnp.array(True), 8) == 1  # the whole range, and no more
-    after = [float(next_factor(jnp.float32(0.5), jnp.float32(part), jnp.array(True), 8)) for part in (1e-5, 1.1e-5)]
-    assert after == [pytest.approx(0.5 * 2 ** (1 / 1000)), 0.25]
+    assert 1 <= factors.mu["equal"] * DEVICES <= 1.01
+    error = np.abs(means["equal"] - equal[0])
+    assert (error <= bound(equal, "e4m3", DEVICES * scale_of(equal, "e4m3"))).all()
+    previous_factor = factors.mu["different"]
+    means, factors = run({"equal": equal, "different": np.where(np.arange(64) == 5, np.nan, different)}, factors)
+    assert np.isnan(means["different"]).all()
+    assert np.isfinite(means["equal"]).all()
+    assert factors.mu["different"] == previous_factor  # a gradient with NaN does not change the factor
+    assert factors.saturated["different"] == 1
+    assert next_factor(jnp.float32(1), jnp.float32(0), jnp.array(True), 8) == 1  # the largest factor
+    next_factors = [
+        float(next_factor(jnp.float32(0.5), jnp.float32(part), jnp.array(True), 8)) for part in (1e-5, 1.1e-5)
+    ]
+    assert next_factors == [pytest.approx(0.5 * 2 ** (1 / 1000)), 0.25]
     with pytest.raises(ValueError, match="replicas must be at least 1, not 0"):
         init_factors(grads, 0)
 
 
 def test_the_saturated_part_of_a_scattered_sum_is_that_of_the_whole_on_every_device(mesh):
-    """All that saturates, twelve elements, lies in the first device's part."""
+    """All saturated elements, twelve, are in the first device's shard."""
     g = np.zeros((DEVICES, 16, 6), np.float32)
     g[:, 0], g[:, 1] = 1, -1
     comm, spec = Comm("e4m3", "one_phase", auto_scale=True), P(AXES)
@@ -318,11 +324,11 @@ def test_what_is_not_finite_on_one_device_is_nan_on_all(bad, mesh):
         return
     comm, factors = Comm("e4m3:group16", "one_phase", auto_scale=True), Factors(jnp.float32(0.5), jnp.float32(0))
     reduce = functools.partial(all_reduce_gradients, axes=AXES, comm=comm, factors=factors, min_size=0)
-    assert jax.jit(on_each(mesh, reduce))(g)[1].mu == 0.5  # one group of eight says nothing of the factor
+    assert jax.jit(on_each(mesh, reduce))(g)[1].mu == 0.5  # one group of eight does not change the factor
 
 
 def test_accumulated_gradients_unused_parameters_and_a_checked_shard_map(mesh):
-    """The step that users write: microbatches first, one reduction after them, zeros for what no loss depends on."""
+    """A user's step: microbatches, then one reduction; gradients of unused parameters are zeros."""
     rng = np.random.default_rng(4)
     params = {"w": jnp.asarray(rng.standard_normal((24, 48)), jnp.float32), "unused": jnp.ones((16, 16))}
     x = jnp.asarray(rng.standard_normal((32, 24)), jnp.float32)
@@ -331,12 +337,12 @@ def test_accumulated_gradients_unused_parameters_and_a_checked_shard_map(mesh):
         return jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
 
     def step(check, params, x):
-        own = jax.lax.pcast(params, AXES, to="varying") if check else params
+        local_params = jax.lax.pcast(params, AXES, to="varying") if check else params
 
         def add(total, x):
-            return jax.tree.map(jnp.add, total, jax.grad(loss)(own, x)), None
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(local_params, x)), None
 
-        zeros = jax.tree.map(jnp.zeros_like, own)
+        zeros = jax.tree.map(jnp.zeros_like, local_params)
         total, _ = jax.lax.scan(add, zeros, x.reshape(2, -1, 24))
         return all_reduce_gradients(jax.tree.map(lambda g: g / 2, total), AXES, min_size=0)
 
@@ -402,9 +408,9 @@ def test_elsewhere_it_raises_and_says_what_to_do(mesh):
 
 def test_axes_that_are_left_to_xla_are_told(mesh, recwarn):
     def reduced(kinds, names):
-        left = jax.make_mesh((2, 2), AXES, axis_types=kinds, devices=jax.devices()[:4])
+        auto_mesh = jax.make_mesh((2, 2), AXES, axis_types=kinds, devices=jax.devices()[:4])
         step = lambda g: all_reduce_gradients(g, "data")  # noqa: E731
-        with jax.set_mesh(left):
+        with jax.set_mesh(auto_mesh):
             specs = {"in_specs": P(), "out_specs": P(), "axis_names": names, "check_vma": False}
             jax.eval_shape(jax.shard_map(step, **specs), jnp.ones((64, 64)))
 
@@ -438,7 +444,7 @@ def test_gradients_left_as_codes_are_clipped_by_what_they_stand_for():
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_sums_that_leave_the_range_are_the_largest_code_in_either_reduction(name, mesh):
-    """Half of the elements do, with a factor of 1: fp32 sums of codes, clipped and encoded by ml_dtypes."""
+    """Half of the elements saturate with a factor of 1: fp32 sums of codes, clipped and encoded by ml_dtypes."""
     g = np.abs(np.random.default_rng(7).standard_normal((DEVICES, 16, 32))).astype(np.float32)
     factors = Factors(jnp.float32(1), jnp.float32(0))
     settings = {"axes": AXES, "comm": Comm(name, "one_phase", auto_scale=True), "factors": factors, "min_size": 0}
@@ -447,16 +453,18 @@ def test_sums_that_leave_the_range_are_the_largest_code_in_either_reduction(name
     total = (g * (1 / unit)).astype(fmt.dtype).astype(np.float64).sum(0)
     assert (total > fmt.max).mean() > 0.2
     expected = np.clip(total, -fmt.max, fmt.max).astype(fmt.dtype).astype(np.float64) * unit / DEVICES
-    whole = on_each(mesh, functools.partial(all_reduce_gradients, **settings))
-    part = on_each(mesh, functools.partial(reduce_scatter_gradients, specs=P(AXES), **settings), (P(AXES), WHOLE))
-    for reduce in (whole, part):
+    all_reduced = on_each(mesh, functools.partial(all_reduce_gradients, **settings))
+    reduce_scattered = on_each(
+        mesh, functools.partial(reduce_scatter_gradients, specs=P(AXES), **settings), (P(AXES), REPLICATED)
+    )
+    for reduce in (all_reduced, reduce_scattered):
         mean, new = jax.jit(reduce)(g)
         np.testing.assert_allclose(np.asarray(mean), expected, rtol=1e-6)
         assert float(new.saturated) == pytest.approx((total >= fmt.max).mean(), abs=0.02)
 
 
 def test_gradients_close_to_the_largest_number_survive_one_phase(mesh):
-    """As of 256 devices: a scale whose reciprocal is no normal number would make zeros of all codes."""
+    """As with 256 devices: a scale with a subnormal reciprocal would make all codes 0."""
     g = np.full((DEVICES, 8, 16), 3e38, np.float32)
     factors = Factors(jnp.float32(2.0**-8), jnp.float32(0))
     comm = Comm("e4m3", "one_phase", auto_scale=True)
@@ -467,7 +475,7 @@ def test_gradients_close_to_the_largest_number_survive_one_phase(mesh):
 @pytest.mark.parametrize("count", [8, 512])
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_a_nan_code_shows_in_a_sum_of_any_length(name, count):
-    """Few codes are summed in fp32, many of e4m3 as integers."""
+    """A few codes are summed in fp32, many e4m3 codes as integers."""
     fmt = fp8jax.formats.get(name)
     values = np.ones((count, 5), np.float32)
     values[count - 1, 2] = np.nan

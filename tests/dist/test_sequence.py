@@ -21,7 +21,7 @@ from tests.distance import order, relative
 from tests.programs import outputs
 from tests.rows import covering, few, slow
 
-CUT, WHOLE, COLUMNS = P(None, "tensor"), P(), P(None, None, "tensor")
+SHARDED, REPLICATED, COLUMNS = P(None, "tensor"), P(), P(None, None, "tensor")
 SPECS = ["e4m3", "int8", "e5m2:token", "e4m3:group32", "int8:block8", "e4m3:mx32", "e4m3:mx32+token", "e4m3:mx32+ocp"]
 STATELESS = [
     n
@@ -29,9 +29,9 @@ STATELESS = [
     if not any(p.collects_stats for p in fp8jax.recipes.get(n).linear.stateful_strategies.values())
 ]
 QUANTIZED = [name for name in STATELESS if fp8jax.recipes.get(name).linear.is_quantized]
-# Half a step of e4m3, uniform within it.
+# Standard deviation of the rounding error of e4m3: uniform within half a step.
 ROUNDING = 2.0**-4 / 3**0.5
-# Groups and blocks that devices of the tests do not cut: no scale depends on how many there are.
+# Groups and blocks that the devices of the tests do not split: no scale depends on the number of devices.
 FINE = dataclasses.replace(
     fp8jax.recipes.deepseek(),
     linear=fp8jax.recipes.Linear(
@@ -45,12 +45,12 @@ def mesh(devices=8):
     return jax.make_mesh((devices,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
 
-def mapped(function, ins=CUT, out=WHOLE, devices=8, check=False):
-    return jax.shard_map(function, mesh=mesh(devices), in_specs=ins, out_specs=out, check_vma=check)
+def mapped(function, in_specs=SHARDED, out_specs=REPLICATED, devices=8, check=False):
+    return jax.shard_map(function, mesh=mesh(devices), in_specs=in_specs, out_specs=out_specs, check_vma=check)
 
 
 def operand_of(x, spec, strategy="current"):
-    """The values of a product's operand, made of the whole array on one device."""
+    """Returns the decoded operand of a product, quantized on one device."""
     q = operands.make_codes(x.reshape(-1, x.shape[-1]), spec, find_scaling(strategy))
     return from_bytes(q).dequantize(x.dtype).reshape(x.shape)
 
@@ -60,37 +60,37 @@ def operand_of(x, spec, strategy="current"):
     few([(n, spec) for n in (2, 8) for spec in SPECS], *((8 if i % 3 else 2, spec) for i, spec in enumerate(SPECS))),
 )
 def test_a_gathered_sequence_is_what_a_product_of_the_whole_reads(spec, devices):
-    """The same bits on every mesh, also where a scale spans tokens or the powers of two of microscales are folded."""
+    """The bits are equal on every mesh, also if a scale spans tokens or microscales are folded."""
     run = mapped(functools.partial(gather_sequence, axes="tensor", wire_format=spec), devices=devices)
-    whole = jax.jit(functools.partial(operand_of, spec=fp8jax.QuantSpec.parse(spec)))
+    quantize_unsharded = jax.jit(functools.partial(operand_of, spec=fp8jax.QuantSpec.parse(spec)))
     for x in (X, X.astype(jnp.bfloat16)):
-        np.testing.assert_array_equal(np.asarray(jax.jit(run)(x)), np.asarray(whole(x)))
-    actual = [one for one in programs.asked_for(run, X) if one[0] == "all_gather"]
+        np.testing.assert_array_equal(np.asarray(jax.jit(run)(x)), np.asarray(quantize_unsharded(x)))
+    actual = [request for request in programs.asked_for(run, X) if request[0] == "all_gather"]
     assert ("all_gather", "ui8", X.size // devices) in actual
     assert sum(size for *_, size in actual) <= X.size // devices * (1 + 4 / 32)
 
 
 def test_a_recipes_codes_are_gathered_under_its_own_scales():
-    """COAT's are rounded up to bf16."""
-    part = fp8jax.recipes.coat().linear
-    expected = operand_of(X, part.spec("x"), "two_stage")
-    assert (expected != operand_of(X, part.spec("x"))).any()
-    run = mapped(functools.partial(gather_sequence, axes="tensor", wire_format=part))
+    """COAT's scales are rounded up to bf16."""
+    linear_recipe = fp8jax.recipes.coat().linear
+    expected = operand_of(X, linear_recipe.spec("x"), "two_stage")
+    assert (expected != operand_of(X, linear_recipe.spec("x"))).any()
+    run = mapped(functools.partial(gather_sequence, axes="tensor", wire_format=linear_recipe))
     np.testing.assert_array_equal(np.asarray(jax.jit(run)(X)), np.asarray(expected))
 
 
 def test_a_sequence_is_cut_over_several_axes():
-    """Gathered as over one axis of as many devices, scattered as the gradient of that, which is bf16's sum."""
+    """Gathering equals that over one axis of as many devices. Its gradient is a reduce-scatter in bf16."""
     axes = ("outer", "inner")
     two = jax.make_mesh((2, 4), axes, axis_types=(AxisType.Auto,) * 2)
-    cut = P(None, axes)
+    spec = P(None, axes)
 
     def both(x):
-        whole = gather_sequence(x, axes, wire_format="e4m3", gradients="bf16")
-        codes = scatter_sequence(whole * 4.0 ** jax.lax.axis_index(axes), axes, wire_format="e4m3")
-        return whole, scatter_sequence(whole, axes, wire_format="bf16", gradients="bf16"), codes
+        gathered = gather_sequence(x, axes, wire_format="e4m3", gradients="bf16")
+        codes = scatter_sequence(gathered * 4.0 ** jax.lax.axis_index(axes), axes, wire_format="e4m3")
+        return gathered, scatter_sequence(gathered, axes, wire_format="bf16", gradients="bf16"), codes
 
-    run = jax.shard_map(both, mesh=two, in_specs=cut, out_specs=(WHOLE, cut, cut), check_vma=False)
+    run = jax.shard_map(both, mesh=two, in_specs=spec, out_specs=(REPLICATED, spec, spec), check_vma=False)
     whole, scattered, codes = jax.jit(run)(X)
     expected = jax.jit(functools.partial(operand_of, spec=fp8jax.QuantSpec.parse("e4m3")))(X)
     np.testing.assert_array_equal(np.asarray(whole), np.asarray(expected))
@@ -102,50 +102,52 @@ def test_a_sequence_is_cut_over_several_axes():
 
 @pytest.mark.parametrize("name", few(QUANTIZED, "coat", "te_current", "deepseek", "int8_block", "moss"))
 def test_products_round_what_was_gathered_to_the_same_codes_again(name):
-    """Inputs and gradients alike, decoded to bf16: for what reads the array and not the codes."""
-    part, x = fp8jax.recipes.get(name).linear, X.astype(jnp.bfloat16).reshape(-1, 64)
+    """Inputs and gradients that are decoded to bf16 quantize to the same codes again."""
+    linear_recipe, x = fp8jax.recipes.get(name).linear, X.astype(jnp.bfloat16).reshape(-1, 64)
     for side in ("x", "dy"):
-        spec = part.spec(side)
+        spec = linear_recipe.spec(side)
         if spec is None or spec.rounding == "stochastic":
             continue
-        once = operands.make_codes(x, spec, part.stateless_strategy(side))
-        again = operands.make_codes(from_bytes(once).dequantize(jnp.bfloat16), spec, part.stateless_strategy(side))
-        if once.microscale is None:
-            np.testing.assert_array_equal(np.asarray(once.codes), np.asarray(again.codes))
-        else:  # a power of two above a group's largest value is another one where bf16 rounds that up
-            values = (np.asarray(from_bytes(q).dequantize()) for q in (once, again))
-            np.testing.assert_allclose(*values, rtol=2.0**-8, atol=2.0**-9 * float(jnp.max(once.scale)))
-        np.testing.assert_allclose(once.scale, again.scale, rtol=2.0**-8)
+        codes = operands.make_codes(x, spec, linear_recipe.stateless_strategy(side))
+        codes_of_decoded = operands.make_codes(
+            from_bytes(codes).dequantize(jnp.bfloat16), spec, linear_recipe.stateless_strategy(side)
+        )
+        if codes.microscale is None:
+            np.testing.assert_array_equal(np.asarray(codes.codes), np.asarray(codes_of_decoded.codes))
+        else:  # rounding a group's amax up to bf16 can change the power of two above it
+            values = (np.asarray(from_bytes(q).dequantize()) for q in (codes, codes_of_decoded))
+            np.testing.assert_allclose(*values, rtol=2.0**-8, atol=2.0**-9 * float(jnp.max(codes.scale)))
+        np.testing.assert_allclose(codes.scale, codes_of_decoded.scale, rtol=2.0**-8)
 
 
 @pytest.mark.parametrize("name", few(QUANTIZED, "moss", "moss_mx", "coat", "deepseek", "switchback", "int8_block"))
 def test_a_layer_reads_the_gathered_codes_themselves(name):
     recipe, x = fp8jax.recipes.get(name), jnp.concatenate([X.astype(jnp.bfloat16)] * 4, 1)
     w = (jax.random.normal(jax.random.key(2), (64, 256)) / 8).astype(jnp.bfloat16)
-    ins, key = (CUT, CUT), jax.random.key(3) if recipe.linear.is_stochastic else None
+    ins, key = (SHARDED, SHARDED), jax.random.key(3) if recipe.linear.is_stochastic else None
 
     def layer(x, w):
         return gather_linear(x, [w], "tensor", recipe=recipe, key=key)[0]
 
-    def apart(x, w):
+    def gather_then_multiply(x, w):
         return fp8jax.linear(gather_sequence(x, "tensor", recipe), w, recipe=recipe, key=key)
 
-    actual, expected = (jax.jit(mapped(f, ins, COLUMNS, 2))(x, w) for f in (layer, apart))
-    assert relative(actual, expected) < 2.0**-7  # scales of what was decoded to bf16
+    actual, expected = (jax.jit(mapped(f, ins, COLUMNS, 2))(x, w) for f in (layer, gather_then_multiply))
+    assert relative(actual, expected) < 2.0**-7  # scales of decoded bf16 values
     if recipe.linear.x_residual == "same":
         dtype = fp8jax.formats.get(recipe.linear.spec("x").format).dtype
-        made = outputs(mapped(layer, ins, COLUMNS, 2), dtype, x, w)
-        assert (512, 64) not in made
-        assert (512, 64) in outputs(mapped(apart, ins, COLUMNS, 2), dtype, x, w)
+        shapes = outputs(mapped(layer, ins, COLUMNS, 2), dtype, x, w)
+        assert (512, 64) not in shapes
+        assert (512, 64) in outputs(mapped(gather_then_multiply, ins, COLUMNS, 2), dtype, x, w)
 
 
 @pytest.mark.parametrize(("spec", "devices"), covering(["e4m3:token", "int8", "e5m2:group32"], [8, 2]))
 def test_parts_of_a_sum_are_rounded_once_under_scales_that_all_share(spec, devices):
     spec = fp8jax.QuantSpec.parse(spec)
-    parts = jax.random.normal(jax.random.key(4), (devices, 2, 64, 64)) * X
-    run = mapped(lambda x: scatter_sequence(x[0], "tensor", spec), P("tensor"), CUT, devices)
-    actual = jax.jit(run)(parts)
-    fmt, values = spec.format, np.asarray(parts, np.float32)
+    terms = jax.random.normal(jax.random.key(4), (devices, 2, 64, 64)) * X
+    run = mapped(lambda x: scatter_sequence(x[0], "tensor", spec), P("tensor"), SHARDED, devices)
+    actual = jax.jit(run)(terms)
+    fmt, values = spec.format, np.asarray(terms, np.float32)
     groups = {"token": 64, "tensor": 0}.get(spec.granularity, spec.group_size)
     split = values.reshape(devices, 2, 64, -1, groups) if groups else values.reshape(devices, 1, 1, 1, -1)
     largest = np.abs(split).max((0, -1), keepdims=True)
@@ -158,7 +160,7 @@ def test_parts_of_a_sum_are_rounded_once_under_scales_that_all_share(spec, devic
 
 
 def pair(f, x, t):
-    """A function's result and its gradients, as a compiled function of parameters and x."""
+    """Returns a compiled function of parameters and x that returns a function's result and its gradients."""
     return jax.jit(lambda p, x: (lambda y, back: (y, back(t)))(*jax.vjp(f, p, x)))
 
 
@@ -169,40 +171,39 @@ def on_one_device(recipe):
 
 
 def trees(recipe, sums, devices, check=True):
-    """Result, gradient of the input and of each weight: of devices, of one, and of one in fp32."""
+    """Returns result and gradients of input and weights: on devices, on one device, and on one device in bf16."""
     p, (x, t) = blocks.params(), jax.random.normal(jax.random.key(9), (2, 1, 64, blocks.WIDTH))
     layer = functools.partial(blocks.parallel_layer, recipe=recipe, sums=sums)
-    actual = pair(mapped(layer, (blocks.SPECS, CUT), CUT, devices, check), x, t)(p, x)
-    assert actual[0].sharding.spec == CUT
+    actual = pair(mapped(layer, (blocks.SPECS, SHARDED), SHARDED, devices, check), x, t)(p, x)
+    assert actual[0].sharding.spec == SHARDED
     names = sorted(p)
-    made = (actual, on_one_device(recipe), on_one_device(fp8jax.recipes.bf16()))
-    return [(tree[0], tree[1][1], *(tree[1][0][name] for name in names)) for tree in made]
+    results = (actual, on_one_device(recipe), on_one_device(fp8jax.recipes.bf16()))
+    return [(tree[0], tree[1][1], *(tree[1][0][name] for name in names)) for tree in results]
 
 
 @pytest.mark.parametrize("devices", [slow(2), slow(4), 8])
 def test_a_layer_in_bf16s_form_is_that_of_one_device(devices):
-    """Exact but for the order of sums: here in fp32 throughout, result and all gradients, norms' scales included."""
-    actual, one, _ = trees(fp8jax.recipes.bf16(), None, devices)
-    assert max(relative(a, b) for a, b in zip(actual, one, strict=True)) < order(blocks.INNER)
+    """Equal up to the order of sums: all in fp32, including gradients of the norms' scales."""
+    actual, on_one_device_, _ = trees(fp8jax.recipes.bf16(), None, devices)
+    assert max(relative(a, b) for a, b in zip(actual, on_one_device_, strict=True)) < order(blocks.INNER)
 
 
 @pytest.mark.parametrize("devices", [slow(2), slow(4), 8])
 def test_codes_of_a_layer_do_not_depend_on_the_mesh(devices):
-    """With scales that devices do not cut, and plain sums, 8 bits give one device's result and gradient of the input.
+    """If devices split no scale and sums are unquantized, results and input gradients equal those of one device.
 
-    But for the order of sums, and where that lets a code flip at a tie, which happens about once here: all codes of
-    that token may then be others from there on. In the forward pass most tokens do not see it; gradients sum it. The
-    weights' gradients that read a gathered gradient quantize it along tokens: what one device rounds once has been
-    rounded along channels before.
+    Exceptions are the order of sums, and a code that flips at a tie, about once here: all later codes of that token may
+    then differ. In the forward pass most tokens are not affected; gradients sum over tokens. Weight gradients that read
+    a gathered gradient quantize it along tokens. It was already rounded along channels, unlike on one device.
     """
-    (result, of_x, *actual), (expected, want_x, *one), _ = trees(FINE, "fp32", devices)
+    (result, of_x, *actual), (expected, want_x, *expected_gradients), _ = trees(FINE, "fp32", devices)
     tokens = [relative(a, b) for a, b in zip(result[0], expected[0], strict=True)]
     assert np.median(tokens) < order(blocks.INNER)
-    # Two roundings apart, in four tokens.
+    # Four tokens differ by two roundings.
     flipped = 2**0.5 * ROUNDING * (4 / len(tokens)) ** 0.5
     assert max(relative(result, expected), relative(of_x, want_x)) < flipped
-    # Between two roundings and one lie three.
-    for name, a, b in zip(sorted(blocks.SPECS), actual, one, strict=True):
+    # Two roundings compared with one: three errors.
+    for name, a, b in zip(sorted(blocks.SPECS), actual, expected_gradients, strict=True):
         assert relative(a, b) < (3**0.5 * ROUNDING if name in ("out", "down") else flipped), name
 
 
@@ -212,15 +213,17 @@ def test_codes_of_a_layer_do_not_depend_on_the_mesh(devices):
      pytest.param("fast", 8, marks=pytest.mark.slow), pytest.param("coat", 4, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_layer_in_8_bits_is_as_far_from_fp32_as_on_one_device(name, devices):
-    """Errors add in squares: of four boundaries with sums, half a step of e4m3 each, uniform within it.
+    """Errors add in squares: four boundaries with sums, each with half a step of e4m3, uniform within it.
 
-    Both errors are those of one draw. The mean square of n errors deviates by sqrt(2 / n) of itself, which is an eighth
-    for the 128 gradients of a norm: so much, three times, may their squares differ besides.
+    Both errors are single samples. The mean square of n errors deviates by sqrt(2 / n), an eighth for the 128 gradients
+    of a norm. The tolerance has three such deviations.
     """
     added = (2 * ROUNDING) ** 2
     trio = trees(fp8jax.recipes.get(name), None, devices, check=False)
-    for result, one, exact in zip(*trio, strict=True):
-        actual, from_exact, of_one = (relative(a, b) ** 2 for a, b in ((result, one), (result, exact), (one, exact)))
+    for result, single_device, exact in zip(*trio, strict=True):
+        actual, from_exact, of_one = (
+            relative(a, b) ** 2 for a, b in ((result, single_device), (result, exact), (single_device, exact))
+        )
         chance = 3 * (2 / exact.size) ** 0.5
         assert from_exact < (of_one + added) * (1 + chance) + chance * of_one
         assert actual < (of_one + from_exact + added) * (1 + chance)
@@ -232,12 +235,12 @@ def perceptron(x, up, down, recipe, sums=None):
     return scatter_sequence(y, "tensor", sums or recipe, gradients=recipe)
 
 
-PERCEPTRON = (CUT, CUT, P("tensor"))
+PERCEPTRON = (SHARDED, SHARDED, P("tensor"))
 
 
 def moved(recipe, sums, devices=8):
-    """The collectives of a perceptron's forward and backward pass, compiled."""
-    run = mapped(functools.partial(perceptron, recipe=recipe, sums=sums), PERCEPTRON, CUT, devices)
+    """Returns the collectives of the forward and backward pass of an MLP, compiled."""
+    run = mapped(functools.partial(perceptron, recipe=recipe, sums=sums), PERCEPTRON, SHARDED, devices)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 64, 128), (128, 256), (256, 128))]
     loss = lambda *args: jnp.sum(run(*args) ** 2)  # noqa: E731
     return collectives(jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes).compile().as_text())
@@ -245,7 +248,7 @@ def moved(recipe, sums, devices=8):
 
 @pytest.mark.parametrize("devices", [2, slow(8)])
 def test_a_compiled_program_moves_codes_and_little_else(devices):
-    """Forward and backward a gather and a scatter: a byte an element, and fp32 scales."""
+    """One gather and one scatter in each direction: a byte per element, and fp32 scales."""
     size, tokens = 2 * 64 * 128, 2 * 64
     actual = sorted(moved(fp8jax.recipes.deepseek(), None, devices))
     gather, scatter = (
@@ -253,32 +256,40 @@ def test_a_compiled_program_moves_codes_and_little_else(devices):
          Collective("all-gather", "u8", size // devices, devices)],
         [Collective("all-reduce", "f32", 4 * tokens, devices), Collective("all-to-all", "u8", size, devices)],
     )  # fmt: skip
-    scales = [one for one in actual if one.kind == "all-reduce"]
-    assert sum(one.nbytes for one in scales) == 2 * 4 * tokens  # XLA may join them
-    assert [one for one in actual if one not in scales] == sorted(gather * 2 + scatter[1:] * 2)
-    plain = moved(fp8jax.recipes.bf16(), None, devices)
-    for recipe, recorded in ((fp8jax.recipes.deepseek(), actual), (fp8jax.recipes.bf16(), plain)):
-        each = sequence_collectives(tokens, 128, devices, recipe, "fp32")
-        each = [one._replace(times=1) for one in each for _ in range(one.times)]
-        sums, others = ([one for one in each if (one.kind == "all-reduce") == is_sum] for is_sum in (True, False))
-        assert sorted(others) == sorted(one for one in recorded if one.kind != "all-reduce")
-        assert sum(one.nbytes for one in sums) == (0 if recorded is plain else 2 * 4 * tokens)
-    assert {(one.kind, one.dtype) for one in plain} == {("all-gather", "f32"), ("reduce-scatter", "f32")}
-    ratio = sum(one.sent_bytes for one in plain) / sum(one.sent_bytes for one in actual)
+    scales = [collective for collective in actual if collective.kind == "all-reduce"]
+    assert sum(collective.nbytes for collective in scales) == 2 * 4 * tokens  # XLA may combine them
+    assert [collective for collective in actual if collective not in scales] == sorted(gather * 2 + scatter[1:] * 2)
+    bf16_collectives = moved(fp8jax.recipes.bf16(), None, devices)
+    for recipe, recorded in ((fp8jax.recipes.deepseek(), actual), (fp8jax.recipes.bf16(), bf16_collectives)):
+        planned = sequence_collectives(tokens, 128, devices, recipe, "fp32")
+        planned = [collective._replace(times=1) for collective in planned for _ in range(collective.times)]
+        sums, not_sums = (
+            [collective for collective in planned if (collective.kind == "all-reduce") == is_sum]
+            for is_sum in (True, False)
+        )
+        assert sorted(not_sums) == sorted(collective for collective in recorded if collective.kind != "all-reduce")
+        assert sum(collective.nbytes for collective in sums) == (0 if recorded is bf16_collectives else 2 * 4 * tokens)
+    assert {(collective.kind, collective.dtype) for collective in bf16_collectives} == {
+        ("all-gather", "f32"),
+        ("reduce-scatter", "f32"),
+    }
+    ratio = sum(collective.sent_bytes for collective in bf16_collectives) / sum(
+        collective.sent_bytes for collective in actual
+    )
     assert 3.5 < ratio < 4
 
 
 def test_planned_crossings_count_what_is_gathered_again_and_powers_of_two():
-    """Of 16 tokens of 128 channels on a device: a byte for each 32 beside the codes, and 4 for each token's scale."""
+    """16 tokens of 128 channels per device: codes, a byte per 32 elements, and 4 bytes per token's scale."""
     actual = sequence_collectives(
         128, 128, 8, fp8jax.QuantSpec.parse("e4m3:mx32+token+exact"), times=3, forward_gathers=2
     )
     codes, scales = ("all-gather", "u8", 16 * (128 + 4), 8), ("all-gather", "f32", 4 * 16, 8)
-    parts = [("all-to-all", "u8", 128 * 128, 8), ("all-reduce", "f32", 4 * 128, 8)]
-    assert actual == [Collective(*one, times) for times in (6, 3) for one in (codes, scales)] + [
-        Collective(*one, 6) for one in parts]  # fmt: skip
-    one = sequence_collectives(128, 128, 8, "e4m3")  # a tensor's scale is a number, and not counted
-    assert [x[:3] for x in one] == [("all-gather", "u8", 2048)] * 2 + [("all-to-all", "u8", 16384)]
+    terms = [("all-to-all", "u8", 128 * 128, 8), ("all-reduce", "f32", 4 * 128, 8)]
+    assert actual == [Collective(*per_tensor, times) for times in (6, 3) for per_tensor in (codes, scales)] + [
+        Collective(*per_tensor, 6) for per_tensor in terms]  # fmt: skip
+    per_tensor = sequence_collectives(128, 128, 8, "e4m3")  # a scale per tensor is one number, and not counted
+    assert [x[:3] for x in per_tensor] == [("all-gather", "u8", 2048)] * 2 + [("all-to-all", "u8", 16384)]
     assert {x.dtype for x in sequence_collectives(128, 128, 8, "fp16")} == {"f16"}
     for folded in ("e4m3:mx32+token", "e4m3:mx32"):
         assert [x[:3] for x in sequence_collectives(128, 128, 8, folded)[:2]] == [
@@ -287,7 +298,7 @@ def test_planned_crossings_count_what_is_gathered_again_and_powers_of_two():
         ]
     gathers = [
         x for x in sequence_collectives(128, 128, 8, "jetfire") if x.kind == "all-gather"
-    ]  # whose dy is no codes yet
+    ]  # its dy is not quantized yet
     assert [x[1:3] for x in gathers] == [("u8", 16 * 128), ("f32", 4 * 4), ("bf16", 2 * 16 * 128)]
 
 
@@ -296,22 +307,27 @@ def test_what_travels_of_each_setting():
         functools.partial(sequence.operand_wire_format, "f"),
         functools.partial(sequence.sum_wire_format, "f"),
     )
-    assert [operand(name, "x") for name in sequence.PLAIN] == [
-        sequence.WireFormat(None, name) for name in sequence.PLAIN
+    assert [operand(name, "x") for name in sequence.UNQUANTIZED_DTYPES] == [
+        sequence.WireFormat(None, name) for name in sequence.UNQUANTIZED_DTYPES
     ]
-    assert operand("jetfire", "dy") == sequence.WireFormat(None)  # rounded stochastically where it is multiplied
+    assert operand("jetfire", "dy") == sequence.WireFormat(None)  # rounded stochastically in the product
     assert [operand("nvfp4", "x"), total("nvfp4")] == [sequence.WireFormat(None)] * 2
     assert operand("auto", "x").dtype is None
     delayed = dataclasses.replace(fp8jax.recipes.te_current().linear, x="e4m3", dy="e5m2", margin=1)
     assert [operand(delayed, side).spec.format for side in ("x", "dy")] == ["e4m3", "e5m2"]
     token = fp8jax.QuantSpec("e4m3", "token")
-    for how in ("deepseek", delayed, "e4m3:block128", fp8jax.QuantSpec("e4m3", "group", 128, scale_format="bf16")):
-        assert total(how).spec == token
-    for how in ("e4m3", "e4m3:token", "e4m3:group32"):
-        assert total(how).spec == fp8jax.QuantSpec.parse(how)
-    for how in (fp8jax.QuantSpec("e4m3", layer_axes=1), fp8jax.QuantSpec("e4m3", "token", axis=0)):
+    for wire_format in (
+        "deepseek",
+        delayed,
+        "e4m3:block128",
+        fp8jax.QuantSpec("e4m3", "group", 128, scale_format="bf16"),
+    ):
+        assert total(wire_format).spec == token
+    for wire_format in ("e4m3", "e4m3:token", "e4m3:group32"):
+        assert total(wire_format).spec == fp8jax.QuantSpec.parse(wire_format)
+    for wire_format in (fp8jax.QuantSpec("e4m3", layer_axes=1), fp8jax.QuantSpec("e4m3", "token", axis=0)):
         with pytest.raises(ValueError, match=r"f: .* is not a supported wire format"):
-            operand(how, "x")
+            operand(wire_format, "x")
 
 
 def test_codes_are_gathered_again_under_a_checkpoint():
@@ -320,24 +336,24 @@ def test_codes_are_gathered_again_under_a_checkpoint():
     def layer(x, w):
         return gather_linear(x, [w], "tensor", recipe=recipe)[0]
 
-    again = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
+    rematerialized = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
     counts = []
-    for f in (layer, again):
-        grad = jax.grad(lambda *a, f=f: jnp.sum(mapped(f, (CUT, CUT), COLUMNS)(*a) ** 2), (0, 1))
+    for f in (layer, rematerialized):
+        grad = jax.grad(lambda *a, f=f: jnp.sum(mapped(f, (SHARDED, SHARDED), COLUMNS)(*a) ** 2), (0, 1))
         counts.append(programs.asked_for(grad, X, w).count(("all_gather", "ui8", X.size // 8)))
     assert counts == [1, 2]
 
 
 def test_nan_is_seen_wherever_its_scale_reaches():
     x = X.at[1, 40, 3].set(jnp.nan)
-    for how, reached in (("e4m3:token", 64), ("e4m3", 1), ("int8", X.size)):
-        actual = jax.jit(mapped(functools.partial(gather_sequence, axes="tensor", wire_format=how)))(x)
-        whole = operand_of(x, fp8jax.QuantSpec.parse(how))
-        np.testing.assert_array_equal(np.isnan(actual), np.isnan(whole))
+    for spec, reached in (("e4m3:token", 64), ("e4m3", 1), ("int8", X.size)):
+        actual = jax.jit(mapped(functools.partial(gather_sequence, axes="tensor", wire_format=spec)))(x)
+        expected = operand_of(x, fp8jax.QuantSpec.parse(spec))
+        np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
         assert 1 <= np.isnan(actual).sum() <= reached
-    parts = jnp.stack([x, *[X] * 7])
-    run = mapped(lambda x: scatter_sequence(x[0], "tensor"), P("tensor"), CUT)
-    assert np.isnan(jax.jit(run)(parts)).sum() == 64
+    shards = jnp.stack([x, *[X] * 7])
+    run = mapped(lambda x: scatter_sequence(x[0], "tensor"), P("tensor"), SHARDED)
+    assert np.isnan(jax.jit(run)(shards)).sum() == 64
 
 
 @pytest.mark.parametrize(
@@ -378,10 +394,10 @@ def test_nan_is_seen_wherever_its_scale_reaches():
     ],
 )
 def test_what_cannot_travel_is_refused(function, shape, options, message):
-    place = CUT if function is gather_sequence and len(shape) == 3 else P("tensor") if len(shape) == 1 else P()
+    in_spec = SHARDED if function is gather_sequence and len(shape) == 3 else P("tensor") if len(shape) == 1 else P()
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
-            mapped(functools.partial(function, axes="tensor", **options), place, P("tensor")), jnp.ones(shape)
+            mapped(functools.partial(function, axes="tensor", **options), in_spec, P("tensor")), jnp.ones(shape)
         )
 
 
@@ -401,22 +417,22 @@ def test_weights_and_their_codes_are_as_many():
 
 @pytest.mark.parametrize("spec", ["int8:token", "int8:group32"])
 def test_under_plain_jit_codes_travel_where_they_are_constrained_themselves(spec):
-    """To the shard, and then to the whole; constraints on the array alone send it in its own dtype, and so are sums."""
-    own, whole = (jax.NamedSharding(mesh(), place) for place in (CUT, WHOLE))
+    """Codes are constrained to the shard, then replicated. Constraints on the array send its own dtype."""
+    sharded, replicated = (jax.NamedSharding(mesh(), place) for place in (SHARDED, REPLICATED))
     constrain = jax.lax.with_sharding_constraint
     place = jax.NamedSharding(mesh(), P(None, "tensor"))
-    x = jax.ShapeDtypeStruct((2, 64, 128), jnp.float32, sharding=own)
+    x = jax.ShapeDtypeStruct((2, 64, 128), jnp.float32, sharding=sharded)
     w = jax.ShapeDtypeStruct((128, 256), jnp.float32, sharding=place)
 
     def codes(x, w):
-        q = constrain(constrain(fp8jax.quantize(x, spec), own), whole)
+        q = constrain(constrain(fp8jax.quantize(x, spec), sharded), replicated)
         return q.dequantize() @ w
 
     def array(x, w):
-        return constrain(fp8jax.quantize(constrain(x, own), spec).dequantize(), whole) @ w
+        return constrain(fp8jax.quantize(constrain(x, sharded), spec).dequantize(), replicated) @ w
 
     sent = []
     for f in (codes, array):
         actual = collectives(jax.jit(f).lower(x, w).compile().as_text())
-        sent.append({one.dtype for one in actual if one.nbytes >= x.size // 8})
+        sent.append({collective.dtype for collective in actual if collective.nbytes >= x.size // 8})
     assert sent == [{"s8"}, {"f32"}]

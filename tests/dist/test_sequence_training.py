@@ -1,4 +1,4 @@
-"""A small transformer trained over data and tensor axes at once: all that travels in 8 bits, against one device."""
+"""Trains a small transformer over data and tensor axes with all communication in 8 bits, compared with one device."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ SPECS = ENDS | {"layers": [blocks.SPECS] * LAYERS}
 
 
 def batches():
-    """Each token says which one comes next."""
+    """Batches of tokens in which each token determines the next one."""
     follows = np.random.default_rng(0).permutation(VOCAB)
     rng = np.random.default_rng(1)
     for _ in range(STEPS):
@@ -79,7 +79,7 @@ def parallel(recipe):
             return loss(params, tokens, targets, blocks.parallel_layer, recipe) / TENSOR
 
         value, grads = jax.value_and_grad(own)(params)
-        # Of what all devices hold whole, each has its own tokens' part of the gradient.
+        # Gradients of replicated parameters are partial sums over each device's tokens.
         grads = jax.tree.map(lambda g, spec: g if "tensor" in spec else jax.lax.psum(g, "tensor"), grads, SPECS)
         grads = all_reduce_gradients(grads, "data", recipe.comm if recipe.comm.gradients else "fp32")
         return *apply(params, state, grads), jax.lax.pmean(jax.lax.psum(value, "tensor"), "data")
@@ -90,7 +90,7 @@ def parallel(recipe):
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False))
 
 
-@pytest.mark.slow  # Layers, sums and what travels are in test_sequence and test_reduce.
+@pytest.mark.slow  # test_sequence and test_reduce test layers, sums and wire formats.
 @pytest.mark.parametrize("name", ["fp8_lm", "fast"])
 def test_a_model_trains_over_both_axes_as_on_one_device(name):
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=fp8jax.recipes.Comm("e4m3"))
@@ -105,7 +105,7 @@ def test_a_model_trains_over_both_axes_as_on_one_device(name):
     size = BATCH // DATA * LENGTH * blocks.WIDTH
     of_activations = [one for one in travelled if one.kind in ("all-gather", "all-to-all")]
     codes = [one for one in of_activations if one.dtype == "u8"]
-    # Of each layer two gathers and two scatters, forward and backward.
+    # Two gathers and two scatters per layer, forward and backward.
     assert sum(one.times * one.nbytes for one in codes if one.kind == "all-to-all") == LAYERS * 4 * size
     assert sum(one.times * one.nbytes for one in codes if one.kind == "all-gather") == LAYERS * 4 * size // TENSOR
     assert all(one.nbytes <= 4 * size // blocks.WIDTH for one in of_activations if one.dtype != "u8")

@@ -1,4 +1,4 @@
-"""Tokens that all devices gather as codes, against float64 of a dense computation and codes of ml_dtypes."""
+"""Tokens that all devices gather as codes, compared with a dense computation in float64 and codes of ml_dtypes."""
 
 import functools
 
@@ -34,7 +34,7 @@ UNUSED = np.where(np.arange(DEVICES * TOKENS) % 2, np.nan, 1e30).astype(np.float
 
 
 def rounded(x, wire, chosen, fmt=ml_dtypes.float8_e4m3fn):
-    """What devices decode. A scale per tensor is that of the largest token with an expert, times powers of two."""
+    """Returns what devices decode. A scale per tensor is that of the largest token with an expert."""
     if wire == "fp32":
         return x
     x = np.where(((chosen >= 0) & (chosen < EXPERTS)).any(1)[:, None], x, 0)
@@ -46,7 +46,7 @@ def rounded(x, wire, chosen, fmt=ml_dtypes.float8_e4m3fn):
 
 
 def oracle(x, w, weights, dy, chosen, wire):
-    """Results and gradients in float64, a token and a choice at a time."""
+    """Returns results and gradients in float64, token by token and choice by choice."""
     x, dy, w = (a.astype(np.float64) for a in (rounded(x, wire, chosen), rounded(dy, wire, chosen), w))
     y, dx, dw, dweights = (np.zeros(a.shape) for a in (dy, x, w, weights))
     for (token, choice), expert in np.ndenumerate(chosen):
@@ -60,7 +60,7 @@ def oracle(x, w, weights, dy, chosen, wire):
 
 
 def layer(x, w, weights, chosen, *, wire, capacity=None, recipe="bf16"):
-    """The weighted sum of the products of a device's tokens with their experts' matrices."""
+    """Returns the weighted sum of the products of a device's tokens with their experts' matrices."""
     gather = TokenGather.from_choices(chosen, EXPERTS, "expert", capacity=capacity)
     y = fp8jax.ragged_dot(gather.dispatch(x, wire), w, gather.group_sizes, recipe=recipe)
     return gather.combine(y * gather.dispatch_weights(weights)[:, None], wire), gather.overflow[None]
@@ -77,8 +77,8 @@ def mapped(function, devices=DEVICES, axis_type=AxisType.Auto, check_vma=True):
 
 def value_and_gradients(function, x, w, weights, chosen, dy):
     with jax.default_matmul_precision("highest"):
-        y, back, _ = jax.vjp(lambda *args: function(*args, chosen), x, w, weights, has_aux=True)
-        return y, *back(dy)
+        y, vjp_fn, _ = jax.vjp(lambda *args: function(*args, chosen), x, w, weights, has_aux=True)
+        return y, *vjp_fn(dy)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def value_and_gradients(function, x, w, weights, chosen, dy):
     ],
 )
 def test_products_over_devices_are_those_of_rounded_tokens(wire, devices, axis_type, check_vma):
-    """Small tokens keep their digits. Tokens without experts are NaN or huge, and stay out of results and scales."""
+    """Small tokens keep their precision. NaN and huge tokens without experts affect no result or scale."""
     run = mapped(functools.partial(layer, wire=wire), devices, axis_type, check_vma)
     run = jax.jit(functools.partial(value_and_gradients, run))
     for chosen in CASES.values():
@@ -108,29 +108,29 @@ def test_products_over_devices_are_those_of_rounded_tokens(wire, devices, axis_t
 
 @pytest.mark.parametrize("recipe", ["coat", "deepseek", "bf16"])
 def test_codes_and_scales_are_all_that_is_gathered(recipe):
-    """Forward, and of gradients backward; sums travel in their own dtype. The plan counts the same bytes."""
+    """Tokens and gradients are sent as codes, sums in their own dtype. The plan counts the same bytes."""
     run = mapped(functools.partial(layer, wire=recipe))
 
     def both(x, w, dy):
-        y, back = jax.vjp(lambda x: run(x, w, WEIGHTS, CHOSEN.astype(np.int32))[0], x)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(lambda x: run(x, w, WEIGHTS, CHOSEN.astype(np.int32))[0], x)
+        return y, vjp_fn(dy)
 
     actual = programs.asked_for(both, X, W, DY)
     forward, backward = (
         expert_collectives(TOKENS, width, DEVICES, recipe, "fp32", kind="all-gather") for width in (INPUTS, OUTPUTS)
     )
-    # Forward tokens have as many channels as inputs, and backward gradients as outputs.
+    # Tokens have as many channels as inputs, their gradients' cotangents as many as outputs.
     count = len(forward) // 2
     planned = [*forward[:count], *backward[count:], forward[-1]]
     actual = [(kind.replace("_", "-"), dtype.replace("ui8", "u8"), nbytes) for kind, dtype, nbytes in actual]
-    # Choices and their weights travel, too, and the amax of tensors.
+    # Choices, their weights and the amax of tensors are sent too.
     small = [("all-gather", dtype, 4 * TOKENS * CHOICES) for dtype in ("i32", "f32")]
     assert sorted(one for one in actual if one[0] != "all-reduce") == sorted([*(one[:3] for one in planned), *small])
     assert all(nbytes == 4 for kind, _, nbytes in actual if kind == "all-reduce")
 
 
 def test_products_read_the_codes_that_travelled(monkeypatch):
-    """Nothing is quantized again. Results and gradients are those of one device, which quantizes all tokens."""
+    """Nothing is quantized twice. Results and gradients are those of one device, which quantizes all tokens."""
 
     def products(x, w, weights, chosen):
         gather = TokenGather.from_choices(chosen, EXPERTS, "expert")
@@ -155,12 +155,12 @@ def test_products_read_the_codes_that_travelled(monkeypatch):
     actual = jax.jit(functools.partial(value_and_gradients, mapped(products, 2)))(*arrays)
     for one, other in zip(
         actual, expected, strict=True
-    ):  # XLA rounds sums differently in functions that it does not inline.
+    ):  # XLA rounds sums differently in functions that are not inlined.
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6 * np.abs(other).max())
 
 
 def test_rows_beyond_a_capacity_are_counted_and_make_results_nan():
-    """On all devices; a capacity that the rows fill is enough."""
+    """On all devices. A capacity that the rows exactly fill is large enough."""
     needed = max(np.isin(CHOSEN, (2 * device, 2 * device + 1)).sum() for device in range(DEVICES))
     for capacity in (needed, needed - 1):
         run = mapped(functools.partial(layer, wire="fp32", capacity=capacity))

@@ -1,4 +1,4 @@
-"""Whole weights of shards for one layer at a time: their codes, their gradients, and what is gathered again."""
+"""Sharded weights that are gathered for one layer at a time: their codes, gradients, and rematerialized gathers."""
 
 import functools
 
@@ -40,21 +40,21 @@ def test_gathered_codes_are_those_of_the_whole_weight(name):
 
 
 def test_what_does_not_travel_as_codes_is_none():
-    def ask(recipe, count=4):
+    def sends_codes(recipe, count=4):
         results = []
         run = mapped(lambda w: results.append(gather_quantized(w, "fsdp", recipe)), P("fsdp"), None, count)
         jax.eval_shape(run, W)
         return results[0] is not None
 
-    assert ask("te_current", 8)
-    assert ask("deepseek")
-    assert not ask("deepseek", 8)  # shards of 64 rows end within blocks of 128
-    assert not ask("bf16")
-    assert not ask("te_delayed")  # observes the weight itself
+    assert sends_codes("te_current", 8)
+    assert sends_codes("deepseek")
+    assert not sends_codes("deepseek", 8)  # shards of 64 rows end within blocks of 128
+    assert not sends_codes("bf16")
+    assert not sends_codes("te_delayed")  # observes the weight itself
     own = functools.partial(Linear, "e4m3", dy="e4m3")
-    assert ask(own(w="e4m3"))
-    assert not ask(own(w="e4m3", w_dgrad="e5m2"))  # quantized apart
-    assert not ask(own(w="e4m3:group32", w_dgrad="e4m3:group32"))
+    assert sends_codes(own(w="e4m3"))
+    assert not sends_codes(own(w="e4m3", w_dgrad="e5m2"))  # quantized separately
+    assert not sends_codes(own(w="e4m3:group32", w_dgrad="e4m3:group32"))
     with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map"):
         gather_quantized(W, "fsdp", "te_current")
     with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map"):
@@ -72,7 +72,7 @@ def loss(run, w, x):
 
 
 def test_gradients_are_means_of_those_of_the_whole_weight_and_codes_are_gathered_again():
-    """All devices have the same rows, so that scales are those of one."""
+    """All devices have the same rows, so scales are those of one device."""
     again = jax.checkpoint(layer, policy=regather_policy)
     kinds = {}
     for name, run in (("kept", layer), ("again", again)):
@@ -119,8 +119,8 @@ def test_what_is_computed_in_fp32_of_16_bits_is_not_held():
         return (x32_NxD * root_Nx1 * scale_D).astype(jnp.bfloat16) @ w_DxF
 
     inputs = jnp.ones((64, 32), jnp.bfloat16), jnp.ones(32), jnp.ones((32, 8), jnp.bfloat16)
-    held = jax.vjp(jax.checkpoint(block, policy=regather_policy), *inputs)[1]
-    shapes = {(str(x.dtype), x.shape) for x in jax.tree.leaves(held)}
+    residuals = jax.vjp(jax.checkpoint(block, policy=regather_policy), *inputs)[1]
+    shapes = {(str(x.dtype), x.shape) for x in jax.tree.leaves(residuals)}
     assert ("bfloat16", (64, 32)) in shapes
     assert ("float32", (64, 32)) not in shapes
     assert ("float32", (64, 32)) in {(str(x.dtype), x.shape) for x in jax.tree.leaves(jax.vjp(block, *inputs)[1])}

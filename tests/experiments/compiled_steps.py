@@ -1,8 +1,8 @@
-"""Training steps compiled for several H200s in a process that has no GPU: `python -m tests.experiments.compiled_steps`.
+"""Training steps compiled for several H200s in a process without a GPU: `python -m tests.experiments.compiled_steps`.
 
-Each argument is RECIPE:DATA:FSDP:TENSOR:GRADIENTS:FORM:PARTITION. What the compiled step exchanges is printed beside
-what a plan of it says, as bytes by kind, dtype and number of devices. Largest magnitudes that kernels on several
-devices compare are left out; other single numbers are not.
+Each argument is RECIPE:DATA:FSDP:TENSOR:GRADIENTS:FORM:PARTITION. The output has the communication of the compiled step
+and of its plan, as bytes by collective, dtype and number of devices. Amax reductions of kernels are left out; other
+scalars are not.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ from fp8jax.ops.dispatch import choice
 from fp8jax.recipes import Comm
 from tests.kernels import h200
 
-# So many tokens that XLA gathers the table of embeddings rather than what is looked up in it.
+# With this many tokens, XLA gathers the embedding table, not the results of the lookup.
 LLAMA = LlamaConfig(vocab=2048, dim=256, layers=2, heads=4, kv_heads=4, mlp_dim=512)
 BATCH, LENGTH = 8, 1024
 
 
 def compiled(name: str, devices: jax.sharding.Mesh, comm: Comm, partition: str) -> tuple[Any, fp8jax.Recipe]:
-    """The step of a recipe, and the recipe."""
+    """Returns the compiled step of a recipe, and the recipe."""
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=comm)
     rows = mesh.batches(devices)
     remat = False if recipe.context.residual else "products"
@@ -53,7 +53,7 @@ def compiled(name: str, devices: jax.sharding.Mesh, comm: Comm, partition: str) 
 
 
 def without_maxima(program: str) -> str:
-    """The text of a program without the all-reduces of largest magnitudes that kernels on several devices have."""
+    """Returns the text of a program without the all-reduces of amaxes of kernels on several devices."""
     computations, _ = computations_of(program)
     largest = {name for name, lines in computations.items() if any(line.op == "maximum" for line in lines)}
     compared = re.compile(r"all-reduce(?:-start)?\(.*to_apply=%?([\w.$-]+).*custom_partitioning")
@@ -73,7 +73,7 @@ def main() -> None:
     plain = jax.nn.dot_product_attention
 
     def attend(*qkv: Any, is_causal: bool, implementation: str) -> jax.Array:
-        return plain(*qkv, is_causal=is_causal, implementation="xla")  # cuDNN is not here
+        return plain(*qkv, is_causal=is_causal, implementation="xla")  # this machine has no cuDNN
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(jax, "default_backend", return_value="gpu"))
@@ -89,7 +89,7 @@ def main() -> None:
                 platform="cuda", target_config=target, topology=f"1x1x{math.prod(sizes)}"
             )
             devices = jax.sharding.Mesh(np.array(topology.devices).reshape(*sizes, 1), mesh.AXES)
-            with jax.set_mesh(devices):  # kernels are partitioned where there are several devices
+            with jax.set_mesh(devices):  # kernels are partitioned on several devices
                 step, recipe = compiled(name, devices, Comm(*comm), partition)
             tokens = BATCH * LENGTH
             with mock.patch.object(plan, "saved_per_token", return_value=0.0):

@@ -19,13 +19,13 @@ TINY = (  # noqa: SIM905 (a command line reads best as one)
 
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What times arms collects no garbage first: the suite's heap takes seconds each time."""
+    """Timing collects no garbage before it starts: that takes seconds in the test process."""
     monkeypatch.setattr(timing, "left_alone", contextlib.nullcontext)
 
 
 @pytest.fixture(scope="module")
 def small_on_meshes() -> Iterator[None]:
-    """Small parameters are cut over devices, too, and noise depends on no order of sums."""
+    """Small parameters are sharded too, and noise does not depend on the order of sums."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "SMALLEST", 1024)
         patch.setattr("fp8jax.rewrite.run.key_from_data", lambda x: jax.random.key(x.size))
@@ -44,7 +44,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that all runs of the session lie in."""
+    """The folder of all runs of the session."""
     return tmp_path_factory.mktemp("runs")
 
 

@@ -1,7 +1,7 @@
-"""Tiny checkpoints of each family: configurations as transformers takes them, and weights by their names and shapes.
+"""Tiny checkpoints of each family: configurations for transformers, and weights by their names and shapes.
 
-Weights are drawn from NumPy's frozen legacy stream: files hold what another library made of them, and no weights.
-`make_hub_golden.py` writes those of tests/data/hub.
+Weights are drawn from NumPy's frozen legacy stream. Files contain the outputs of another library, and no weights.
+`make_hub_golden.py` writes the files of tests/data/hub.
 """
 
 import json
@@ -30,7 +30,7 @@ _LLAMA3 = {"rope_type": "default", "rope_theta": 500.0}
 _LLAMA31 = {"rope_type": "llama3", "rope_theta": 500.0, **_SCALING}
 _QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
 
-# Name of the case: class of the configuration, and its settings.
+# case -> class of the configuration, and its settings
 CASES = {
     "llama2": ("LlamaConfig", {**_SHAPE, "num_key_value_heads": 4, "rms_norm_eps": 1e-6}),
     "llama3": ("LlamaConfig", {**_SHAPE, "rms_norm_eps": 1e-5, "rope_parameters": _LLAMA3}),
@@ -54,7 +54,7 @@ CASES = {
 
 
 def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A weight by its name and shape, float32: large enough that attention is sharp and each feature shows."""
+    """Returns a float32 weight by its name and shape, large enough for sharp attention and to show each feature."""
     stream = np.random.RandomState(zlib.crc32(name.encode()))
     values = stream.randint(-(2**15), 2**15, shape) / 2.0**15 * 3**0.5
     if "norm" in name or "ln_" in name:
@@ -64,12 +64,12 @@ def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def golden(case: str) -> dict:
-    """What another library made of a case: its config.json, names and shapes, and logits of tokens."""
+    """Returns another library's results for a case: its config.json, names and shapes, and logits of tokens."""
     return json.loads((GOLDEN / f"{case}.json").read_text())
 
 
 def write(folder: Path, config: dict, shapes: dict[str, list[int]], dtype=np.float32, shards: int = 1) -> Path:
-    """A checkpoint of drawn weights as the Hub has them, in one file or in several with an index."""
+    """Writes a checkpoint of drawn weights like the Hub's, in one file or in several with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     weights = {name: draw(name, tuple(shape)).astype(dtype) for name, shape in shapes.items()}

@@ -1,7 +1,7 @@
 """Writes tests/data/hub with transformers (5.24.0, torch 2.14.1): `python -m tests.experiments.make_hub_golden`.
 
-A file a case: config.json as transformers writes it, names and shapes of tensors, and of drawn weights the logits of
-tokens in fp32 and the tokens that greedy search goes on with.
+One file per case: config.json from transformers, names and shapes of tensors, and for drawn weights the fp32 logits of
+tokens and the greedy continuation.
 """
 
 import json
@@ -18,7 +18,7 @@ from tests.experiments import hub_cases as cases
 
 
 def make(case: str) -> torch.nn.Module:
-    """transformers' model of a case, with drawn weights."""
+    """Returns transformers' model of a case, with drawn weights."""
     kind, settings = cases.CASES[case]
     auto = transformers.AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as name:
@@ -30,7 +30,7 @@ def make(case: str) -> torch.nn.Module:
 
 
 def shapes(folder: Path) -> dict[str, list[int]]:
-    """Names and shapes of the tensors of a checkpoint in one file, which has each expert's apart."""
+    """Returns names and shapes of the tensors of a checkpoint in one file, with separate experts."""
     return {name: list(x.shape) for name, x in load_file(folder / "model.safetensors").items()}
 
 

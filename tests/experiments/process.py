@@ -1,6 +1,7 @@
-"""One of several processes of the training program, which sends itself a signal: for test_hosts.py.
+"""One of several processes of the training program, which sends itself a signal, for test_hosts.py.
 
-Before a step; "0" is while the others compile it. Batches of the numbers in its third argument have a loss of NaN.
+The signal comes before a step; "0" is during the others' compilation. Batches with the numbers in its third argument
+have a NaN loss.
 """
 
 import os

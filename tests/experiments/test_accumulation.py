@@ -1,4 +1,4 @@
-"""Microbatches of the training program: what becomes of what each part gives, whichever is largest."""
+"""Accumulation over microbatches: losses, gradients, statistics and states."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from experiments.train.losses import accumulate
 
 @pytest.mark.parametrize("factors", list(itertools.permutations([1.0, 8.0, 3.0])), ids=str)
 def test_parts_merge_by_mean_and_statistics_by_maximum(factors):
-    """What is noted passes from one part to the next."""
+    """States are passed from one microbatch to the next."""
 
     def one(noted, tokens):
         value = tokens[0, 0]
@@ -26,7 +26,7 @@ def test_parts_merge_by_mean_and_statistics_by_maximum(factors):
 
 
 def test_gradients_of_16_bits_are_added_up_in_32_whatever_the_order():
-    """In bf16, whose numbers near 256 are 2 apart, the ones would be lost, and a third rounded."""
+    """bf16 numbers near 256 are 2 apart: sums in bf16 would lose the ones, and round a third."""
     for factors in ([256.0, 1.0, 1.0], [1.0, 256.0, 1.0], [1.0, 1.0, 256.0]):
 
         def one(noted, tokens):

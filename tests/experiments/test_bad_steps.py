@@ -1,4 +1,4 @@
-"""Runs with a batch whose loss is NaN end in the bits of runs that never saw it, also when they are broken off."""
+"""Runs with a NaN batch end with the bits of runs without that batch, also after an interruption."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ RECIPE = dataclasses.replace(fp8jax.recipes.te_delayed(), name="both", optimizer
 
 
 class Batches:
-    """An iterator whose batches of some numbers, from 0, are marked or left out."""
+    """An iterator that marks or omits batches by their number, from 0."""
 
     def __init__(self, batches, bad, omitted):
         self.batches, self.bad, self.omitted = batches, bad, omitted
@@ -36,7 +36,7 @@ class Batches:
 
 
 def mark_batches(patch, bad, omitted=()):
-    """Lets batches of some numbers, from 0, have a loss of NaN by their first row, and leaves out others."""
+    """Gives batches with some numbers, from 0, a NaN loss by their first row, and omits others."""
     make, entropy = cli.data.train_batches, task.cross_entropy
 
     def marked_entropy(model, tokens, *args, **options):
@@ -49,7 +49,7 @@ def mark_batches(patch, bad, omitted=()):
 
 @pytest.fixture
 def train(argv, out, monkeypatch):
-    """Trains a run and returns its last state's digests; marked batches have a loss of NaN."""
+    """Trains a run and returns the digests of its last state. Marked batches have a NaN loss."""
 
     def run(name, *flags, bad=(), omitted=(), break_at=None):
         with monkeypatch.context() as patch:
@@ -76,7 +76,7 @@ def train(argv, out, monkeypatch):
     return run
 
 
-# Steps 4 and 8 have checkpoints. Going back from the seventh batch leaves out the two before it, too.
+# Steps 4 and 8 have checkpoints. Rewinding from the seventh batch also drops the two before it.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "bad", "omitted", "counts"),
@@ -102,7 +102,7 @@ def test_a_run_with_a_bad_batch_ends_as_one_without_it_and_so_does_a_resumed_one
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_with_another_policy_from_a_checkpoint_without_counts(train, capsys, monkeypatch):
-    """Checkpoints of older versions have no monitor: it starts as zeros."""
+    """Checkpoints of older versions have no monitor: it starts with zeros."""
     with monkeypatch.context() as patch:
         flatten = checkpoint.flatten
         patch.setattr(

@@ -1,4 +1,4 @@
-"""Whole models on few cards, as `bench release` steps them."""
+"""Whole models on a few GPUs, as in `bench release`."""
 
 import pytest
 
@@ -11,7 +11,7 @@ MODEL = LlamaConfig(vocab=256, dim=128, layers=2, heads=4, kv_heads=4, mlp_dim=2
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "coat_optimizer, released, bf16+int8 masters"])
 def test_devices_share_sequences_and_no_channels(name):
-    """cuDNN's attention refuses queries that lie otherwise than keys, as XLA places them where it alone decides."""
+    """cuDNN's attention rejects queries with another sharding than keys, which XLA may choose without constraints."""
     arm = card.CardArm(name, MODEL, 1, 128, gpus=2)
     assert len(arm.tokens.sharding.device_set) == 2
     text = arm.program.as_text()
@@ -22,7 +22,7 @@ def test_devices_share_sequences_and_no_channels(name):
 
 
 def arms(needs):
-    """What makes arms whose programs need so many GB of a batch, and the batches that are compiled."""
+    """Returns a function that creates arms with this memory per batch, and the list of compiled batches."""
     calls = []
 
     class Arm:
@@ -44,12 +44,12 @@ def arms(needs):
         (lambda b: 10 + 0.37 * b, 4),
         (lambda b: 10 + 9 * b, 3),
         (lambda b: 10 + 4 * b, 4),
-        # Another moment is the peak from some batch on.
+        # From some batch on, another stage has the peak memory.
         (lambda b: max(22 + 0.01 * b, 10 + 0.37 * b), 6),
     ],
 )
 def test_the_most_sequences_that_fit_are_found_by_few_programs(needed, most):
-    """Of 30 GB, 10 of them of the state."""
+    """30 GB, of which the state has 10."""
     make, recorded = arms(needed)
     arm = release.largest(make, 30)
     assert len(recorded) <= most

@@ -1,4 +1,4 @@
-"""Every benchmark's code runs through on a CPU, small and without measuring, before a GPU's time is spent."""
+"""Every benchmark's code runs on a CPU, with small shapes and without timing."""
 
 import dataclasses
 import importlib
@@ -17,7 +17,7 @@ from experiments.bench import arms, driver, models, moe, writings
 from experiments.results import runner
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
-# What takes longer than to try the code once: arms that differ in their recipe alone.
+# Slow cases: arms that differ only in their recipe.
 FEWER = {
     "step": ["--arm", "coat", "--torch"],
     "models": ["--models", "gpt350m", "--torch", "--arm", "bf16", "coat"],
@@ -78,11 +78,11 @@ def test_arms_of_a_job_are_recipes_that_there_are():
         assert writings.get_recipe(arm).name
 
 
-def losses(user, arms, **how):
-    """Of three steps, really run; the state is freed."""
+def losses(user, arms, **kwargs):
+    """Returns the losses of three steps, and frees the state."""
     results = {}
     for name in arms:
-        arm = models.UserArm(user, name, **how)
+        arm = models.UserArm(user, name, **kwargs)
         arm.prepare()
         results[name] = [float(arm()) for _ in range(3)]
         arm.stop()
@@ -91,14 +91,14 @@ def losses(user, arms, **how):
 
 
 def small(training):
-    """A batch of two sequences of a model that is tiny."""
+    """Returns a batch of two sequences for a tiny model."""
     return models.UserModel("small", lambda arm, length, outputs, _: training(arm, length, outputs, True),
                             (), "text", 2, 16, 64)  # fmt: skip
 
 
 @pytest.mark.slow
 def test_a_user_s_model_trains_in_both(monkeypatch):
-    """Losses agree but for what 8 bits round."""
+    """Losses agree except for 8-bit rounding."""
     names = ("bf16", "prequantized:coat, 8-bit head")
     plain, eight = losses(small(models.MODELS["llama1b"].training), names).values()
     assert plain[2] < plain[0]
@@ -122,7 +122,7 @@ def test_other_writings_and_policies_train_in_both(name):
 
 @pytest.mark.slow
 def test_blocks_of_a_model_with_a_policy_are_checkpointed_and_each_writing_is_quantized():
-    """Read from programs, nothing runs."""
+    """Read from traced programs; nothing runs."""
     inputs, labels = jax.eval_shape(lambda: (jnp.zeros((2, 16), "int32"),) * 2)
     for name in ("llama1b", "llama1b_dots", "llama1b_linen", "llama1b_equinox"):
         for arm, eight in (("bf16", False), ("coat", True)):
@@ -179,5 +179,5 @@ def test_a_layer_whose_experts_are_cut_over_devices_computes_the_whole_layer(nam
     expected = jax.jit(whole.in_order)(*moe.draw(whole))
     actual = jax.jit(shared.in_order)(*moe.draw(shared))
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    # Devices round partial sums of the router's gradient, and scales of `coat` are those of a device's tokens.
+    # Devices round partial sums of the router's gradient, and `coat` has scales per device.
     assert float(driver.relative_error(actual, expected)) < (0.02 if name == "bf16" else 0.15)

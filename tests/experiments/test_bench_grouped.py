@@ -1,4 +1,5 @@
-"""The benchmark of grouped products: its code runs through, its references are right, and arms fail alone."""
+"""The benchmark of grouped products: its code runs, its references are right, and a failing arm does
+not stop others."""
 
 import argparse
 import importlib.util
@@ -28,7 +29,7 @@ def test_each_case_is_traced(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("is_permuted", [True, False])
 def test_references_are_products_of_each_group(is_permuted):
-    """Results from float64, in place of those of kernels, have no error; of another group, a large one."""
+    """Float64 results instead of the kernels' have no error; those of another group have a large one."""
     sizes = SMALL.group_sizes()
     assert sizes.sum() == SMALL.rows
     assert 0 in sizes

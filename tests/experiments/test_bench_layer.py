@@ -1,4 +1,4 @@
-"""The benchmark of a layer, on a small one: its arms compute the same layer and keep what they are said to."""
+"""The benchmark of a layer, with a small one: its arms compute the same layer and save the expected residuals."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ def test_the_layer_as_functions_is_that_of_the_model(monkeypatch):
     }
     for leaves in zip(*(actual[name] for name in (layer.BF16, held, f"{held}, {layer.FUNCTIONS}")), strict=True):
         exact, model, functions = (np.asarray(leaf, np.float64) for leaf in leaves)
-        # A sum that is rounded once less can change a scale, and with it how e5m2 rounds all of a gradient.
+        # One rounding less can change a scale, and with it the e5m2 codes of a whole gradient.
         assert 0 < np.linalg.norm(functions - exact) < 1.2 * np.linalg.norm(model - exact)
     assert arms[held].saved == arms[f"{held}, {layer.FUNCTIONS}"].saved
 
@@ -63,7 +63,7 @@ def test_a_layer_with_fallback_has_thresholds_that_its_inputs_settled(monkeypatc
     arm = layer.arms(128, dataclasses.replace(SMALL, dim=256, mlp_dim=512), ("int8_fallback",))["int8_fallback"]
     params, codes, x, _ = arm.operands
     threshold = codes["attention"]["q"]["dot_general"]["threshold_x"]
-    assert 1 < threshold < np.abs(np.asarray(x, np.float32)).max() * 1.3  # of normalized inputs, as x is
+    assert 1 < threshold < np.abs(np.asarray(x, np.float32)).max() * 1.3  # normalized inputs, like x
     assert codes["mlp"]["down"]["dot_general"]["threshold_x"] < 1
     y, (grads, dx) = jax.eval_shape(arm.three, *arm.operands)
     assert (y.shape, jax.tree.map(jnp.shape, grads), dx.shape) == (x.shape, jax.tree.map(jnp.shape, params), x.shape)

@@ -1,4 +1,4 @@
-"""The benchmark of the optimizer's step, on CPU with stand-ins for its kernels: what it records, and how it times."""
+"""The benchmark of the optimizer's step, on a CPU with fake kernels: rows and timing."""
 
 import functools
 import importlib.util
@@ -69,12 +69,12 @@ def test_arms_run_in_turns_and_leave_nothing_behind(monkeypatch, tmp_path):
         assert actual[case, step, "speed", "bytes only"]["ratio"] == pytest.approx(1 / place)
     sustained = {(r["case"], r["impl"], r["baseline"]): r["ratio"] for r in report["rows"]
                  if r["metric"] == "speed, sustained" and "FP8-LM" not in r["case"]}  # fmt: skip
-    # Alone, in the order bytes, optax, step, update, both, to nearest.
+    # In the order bytes, optax, step, update, both, nearest.
     assert sustained[FP32, "compressed_adamw step", "bytes only"] == pytest.approx(1 / 3)
     assert sustained[FP32, "compressed_adamw step", "optax.adamw float32"] == pytest.approx(2 / 3)
     assert sustained[FP32, "compressed_adamw update + apply", "optax.adamw float32"] == pytest.approx(2 / 5)
     assert sustained[BF16, "compressed_adamw step", "bytes only"] == pytest.approx(1 / 3)
-    # Of another case the same kind of run: 2 of fp32's optax over 3 of bf16's step.
+    # The same for another case: 2 of fp32's optax to 3 of bf16's step.
     assert sustained[BF16, "compressed_adamw step", "optax.adamw float32"] == pytest.approx(2 / 3)
     assert actual[BF16, "compressed_adamw step", "speed", "optax.adamw float32"]["ratio"] == pytest.approx(4 / 5)
     for kind, traffic in (("fp8 gradients", 16), ("bf16 gradients", 18)):
@@ -93,7 +93,7 @@ def test_a_round_is_timed_after_as_many_calls_untimed(monkeypatch):
 
     def call(name, length):
         assert garbage == ["collect", "freeze"]
-        # What runs after another takes longer.
+        # An arm that runs after another takes longer.
         clock[0] += length if ran and ran[-1] == name else 100
         ran.append(name)
         return name
@@ -109,5 +109,5 @@ def test_a_round_is_timed_after_as_many_calls_untimed(monkeypatch):
     assert (ran.count("a"), ran.count("b")) == (7 * 2 * 3, 7 * 2 * 2)
     for i in range(7):
         assert set(ran[10 * i : 10 * (i + 1)]) == {"a", "b"}
-    # The garbage collector stops no round to look at what tracing has left, and is as before after them.
+    # The garbage collector does not scan objects of tracing during a round, and is restored afterwards.
     assert garbage == [*kinds]

@@ -1,4 +1,5 @@
-"""The comparison of 8-bit AdamWs: its truth against optax, its errors against planted updates, and what is left out."""
+"""The comparison of 8-bit AdamWs: its reference against optax, its errors against planted updates, and
+omitted cases."""
 
 import json
 import types
@@ -45,7 +46,7 @@ class PlantedTensor:
 
 
 class PlantedParts(PlantedTensor):
-    """Of parts, one of which is a table that all share."""
+    """Tensors in parts, one of which is a shared table."""
 
     codes, scale, qmap = PlantedTensor(10, 1), PlantedTensor(2, 4), PlantedTensor(256, 4)
 
@@ -110,7 +111,7 @@ def test_a_torch_optimizer_sees_the_same_gradients():
 
 @pytest.mark.slow
 def test_recorded_gradients_are_those_of_a_training(monkeypatch):
-    """Of another loss at each step, and of every leaf that is compressed."""
+    """The loss differs in each step, and every compressed leaf is recorded."""
     peers.recorded.cache_clear()
     actual = peers.recorded(3)
     peers.recorded.cache_clear()

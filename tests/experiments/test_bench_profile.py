@@ -1,4 +1,4 @@
-"""The profile of a layer: kernels are told apart by their names, times and gaps are summed by hand."""
+"""The profile of a layer: kernels by name, and sums of times and gaps."""
 
 import types
 
@@ -50,7 +50,7 @@ def test_kernels_are_those_of_the_streams_of_the_first_gpu():
 
 
 def test_times_are_a_call_and_gaps_those_without_any_kernel():
-    # Of two calls; the third kernel runs beside the second, and 1,000 and 3,000 ns lie between.
+    # Two calls. The third kernel overlaps the second; the gaps are 1,000 and 3,000 ns.
     recorded = [
         ("_quantize", 5e3, 6e3),
         ("nvjet_sm90_tst_x", 7e3, 12e3),
@@ -153,6 +153,6 @@ def test_the_least_time_is_that_of_operations_and_bytes():
         assert peaks.least(PROGRAM, peaks.bandwidth(device_kind)) == pytest.approx({
             EIGHT: 2 * 16 * 32 * 64 / 1979e12,
             SIXTEEN: 2 * 3 * 8 * 4 * 64 / 989.5e12,
-            OURS: (2 * 64 * 32 + 4) / bandwidth,  # an operand that is given twice is read once
+            OURS: (2 * 64 * 32 + 4) / bandwidth,  # an operand that is passed twice is read once
             XLA: 5 * (8 * 4) * (2 + 4) / bandwidth,
         })  # fmt: skip

@@ -1,4 +1,5 @@
-"""Ratios and baselines of the benchmarks, from planted times: what is faster has more, and the rival is the fastest."""
+"""Ratios and baselines of benchmarks, from planted times: a faster arm has a higher ratio, relative to
+the best rival."""
 
 import json
 import math
@@ -23,7 +24,7 @@ def test_a_product_is_compared_with_the_fastest_of_others_that_compute_the_same(
     )]  # fmt: skip
     times = planted(ours_tensor=2.0, xla_fp8_tensor=4.0, torch_tensor=3.0, ours_wgrad=5.0, xla_bf16=10.0, torch_row=0.5)
     actual = {r["impl"]: r for r in gemm.rate_rows("c", 2e12, arms, times)}
-    assert actual["ours tensor"]["baseline"] == "torch tensor"  # the faster of two, and of the same kind
+    assert actual["ours tensor"]["baseline"] == "torch tensor"  # the faster of two with the same formats
     assert actual["ours tensor"]["ratio"] == 1.5
     assert actual["ours tensor"]["value"] == pytest.approx(1.0)  # 2e12 operations in 2 s
     assert (actual["ours wgrad"]["baseline"], actual["ours wgrad"]["ratio"]) == ("xla bf16", 2)
@@ -114,7 +115,7 @@ def test_a_user_s_model_is_compared_with_bf16_of_the_same_kind_of_run():
     assert actual["coat", "temporaries"] == (4, 2)
     assert (actual["bf16", "arrays"], actual["coat", "arrays"]) == ((7, None), (9, None))
     assert all(math.isclose(actual["bf16", m][1], 1) for m in ("step", "step, synchronised", "temporaries"))
-    alone = models.rows("c", times, {"coat": 4.0}, {"coat": 9})  # bf16 did not run
+    alone = models.rows("c", times, {"coat": 4.0}, {"coat": 9})  # bf16 failed
     assert [(r["value"], r["baseline"], r["ratio"]) for r in alone] == [
         (value, None, None) for value in (2000, 5000, 4, 9)
     ]
@@ -191,7 +192,11 @@ def test_a_whole_model_by_tokens_a_second_and_by_steps_of_one_batch():
         for name in sizes
         for r in release.rates("c", name, arms, times, "base", 1e12)
     }
-    assert actual["ours", "tokens"] == (100, "base", 2)  # 600 tokens on each of two GPUs in 6 s, against 200 in 4 s
+    assert actual["ours", "tokens"] == (
+        100,
+        "base",
+        2,
+    )  # 600 tokens on each of two GPUs in 6 s, compared with 200 in 4 s
     assert actual["ours", "step"] == (6000, "base", None)
     assert actual["same", "step"] == (5000, "base", 0.8)
     assert actual["ours", "MFU"] == (0.5, None, None)

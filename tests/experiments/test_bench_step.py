@@ -1,4 +1,5 @@
-"""The benchmark of a whole step, on a small model: its arms train alike, and bf16 recomputed keeps less."""
+"""The benchmark of a whole step, with a small model: its arms train alike, and rematerialized bf16
+needs less memory."""
 
 import argparse
 import contextlib
@@ -47,7 +48,7 @@ def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path):
     actual = {(r["impl"], r["metric"]): r for r in content["rows"]}
     assert actual["torch bf16", "step"]["value"] == 250
     assert (actual["torch bf16", "memory"]["value"], actual["torch bf16", "memory"]["ratio"]) == (4, 0.5)
-    # A clock that goes on by one second a look: four steps in one.
+    # A clock that advances by one second per call: four steps in one.
     assert actual["coat", "step"]["value"] == 250
     assert actual["coat", "step"]["quartiles"] == [250, 250]
     assert actual["coat", "tokens/s"]["value"] == 2 * TOKENS / 0.25
@@ -57,7 +58,7 @@ def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path):
 
 
 class PlantedArm:
-    """An arm whose step takes so long by the clock, which it moves."""
+    """An arm whose step advances the clock."""
 
     clock, live, order = 0.0, 0, []
 
@@ -87,7 +88,7 @@ class PlantedArm:
 
 
 def test_one_state_at_a_time_and_ratios_are_of_the_recomputed_baseline(monkeypatch, tmp_path):
-    """Not of the slowest or fastest arm, and not upside down: bf16 as written is between them."""
+    """The baseline is neither the slowest nor the fastest arm: bf16 without rematerialization is between them."""
     PlantedArm.clock, PlantedArm.live, PlantedArm.order = 0.0, 0, []
     monkeypatch.setattr(step, "StepArm", PlantedArm)
     monkeypatch.setattr(step.driver, "memory", lambda program: (1.0, 2.0))
@@ -131,7 +132,7 @@ def test_an_arm_that_does_not_fit_is_left_out_and_the_rest_measured(monkeypatch,
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [slow("data"), slow("fsdp"), "tensor"])
 def test_devices_of_a_mesh_share_the_batch_and_the_state(where):
-    """Two devices take the step of one with the whole batch; under FSDP each has half of the state."""
+    """Two devices compute the step of one with the whole batch. With FSDP, each has half of the state."""
     losses, states = [], []
     for mesh, batch in (("one", 16), (where, 2)):
         arm = step.StepArm(arms.BF16, LlamaConfig(256, 512, 1, 8, 8, 512), batch, TOKENS, mesh)
@@ -189,7 +190,7 @@ def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():
 
 @pytest.mark.slow
 def test_steps_with_blocks_that_fall_back_begin_with_thresholds_that_have_settled():
-    """At first all blocks fall back, which are multiplied twice: a few steps would time that."""
+    """At first all blocks fall back and are multiplied twice, which a few steps would measure."""
     arm = step.StepArm("int8_fallback", LLAMA, 2, TOKENS, "one")
     first = jax.tree.leaves(jax.tree.map(np.array, jax.device_get(arm.begin().model_state)))
     program, runs = arm.program, []
@@ -215,7 +216,7 @@ def test_steps_with_blocks_that_fall_back_begin_with_thresholds_that_have_settle
 def test_flops_are_those_of_products_and_attention():
     arm = step.StepArm(arms.BF16, LLAMA, 2, TOKENS, "one")
     layer = 4 * 32 * 32 + 3 * 32 * 64
-    attention = 2 * 2 * TOKENS * 32 / 2  # QK and AV, of which half is masked
+    attention = 2 * 2 * TOKENS * 32 / 2  # QK and AV, half of them masked
     assert arm.flops == 3 * 2 * TOKENS * (2 * (2 * layer + attention) + 2 * 32 * 16)
 
 
@@ -227,7 +228,7 @@ def test_seconds_remember_their_rounds():
 
 
 def test_torch_runs_in_a_process_before_this_one(monkeypatch, capsys):
-    """Its times and memory come back; where it dies, its rows are left out, and that is said."""
+    """Its times and memory are returned. If it fails, its rows are omitted, with a message."""
     requests = []
 
     def run(command, env, **_):
@@ -247,13 +248,13 @@ def test_torch_runs_in_a_process_before_this_one(monkeypatch, capsys):
     assert LlamaConfig(**settings["llama"]) == LLAMA
     assert step_torch.measured(["torch bf16"], LLAMA, 2, TOKENS, 3, 4) == {}
     printed = capsys.readouterr().out
-    assert "torch bf16: 2000.0 ms a step" in printed  # as soon as it is measured: a run that is cut keeps it in its log
+    assert "torch bf16: 2000.0 ms a step" in printed  # printed at once, so that an interrupted run has it in its log
     assert "torch's arms ended with code 1: rows left out" in printed
 
 
 @pytest.mark.slow
 def test_torch_arm_is_the_same_model():
-    """With our weights it has our loss and our gradients, but for what bf16 rounds."""
+    """With our weights it has our loss and gradients, except for bf16 rounding."""
     torch = pytest.importorskip("torch")
     ours = Llama(LLAMA, dtype=jnp.float32, rngs=nnx.Rngs(0))
     theirs = step_torch.build(torch, LLAMA, TOKENS)
@@ -301,8 +302,8 @@ def test_without_torch_its_rows_are_left_out_and_that_is_said(monkeypatch, capsy
 
 @pytest.mark.slow
 def test_arms_that_fit_in_so_many_gigabytes_are_compared_by_tokens():
-    """`coat` takes more sequences than bf16; each is the largest batch whose plan stays within the limit."""
-    limit = 0.603  # the runtime's share is 0.6
+    """`coat` fits more sequences than bf16. Each batch is the largest whose plan is within the limit."""
+    limit = 0.603  # the runtime needs 0.6
     batches = {name: step.largest_batch(name, LLAMA, TOKENS, "one", limit) for name in (step.REMATERIALIZED, "coat")}
     assert 1 < batches[step.REMATERIALIZED] < batches["coat"]
     for name, batch in batches.items():
@@ -325,7 +326,7 @@ def test_arms_that_fit_in_so_many_gigabytes_are_compared_by_tokens():
      ("te_current, logits in chunks", 32, True)],
 )  # fmt: skip
 def test_arms_have_logits_as_training_or_as_their_name_says(arm, vocab, chunked, monkeypatch):
-    """Of 2^6 tokens and 2^24 entries there would be 4 GiB in fp32."""
+    """With 2^6 tokens and 2^24 entries, fp32 logits would need 4 GiB."""
     monkeypatch.setenv("FP8JAX_DRY", "1")
     calls = []
     monkeypatch.setattr(step, "Task", lambda *_, chunked, **__: calls.append(chunked) or 1 / 0)

@@ -1,4 +1,5 @@
-"""A full disk, torn and missing files, and a second process end in a message and an exit code, or change no result."""
+"""A full disk, truncated and missing files, and a second process lead to a message and an exit code,
+or change nothing."""
 
 import asyncio
 import dataclasses
@@ -34,7 +35,7 @@ BF16 = ("--recipe", "bf16")
 
 @pytest.fixture
 def copy(finished, out, request):
-    """A copy of the finished run to break, and its name."""
+    """Returns a copy of the finished run, and its name."""
     folder = out / re.sub(r"\W", "_", request.node.name)
     shutil.copytree(finished, folder)
     return folder
@@ -100,7 +101,7 @@ def test_json_that_is_nested_too_deep_is_damaged_wherever_it_is_read(argv, finis
 
 
 def test_nothing_is_written_to_what_a_link_leads_to(tmp_path, monkeypatch):
-    """In a folder that others may write to, a link can lead to any file of this user."""
+    """In a folder that others can write to, a link may point to any file of this user."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
     for name in ("config.partial", "config.json", "log.txt"):
@@ -108,7 +109,7 @@ def test_nothing_is_written_to_what_a_link_leads_to(tmp_path, monkeypatch):
     files.write_text(tmp_path / "config.json", "new")
     assert (tmp_path / "config.json").read_text() == "new"
     assert not (tmp_path / "config.json").is_symlink()
-    # The other user creates the link again when it has just been removed.
+    # The other user creates the link again after it was removed.
     (tmp_path / "config.partial").symlink_to(precious)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", lambda *_, **__: None)
@@ -165,7 +166,7 @@ def test_what_is_no_folder_where_orbax_writes_is_named(tmp_path, kind):
 
 @pytest.mark.usefixtures("young_heap")
 def test_what_orbax_leaves_of_an_error_is_not_shown(monkeypatch, caplog):
-    """Of reads under way when one failed: tasks that nobody looks at, and calls back to a loop that is closed."""
+    """After a failed read, other reads have tasks that nobody awaits, and callbacks to a closed loop."""
     calls = []
     logging.getLogger("asyncio").setLevel(logging.NOTSET)
     monkeypatch.setattr(sys, "unraisablehook", lambda x: calls.append(str(x.exc_value)))
@@ -186,7 +187,7 @@ def test_deleted_metrics_change_no_result(argv, finished, copy, capsys):
     (copy / "bf16" / "result.json").unlink()
     assert cli.main([*argv, *BF16, "--run", copy.name]) == 0
     assert content(copy)[0] == content(finished)[0]
-    assert "lacks" not in capsys.readouterr().out  # The checkpoint holds the last 50 steps, these are 8.
+    assert "lacks" not in capsys.readouterr().out  # The checkpoint has the last 50 steps, these are 8.
 
 
 def test_steps_that_metrics_lack_are_told_where_a_result_is_used_as_it_is(argv, copy, capsys):
@@ -293,7 +294,7 @@ def test_logs_on_a_full_disk_name_their_file(tmp_path):
             log.step(1, 1.0, grad_norm=1.0, lr=0.1, tokens_per_s=1.0)
         with pytest.raises(DiskError, match="No space left"):
             log.__exit__(None, None, None)
-    # tensorboardX's own writer hangs there, in a thread.
+    # tensorboardX's own writer waits in a thread.
     assert not [thread for thread in threading.enumerate() if "EventLogger" in type(thread).__name__]
 
 

@@ -1,4 +1,4 @@
-"""Whatever is in the metadata files of a checkpoint, resuming steps back to the one before, and names what it moves."""
+"""With any content of a checkpoint's metadata files, resuming uses the previous checkpoint and names the moved one."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ META = "_CHECKPOINT_METADATA"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Steps 1, 2 and 3, whose states are the step more than STATE; copy it before changing it."""
+    """Checkpoints of steps 1, 2 and 3, with the step plus STATE. Copy it before changing it."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     with Checkpoints(folder, 3) as checkpoints:
         for step in (1, 2, 3):
@@ -50,7 +50,7 @@ def flipped(path, old):
 
 
 def test_a_bit_that_changes_anywhere_in_the_metadata_is_found(folder):
-    """One bit of every byte of names of fields, and of every twelfth byte elsewhere: an error, or what was saved."""
+    """A flipped bit in every byte of field names, and in every twelfth byte elsewhere: an error, or the saved state."""
     path = folder / "3" / META
     whole = path.read_bytes()
     for step in "12":

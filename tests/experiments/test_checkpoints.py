@@ -1,4 +1,4 @@
-"""Checkpoints come back bit for bit, or not at all."""
+"""Checkpoints are restored bit for bit, or not at all."""
 
 import json
 import re
@@ -61,7 +61,7 @@ def test_round_trip_keeps_every_bit_and_the_metadata(tmp_path):
 
 
 def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch):
-    """A loader's state is changed, its digest made again or not, as whoever may write to the folder can do."""
+    """A loader's state is changed, with or without a new digest, by an attacker with access to the folder."""
     monkeypatch.setenv(checkpoint.KEY, "secret")
     folder, warnings = tmp_path / "checkpoints", []
     save(folder, 2, 3)
@@ -87,7 +87,7 @@ def test_of_a_checkpoint_with_a_key_nothing_can_be_forged(tmp_path, monkeypatch)
     content = json.loads(path.read_text())
     seal = content["custom_metadata"].pop("seal")
     meta = content["custom_metadata"] | {"loader": {"next_index": 7}}
-    for key in (None, "other", ""):  # None leaves the seal as it is
+    for key in (None, "other", ""):  # None keeps the seal
         monkeypatch.setenv(checkpoint.KEY, key or "")
         forged = {"seal": seal if key is None else checkpoint._seal(meta), **meta}
         path.write_text(json.dumps(content | {"custom_metadata": forged}))
@@ -127,7 +127,7 @@ def test_newest_n_are_kept(tmp_path):
 
 
 def test_saves_leave_no_threads(tmp_path):
-    """A run of many checkpoints would come to have more open files than the system allows."""
+    """Otherwise a run with many checkpoints would exceed the system's limit of open files."""
     before = threading.active_count()
     save(tmp_path, *range(1, 7))
     assert threading.active_count() < before + 6
@@ -170,7 +170,7 @@ def test_a_flipped_byte_in_any_file_is_found(tmp_path):
             except UserError as error:
                 messages.append(str(error))
             else:
-                # A file that does not matter (a marker, a copy) may be damaged without harm.
+                # A file without content (a marker, a copy) may be damaged without harm.
                 assert_same(state, make(3))
                 assert meta["loader"] == {"next_index": 3}
         shutil.rmtree(tmp_path / "bad")
@@ -239,7 +239,7 @@ def test_resuming_steps_back_to_the_newest_that_is_whole(tmp_path):
         state, meta = checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, records.append)
         assert_same(state, make(2))
         assert meta["step"] == checkpoints.latest() == 2
-        # The steps that were damaged are free again.
+        # The numbers of damaged steps can be used again.
         checkpoints.save(3, make(3), loader={}, config={"lr": 0.1})
     assert [path.name for path in sorted(tmp_path.iterdir())] == [
         "checkpoints",
@@ -279,7 +279,7 @@ def test_a_save_that_fails_names_the_newest_that_is_there(tmp_path, monkeypatch)
         patch.setattr(checkpoints._orbax, "save_checkpointables_async", raising(full))
         with pytest.raises(DiskError, match=message):
             checkpoints.save(3, make(3), loader={}, config={})
-        # A save in the background fails when it is waited for.
+        # A failed background save raises at the next wait.
         patch.setattr(checkpoints._orbax, "close", raising(full))
         with pytest.raises(DiskError, match=message):
             checkpoints.close()
@@ -328,7 +328,7 @@ def test_a_reader_leaves_what_another_process_is_saving(tmp_path):
     (tmp_path / "2.orbax-checkpoint-tmp").mkdir()
     for clean in (False, True):
         with Checkpoints(tmp_path, 2, clean=clean) as checkpoints:
-            # At once: what is cleaned later may be the next save.
+            # At once: later cleaning could delete the next save.
             assert (tmp_path / "2.orbax-checkpoint-tmp").exists() != clean
             assert checkpoints.latest() == 1
 
@@ -353,7 +353,7 @@ def test_other_dtype_shape_or_leaves_are_refused(tmp_path):
 
 
 def test_moments_that_are_stored_in_another_way_are_refused(tmp_path):
-    """Same shapes, same dtypes: the names of leaves say the format, the groups and the expansion."""
+    """Shapes and dtypes are equal. The names of leaves state format, group size and expansion."""
     p = {"w": jnp.ones((4, 300))}
     ways = {"group128+expand": {}, "group140+expand": {"group_size": 140}, "group128": {"expand": False}}
     states = {

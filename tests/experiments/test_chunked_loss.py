@@ -1,4 +1,4 @@
-"""The training program's loss with logits of a chunk of tokens at a time: that of whole logits, in less memory."""
+"""The loss with logits in chunks of tokens equals that with all logits, and needs less memory."""
 
 import collections
 import dataclasses
@@ -29,30 +29,30 @@ EXACT = dataclasses.replace(fp8jax.recipes.bf16(), weights=Weights("fp32", "fp32
 
 
 def documents():
-    """Of 3 to 12 tokens, two thirds of them answers."""
+    """Documents of 3 to 12 tokens, two thirds of them answers."""
     rng = np.random.default_rng(1)
     lengths = rng.integers(3, 13, 60)
     return [packing.Document(rng.integers(1, 60, n), (np.arange(n) % 3 > 0).astype(np.int8)) for n in lengths]
 
 
-ROWS = packing.pack(documents(), 0.2, 16, keep_whole=True).train[:8]  # what they do not fill is zeros
+ROWS = packing.pack(documents(), 0.2, 16, keep_whole=True).train[:8]  # unfilled positions are zeros
 
 
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch):
-    """Small ones."""
+    """Small chunks."""
     monkeypatch.setattr(of_tokens, "CHUNK_BYTES", 6 * SHAPE.vocab * 24)
 
 
 def test_chunks_are_of_whole_tiles_where_a_quarter_more_of_them_is(monkeypatch):
     monkeypatch.setattr(of_tokens, "CHUNK_BYTES", 3 * 2**29)
-    assert of_tokens.num_chunks(16_000, 65_536, False) == 5  # of 3,200 tokens, and not 4 that end within a tile
+    assert of_tokens.num_chunks(16_000, 65_536, False) == 5  # of 3,200 tokens; four chunks would end within a tile
     assert of_tokens.num_chunks(16_001, 65_536, False) == 4
     assert of_tokens.num_chunks(10**6, 10**6, True) == 16
 
 
 def both(recipe=EXACT, shape=SHAPE, tokens=TOKENS, devices=None, kinds=(False, True), **settings):
-    """Loss in evaluation, metrics of a step and the weights after it, of whole and of chunked logits."""
+    """Returns evaluation loss, metrics of a step and the weights after it, with all logits and with chunks."""
     results = []
     for chunked in kinds:
         rows = None if devices is None else mesh.batches(devices)
@@ -92,24 +92,24 @@ def test_in_microbatches():
 
 @pytest.mark.parametrize(("weights", "tokens", "losses"), [slow({}, TOKENS, 2e-3), ({"compute": "fp32"}, ROWS, 1e-6)])
 def test_beside_layers_in_8_bits(weights, tokens, losses):
-    """The head is left as it is. Of logits in bf16, which whole ones are, half a step is 2^-9."""
+    """The head is not quantized. bf16 logits have half a step of 2^-9."""
     coat = fp8jax.recipes.coat()
     actual = both(recipe=dataclasses.replace(coat, weights=dataclasses.replace(coat.weights, **weights)), tokens=tokens)
-    # Gradients that differ in their last bit may be rounded to other codes of e5m2, a step of 2^-2 apart.
+    # Gradients that differ in the last bit may round to different e5m2 codes, a step of 2^-2 apart.
     agree(actual, losses, 0.05)
 
 
 @pytest.mark.parametrize("devices", [slow(None), {"data": 2, "fsdp": 2}])
 def test_a_head_in_8_bits(devices, monkeypatch):
-    """Its three products are, of layers in 16 bits; the others' gradients are those of its errors."""
+    """Its three products run in 8 bits, the layers in 16 bits. Other gradients have its errors."""
     monkeypatch.setattr(mesh, "SMALLEST", 256)
     recipe = dataclasses.replace(EXACT, head=fp8jax.recipes.HEAD)
     placed = devices and mesh.make(**devices)
     (narrow,), (wide,) = both(recipe, tokens=ROWS, devices=placed, kinds=[False]), both(tokens=ROWS, kinds=[False])
-    # An evaluation has them, too: logits in chunks alone differ by the order of sums.
+    # Evaluation has an 8-bit head too: with chunks alone, only the order of sums would differ.
     assert narrow[0] == pytest.approx(narrow[1]["loss"], rel=1e-6)
     assert abs(narrow[0] / wide[0] - 1) > 1e-5
-    # Codes of input and weight are off by half a step of 2^-4 at most, and by 0.6 of that on the average.
+    # Codes of input and weight have an error of at most half a step of 2^-4, and 0.6 of that on average.
     assert narrow[0] == pytest.approx(wide[0], rel=0.02)
     assert relative(narrow[2], wide[2]) < 0.1
     if devices is None:
@@ -130,13 +130,13 @@ def test_a_head_in_8_bits(devices, monkeypatch):
     ids=["data", "both", "in shard_map"],
 )
 def test_on_several_devices(where, comm, monkeypatch):
-    """With a head in shards, and with layers that are gathered one by one."""
+    """With a sharded head, and with layers that are gathered one by one."""
     monkeypatch.setattr(mesh, "SMALLEST", 256)
     agree(both(dataclasses.replace(EXACT, comm=comm), devices=mesh.make(**where)), 1e-6, 1e-5)
 
 
 def test_logits_are_never_whole():
-    """Nothing in the program of a step has a row of logits for each token."""
+    """The program of a step has no array with a row of logits for each token."""
     tokens = TOKENS.shape[0] * (TOKENS.shape[1] - 1)
     shape = dataclasses.replace(SHAPE, vocab=1031)  # too large for a lookup by one-hot rows
     for chunked in (False, True):
@@ -156,7 +156,7 @@ def test_auto_goes_by_the_bytes_of_logits(how, tokens, vocab, chunked):
 
 
 def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
-    """Tokens are those of a device's microbatch."""
+    """The number of tokens is that of a device's microbatch."""
     recorded = {}
 
     def build(*args, **settings):

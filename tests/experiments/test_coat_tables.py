@@ -1,4 +1,5 @@
-"""COAT's tables of optimizer states, activations and a norm's time: each number beside one computed otherwise."""
+"""COAT's tables of optimizer states, activations and the time of a norm, each number compared with
+another computation."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def test_error_of_plain_e4m3_is_that_of_ml_dtypes():
         return ((groups / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale).reshape(x.shape)
 
     expected = np.mean((stored(m) / np.sqrt(stored(v)) - m / np.sqrt(v)) ** 2)
-    # Values that lie between two codes may round the other way with the scale's reciprocal.
+    # Values halfway between two codes may round either way with the scale's reciprocal.
     np.testing.assert_allclose(errors["E4M3 | E4M3"], expected, rtol=1e-3)
     assert len(errors) == 36
     assert errors["E4M3 + Expand | E4M3 + Expand"] < 0.8 * errors["E4M3 | E4M3"]
@@ -75,7 +76,7 @@ def test_expansion_spreads_values_over_codes():
     x = np.random.default_rng(0).uniform(0.5, 1, (4, 128)).astype(np.float32)
     x[:, 0], x[:, 1] = 1, 0
     shares = coat_optimizer.code_shares([x], "mu")
-    # Without it they lie in one binade, of eight codes from half the largest on; the zeros do not count.
+    # Without it, values are in one binade, with eight codes from half of the largest on; zeros do not count.
     codes = np.asarray(x * 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     np.testing.assert_allclose(shares["before"], np.bincount(codes[x != 0], minlength=127) / np.sum(x != 0))
     assert coat_optimizer.entropy(shares["before"]) <= np.log2(9)
@@ -93,9 +94,9 @@ def test_smaller_groups_cost_bytes_and_lower_the_error():
 def test_activations_are_stored_and_their_gradients_pass():
     spec = coat_activations.spec("group", 16)
     x = jax.random.normal(jax.random.key(0), (4, 32))
-    value, gradient = jax.value_and_grad(lambda x: jnp.vdot(x, coat_activations.through(x, spec)))(x)
+    value, gradient = jax.value_and_grad(lambda x: jnp.vdot(x, coat_activations.quantize_and_decode(x, spec)))(x)
     stored = fp8jax.quantize(x, spec).dequantize()
-    np.testing.assert_array_equal(coat_activations.through(x, spec), stored)
+    np.testing.assert_array_equal(coat_activations.quantize_and_decode(x, spec), stored)
     np.testing.assert_allclose(value, jnp.vdot(x, stored), rtol=1e-6)
     np.testing.assert_allclose(gradient, stored + x, rtol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Wrong input ends in exit code 2 and one line that names the value and the fix; nothing is left behind."""
+"""Wrong input gives exit code 2 and one line with the value and the fix, and leaves no files."""
 
 import dataclasses
 import importlib.util
@@ -62,7 +62,7 @@ def test_wrong_input_is_one_line_that_names_it(argv, out, capsys, flags, message
     assert not (out / "wrong" / "config.json").exists()
 
 
-# What a field may just be, and what it may not be just beside it; the settings beside it let it.
+# For each field, a value at its bound and one just beyond, with other settings that allow them.
 BOUNDS = {
     **{("data", name): (1, 0) for name in ("seq_len", "batch", "eval_batches")},
     **{("run", name): (1, 0) for name in ("log_every", "checkpoint_every", "keep", "eval_every", "unroll", "patience")},
@@ -152,7 +152,7 @@ def test_help_lists_recipes_sizes_and_exit_codes(capsys, option, monkeypatch):
     assert re.findall(r"(\d+) (?!and)", codes + " ") == ["0", "1", "2", "3", "4", "5", "143"]
     for error in (UserError, DiskError, BusyError):
         assert f" {error.exit_code} " in f" {codes}"
-    # One screen has what most runs need; the rest has a way to it.
+    # One screen has the most common options, and names the others' command.
     options = {config.flag(field.name) for section in SECTIONS for field in dataclasses.fields(section)}
     listed = {option for option in options if re.search(rf"(?m)^[│ ]*{option}\b(?!-)", shown)}
     if option == "--help-all":
@@ -240,7 +240,7 @@ def test_where_and_how_often_is_no_mathematics():
     assert config.parse(same).mathematics() == base
 
 
-# Other values than the defaults, of fields where twice the default is none.
+# Values other than the defaults, for fields whose default cannot be doubled.
 OTHER = {"tokenizer": "bpe", "model": "15m", "tied": True, "layers": 7, "dim": 7, "heads": 7, "kv_heads": 7,
          "mlp_dim": 7}  # fmt: skip
 MATHEMATICS = [("", "seed"), *((section, field.name) for section in ("data", "model", "optim", "lora")
@@ -287,7 +287,7 @@ def test_result_of_a_recipe_that_changed_since_is_refused(argv, finished, capsys
 
 
 def unfinished(finished, out, name):
-    """A copy of the finished run whose second recipe still has to end."""
+    """A copy of the finished run whose second recipe is not finished."""
     folder = out / name
     shutil.copytree(finished, folder)
     (folder / "coat_optimizer" / "result.json").unlink()

@@ -1,4 +1,4 @@
-"""The collectives of a plan are those of the training step compiled for several H200s: kinds, dtypes and bytes."""
+"""The collectives of a plan are those of the step compiled for several H200s: operations, dtypes and bytes."""
 
 import json
 import os
@@ -9,15 +9,15 @@ import pytest
 
 from tests.kernels import h200
 
-# Each time, what a plan says is compared with tables (tests/dist/test_plan.py) and with what XLA makes of one for CPUs
+# The tests that always run compare plans with tables (tests/dist/test_plan.py) and with XLA's programs for CPUs
 # (test_tensor.py).
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))]
-# All-reduces of single numbers, which a plan leaves out: the loss, norms, and keys.
+# All-reduces of scalars, which a plan leaves out: the loss, norms, and keys.
 NUMBERS, ALONE = 1024, (("all-reduce", "f32"), ("all-reduce", "u32"))
-# Gradients of norms: XLA sums them at once over "tensor" and over another axis.
+# Gradients of norms: XLA sums them over "tensor" and another axis at once.
 NORMS = 4 * 5 * 256
 
-# RECIPE:DATA:FSDP:TENSOR:GRADIENTS:FORM:PARTITION, the end left out where it is empty.
+# RECIPE:DATA:FSDP:TENSOR:GRADIENTS:FORM:PARTITION, without empty fields at the end.
 STEPS = [
     "coat:1:2:2:e4m3:", "bf16:2:1:1::", "te_current:1:2:1::", "deepseek:2:2:1:e4m3:", "bf16:1:2:1::", "bf16:2:2:1::",
     "coat:2:1:1::", "coat:1:2:1::", "deepseek:1:2:1::", "int8_block:1:2:1::", "te_current:2:2:1::", "bf16:1:2:1:e4m3:",
@@ -31,7 +31,7 @@ STEPS = [
 
 
 def report(steps):
-    """By step what its program exchanges, and what its plan says."""
+    """Returns, by step, the communication of its program and of its plan."""
     env = os.environ | {
         "JAX_PLATFORMS": "cuda,cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -40,9 +40,9 @@ def report(steps):
         "PYTHONPATH": os.pathsep.join([str(h200.HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-m", "tests.experiments.compiled_steps", *steps]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=h200.HERE.parents[1])
-    assert not done.returncode, done.stderr[-3000:]
-    (printed,) = (line.removeprefix(h200.MARK) for line in done.stdout.splitlines() if line.startswith(h200.MARK))
+    completed = subprocess.run(command, env=env, capture_output=True, text=True, cwd=h200.HERE.parents[1])
+    assert not completed.returncode, completed.stderr[-3000:]
+    (printed,) = (line.removeprefix(h200.MARK) for line in completed.stdout.splitlines() if line.startswith(h200.MARK))
     return json.loads(printed)
 
 

@@ -1,8 +1,8 @@
-"""What a training step promises under every recipe, on several devices and in microbatches, against its parts.
+"""The training step of each kind of recipe, on several devices and in microbatches, equals a combination of its parts.
 
-Each device and microbatch of a step is a part of the batch. What one device gives of each part alone, in a program
-without a mesh, is put together here in NumPy: losses and gradients as means, what scalings observe as they merge. Four
-recipes stand for all: between them each kind of state, of context and of sum, with fsdp and without.
+Each device and microbatch of a step has a part of the batch. A program without a mesh computes each part alone. NumPy
+combines them: losses and gradients by their mean, statistics of scalings by their merge. Four recipes cover each kind
+of state, context and sum, with and without fsdp.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ LLAMA = LlamaConfig(vocab=32, dim=64, layers=2, heads=2, kv_heads=1, mlp_dim=128
 TOKENS = np.random.default_rng(0).integers(0, LLAMA.vocab, (16, 17)).astype(np.int32)
 MICROBATCHES = 2
 RATE = 0.02
-# About the largest magnitudes of inputs, weights and gradients, and a threshold under which a third falls back.
+# Typical amaxes of inputs, weights and gradients, and a threshold below which a third falls back.
 SIZES = {"x": 3.0, "w": 0.3, "dy": 0.02, "threshold_x": 2.0}
 
 
@@ -40,10 +40,10 @@ BLOCKS = dataclasses.replace(
     fp8jax.recipes.int8_fallback().linear, x="int8:block16", w="int8:block16", dy="int8:block16+stochastic",
     x_residual="int8:block16+stochastic", fallback_fraction_range=(0.28, 0.33),
 )  # fmt: skip
-# How far gradients may be from the mean: by sums of another order; by a rounding to e4m3, whose mean square is at most
-# that of half a step everywhere, and by that of NCCL's sum besides.
+# Limits of the difference of gradients from the mean: another order of sums; rounding to e4m3, with a mean square of at
+# most that of half a step; and in addition that of NCCL's sum.
 ORDER, STEP = 1e-5, 2.0**-4 / 3**0.5
-# By recipe: the mesh, sizes of "data" and "fsdp", and that limit.
+# By recipe: the mesh, sizes of "data" and "fsdp", and the limit.
 RECIPES = {
     "delayed": (
         dataclasses.replace(PLAIN, linear=Linear("e4m3", "e4m3", "e5m2", scaling="delayed", amax_history_length=3),
@@ -66,7 +66,7 @@ RECIPES = {
 
 
 def spy():
-    """A small step against the gradient, which is kept as it came: clipping or moments would hide its size."""
+    """A small step against the gradient, which is saved as it is: clipping or moments would hide its size."""
     keep = optax.GradientTransformationExtraArgs(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, state, params=None, **_: (grads, grads)
     )
@@ -81,14 +81,17 @@ def build(name, devices=None):
 
 
 def parts_of(name):
-    """The parts of the batch, in no order: of a mesh that XLA cuts for, a microbatch is one; else a device's of one."""
+    """Returns the parts of the batch, in any order.
+
+    With a mesh that XLA partitions, a part is a microbatch, else a device's.
+    """
     count = MICROBATCHES * (np.prod(RECIPES[name][1]) if RECIPES[name][0].comm.gradients else 1)
     return TOKENS.reshape(count, -1, TOKENS.shape[1])
 
 
 @functools.cache
 def start(name):
-    """A state in which scalings have seen a step, so that they read what they hold."""
+    """Returns a state after one step, so that scalings have observed tensors."""
     state = jax.jit(build(name).init)()
     rng = np.random.default_rng(1)
 
@@ -97,7 +100,7 @@ def start(name):
         name = getattr(path[-1], "key", None)
         if name in SIZES:
             return jnp.asarray(SIZES[name] * rng.uniform(0.9, 1, x.shape), x.dtype)
-        # Weights at which products and their gradients are as large as what they are of.
+        # Weights for which products and gradients have the magnitude of their inputs.
         return 4 * x if name in ("kernel", "embedding", "automatic_w") or "bounds" in label else x
 
     state = jax.tree_util.tree_map_with_path(seen, state)
@@ -106,7 +109,8 @@ def start(name):
 
 @functools.cache
 def alone(name):
-    """Loss, gradients and model state of each part; in place of new thresholds, counts of blocks: used, and all."""
+    """Returns loss, gradients and model state of each part; instead of thresholds, the counts of used and
+    all blocks."""
     task, state = build(name), start(name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Threshold, "update", lambda self, old, counts: counts[0] / 1024 + counts[1])
@@ -119,7 +123,7 @@ def together(name):
     devices = mesh.make(*RECIPES[name][1])
     task = build(name, devices)
     state = start(name)
-    # One device has no factors; with a quarter, sums of four devices stay in the range.
+    # One device has no factors. With a quarter, sums of four devices stay in the range.
     factors = jax.eval_shape(task.init).factors
     state = state._replace(factors=jax.tree.map(lambda x: np.full(x.shape, 0.25, x.dtype), factors))
     placed = mesh.state(devices, state)
@@ -179,7 +183,9 @@ def test_what_scalings_observe_is_of_all_parts(name):
             assert kind.startswith(("seen", "slot"))
             assert not np.asarray(x).any()
     assert checked & {"x", "threshold_x", "automatic_w"}
-    assert crossed == (name == "fallback")  # devices alone would move a threshold that all together keep, either way
+    assert crossed == (
+        name == "fallback"
+    )  # single devices would change a threshold, in either direction, that all together keep
 
 
 @pytest.mark.parametrize("name", few(RECIPES, "fp8_lm"))

@@ -47,7 +47,7 @@ def test_split_is_by_document_and_the_same_wherever_the_files_lie(tmp_path):
 
 def test_single_file_gives_its_tail_to_validation(tmp_path):
     text = "".join(chr(97 + i % 26) for i in range(1000))
-    # Of a large share no more than half, of a small text one character at least.
+    # At most half of a large text, at least one character of a small one.
     for one, share, cut in ((text, 0.1, 900), (text, 0.8, 500), ("short", 0.1, 4)):
         corpus = data.read_corpus([str(write(tmp_path, a=one) / "a.txt")], share)
         assert (corpus.train, corpus.valid) == ((one[:cut],), (one[cut:],))
@@ -102,7 +102,7 @@ def test_missing_paths_are_errors_that_name_them(tmp_path):
 def test_unreadable_file_is_an_error_that_names_it(tmp_path, monkeypatch):
     path = write(tmp_path, a="text") / "a.txt"
 
-    # Permission bits do not stop root, so the refusal is simulated.
+    # Root ignores permission bits, so the error is simulated.
     def refuse(self):
         raise PermissionError(13, "Permission denied")
 
@@ -135,7 +135,7 @@ def test_one_sequence_and_the_token_after_it_is_enough():
 
 @pytest.mark.parametrize("length", [17, 31, 32, 33])
 def test_windows_of_a_text_are_full(length):
-    """Each has a token more than its inputs; a last one that would be short is left out."""
+    """A window has one token more than its inputs. The last, shorter one is dropped."""
     windows = data._rows(np.arange(length), 16)
     assert len(windows) == {17: 1, 31: 1, 32: 1, 33: 2}[length]
     np.testing.assert_array_equal(windows[len(windows) - 1], np.arange(17) + 16 * (len(windows) - 1))
@@ -187,7 +187,7 @@ def test_the_file_of_byte_pairs_alone_gives_the_ids_of_training(tmp_path):
 
 
 def test_files_of_byte_pairs_of_earlier_runs_give_the_ids_that_they_gave(tmp_path):
-    """Until version 0.1 a file had the separator as an added token, and said nothing of where it is put."""
+    """Until version 0.1, a file had the separator as an added token, without its position."""
     tokenizer = BytePair.train(["the cat and the hat <|document|> " * 20], 300)
     tokenizer.save(tmp_path / "t.json")
     old = json.loads((tmp_path / "t.json").read_text())
@@ -233,12 +233,12 @@ def test_loader_goes_on_from_a_saved_position(position):
 
 def test_validation_batches_are_fixed_and_spread():
     tokens = np.arange(1001, dtype=np.uint16)
-    batches = data.valid_batches(tokens, 10, 4, most=3)
+    batches = data.valid_batches(tokens, 10, 4, max_batches=3)
     assert (batches.shape, batches.dtype) == ((3, 4, 11), np.int32)
     assert batches[0, 0, 0] == 0
     assert batches[-1, -1, -1] == 1000
     assert len(np.unique(batches[..., 0])) == 12
-    assert data.valid_batches(tokens[:25], 10, 4, most=3).shape == (1, 2, 11)
+    assert data.valid_batches(tokens[:25], 10, 4, max_batches=3).shape == (1, 2, 11)
 
 
 def test_fingerprint_changes_with_any_token_of_either_split():

@@ -32,7 +32,7 @@ LOG = TABLE - np.log(np.exp(TABLE.astype(np.float64)).sum(-1, keepdims=True))
 
 
 def bigram(table, tokens_BxT):
-    """Logits of the next token, in 16 bits, that depend on the current one alone."""
+    """Logits of the next token, in 16 bits, that depend on the current token only."""
     return jnp.take(table, tokens_BxT, axis=0).astype(jnp.bfloat16)
 
 
@@ -68,7 +68,7 @@ def trained(finished):
 
 
 def small(recipe):
-    """A model that was not trained, of the recipe, and its state before the first step."""
+    """Returns an untrained model of the recipe, and its state before the first step."""
     settings = Config(data=configuration.Data(seq_len=16))
     shape = LlamaConfig(vocab=VOCAB, dim=32, layers=1, heads=2, kv_heads=1, mlp_dim=48)
     task = Task(shape, make_optimizer(settings, recipe), recipe, remat=False, seed=0)
@@ -94,7 +94,7 @@ def test_a_run_with_delayed_scaling_is_evaluated_with_its_histories(argv, out):
     product = trained.model_state["layers"]["mlp"]["up"]["dot_general"]
     assert (np.asarray(product["dy"])[:, :8] > 0).all()
     assert (np.asarray(product["dy"])[:, 8:] == 0).all()
-    # Scales of steps before, unlike those of the tensor itself, see no later token.
+    # Scales from earlier steps do not depend on later tokens, unlike those of the tensor itself.
     model = trained.model
     a = np.random.default_rng(2).integers(97, 122, (1, 17)).astype(np.int32)
     b = a.copy()
@@ -132,7 +132,7 @@ def test_without_data_the_text_is_what_training_held_back(trained, finished, cor
     held = data.read_corpus([str(corpus)], 0.05).valid
     size = len("".join(held))
     assert size < 0.1 * sum(map(len, texts))
-    # One token a byte; the separator before the first document is not scored.
+    # One token per byte; the separator before the first document is not scored.
     assert actual.tokens == size + len(held) - 1
     expected = [actual.loss, math.exp(actual.loss), actual.nll / math.log(2) / actual.tokens]
     assert row == [f"{actual.tokens:,}", f"{actual.tokens:,}", *(f"{x:.4f}" for x in expected)]

@@ -1,4 +1,4 @@
-"""Fine-tuning from a checkpoint: conversations by its template, answers, weights, and adapters on it."""
+"""Fine-tuning from a checkpoint: conversations with its template, answers, weights, and adapters."""
 
 import json
 import shutil
@@ -105,14 +105,14 @@ def test_text_and_answers_are_transformers_own(checkpoint):
     )
     ours = start.conversation(TextRecord("x:1", None, TALK), template, spelled(checkpoint).model)
     assert ours.ids.tolist() == expected["input_ids"]
-    # Theirs ends with the tag; ours has the line break after it, too.
+    # Theirs ends with the tag; ours includes the line break after it.
     differ = np.flatnonzero(ours.answers != np.array(expected["assistant_masks"]))
     assert {spelled(checkpoint).model.decode([int(ours.ids[i])]) for i in differ} <= {"\n"}
     assert len(differ) == 2
 
 
 def test_templates_are_found_and_rendered_as_checkpoints_mean_them(tmp_path):
-    """Without the line breaks after tags and the space before them; text in JSON as it is; the default of several."""
+    """Without line breaks after tags and the space before them; text in JSON unchanged; the default of several."""
     written = "{{ bos_token }}\n  {% for m in messages %}\n  {{ m | tojson }}{{ strftime_now('%%') }}\n  {% endfor %}\n"
     several = [{"name": "tools", "template": "no"}, {"name": "default", "template": written}]
     settings = {"bos_token": {"content": "<b>", "__type": "AddedToken"}, "chat_template": several}
@@ -209,7 +209,7 @@ def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, ca
     assert evaluate.main(scored) == 0
     from experiments.hub import __main__ as hub
 
-    # Exported, it has the tokenizer and the settings that it started from.
+    # The export has the tokenizer and the settings of the initial checkpoint.
     run, exported = ["--run", str(out / name), "--recipe", "te_current"], out / f"{name}_exported"
     assert hub.main([*run, "--out", str(exported), "--dtype", "float32"]) == 0
     tuned, expected = load.load(exported).params, evaluate.load(out / name, "te_current").params

@@ -1,4 +1,4 @@
-"""FP8-LM's ablation of precisions: storages, the training of its arms, what is said of them."""
+"""FP8-LM's ablation of precisions: storage formats, training of its arms, and its notes."""
 
 import types
 
@@ -31,7 +31,7 @@ def test_storage_has_a_scale_for_each_layer_and_keeps_second_moments_from_zero()
     assert stored["head"].tolist() == [1.0, 0.0]
     assert fp8_lm_precision.store(how["e4m3, no zeros"], tree)["head"][1] > 0
     assert fp8_lm_precision.store("bf16", {"a": jnp.float32(1 + 2**-9)})["a"] == 1.0
-    # On a GPU XLA removes a cast to bf16 and back.
+    # On a GPU, XLA removes a cast to bf16 and back.
     assert "reduce_precision" in str(jax.make_jaxpr(lambda x: fp8_lm_precision.store("bf16", {"a": x}))(1.0))
 
 
@@ -46,7 +46,7 @@ def test_the_loss_of_an_arm_is_that_of_its_last_steps_over_fp32_s():
 
 
 def test_each_of_the_four_goes_through_its_own_storage(monkeypatch):
-    """In their order: the first weights; then of each step the gradients, the new weights, both moments."""
+    """In order: the first weights; then for each step the gradients, the new weights, and both moments."""
     calls = []
 
     def store_as(index, tree):

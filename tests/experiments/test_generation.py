@@ -1,4 +1,4 @@
-"""Text from checkpoints: the cache of keys and values, how tokens are chosen, and the command line."""
+"""Text from checkpoints: the cache of keys and values, sampling of tokens, and the command line."""
 
 import dataclasses
 import functools
@@ -102,7 +102,7 @@ def test_impossible_choices_are_errors(settings, message):
 
 
 def test_rare_tokens_are_drawn_from_logits_of_16_bits():
-    """Noise of 16 bits would be too coarse for them."""
+    """The noise of 16-bit logits would be too coarse."""
     logits, rare = jnp.asarray([0.0] + [-8.0] * 500, jnp.bfloat16), 500 * np.exp(-8.0)
     spread = 5 * (0.14 / 4000) ** 0.5
     assert drawn(TokenChoice(1.0), logits)[1:].sum() == pytest.approx(rare / (1 + rare), abs=spread)
@@ -110,7 +110,7 @@ def test_rare_tokens_are_drawn_from_logits_of_16_bits():
 
 @dataclasses.dataclass(frozen=True)
 class Counted(TokenChoice):
-    """A choice that notes how often it is made."""
+    """A sampling function that counts its calls."""
 
     times: list = dataclasses.field(default_factory=list, compare=False)
 
@@ -130,11 +130,11 @@ def test_a_sample_without_a_cache_draws_each_token_anew_at_its_temperature():
     assert len(set(uniform[2:])) > 15
     assert calls(logits, jnp.zeros(50), key=jax.random.key(0)) == uniform
     assert calls(logits, jnp.zeros(50), key=jax.random.key(1)) != uniform
-    # The second token is e^3 times as probable, at a temperature of 100 hardly more so, at 0.1 alone.
+    # The second token is e^3 times as probable; with a temperature of 100 hardly more, with 0.1 exclusively.
     shares = [np.mean(calls(logits, jnp.float32([0, 3]), key=jax.random.key(2), temperature=t)[2:]) for t in (0.1, 100)]
     assert shares[0] == 1
     assert 0.2 < shares[1] < 0.8
-    # Each token is drawn from the logits at the place before it.
+    # Each token is drawn from the logits at the preceding position.
     assert calls(lambda _, tokens: 1e4 * jax.nn.one_hot((tokens + 1) % 5, 5), None, key=jax.random.key(3))[:6] == [
         3, 1, 2, 3, 4, 0,
     ]  # fmt: skip
@@ -176,7 +176,7 @@ def test_prompts_that_do_not_fit_are_errors(prompt, length, message):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A checkpoint with a tokenizer of letters; "<s>" comes before a text, "c" ends it."""
+    """A checkpoint with a tokenizer of letters; "<s>" precedes a text, "c" ends it."""
     folder, _ = checkpoint(tmp_path, "llama3")
     words = ["<unk>", "<s>", *"abcdefghijklmnopqrstuvwxyz .,!?-:;'"]
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")

@@ -1,4 +1,4 @@
-"""The training program in several processes over loopback: what it computes, how it stops, fails and goes on."""
+"""The training program in several processes over loopback: results, stops, failures and resumes."""
 
 import json
 import os
@@ -34,11 +34,10 @@ def port():
 
 
 def start(count, argv, devices=1, stop=(0, 0, 0), cluster=False, bad="", **differs):
-    """Processes of one run; `stop` is (which, before its step, signal); `differs` are flags of the last one.
+    """Starts the processes of one run.
 
-    Batches of the numbers in `bad` have a loss of NaN.
-
-    In a `cluster` they are a job of Slurm's, by the environment that it gives them.
+    `stop` is (process, step before which it comes, signal); `differs` has flags of the last process. Batches with the
+    numbers in `bad` have a NaN loss. With `cluster`, the processes are a Slurm job, by its environment variables.
     """
     where = f"localhost:{port()}"
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
@@ -60,11 +59,11 @@ def start(count, argv, devices=1, stop=(0, 0, 0), cluster=False, bad="", **diffe
 
 
 def end(processes):
-    """Exit codes, what was printed, and what was complained about."""
+    """Returns exit codes, standard outputs and standard errors."""
     try:
         actual = [process.communicate(timeout=600) for process in processes]
     finally:
-        for process in processes:  # which wait for each other if their programs differ
+        for process in processes:  # processes with different programs wait for each other
             process.kill()
     return [process.returncode for process in processes], [x[0] for x in actual], [x[1] for x in actual]
 
@@ -75,9 +74,9 @@ def losses(folder):
 
 
 def check_close(actual, expected):
-    """The same steps, and losses but for the order of sums, which depends on a process's threads.
+    """Losses of the same steps agree except for the order of sums, which depends on a process's threads.
 
-    The longest are over the 256 entries of the vocabulary; what a step differs by goes into all that follow.
+    The longest sums are over the 256 entries of the vocabulary. Differences of a step affect all later steps.
     """
     for kind, values in expected.items():
         assert actual[kind].keys() == values.keys()
@@ -87,13 +86,13 @@ def check_close(actual, expected):
 
 @pytest.mark.slow
 def test_two_processes_stop_together_and_one_goes_on_with_the_same_bits(argv, out, monkeypatch, capsys):
-    """Moments are codes; histories of scales are in the run of four processes below."""
+    """Moments are codes. The run of four processes below has amax histories."""
     flags = [*argv, *MANY, "--recipe", "coat_optimizer", "--mesh", "fsdp=2", "--run"]
     command = [*flags, "parts"]
     codes, said, complaints = end(start(2, command, stop=(1, 3, signal.SIGTERM)))
     assert codes == [143, 143], (codes, complaints, said[0][-3000:])
     stopped = int(re.search(r"stopped by SIGTERM: step (\d+) is saved", complaints[0])[1])
-    # The step before which the signal came tells of it, and is looked at one step late.
+    # The signal before a step is an input of that step, which is read one step later.
     assert 3 <= stopped <= 4
     assert "stopped" not in complaints[1]
     assert "on 2 devices (CPU) in 2 processes" in said[0]
@@ -107,7 +106,7 @@ def test_two_processes_stop_together_and_one_goes_on_with_the_same_bits(argv, ou
 
 @pytest.mark.slow
 def test_four_processes_with_two_devices_each_train_as_one_process(argv, out, tmp_path):
-    """Eight devices; then two of one process, then eight of four processes again."""
+    """Eight devices; then two of one process; then eight of four processes again."""
     flags = [*argv, *MANY, "--run"]
     for name, stop in (("straight", (0, 0, 0)), ("turns", (2, 2, signal.SIGINT))):
         codes, _, complaints = end(start(4, [*flags, name, "--mesh", "data=4,fsdp=2"], 2, stop))
@@ -119,11 +118,11 @@ def test_four_processes_with_two_devices_each_train_as_one_process(argv, out, tm
     check_close(*(losses(out / name / "mixed") for name in ("turns", "straight")))
 
 
-# Batches of two steps are bad. Checkpoints of steps 2 and 4 are gone back to.
+# Two batches are bad. The run rewinds to the checkpoints of steps 2 and 4.
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_two_processes_leave_out_the_same_bad_steps_as_one(argv, out, policy):
-    """Only the first device has a row of which the loss is NaN."""
+    """Only a row on the first device has a NaN loss."""
     flags = [*argv, *MANY, "--microbatches", "1", "--mesh", "fsdp=2", "--on-bad-step", policy, "--run"]
     results = {}
     for count in (1, 2):
@@ -140,7 +139,7 @@ def test_two_processes_leave_out_the_same_bad_steps_as_one(argv, out, policy):
 
 
 def check_dies(processes, which):
-    """Of processes of which one is killed the others end with one line and exit code 5."""
+    """Asserts that one process is killed and the others end with one line and exit code 5."""
     codes, _, complaints = end(processes)
     assert codes == [-signal.SIGKILL if i == which else 5 for i in range(len(codes))], complaints
     for i, text in enumerate(complaints):
@@ -152,7 +151,7 @@ def check_dies(processes, which):
 @pytest.mark.slow
 @pytest.mark.parametrize(("which", "at"), [slow(0, 0), slow(1, 0), (0, 2), slow(1, 2)])
 def test_one_of_two_dies_and_the_other_says_so(argv, which, at):
-    """While the other compiles, or after the first step."""
+    """During the other's compilation, or after the first step."""
     command = [*argv, "--recipe", "bf16", "--layers", "1", "--run", f"two_{which}_{at}", "--mesh", "fsdp=2"]
     check_dies(start(2, command, stop=(which, at, signal.SIGKILL)), which)
 
@@ -263,7 +262,7 @@ def test_a_process_whose_peer_died_before_it_joined_ends_as_if_it_died_later(mon
 def test_jax_is_told_who_joins_and_how_long_it_may_wait(monkeypatch):
     given, where = {}, {"coordinator_address": "127.0.0.1:7"}
     stop, settings = signals.StopSignals(), config.Run(coordinator="auto", patience=30)
-    monkeypatch.setattr(hosts, "_place", lambda _: hosts._Place("node0:9", 1, 4, [2, 3]))
+    monkeypatch.setattr(hosts, "_find_process", lambda _: hosts._Process("node0:9", 1, 4, [2, 3]))
     monkeypatch.setattr(hosts, "_relay", lambda place, silence, who: where)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: given.update(kwargs, notice=stop.notice))
     hosts.join(settings, stop)
@@ -289,13 +288,13 @@ def test_a_process_reaches_the_coordinator_through_its_relay_and_ends_with_it(mo
     ended, seen = threading.Event(), []
     monkeypatch.setattr(hosts, "_relayed", None)
     monkeypatch.setattr(hosts, "end", lambda *args: seen.extend(args) or ended.set())
-    where = hosts._relay(hosts._Place(f"localhost:{port()}", number, 2), 60, "process")
+    where = hosts._relay(hosts._Process(f"localhost:{port()}", number, 2), 60, "process")
     assert set(where) == {"coordinator_address", *([] if number else ["coordinator_bind_address"])}
     assert len(set(where.values())) == len(where)
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in where.values())
     hosts._relayed.stdin.close()
     assert ended.wait(60)
-    assert seen[:2] == [hosts.GONE, False]
+    assert seen[:2] == [hosts.OTHER_PROCESS_GONE, False]
     assert f"process {number} of 2 ends: another one has ended, or cannot be reached (its relay" in seen[2]
 
 
@@ -317,7 +316,7 @@ def test_impossible_processes_are_refused(argv, capsys, flags, message):
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """What processes give to all, one after the other: each sees what those before it gave, and its own."""
+    """Gathers values of processes that run one after the other: each reads those before it, and its own."""
     given = []
     monkeypatch.setattr(hosts, "several", lambda: True)
     monkeypatch.setattr(
@@ -364,7 +363,7 @@ def test_a_process_of_slurm_finds_its_place(monkeypatch):
     for name, value in job.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "9")
-    assert hosts._place(config.Run(coordinator="auto")) == ("n3:9", 2, 4, [1])
+    assert hosts._find_process(config.Run(coordinator="auto")) == ("n3:9", 2, 4, [1])
 
 
 GLOO = "UNKNOWN: Gloo AllGather failed: [external/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]"
@@ -403,11 +402,13 @@ def raised_during(error, other):
     ids=repr,
 )
 def test_the_end_of_another_process_is_told_from_damage_of_files(error, gone, monkeypatch, tmp_path):
-    """One that dies while a checkpoint is written or read ends the others as at any other time."""
-    assert not hosts.gone(error)
+    """A process that ends while a checkpoint is written or read ends the others, as at any other time."""
+    assert not hosts.is_other_process_gone(error)
     monkeypatch.setattr(hosts, "several", lambda: True)
-    assert hosts.gone(error) == gone
-    assert (cli._explain(error, "")[0] == hosts.GONE) if gone else (cli._explain(error, "") or (3,))[0] == 3
+    assert hosts.is_other_process_gone(error) == gone
+    assert (
+        (cli._explain(error, "")[0] == hosts.OTHER_PROCESS_GONE) if gone else (cli._explain(error, "") or (3,))[0] == 3
+    )
 
     def fails(*_, **__):
         raise error

@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face: what transformers made of them (tests/data/hub), and damaged or foreign files."""
+"""Hugging Face checkpoints, compared with results of transformers (tests/data/hub), and damaged or foreign files."""
 
 import json
 import re
@@ -19,9 +19,9 @@ from tests.experiments import hub_cases as cases
 from tests.rows import few
 
 
-def checkpoint(folder, case, **how):
+def checkpoint(folder, case, **kwargs):
     made = cases.golden(case)
-    return cases.write(folder, made["config"], made["shapes"], **how), made
+    return cases.write(folder, made["config"], made["shapes"], **kwargs), made
 
 
 @pytest.mark.parametrize("case", few(cases.CASES, "llama31"))
@@ -58,7 +58,7 @@ def test_values_beyond_float16_are_no_infinities(tmp_path):
         UserError, match=r"model\.safetensors: model\.norm\.weight has values outside the range of float16"
     ):
         load(folder, dtype=jnp.float16)
-    # Where the file itself has one it stays.
+    # If the file itself has one, it is kept.
     with np.errstate(over="ignore"):
         save_file({n: x.astype(np.float16) for n, x in weights.items()}, folder / "model.safetensors")
     assert np.isinf(load(folder).params["norm"]["scale"][3])
@@ -165,7 +165,7 @@ def test_fields_that_published_files_have_besides_are_of_no_matter(tmp_path):
         "_name_or_path": "x",
         "unk_token_id": 0,
         "transformers.js_config": {},
-        "unknown": None,  # says nothing
+        "unknown": None,  # has no effect
     }
     (folder / "config.json").write_text(json.dumps(made["config"] | besides))
     assert load(folder).config == plain
@@ -222,7 +222,7 @@ def test_files_of_the_bare_model_with_a_head_and_of_two_dtypes_are_read(tmp_path
     weights = {n.removeprefix("model."): cases.draw(n, tuple(s)) for n, s in made["shapes"].items()}
     assert "lm_head.weight" in weights
     for dtype, wide in ((np.float32, 0), (np.float16, 0), (np.float16, 1)):
-        # One layer's matrix is in fp32, the other's in what all else is in: no value is rounded.
+        # One layer's matrix is in fp32, the other's in the dtype of all other tensors: no value is rounded.
         name = f"layers.{wide}.self_attn.q_proj.weight"
         save_file({n: x.astype(np.float32 if n == name else dtype) for n, x in weights.items()},
                   folder / "model.safetensors")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checkpoints that we write are compared with their digests when they are read; what is beside weights stays inside."""
+"""Digests of checkpoints that we write are compared on reading; files next to the weights stay in the folder."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A checkpoint in two files with codes of 8 bits and a tokenizer; copy it before changing it."""
+    """A checkpoint in two files with 8-bit codes and a tokenizer. Copy it before changing it."""
     folder = tmp_path_factory.mktemp("written") / "out"
     fields = {"eos_token_id": 0}
     save(folder, SMALL, params(), eight=eight_bits("block"), shard_bytes=20_000, fields=fields,
@@ -48,13 +48,13 @@ def folder(written, tmp_path):
 
 
 def content(folder):
-    """All that is read of a checkpoint."""
+    """Returns everything that is read from a checkpoint."""
     loaded = load(folder)
     return loaded.config, [np.asarray(x).tobytes() for x in jax.tree.leaves(loaded.params)], *spelling(folder)
 
 
 def spelling(folder):
-    """All that is read of a checkpoint but its weights and their settings."""
+    """Returns everything that is read from a checkpoint except its weights and their settings."""
     spelled = tokenizer.read(folder, SMALL.vocab)
     begins = chat.token_of(chat.read_settings(folder), "bos_token")
     return spelled.to_str(), tokenizer.ends(folder), begins
@@ -67,7 +67,7 @@ def test_a_bit_that_changes_in_any_file_is_found_or_changes_nothing(folder):
         raw, results[path.name] = path.read_bytes(), 0
         model = path.suffix == ".safetensors" or path.name in ("config.json", files.INDEX)
         read, before = (content, whole) if model else (spelling, whole[2:])
-        # Digits of numbers, which stay JSON, and places everywhere.
+        # Digits of numbers, which remain valid JSON, and other positions everywhere.
         digits = [i for i, byte in enumerate(raw) if path.suffix == ".json" and chr(byte).isdigit()][:40:4]
         for at in sorted({*range(3, len(raw), len(raw) // 9 + 1), *digits}):
             changed = bytearray(raw)
@@ -206,7 +206,7 @@ def test_links_within_a_folder_and_to_blobs_of_the_cache_are_followed(folder, tm
 
 
 def test_a_pipe_in_place_of_a_file_of_a_checkpoint_is_named(folder, tmp_path):
-    # Without digests, too.
+    # Also without digests.
     os.mkfifo(tmp_path / "generation_config.json")
     with pytest.raises(UserError, match=r"generation_config\.json cannot be read"):
         tokenizer.ends(tmp_path)
@@ -247,7 +247,7 @@ def test_numbers_that_cannot_be_are_refused_with_the_file(folder, field, value):
 def test_a_tokenizer_that_is_missing_or_damaged_is_named(folder):
     (folder / "spiece.model").write_bytes(b"x")
     for path in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
-        path.unlink()  # digests of the files beside it, too
+        path.unlink()  # and digests of the other files
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer\.json cannot be read \("):
         tokenizer.read(folder, SMALL.vocab)
@@ -282,7 +282,7 @@ def test_flags_that_do_not_go_together_are_one_line_and_a_code(tmp_path, capsys,
 
 
 def test_folders_from_before_there_were_experts_are_what_they_were():
-    """What is compared of a model without experts has no new fields."""
+    """The digested settings of a model without experts have no new fields."""
     for case, has_experts in (("llama3", False), ("mixtral", True)):
         actual = settings(Path("config.json"), cases.golden(case)["config"])
         assert ("experts" in actual, "experts_per_token" in actual, "normalize_choices" in actual) == (has_experts,) * 3

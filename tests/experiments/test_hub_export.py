@@ -1,4 +1,4 @@
-"""Trained models as checkpoints of Hugging Face, by the command line."""
+"""Trained models as Hugging Face checkpoints, by the command line."""
 
 import json
 
@@ -23,7 +23,7 @@ TEXTS = ["the <|document|> w5 w7", "añ\n\t 漢", "<|document|>", ""]
 
 @pytest.fixture(scope="module")
 def run(argv, out):
-    """A run of recipes whose weights have scales of their own, and predicted ones; with byte pairs."""
+    """A run of recipes with current and with predicted weight scales, and byte-pair encoding."""
     flags = ["--run", "hub", "--recipe", "te_current", "moss", "--tokenizer", "bpe", "--vocab", "300"]
     assert cli.main([*argv, *flags, "--eval-every", "8"]) == 0
     return out / "hub"
@@ -64,7 +64,7 @@ def test_codes_in_the_checkpoint_are_those_that_layers_multiply_by(run, recipe, 
         for name, linear in (("self_attn.q_proj", layer.attention.q), ("mlp.down_proj", layer.mlp.down)):
             codes, scale = (stored[f"model.layers.{i}.{name}.{x}"].read() for x in ("weight", "weight_scale"))
             values = codes.astype(np.float32) * scale
-            # A product with an identity gives what the codes stand for.
+            # A product with the identity returns the decoded values.
             recorded = linear(jnp.eye(values.shape[1], dtype=jnp.bfloat16))
             np.testing.assert_array_equal(np.asarray(recorded), values.T.astype(jnp.bfloat16))
             kernel = np.asarray(linear.kernel[...], np.float32)

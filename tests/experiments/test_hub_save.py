@@ -1,4 +1,4 @@
-"""Our models as checkpoints of Hugging Face, and their linear layers as 8-bit codes."""
+"""Our models as Hugging Face checkpoints, and their linear layers as 8-bit codes."""
 
 import dataclasses
 import json
@@ -24,13 +24,13 @@ from fp8jax.ops.products.weights import FrozenWeight
 from tests.experiments import hub_cases as cases
 from tests.rows import few, slow
 
-# 128 does not divide all of it: ragged blocks, and whole ones.
+# 128 does not divide all sizes: partial blocks, and full ones.
 WIDE = LlamaConfig(vocab=40, dim=256, layers=2, heads=4, kv_heads=2, mlp_dim=320)
 
 
-def checkpoint(folder, case, **how):
+def checkpoint(folder, case, **kwargs):
     made = cases.golden(case)
-    return cases.write(folder, made["config"], made["shapes"], **how)
+    return cases.write(folder, made["config"], made["shapes"], **kwargs)
 
 
 def stored(folder):
@@ -58,7 +58,7 @@ def test_a_round_trip_keeps_every_bit(case, dtype, tmp_path):
     fields, old = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "out", folder))
     assert fields.pop("torch_dtype") == np.dtype(dtype).name
     assert {k: fields[k] for k in old} == old
-    # Without the old config.json the family is found by the shape.
+    # Without the old config.json, the shape determines the family.
     save(tmp_path / "alone", first.config, first.params)
     again = load(tmp_path / "alone")
     assert again.config == first.config
@@ -110,7 +110,7 @@ def test_files_are_as_large_as_asked_and_hold_what_the_index_says(tmp_path):
 
 
 def written(**sizes):
-    """Made-up tensors of so many elements, by name and dtype."""
+    """Returns tensors with this many elements, by name and dtype."""
     dtypes = {"weight": ml_dtypes.bfloat16, "weight_scale": np.float32, "codes": quantized.CODES, "norm": np.float32}
     return Written({f"a.{name}": ((n,), np.dtype(dtypes[name])) for name, n in sizes.items()}, list)
 
@@ -129,7 +129,7 @@ def test_the_dtype_that_config_names_is_that_of_most_values_which_are_no_codes()
 
 
 def test_what_config_said_of_the_old_weights_is_not_kept(eight_folder, tmp_path):
-    """Neither their codes nor their dtype, in the newer word for it; and infinities are written as they are."""
+    """Neither codes nor dtype of the old weights, in its newer name. Infinities are written unchanged."""
     folder = shutil.copytree(eight_folder, tmp_path / "in")
     content = json.loads((folder / "config.json").read_text()) | {"dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(content))
@@ -181,7 +181,7 @@ FORMATS = ("tensor", "channel", "block", "deepseek")
 
 
 def codes_of(w, name):
-    """e4m3 codes and scales of a matrix (outputs, inputs) by ml_dtypes: scale = largest magnitude / 448, fp32."""
+    """Returns e4m3 codes and scales of a matrix (outputs, inputs) by ml_dtypes: scale = amax / 448, fp32."""
     w = np.asarray(w, np.float32)
     if name == "tensor":
         largest = np.abs(w).max().reshape(1)
@@ -204,7 +204,7 @@ def test_codes_in_files_are_those_of_the_weights(name, tmp_path):
     weights = params(WIDE)
     unquantized = save(tmp_path / "out", WIDE, weights, eight=eight_bits(name), dtype=ml_dtypes.bfloat16)
     actual = files.tensors(tmp_path / "out")
-    # 320 is not divided by 128: transformers would take other blocks of the format "fp8".
+    # 128 does not divide 320: transformers would use other blocks of the format "fp8".
     ragged = [f"model.layers.{i}.mlp.{n}_proj" for n in ("gate", "up", "down") for i in range(2)]
     assert unquantized == (ragged if name == "deepseek" else [])
     suffix = "weight_scale_inv" if name == "deepseek" else "weight_scale"
@@ -214,7 +214,7 @@ def test_codes_in_files_are_those_of_the_weights(name, tmp_path):
     ratio, expected, wide = codes_of(w, name)
     np.testing.assert_allclose(scale.read(), expected, rtol=2e-7)
     assert scale.shape == expected.shape
-    # Nearest codes, where the last bit of a scale does not decide.
+    # Nearest codes, unless the last bit of a scale matters.
     different = codes.read() != ratio.astype(ml_dtypes.float8_e4m3fn)
     assert different.mean() < 1e-3
     values = codes.read().astype(np.float32) * wide
@@ -240,7 +240,7 @@ def test_codes_come_back_bit_for_bit(name, tmp_path):
     exact = np.asarray(x, np.float64) @ np.asarray(values["layers"]["attention"]["q"]["kernel"][0], np.float64)
     assert np.linalg.norm(actual - exact) < 0.05 * np.linalg.norm(exact)
     assert load(tmp_path / "out").params["layers"]["attention"]["q"]["kernel"].dtype == jnp.bfloat16
-    # Written again from their values in the same format they are the same codes.
+    # Encoding the decoded values in the same format gives the same codes.
     if name != "channel":
         return
     save(tmp_path / "again", WIDE, values, eight=eight_bits(name))
@@ -263,7 +263,7 @@ def test_codes_lie_on_a_mesh(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["te_current", slow("coat"), slow("deepseek"), slow("fast"), slow("fp8_lm")])
 def test_codes_are_those_of_the_forward_product_of_a_recipe(name, tmp_path):
-    """A layer's product with an identity gives what its codes stand for."""
+    """A layer's product with the identity returns its decoded weights."""
     recipe = fp8jax.recipes.get(name)
     eight = from_recipe(recipe)
     w = 0.1 * np.random.default_rng(1).normal(size=(256, 128)).astype(np.float32)
@@ -311,7 +311,7 @@ def test_config_says_what_readers_of_a_format_need(tmp_path):
 
 
 def test_layers_that_servers_fuse_are_stored_alike(tmp_path):
-    """vLLM makes one layer of q, k and v, and refuses one that is in 8 bits in part: 128 divides q, and not k and v."""
+    """vLLM fuses q, k and v, and rejects a layer that is partly in 8 bits: 128 divides q, but not k and v."""
     few = dataclasses.replace(WIDE, kv_heads=1, mlp_dim=256, layers=1)
     unquantized = save(tmp_path / "a", few, params(few), eight=eight_bits("deepseek"))
     assert unquantized == [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
@@ -323,7 +323,7 @@ def test_layers_that_servers_fuse_are_stored_alike(tmp_path):
 
 @pytest.mark.parametrize(("name", "field"), [("channel", "ignore"), ("deepseek", "modules_to_not_convert")])
 def test_a_tied_head_is_not_counted_as_quantized(name, field, tmp_path):
-    """It has no tensor; readers count every linear layer that is not listed."""
+    """It has no tensor, and readers count every linear layer that is not listed."""
     tied = dataclasses.replace(WIDE, mlp_dim=384, kv_heads=4, tied=True)
     save(tmp_path / "a", tied, params(tied), eight=eight_bits(name))
     fields = json.loads((tmp_path / "a" / "config.json").read_text())

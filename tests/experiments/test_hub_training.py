@@ -1,4 +1,4 @@
-"""Models of Hugging Face's families in the training program: what is quantized, and a loss that falls."""
+"""Models of Hugging Face families in the training program: quantized layers, and a loss that falls."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def started(folder, case, recipe):
-    """The program of a recipe, its state with a checkpoint's parameters, and tokens."""
+    """Returns the program of a recipe, its state with a checkpoint's parameters, and tokens."""
     made = cases.golden(case)
     loaded = load(cases.write(folder, made["config"], made["shapes"]), dtype=jnp.float32)
     recipe = fp8jax.recipes.get(recipe)
@@ -43,7 +43,7 @@ def test_every_linear_layer_but_the_head_has_8_bit_products(case, tmp_path):
     ],
 )
 def test_a_checkpoint_trains_on(case, recipe, tmp_path):
-    """As fast as in bf16, from the loss that the logits of the family's own implementation have."""
+    """The initial loss is that of the family's own implementation, and falls as fast as in bf16."""
     made = np.asarray(cases.golden(case)["logits"])[:, :-1]
     results = {}
     for name in ("bf16", recipe):
@@ -59,7 +59,7 @@ def test_a_checkpoint_trains_on(case, recipe, tmp_path):
     exact = -np.take_along_axis(logits, np.asarray(tokens)[:, 1:, None], -1).mean()
     (start, fall), (quantized, fallen) = results["bf16"], results[recipe]
     assert abs(start - exact) < 2.0**-8 * exact
-    # 8-bit products of sharp attention are off by a third of the logits, and the loss by far less.
+    # 8-bit products of sharp attention have an error of a third of the logits; the loss has a much smaller one.
     assert abs(quantized - exact) < 0.1 * exact
     assert fall > 0.25 * start
     assert abs(fallen - fall) < 0.1 * fall

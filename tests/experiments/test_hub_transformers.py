@@ -1,4 +1,4 @@
-"""Checkpoints between transformers, compressed-tensors and us, where these are installed (`--group hub-test`)."""
+"""Checkpoints exchanged with transformers and compressed-tensors, if they are installed (`--group hub-test`)."""
 
 import dataclasses
 import json
@@ -24,14 +24,14 @@ from tests.experiments.test_hub_save import params  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-# 128 divides all of it, so that the "fp8" format takes every layer.
+# 128 divides all sizes, so the "fp8" format supports every layer.
 WIDE = LlamaConfig(vocab=40, dim=256, layers=2, heads=4, kv_heads=2, mlp_dim=384)
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 20))
 
 
-def read(folder, **how):
+def read(folder, **kwargs):
     model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager", **how
+        folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager", **kwargs
     )
     assert not any(loading_info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading_info
     return model.eval()
@@ -107,7 +107,7 @@ def load_exact(folder, wide):
 
 @pytest.mark.parametrize("name", ["tensor", "channel", "block"])
 def test_compressed_tensors_makes_our_codes_with_our_scales(name, tmp_path):
-    """Its own quantizer, of the weights and our scales: a tie may fall the other way."""
+    """Its own quantizer, with the weights and our scales: a tie may round either way."""
     ct = pytest.importorskip("compressed_tensors.quantization")
     forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
     weights = params(WIDE)

@@ -1,4 +1,4 @@
-"""FSDP with gradients that travel as a recipe says: parameters are whole one layer at a time, and travel as codes."""
+"""FSDP with 8-bit gradients: parameters are gathered one layer at a time, as codes."""
 
 import dataclasses
 import functools
@@ -20,19 +20,20 @@ from fp8jax.recipes import Comm
 LLAMA = LlamaConfig(vocab=64, dim=256, layers=3, heads=4, kv_heads=2, mlp_dim=512)
 TOKENS = jax.random.randint(jax.random.key(1), (8, 33), 0, LLAMA.vocab)
 RECIPES = ("te_current", "deepseek", "moss", "coat", "bf16", "te_delayed", "int8_fallback", "fp8_lm")
-# Recipes whose codes is not a supported wire format: they read values, or observe the weights.
+# Recipes whose codes are not sent: their layers read values, or observe the weights.
 VALUES = ("bf16", "te_delayed")
 
 
 @functools.cache
 def compiled(name, comm="fp32", microbatches=1, remat=False, llama=LLAMA, compute="bf16"):
-    """A step on two devices that share the parameters, the shapes of its state, and what makes its operands."""
+    """Returns a step on two devices with sharded parameters, the shapes of its state, and a function for
+    its operands."""
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=Comm(comm))
     recipe = dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, compute=compute))
     devices = mesh.make(1, 2)
     rows = mesh.batches(devices)
-    how = {"remat": remat, "seed": 0, "rows": rows, "microbatches": microbatches}
-    task = Task(llama, make_optimizer(config.Config(), recipe), recipe, **how)
+    kwargs = {"remat": remat, "seed": 0, "rows": rows, "microbatches": microbatches}
+    task = Task(llama, make_optimizer(config.Config(), recipe), recipe, **kwargs)
     shapes = jax.eval_shape(task.init)
     placed = mesh.state(devices, shapes)
     shapes = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)
@@ -48,7 +49,7 @@ def settings(monkeypatch):
 
 
 def gathers(step):
-    """Bytes of all-gathers of matrices, by dtype."""
+    """Returns bytes of all-gathers of matrices, by dtype."""
     results = {}
     for one in collectives(step.as_text()):
         if one.kind == "all-gather" and one.nbytes >= 1024:
@@ -67,16 +68,16 @@ def gathers(step):
     ],
 )
 def test_a_step_layer_by_layer_is_that_of_parameters_gathered_at_once(name, microbatches, remat, monkeypatch):
-    """In fp32 where masters are: in bf16 XLA rounds or leaves out the rounding between two operations as it fuses."""
-    how = {"microbatches": microbatches, "remat": remat, "compute": "bf16" if name == "fp8_lm" else "fp32"}
-    step, _, begin = compiled(name, **how)
+    """All in fp32: in bf16, XLA may omit the rounding between two operations that it fuses."""
+    kwargs = {"microbatches": microbatches, "remat": remat, "compute": "bf16" if name == "fp8_lm" else "fp32"}
+    step, _, begin = compiled(name, **kwargs)
     operands = begin()
     after, metrics = step(*operands)
     monkeypatch.setattr(parallel, "GatheredModel", lambda *_: None)
-    step, *_ = compiled.__wrapped__(name, **how)
+    step, *_ = compiled.__wrapped__(name, **kwargs)
     want, expected = step(*operands)
     assert metrics["healthy"]
-    # Sums are in another order: a code at a tie falls either way.
+    # Sums have another order: a code at a tie rounds either way.
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-3)
     np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-3)
     paths = jax.tree_util.tree_leaves_with_path((after.params, after.model_state))
@@ -91,7 +92,7 @@ def test_each_layers_matrices_are_gathered_as_codes_forward_and_backward(name):
     head = state.params["head"]["kernel"].size
     actual = gathers(step)
     if name not in VALUES:
-        assert actual["u8"] == 2 * layers // 2  # of two devices, each of which gives its half, forward and backward
+        assert actual["u8"] == 2 * layers // 2  # of two devices, each of which sends its half, forward and backward
         # XLA on CPUs widens bf16.
         assert sum(n for dtype, n in actual.items() if dtype != "u8") <= 4 * (
             head + state.params["embed"]["embedding"].size
@@ -105,7 +106,7 @@ def test_each_layers_matrices_are_gathered_as_codes_forward_and_backward(name):
 
 @pytest.mark.slow
 def test_whole_parameters_are_never_there_at_once():
-    """With each layer temporaries grow by less than a tenth of its parameters; their gradients are in the results."""
+    """Per layer, temporaries grow by less than a tenth of its parameters. Gradients are results."""
     sizes = {}
     for layers in (4, 24):
         llama = dataclasses.replace(LLAMA, layers=layers)

@@ -1,4 +1,4 @@
-"""The model against oracles of its parts, and the table of sizes."""
+"""The model compared with references of its parts, and the table of sizes."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""The loop with a device of cardboard: a clock, steps that take two seconds, and what is logged and saved of them."""
+"""The loop with a fake device: a clock, steps that take two seconds, logs and checkpoints."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ class Clock:
 
 
 class Value:
-    """A number on the device: looking at it waits for the step that makes it."""
+    """A number on the device. Reading it waits for the step that computes it."""
 
     def __init__(self, value, clock=None):
         self.value, self.clock = value, clock
@@ -44,7 +44,7 @@ def made_state(step, bad_steps):
 
 
 class Fake:
-    """Everything around the loop; `happened` is what it did, in order."""
+    """Fakes of everything that the loop calls; `happened` lists the calls in order."""
 
     def __init__(self, *, bad_at=None, bad_batches=(), signal_at=None, valid_before=(), **settings):
         self.clock, self.happened, self.taken = Clock(), [], 0
@@ -156,7 +156,7 @@ def test_every_step_is_logged_with_its_rate_and_the_time_that_it_alone_took(monk
         cosine = 0.1 + 0.4 * (1 + math.cos(math.pi * (count - 3) / 4)) / 2
         assert rest["lr"] == pytest.approx(0.5 * count / 3 if count < 3 else cosine, rel=1e-5)
         assert rest["grad_norm"] == 20.0 + step
-        # Fifteen tokens in two seconds: no checkpoint, no validation counts.
+        # Fifteen tokens in two seconds, without the time of checkpoints and validations.
         assert rest["tokens_per_s"] == pytest.approx(7.5)
 
 
@@ -166,7 +166,7 @@ def test_saves_and_validates_every_so_often_and_at_the_end(monkeypatch):
     assert fake.of("save") == [3, 6, 7]
     assert fake.of("valid") == [2, 4, 6, 7]
     assert fake.of("score") == [2, 2, 4, 4, 6, 6, 7, 7]  # two batches each
-    # A checkpoint holds no step that is not in the log.
+    # A checkpoint has no step that is not in the log.
     assert fake.happened.index(("save", 3)) > [what[:2] for what in fake.happened].index(("step", 3))
 
 
@@ -194,7 +194,7 @@ def test_stops_at_what_is_not_finite_and_names_the_newest_checkpoint(monkeypatch
 
 
 def test_bad_batches_are_skipped_and_the_steps_that_they_were_for_get_the_next_ones(monkeypatch):
-    """Batches 3, 4 and 8 are bad; the one behind is already under way when a step is looked at."""
+    """Batches 3, 4 and 8 are bad. The next batch is already dispatched when a step is read."""
     fake = Fake(on_bad_step="skip", max_bad_steps=2, checkpoint_every=3, eval_every=9, bad_batches={3, 4, 8})
     assert int(fake.run(monkeypatch).step) == 7
     rows = [x for x in fake.happened if x[0] == "step"]
@@ -242,7 +242,7 @@ def test_a_signal_saves_the_step_that_is_done(monkeypatch):
 
 
 def test_of_several_processes_all_stop_by_a_step_that_has_told_them_and_validate_to_the_end(monkeypatch):
-    """The signal that comes in step 4 is an input of step 5, which is looked at when step 6 is under way."""
+    """The signal in step 4 is an input of step 5, which is read while step 6 runs."""
     fake = Fake(checkpoint_every=100, eval_every=4, signal_at=4)
     monkeypatch.setattr(loop.hosts, "several", lambda: True)
     monkeypatch.setattr(loop.hosts, "signals", lambda mesh, signum: signum or 0)
@@ -316,14 +316,14 @@ def test_a_step_is_healthy_if_loss_gradient_and_all_steps_before_are(monkeypatch
 
 @pytest.mark.parametrize("recorded", [0.5, np.nan])
 def test_a_skipped_step_leaves_the_state_and_the_next_one_is_taken(monkeypatch, recorded):
-    """Only a statistic of the step is not finite, or all is well."""
+    """Only a statistic of the step is not finite, or everything is."""
     grads, sgd = {"a": jnp.array([3.0, 4.0])}, optax.with_extra_args_support(optax.sgd(1.0))
     monkeypatch.setattr(
         Task, "gradients", lambda *_: ({"loss": jnp.float32(1)}, grads, {"seen": jnp.float32(recorded)})
     )
     task = Task(None, sgd, fp8jax.recipes.bf16(), remat=False, seed=0, on_bad_step="skip", max_loss_jump=6.0)
     params, model_state, healthy = {"a": jnp.zeros(2)}, {"seen": jnp.float32(0)}, jnp.array(True)
-    # One loss is missing to a limit: the loss of this step is not compared with itself.
+    # One loss short of a limit: the loss of this step is not compared with itself.
     monitor = init_monitor()._replace(losses=jnp.full(LOSS_WINDOW, 2.0), loss_count=jnp.int32(LOSS_WINDOW // 2 - 1))
     state = TrainState(jnp.int32(4), params, model_state, sgd.init(params), jnp.zeros(2), healthy, monitor=monitor)
     after, metrics = task.step(state, None)

@@ -1,4 +1,4 @@
-"""Adapters in the training program: what is trained, saved and resumed, and what is refused."""
+"""Adapters in the training program: what is trained, saved and resumed, and rejected settings."""
 
 import dataclasses
 import json
@@ -81,9 +81,9 @@ def test_the_first_loss_is_the_base_s_own_and_merging_changes_nothing():
     plain = Task(llama, task.tx, fp8jax.recipes.bf16(), remat=False, seed=5)
     params = jax.jit(plain.init)().params
     made, loss = jax.jit(task.base), jax.jit(plain.loss)
-    # Of the same parameters; e4m3 rounds them, and what they are multiplied with.
+    # With the same parameters; e4m3 rounds them and the inputs.
     for actual, expected in zip(*map(jax.tree.leaves, (made(params), made())), strict=True):
-        # Scales in another program may be rounded otherwise, by one last place.
+        # Scales in another program may differ in the last bit.
         np.testing.assert_allclose(np.asarray(actual, np.float32), np.asarray(expected, np.float32), rtol=2e-7)
     for name in "qkv":
         params["layers"]["attention"][name]["bias"] += jnp.linspace(-1, 1, llama.layers)[:, None]

@@ -1,4 +1,4 @@
-"""The training program on several devices: where its arrays lie, what it computes, and checkpoints of another mesh."""
+"""The training program on several devices: shardings, results, and checkpoints on another mesh."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from experiments.train import loop as loops
 from experiments.train.checkpoint import Checkpoints
 from experiments.train.task import TrainState
 
-# Histories of scales, moments in codes, and gradients that are added up.
+# Amax histories, quantized moments, and accumulated gradients.
 FLAGS = (  # noqa: SIM905 (a command line reads best as one)
     "--recipe mixed --microbatches 2 --batch 16 --checkpoint-every 2 --eval-every 3 --keep 9 --steps 6 "
     "--layers 1 --mlp-dim 128 --run"
@@ -36,7 +36,7 @@ def mixed(_):
 
 
 class Seen(loops.Loop):
-    """A loop that notes the shardings of its state and of the batches it steps on, and may end early."""
+    """A loop that records the shardings of its state and batches, and can stop early."""
 
     notes: ClassVar = None
     last: ClassVar = None
@@ -90,7 +90,7 @@ def test_training_goes_on_from_mesh_to_mesh_as_on_one_device(runs):
     for kind, values in one.items():
         assert values.keys() == many[kind].keys()
         for step, value in values.items():
-            # Sums in bf16 of other orders; a code at a tie moves.
+            # bf16 sums in other orders; a code at a tie changes.
             np.testing.assert_allclose(many[kind][step], value, rtol=2e-3)
 
 
@@ -99,7 +99,7 @@ def test_parameters_state_and_batches_lie_as_the_mesh_says(runs):
     assert recorded[0].seen[0][1] is None
     for loop, shape, among in ((recorded[1], (4, 2, 1, 1), ("fsdp", "data")), (recorded[2], (1, 2, 2, 1), "fsdp")):
         shared = ("tensor",) if shape[2] > 1 else ()
-        # The first and the last step: what comes out lies as what went in.
+        # The first and the last step: outputs have the shardings of inputs.
         for state, batch, size in (loop.seen[0], loop.seen[-1]):
             assert (batch.spec, size) == (ROWS, (16, 17))
             assert batch.mesh.devices.shape == shape
@@ -108,7 +108,7 @@ def test_parameters_state_and_batches_lie_as_the_mesh_says(runs):
             assert specs[f"params.{up}"] == P(None, "fsdp", *shared)
             assert specs[f"params.{down}"] == P(None, (*shared, "fsdp") if shared else "fsdp")
             for moment in ("mu", "nu"):
-                for part in ("codes", "scale", "expansion"):  # a row's group is not cut
+                for part in ("codes", "scale", "expansion"):  # a row's group is not split
                     cut = shared if part == "codes" else ()
                     assert specs[f"opt_state.1.{moment}.{up}.{part}"] == P(None, among, *cut), part
             assert specs["step"] == specs["params.norm.scale"] == P()
@@ -118,7 +118,7 @@ def test_parameters_state_and_batches_lie_as_the_mesh_says(runs):
 
 
 def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
-    """The state after two steps on 8 devices, restored whole, and on 4: each shard has its part of the bytes."""
+    """The state after two steps on 8 devices, restored unsharded and on 4: each shard has its part of the bytes."""
     _, recorded, out = runs
     abstract = jax.eval_shape(lambda: None)
     with Checkpoints(out / "many2" / "mixed" / "checkpoints", 9, clean=False) as checkpoints:
@@ -225,7 +225,7 @@ UP_SLICED, DOWN_SLICED = P(None, ("fsdp", "data"), "tensor"), P(None, ("tensor",
     [
         ("layers.mlp.up.kernel", (4, 256, 512), UP, UP_SLICED),
         ("layers.mlp.up.kernel", (4, 64, 64), P(None, None, "tensor"), SAME),  # a small one
-        ("layers.mlp.up.kernel", (4, 255, 512), P(None, None, "tensor"), SAME),  # whose rows two do not divide
+        ("layers.mlp.up.kernel", (4, 255, 512), P(None, None, "tensor"), SAME),  # two devices do not divide its rows
         ("layers.mlp.up.kernel", (4, 254, 512), UP, SAME),
         ("layers.mlp.up.bias", (4, 512), P(None, "tensor"), SAME),
         ("layers.mlp.down.kernel", (4, 512, 256), DOWN, DOWN_SLICED),
@@ -249,7 +249,7 @@ UP_SLICED, DOWN_SLICED = P(None, ("fsdp", "data"), "tensor"), P(None, ("tensor",
     ],
 )
 def test_where_an_array_lies_follows_from_its_name_and_shape(path, shape, place, sliced):
-    """And where that lies which an optimizer holds of it, shared along "data" as the partition says."""
+    """Includes the optimizer state of an array, sharded along "data" by the partition."""
     dtype = jnp.float8_e4m3fn if shape == "e4m3" else jnp.bfloat16
     tree: Any = jax.ShapeDtypeStruct((4, 512, 256) if shape == "e4m3" else shape, dtype)
     for name in reversed(path.split(".")):
@@ -267,7 +267,7 @@ def test_where_an_array_lies_follows_from_its_name_and_shape(path, shape, place,
 
 
 def test_scales_of_blocks_are_cut_no_further_than_their_codes():
-    """Of 450 rows, which two devices divide and four do not, there are four blocks."""
+    """450 rows, which two devices divide and four do not, have four blocks."""
     spec = fp8jax.QuantSpec("e4m3", "block", 128, layer_axes=1)
     q = jax.eval_shape(lambda: fp8jax.quantize(jnp.zeros((4, 450, 512)), spec))
     assert q.scale.shape == (4, 4, 4)

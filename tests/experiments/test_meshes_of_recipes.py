@@ -1,8 +1,8 @@
-"""The training step of each recipe on many devices, with Auto and with Explicit mesh axes, against that of one device.
+"""The training step of each recipe on many devices, with Auto and Explicit mesh axes, compared with one device.
 
-All is computed in fp32, with given keys. In bf16 XLA rounds or leaves out the rounding between two operations, as it
-fuses them, and keys that are made of an input would be others. So what differs is the order of sums: over tokens, which
-are gradients of weights, and on some CPUs over channels, too. A code may then flip at a tie.
+Everything is in fp32, with given keys. In bf16, XLA may omit the rounding between two operations that it fuses, and
+keys from the input would differ. So only the order of sums differs: over tokens, for gradients of weights, and on some
+CPUs over channels too. A code may then flip at a tie.
 """
 
 import contextlib
@@ -27,22 +27,22 @@ from tests.distance import relative
 pytestmark = pytest.mark.usefixtures("small_on_meshes")
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=128)
-# With fewer tokens on a device XLA sums the products of a row in another order.
+# With fewer tokens per device, XLA sums the products of a row in another order.
 TOKENS = jax.random.randint(jax.random.key(1), (16, 33), 0, LLAMA.vocab)
 MESHES = {"data": (8, 1), "fsdp": (1, 8), "both": (2, 4)}
 KINDS = (AxisType.Auto, AxisType.Explicit)
-# A sum in another order is off by the square root of its length in units of the last place; its square by twice that.
+# Another order of a sum has an error of the square root of its length, in ulps; its square twice that.
 ORDER = 2 * TOKENS.size**0.5 * 2.0**-24
-# How many codes may be others: those of sums that lie as near to a tie. A step of e4m3 is 2^-3.
+# Fraction of codes that may flip: sums this close to a tie. A step of e4m3 is 2^-3.
 TIES = 1e-3
-# Codes of a group of moments whose exponent of expansion, in bf16, lies near a tie, and how far all then may lie apart.
-# Of groups of 64, or without expansion, they would be 0.012.
+# Codes of a group of moments whose expansion exponent, in bf16, is near a tie, and the resulting difference. For groups
+# of 64, or without expansion, it would be 0.012.
 GROUP, MOVED = 128, 2.0**-3 * TIES**0.5
-# How far results may then lie apart: two roundings, in four tokens of all; their squares twice as far.
+# The resulting difference of results: two roundings, in four of all tokens; their squares twice that.
 FLIPPED = 2 * 2**0.5 * 2.0**-4 / 3**0.5 * (4 / TOKENS[:, 1:].size) ** 0.5
-# Auto axes and several microbatches are in test_contracts, which is run each time. A mesh of both axes has what one of
-# either has; a recipe of tensors and one of blocks with keys and thresholds show that neither axis needs the other.
-# FP8-LM's masters of 16 bits have no products in fp32; it is in test_contracts, too.
+# Auto axes and several microbatches are in test_contracts, which always runs. A mesh of both axes combines them. One
+# per-tensor recipe, and one of blocks with keys and thresholds, show that each axis works alone. FP8-LM's 16-bit
+# masters have no fp32 products; they are in test_contracts too.
 ALONE = ("te_current", "int8_fallback")
 ALL = [
     (name, where, kind)
@@ -54,21 +54,21 @@ ALL = [
 
 
 def build(name, devices=None):
-    # Gradients that travel in 8 bits are not those of one device: see test_parallel.
+    # 8-bit gradients are not those of one device: see test_parallel.
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=Comm(), weights=Weights("fp32", "fp32"))
     rows = None if devices is None else mesh.batches(devices)
     return Task(LLAMA, make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
 
 
 def step(task, state, tokens):
-    """A step, and what the forward pass saves for the backward pass: codes, scales, and values of fp32."""
-    _, back = jax.vjp(lambda params: task.loss(params, state.model_state, tokens), state.params)
-    return *task.step(state, tokens), [x for x in jax.tree.leaves(back) if jnp.issubdtype(x.dtype, np.number)]
+    """Returns a step, and its residuals: codes, scales, and fp32 values."""
+    _, vjp_fn = jax.vjp(lambda params: task.loss(params, state.model_state, tokens), state.params)
+    return *task.step(state, tokens), [x for x in jax.tree.leaves(vjp_fn) if jnp.issubdtype(x.dtype, np.number)]
 
 
 @functools.cache
 def one(name):
-    """The state before a step on one device, and what the step gives."""
+    """Returns the state before a step on one device, and the step's results."""
     task = build(name)
     state = jax.jit(task.init)()
     return state, jax.device_get(jax.jit(functools.partial(step, task))(state, TOKENS))
@@ -90,7 +90,7 @@ def test_a_step_on_many_devices_is_that_of_one(name, where, kind):
     pairs = [(np.asarray(x), y) for x, y in zip(saved, want_saved, strict=True)]
     flips = [np.mean(x != y) for x, y in pairs if x.dtype.itemsize == 1]
     assert max(flips, default=0) <= TIES
-    # Codes of gradients are not saved: those may flip unseen.
+    # Codes of gradients are not saved, so flips are not visible.
     forward = FLIPPED if any(flips) else ORDER
     backward = FLIPPED if fp8jax.recipes.get(name).linear.is_quantized else ORDER
     for x, y in pairs:

@@ -1,4 +1,4 @@
-"""Batches computed in parts, whose weights are quantized once a step; what they compute is in test_contracts."""
+"""Microbatches whose weights are quantized once per step; test_contracts compares results."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def test_parts_share_the_codes_of_the_weights(name):
             shape in {(*prefix, *w) for w in weights} | {(*prefix, *w[::-1]) for w in weights} for shape in shapes
         )
 
-    # Of seven linears, in the loop over layers for each microbatch, or before the microbatches for all layers.
+    # Seven linear layers: in the loop over layers for each microbatch, or before the microbatches for all layers.
     assert count(made[1], ()) >= 7
     assert count(made[2], ()) == 0
     assert count(made[2], (SHAPE.layers,)) == 7

@@ -1,4 +1,4 @@
-"""A package that is not installed is one line with what to type; asked for help, a program says what it is for."""
+"""A missing package leads to one line with the command to install it; --help works without it."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from experiments import packages
 
 ROOT = Path(__file__).parents[2]
-# A command line that would do something, a package that it needs, and the group of pyproject.toml that has this.
+# A command line, a package that it needs, and the group of pyproject.toml with this package.
 PROGRAMS = (
     ("train --run r", "flax", "train"),
     ("plan --model 5m", "tyro", "train"),
@@ -39,9 +39,9 @@ def test_a_missing_package_is_a_line_with_what_to_type(tmp_path, command, packag
     line = f"error: {program} needs the package {package}, which is not installed: pip install --group {group} -e .\n"
     for options in ([], ["--help"]):
         argv = [sys.executable, "-m", program, *arguments, *options]
-        done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-        assert (done.returncode, done.stderr) == (0 if options else 2, line)
-        assert bool(done.stdout) == bool(options)
+        completed = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert (completed.returncode, completed.stderr) == (0 if options else 2, line)
+        assert bool(completed.stdout) == bool(options)
 
 
 def test_names_of_packages_lead_to_their_group():

@@ -1,4 +1,4 @@
-"""Models with experts: routing, losses and gradients against NumPy, what is kept, meshes, plans, and refusals."""
+"""Models with experts: routing, losses and gradients against NumPy, residuals, meshes, plans, and errors."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ FP32 = fp8jax.Recipe(
 
 
 def layer(config=TINY, dtype=jnp.float32, recipe=None, sharing=None):
-    """Drawn parameters of a layer of experts, and a function of these and tokens."""
+    """Returns random parameters of a layer of experts, and a function of these and tokens."""
     products = None if recipe is None else RecipeProducts(fp8jax.recipes.get(recipe), sharing)
     made = moe.MoE(config, dtype=dtype, param_dtype=jnp.float32, rngs=nnx.Rngs(0), products=products)
     graph, params = nnx.split(made, nnx.Param)
@@ -56,7 +56,7 @@ def softmax(x):
 
 
 def oracle(params, x, config=TINY):
-    """The layer in float64, a token and an expert at a time, and the choices."""
+    """Returns the layer in float64, token by token and expert by expert, and the choices."""
     gate_up, down = (np.asarray(params["experts"][name]["kernel"], np.float64) for name in ("gate_up", "down"))
     x = np.asarray(x, np.float64)
     probabilities = softmax(x @ np.asarray(params["router"]["kernel"], np.float64))
@@ -73,7 +73,7 @@ def oracle(params, x, config=TINY):
 
 @pytest.mark.parametrize("normalized", [True, False])
 def test_a_layer_is_that_of_numpy_and_so_are_its_gradients(normalized):
-    """Experts without tokens among them: the last two are never chosen."""
+    """Some experts have no tokens: the last two are never chosen."""
     config = dataclasses.replace(TINY, normalize_choices=normalized)
     params, run = layer(config)
     params["router"]["kernel"][:, -2:] = -3 * np.abs(params["router"]["kernel"][:, -2:])
@@ -82,9 +82,9 @@ def test_a_layer_is_that_of_numpy_and_so_are_its_gradients(normalized):
     weights = rng.normal(size=x.shape)
     expected, choices = oracle(params, x, config)
     assert choices.max() < config.experts - 2
-    y, back = jax.vjp(jax.jit(run), params, x)
+    y, vjp_fn = jax.vjp(jax.jit(run), params, x)
     np.testing.assert_allclose(y, expected, atol=1e-5)
-    grads = back(weights.astype(np.float32))
+    grads = vjp_fn(weights.astype(np.float32))
     for at, leaf in enumerate(jax.tree.leaves((params, x))):
         direction = rng.normal(size=leaf.shape)
 
@@ -114,7 +114,7 @@ def test_losses_of_routers_are_those_of_their_papers():
 
 @pytest.mark.parametrize("recipe", [slow("coat"), "deepseek"])
 def test_a_layer_in_8_bits_is_off_by_what_8_bits_round(recipe):
-    """Half a step of e4m3, 2^-4, in each of a handful of roundings; gradients are rounded to e5m2 in coat."""
+    """Half a step of e4m3, 2^-4, in each of a few roundings. coat rounds gradients to e5m2."""
     params, run = layer(recipe=recipe)
     x = np.random.default_rng(3).normal(size=(TOKENS, TINY.dim)).astype(np.float32)
     exact = layer()[1]
@@ -128,10 +128,10 @@ def test_a_layer_in_8_bits_is_off_by_what_8_bits_round(recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", [1, 2])
 def test_devices_that_share_experts_quantize_as_one_does(chosen):
-    """With two experts of a token devices gather tokens: codes are those of one device.
+    """With two experts per token, devices gather tokens, and codes are those of one device.
 
-    But wgrad of gate and up reads tokens on one device that are decoded from the context. With one expert each devices
-    exchange rows, and scales of experts are no powers of two of each other.
+    But on one device, wgrad of gate and up reads tokens that are decoded from the context. With one expert per token,
+    devices exchange rows, and scales of experts are not related by powers of two.
     """
     config = dataclasses.replace(TINY, experts_per_token=chosen, normalize_choices=False)
     params, run = layer(config, recipe="coat")
@@ -150,7 +150,7 @@ def test_devices_that_share_experts_quantize_as_one_does(chosen):
 
 @pytest.mark.parametrize(("recipe", "bytes_of_element"), [("bf16", 2), ("coat", 1 + 2 / 16), ("deepseek", 2)])
 def test_tokens_and_gate_and_up_are_all_that_is_kept_but_for_what_the_router_gives(recipe, bytes_of_element):
-    """Once each, tokens as they are before they are permuted; without a context in 16 bits."""
+    """Each once, with tokens in their order before the permutation; without a context in 16 bits."""
     config = dataclasses.replace(TINY, dim=64, mlp_dim=80, experts=8, experts_per_token=4)
     params, run = layer(config, jnp.bfloat16, recipe)
     x = jax.ShapeDtypeStruct((32, config.dim), jnp.bfloat16)
@@ -159,9 +159,9 @@ def test_tokens_and_gate_and_up_are_all_that_is_kept_but_for_what_the_router_giv
     actual = sum(leaf.size * leaf.dtype.itemsize for leaf in saved if leaf.shape not in weights)
     chosen = config.experts_per_token
     rows = bytes_of_element * (config.dim + chosen * 2 * config.mlp_dim)
-    # Logits, and for each choice its weight, its expert, its row and the choice of that row; and sizes of experts.
+    # Logits; for each choice its weight, its expert, its row and the choice of that row; and sizes of experts.
     router = 4 * (config.experts + 4 * chosen)
-    # For 8-bit products also the token of each row, groups and scales of experts and, in coat, a scale of each token.
+    # For 8-bit products also the token of each row, groups and scales of experts and, in coat, a scale per token.
     per_row, per_token, per_expert = {"bf16": (0, 0, 4), "coat": (4, 4, 24), "deepseek": (4, 0, 24)}[recipe]
     assert actual == 32 * (rows + router + per_token + chosen * per_row) + per_expert * config.experts
 
@@ -171,7 +171,7 @@ def task_of(recipe, config=TINY, rows=None, **settings):
 
 
 def drawn(task):
-    """A state whose parameters are three times as large, so that routers prefer some experts."""
+    """Returns a state with parameters of three times the size, so that routers prefer some experts."""
     state = jax.jit(task.init)()
     return state._replace(params=jax.tree.map(lambda x: 3 * x, state.params))
 
@@ -180,9 +180,9 @@ BATCH = np.random.default_rng(0).integers(0, TINY.vocab, (4, 17)).astype(np.int3
 
 
 def test_losses_of_routers_enter_gradients_by_their_coefficients():
-    """The gradient's share along a direction is the coefficient times the slope of the loss that is logged.
+    """The directional derivative is the coefficient times the slope of the logged loss.
 
-    In one layer, whose tokens no other layer's choices change: the z-loss has no jumps.
+    There is one layer, so no other layer's choices change: the z-loss has no jumps.
     """
     config, rng = dataclasses.replace(TINY, layers=1), np.random.default_rng(1)
     without, task = (task_of(FP32, config, balance_coefficient=0.0, z_coefficient=z) for z in (0.0, 0.5))
@@ -199,7 +199,7 @@ def test_losses_of_routers_enter_gradients_by_their_coefficients():
 
 @pytest.mark.parametrize("sizes", [slow({"data": 2, "fsdp": 2}), {"data": 1, "fsdp": 2, "expert": 2}])
 def test_devices_that_share_a_batch_and_parameters_compute_what_one_does(sizes, monkeypatch):
-    """But for the balance of each device's own tokens, which has no coefficient here."""
+    """Except for the balance loss over each device's own tokens, which has no coefficient here."""
     monkeypatch.setattr(mesh, "SMALLEST", 256)
     devices = mesh.make(**sizes, devices=jax.devices()[:4])
     coefficients = {"balance_coefficient": 0.0, "z_coefficient": 0.5}
@@ -245,7 +245,7 @@ def test_training_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
 def test_a_run_trains_logs_losses_of_routers_and_is_evaluated_and_exported(argv, out, capsys):
     flags = ["--model", "moe-tiny", "--recipe", "coat", "--steps", "8", "--run", "experts", "--seq-len", "32"]
     assert cli.main([*argv, *flags]) == 0
-    assert "balance 2." in capsys.readouterr().out  # near the number of choices: routers begin balanced
+    assert "balance 2." in capsys.readouterr().out  # near the number of choices: routers start balanced
     rows = report.read_metrics(out / "experts" / "coat" / "metrics.jsonl")
     trained = [row for row in rows if "loss" in row]
     assert all(0 < row["z_loss"] < 20 and 1.9 < row["balance_loss"] < 8 for row in trained)
@@ -269,7 +269,7 @@ def test_a_run_trains_logs_losses_of_routers_and_is_evaluated_and_exported(argv,
 
 @pytest.mark.slow
 def test_devices_that_share_experts_train_as_one_does_and_go_on_to_the_same_bits(argv, out, capsys):
-    """Losses differ by what 16 or 8 bits round: outside of experts each device has scales of its own."""
+    """Losses differ by 16- or 8-bit rounding: outside of experts, scales are per device."""
     flags = ["--model", "moe-tiny", "--recipe", "bf16", "coat", "--balance-coefficient", "0", "--log-every", "1"]
     shared = [*argv, *flags, "--run", "shared", "--mesh", "expert=2,fsdp=2"]
     assert cli.main([*argv, *flags, "--run", "alone"]) == 0 == cli.main(shared)
@@ -297,7 +297,7 @@ def test_devices_that_share_experts_train_as_one_does_and_go_on_to_the_same_bits
 def test_a_plan_counts_what_experts_exchange(chosen):
     """A layer sends tokens twice forward and gradients of results once.
 
-    Two devices gather tokens with two experts each. Of one expert each, XLA for CPUs fills up what a pair exchanges.
+    Two devices gather tokens with two experts each. With one expert each, XLA on CPUs pads what a pair exchanges.
     """
     config = dataclasses.replace(TINY, experts_per_token=chosen)
     recipe, devices = fp8jax.recipes.coat(), mesh.make(1, 1, jax.devices()[:2], expert=2)
@@ -309,13 +309,13 @@ def test_a_plan_counts_what_experts_exchange(chosen):
     assert planned.memory["parameters"] < plan.of(config, recipe, {}, 32).memory["parameters"] * 0.7
     saved_bytes = [plan.saved_per_token(config, recipe, False, 1, 2, room) for room in (0.0, 2.0, 1.0)]
     assert saved_bytes[0] == saved_bytes[1]
-    # With room for the rows of its tokens, it keeps codes of gate and up, and weights, of half as many; and what the
-    # token of a row is, if codes are made of tokens.
+    # With space for its rows, it saves codes of gate and up, and half as many weights; and the token of each row, if
+    # tokens are quantized.
     rows = chosen * (2 * config.mlp_dim * (1 + 2 / 16) + (8 if chosen == 2 else 4))
     assert saved_bytes[0] - saved_bytes[2] == pytest.approx(rows, rel=0.01)
 
     def count(kind, dtypes, collectives):
-        # XLA for CPUs sends bf16 as f32.
+        # XLA on CPUs sends bf16 as f32.
         these = [one for one in collectives if one.kind == kind and one.dtype in dtypes]
         return sum(one.times * one.nbytes * (2 if one.dtype == "bf16" else 1) for one in these)
 
@@ -324,7 +324,7 @@ def test_a_plan_counts_what_experts_exchange(chosen):
         compiled, factor = ("all-to-all", 2) if chosen == 1 else (kind, 1)
         sent = factor * count(kind, dtypes, planned.collectives)
         assert sent == count(compiled, dtypes, actual)
-        assert (sent > 0) == ((kind, dtypes) != ("reduce-scatter", ["u8"]))  # sums are no codes
+        assert (sent > 0) == ((kind, dtypes) != ("reduce-scatter", ["u8"]))  # sums are not quantized
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_what_experts_cannot_do_is_refused(flags, message, argv):
 
 
 def test_published_shapes_have_their_published_counts():
-    """In all, and of those that a token meets: Mixtral 46.7 and 12.9 B, Qwen3 30.5 and 3.3 B, 235 and 22 B."""
+    """Total and active parameters: Mixtral 46.7 and 12.9 B, Qwen3 30.5 and 3.3 B, 235 and 22 B."""
     for name, vocab, total, active in (
         ("moe-mixtral-8x7b", 32_000, 46_702_792_704, 12.88e9),
         ("moe-qwen3-30b-a3b", 151_936, 30_532_122_624, 3.35e9),

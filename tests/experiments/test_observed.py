@@ -1,4 +1,4 @@
-"""`--telemetry`: which steps are observed, what is logged and drawn of them, and that training stays as it is."""
+"""`--telemetry`: which steps are observed, logs and plots, and unchanged training."""
 
 import json
 

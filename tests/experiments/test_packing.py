@@ -1,4 +1,4 @@
-"""Packed rows: each document alone in what it sees and what its loss is."""
+"""Packed rows: the attention and the loss of each document are independent of the others."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ def documents(count=30, longest=14, seed=0):
 
 
 def found(rows):
-    """The documents of rows, with their answers, by their tokens."""
+    """Returns the documents in rows, with their answers, from their tokens."""
     pieces = {}
     for tokens, answers, segments in rows:
         for number in range(1, segments.max() + 1):
@@ -62,7 +62,7 @@ def test_each_document_is_whole_in_one_row_of_one_split():
 
 def test_rows_are_filled_to_their_ends_and_splits_are_as_large_as_asked():
     rng = np.random.default_rng(0)
-    given = [Document(rng.integers(0, 40, 5), np.ones(5, np.int8)) for _ in range(8)]  # 0 is a token, too
+    given = [Document(rng.integers(0, 40, 5), np.ones(5, np.int8)) for _ in range(8)]  # 0 is a valid token
     for share, train in ((0.5, 4), (0.75, 2), (0.99, 1)):
         packed = packing.pack(given, share, 9, keep_whole=True)
         assert (len(packed.train), len(packed.valid)) == (-(-train // 2), -(-(8 - train) // 2))
@@ -74,7 +74,7 @@ def test_long_documents_are_cut_or_go_on():
     long = [ones(25), ones(10), *documents(6)]
     cut, going = (packing.pack(long, 0.01, 9, keep_whole=keep_whole) for keep_whole in (True, False))
     assert cut.cut == going.cut == sum(len(d.ids) > 10 for d in long)
-    # A last token alone has nothing before it.
+    # A single last token has no context.
     alone = packing.pack([ones(21)], 0.01, 9, keep_whole=False)
     assert (alone.documents, alone.left_out) == (2, 0)
     sizes = [sorted(len(p) for p in found(np.concatenate([x.train, x.valid]))) for x in (cut, going)]
@@ -115,7 +115,7 @@ def test_a_copy_of_a_document_is_packed_once():
 
 
 def by_itself(run, row, here):
-    """The logits of a document, in a row of its own that is filled after it: one program for all lengths."""
+    """Returns the logits of a document in its own padded row, so that one program serves all lengths."""
     ids = np.zeros((1, row.shape[-1]), row.dtype)
     ids[0, : here.sum()] = row[0, here]
     return np.asarray(run(ids))[0, : here.sum()]
@@ -157,14 +157,14 @@ def test_the_loss_is_the_mean_over_answers_and_gradients_are_its():
             losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(ids) - 1), ids[1:]]
             total, count = total + (losses * answers[1:]).sum(), count + answers[1:].sum()
     assert float(loss(params, {}, rows)) == pytest.approx(total / count, rel=1e-5)
-    # Tokens that are no answers, and the filling, have no part in it but as what answers are read after.
+    # Tokens that are no answers, and padding, contribute only as context of answers.
     filled = rows.copy()
     filled[:, 0][filled[:, 2] == 0] = 7
     assert float(loss(params, {}, filled)) == pytest.approx(total / count, rel=1e-5)
     none = rows.copy()
-    none[:, 1] = 0  # nothing is to be learned
+    none[:, 1] = 0  # there is nothing to learn
     for chunked in (False, True):
-        # Of devices, of which some may have no answer, it is the mean of what each gives.
+        # Over devices, some of which may have no answer, it is the mean over all answers.
         own = lambda part, chunked=chunked: cross_entropy(each.model(params, {}), part, chunked, ("x",))  # noqa: E731
         run = jax.jit(jax.vmap(own, axis_name="x"))
         for more, expected in ((rows, total / count), (none, 0)):

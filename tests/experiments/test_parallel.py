@@ -1,4 +1,4 @@
-"""The training step whose gradients travel in 8 bits: what it computes, what it sends, and the state of its factors."""
+"""The training step with 8-bit gradients: results, communication, and the state of its factors."""
 
 import dataclasses
 import functools
@@ -25,7 +25,8 @@ FP32 = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights
 
 
 def steps(recipe, where, count=1, microbatches=1):
-    """Metrics of some steps, the state after them, and the collectives of the compiled step that carry gradients."""
+    """Returns metrics of some steps, the state after them, and the collectives of the compiled step that send
+    gradients."""
     devices = mesh.make(**where)
     rows = mesh.batches(devices) if devices.size > 1 else None
     optimizer = make_optimizer(config.Config(), recipe)
@@ -85,7 +86,7 @@ def test_fp8_lm_trains_on_many_devices_and_factors_are_kept_in_its_state(where):
 
 
 def test_a_step_tells_how_many_elements_of_its_sums_in_8_bits_saturated():
-    """With mu = 1/2 and two devices a sum reaches the end of the range just where both have their largest magnitude."""
+    """With mu = 1/2 and two devices, a sum reaches the end of the range only if both have their amax there."""
     recipe = dataclasses.replace(FP32, comm=Comm("e4m3", "one_phase", auto_scale=True))
     devices = mesh.make(2, 1)
     rows = mesh.batches(devices)
@@ -109,7 +110,8 @@ def test_a_step_tells_how_many_elements_of_its_sums_in_8_bits_saturated():
 
 
 def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypatch):
-    """Keys come from a device's own rows: errors of rounding average out over replicas, and every run has the same."""
+    """Keys come from a device's own rows: rounding errors average out over replicas, and every run has the
+    same keys."""
     recipe = dataclasses.replace(fp8jax.recipes.jetfire(), comm=Comm("e4m3"))
     devices = mesh.make(2, 1)
     task = Task(LLAMA, make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0,
@@ -141,18 +143,18 @@ FACTORS, TWO_PHASES = Comm("e4m3", "one_phase", auto_scale=True), Comm("e4m3")
     ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else x.form,
 )
 def test_devices_that_share_sequences_sum_parts_and_agree_on_factors(where, comm, monkeypatch):
-    """Of made-up gradients of each device: means over replicas, of sums over "tensor" where these are parts."""
+    """For given gradients of each device: means over replicas, of sums over "tensor" if these are partial."""
     monkeypatch.setattr(mesh, "SMALLEST", 1024)
     devices, rng, mu = mesh.make(*where[:2], tensor=where[2]), np.random.default_rng(0), np.float32(0.7)
     params = {"layers": {"up": {"kernel": (2, 64, 64)}, "out": {"bias": (2, 64)}, "norm": {"scale": (2, 64)}},
               "embed": {"embedding": (64, 96)}}  # fmt: skip
     params = jax.tree.map(lambda shape: np.zeros(shape, np.float32), params, is_leaf=lambda x: isinstance(x, tuple))
-    size = np.float32([1, 0.25])  # of two replicas: their sums stay in the range, with this factor
+    size = np.float32([1, 0.25])  # of two replicas: their sums stay in the range with this factor
     draw = lambda x: rng.uniform(0.5, 1, (2, 2, *x.shape)).astype(np.float32) * size.reshape(2, *[1] * (x.ndim + 1))  # noqa: E731
     samples = jax.tree.map(draw, params)
     up, bias = samples["layers"]["up"]["kernel"], samples["layers"]["out"]["bias"]
-    up[:, :, ..., :32] = 1  # but those of one device's half of a kernel, which are alike
-    up[:, :, 1] *= 1e-7  # a layer with a scale of its own
+    up[:, :, ..., :32] = 1  # except those of one device's half of a kernel, which are equal
+    up[:, :, 1] *= 1e-7  # a layer with its own scale
     up[:, 1], bias[:, 1] = up[:, 0], bias[:, 0]
     losses = rng.uniform(size=(2, 2)).astype(np.float32)
 
@@ -172,7 +174,7 @@ def test_devices_that_share_sequences_sum_parts_and_agree_on_factors(where, comm
         state = state._replace(mu=jax.tree.map(lambda _: mu, state.mu))
     run = jax.jit(functools.partial(parallel.gradients, own, recipe, devices))
     rows = np.zeros((2, 3), np.int32)
-    if comm is TWO_PHASES:  # also a part of a matrix that is large as a whole
+    if comm is TWO_PHASES:  # also a shard of a matrix that is large when unsharded
         sent = programs.asked_for(run, params, {}, rows, state)
         assert [x[2] for x in sent if x[:2] == ("all_to_all", "ui8")] == [2 * 64 * 32 + 64 * 48]
     loss, grads, _, state = run(params, {}, rows, state)

@@ -1,4 +1,4 @@
-"""Recipes beside bf16 seed by seed: the statistics, what is refused, and processes that fill one folder."""
+"""Recipes compared with bf16 by seed: statistics, errors, and processes that share one folder."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def test_gaps_are_paired_with_students_t_of_the_seeds():
     expected = stats.ttest_1samp(x / y - 1, 0)
     assert of.p == pytest.approx(expected.pvalue)
     assert (of.value - of.half, of.value + of.half) == pytest.approx(tuple(expected.confidence_interval(0.99)))
-    # Seeds that one of the two lacks say nothing; one seed tells no noise.
+    # Seeds that one of the two lacks are ignored. One seed has no variance.
     assert parity.gap(ours | {7: 99.0}, base, 0.99) == of
     assert parity.gap({0: 1.0}, base, 0.99) == (
         (pytest.approx(1 / base[0] - 1),),
@@ -57,7 +57,7 @@ def test_holms_procedure_holds_the_error_of_all_recipes_together():
         {"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06}
     )
     assert parity.holm({"a": 0.9, "b": 0.8}, 2) == {"a": 1.0, "b": 1.0}
-    # Of ten that were stated, two made: each counts as among ten.
+    # Two of ten stated comparisons: each counts as one of ten.
     assert parity.holm({"a": 0.01, "b": 0.001}, 10) == pytest.approx({"b": 0.01, "a": 0.09})
     rng, wrong = np.random.default_rng(2), 0
     for _ in range(400):
@@ -69,11 +69,11 @@ def test_holms_procedure_holds_the_error_of_all_recipes_together():
 def test_arms_are_compared_with_bf16_and_pairs_with_each_other():
     gaps = parity.compare(STUDY, runs := found({"coat": 0.01, "coat_fast": 0.03, CONTROL: 0.02}))
     values = {name: {s: run[TRAINING] for s, run in of.items()} for name, of in runs.items()}
-    # Each interval is of 99.5 %: those of five recipes and two losses hold together with 95 %.
+    # Each interval has 99.5 %: those of five recipes and two losses hold together with 95 %.
     plain = parity.gap(values["coat"], values[BASE], 0.995)
     assert gaps["coat", TRAINING][:3] == plain[:3]
-    assert gaps["coat", TRAINING].p >= 5 * plain.p  # Holm's, of ten tests
-    # An arm that is no recipe does not count among the tests.
+    assert gaps["coat", TRAINING].p >= 5 * plain.p  # Holm's, for ten tests
+    # An arm that is no recipe does not count as a test.
     assert gaps[CONTROL, TRAINING] == parity.gap(values[CONTROL], values[BASE], 0.995)
     assert gaps[BESIDE_COAT, TRAINING] == parity.gap(values["coat_fast"], values["coat"], 0.995)
     alone = dataclasses.replace(STUDY, family=False)
@@ -135,7 +135,7 @@ def test_ablations_change_sums_alone():
 
 
 def test_pages_of_the_runs_that_are_there_give_the_rows_of_their_results_files(tmp_path):
-    """Of results/: a change of the statistics would change what README and docs/ quote."""
+    """Uses results/: changed statistics would change the figures of README and docs/."""
     root = Path(__file__).parents[2] / "results"
     for name, page in (("recipes", "h100/recipe_parity"), ("intervals", "h100/recipe_parity_intervals"),
                        ("fixed_batch", "h200/fixed_batch"), ("block_scaled", "h200/recipe_parity_block_scaled"),
@@ -163,9 +163,9 @@ def test_processes_fill_one_folder_and_gradients_travel_between_two_devices(corp
     env = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     shared = ["--data", str(corpus), "--results", str(tmp_path)]
     for arm in (BASE, "fp8_lm"):
-        done = subprocess.run([sys.executable, "-c", RUN, "--arms", arm, *shared], env=env, capture_output=True,
+        completed = subprocess.run([sys.executable, "-c", RUN, "--arms", arm, *shared], env=env, capture_output=True,
                               text=True, timeout=300)  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        assert completed.returncode == 0, completed.stderr
     files = {name: json.loads(STUDY.path_of(tmp_path, name).read_text()) for name in (BASE, "fp8_lm")}
     assert [of["replicas"] for of in files.values()] == [1, 2]
     assert len({of["text"] for of in files.values()}) == 1

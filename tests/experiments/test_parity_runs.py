@@ -39,7 +39,7 @@ def test_arms_of_a_seed_start_alike_and_read_the_same_text(text, tmp_path):
         parity_runs.train_arm(name, ParityArm(recipe), [0, 1], TINY, tmp_path / "file.json", text=text)
         runs[name] = json.loads((tmp_path / "file.json").rename(tmp_path / name).read_text())["runs"]
     first = {name: [of["losses"][0] for of in seeds.values()] for name, seeds in runs.items()}
-    # A step's loss is of the weights before it: moments stored otherwise change little of the first ten.
+    # A step's loss is that of the weights before it: another storage of moments changes the first ten little.
     np.testing.assert_allclose(first["moments"], first[BASE], rtol=2e-3)
     assert first["moments"] != first[BASE]
     assert abs(first[BASE][0] - first[BASE][1]) > 1e-4
@@ -47,10 +47,10 @@ def test_arms_of_a_seed_start_alike_and_read_the_same_text(text, tmp_path):
 
 
 def test_a_damaged_forward_product_is_trained_and_validated_with(text, tmp_path, monkeypatch):
-    """Traced, not run: damage reaches every product of the step and of validation."""
+    """Traced, not run: damage affects every product of the step and of validation."""
     bits = []
-    coarse = parity_runs.coarse
-    monkeypatch.setattr(parity_runs, "coarse", lambda q, lost: (bits.append(lost), coarse(q, lost))[1])
+    coarse = parity_runs.drop_low_bits
+    monkeypatch.setattr(parity_runs, "drop_low_bits", lambda q, lost: (bits.append(lost), coarse(q, lost))[1])
     for product, validated in (("forward", True), ("wgrad", False)):
         run, validate, _ = parity_runs.programs(ParityArm(fp8jax.recipes.te_current(), product, 2), TINY)
         state, _ = jax.eval_shape(run, jnp.int32(0), text.train, text.starts(0, TINY))
@@ -77,7 +77,7 @@ def test_runs_are_kept_one_by_one_and_only_with_their_like(text, tmp_path):
     assert again["runs"]["0"] == content["runs"]["0"]
     with pytest.raises(UserError, match="another setting; delete it"):
         train([2], dataclasses.replace(TINY, lr=1e-4))
-    # A recipe that has changed is another one; of a file from before recipes were written nothing is known.
+    # A changed recipe is another one. Files from before recipes were written are accepted.
     assert again["recipe"]["optimizer.mu"] == "fp32"
     path.write_text(json.dumps(again | {"recipe": again["recipe"] | {"optimizer.mu": "e4m3"}}))
     with pytest.raises(UserError, match="another recipe; delete it"):
@@ -154,8 +154,8 @@ def test_damage_is_done_to_one_product_alone(product, grad):
 
     def three(arm):
         with parity_runs.damaged(arm):
-            y, back = jax.vjp(lambda x, w: linear(x, w, recipe=recipe), x, w)
-            return dict(zip(("forward", "dgrad", "wgrad"), (y, *back(dy)), strict=True))
+            y, vjp_fn = jax.vjp(lambda x, w: linear(x, w, recipe=recipe), x, w)
+            return dict(zip(("forward", "dgrad", "wgrad"), (y, *vjp_fn(dy)), strict=True))
 
     recipe = fp8jax.recipes.te_current()
     plain, hurt = three(ParityArm(recipe)), three(ParityArm(recipe, product, 2))
@@ -179,16 +179,16 @@ def test_coarse_codes_are_the_nearest_of_fewer_bits(name, dtype, lost):
     codes = np.arange(256, dtype=np.uint8).view(dtype)
     codes = codes[np.isfinite(codes.astype(np.float32))]
     q = fp8jax.QTensor(jnp.asarray(codes)[None], jnp.ones((1, 1)), None, None, fp8jax.QuantSpec(name))
-    actual = np.asarray(parity_runs.coarse(q, lost).codes, np.float64)[0]
+    actual = np.asarray(parity_runs.drop_low_bits(q, lost).codes, np.float64)[0]
     bits = ml_dtypes.finfo(dtype).nmant - lost
     x = codes.astype(np.float64)
     step = 2.0 ** (np.floor(np.log2(np.abs(np.where(x == 0, 1, x)))) - bits)
     top = 2.0 ** np.floor(np.log2(float(ml_dtypes.finfo(dtype).max))) * (2 - 2.0**-bits)
     expected = np.clip(np.round(x / step) * step, -top, top)
-    np.testing.assert_array_equal(np.abs(actual - x), np.abs(expected - x))  # of two that are as near either will do
+    np.testing.assert_array_equal(np.abs(actual - x), np.abs(expected - x))  # either of two equally near values
     np.testing.assert_array_equal(actual, np.clip(np.round(actual / step) * step, -top, top))
     with pytest.raises(ValueError, match="mantissa bits to lose"):
-        parity_runs.coarse(q, 4)
+        parity_runs.drop_low_bits(q, 4)
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_masters_in_16_bits_and_released_layers_train_as_fp32_masters(tmp_path):
 
 
 def coded(x, dtype):
-    """Values that codes of one scale a tensor stand for, in float64."""
+    """Returns the decoded values of per-tensor codes, in float64."""
     x = np.asarray(x, np.float64)
     scale = np.abs(x).max() / float(ml_dtypes.finfo(dtype).max)
     return (x / scale).astype(np.float32).astype(dtype).astype(np.float64) * scale
@@ -225,11 +225,11 @@ def test_one_operand_alone_is_rounded(operand):
     arrays = {name: jnp.asarray(a, jnp.float32) for name, a in arrays.items()}
     name, dtype = ("e5m2", ml_dtypes.float8_e5m2) if operand == "dy" else ("e4m3", ml_dtypes.float8_e4m3fn)
     multiply = parity_runs.product_of(parity_runs.Rounding(**{operand: name}))
-    y, back = jax.vjp(multiply, arrays["x"], arrays["w"])
+    y, vjp_fn = jax.vjp(multiply, arrays["x"], arrays["w"])
     exact = {name: np.asarray(a, np.float64) for name, a in arrays.items()}
     exact[operand] = coded(exact[operand], dtype)
     expected = exact["x"] @ exact["w"], exact["dy"] @ exact["w"].T, exact["x"].T @ exact["dy"]
-    for actual, right in zip((y, *back(arrays["dy"])), expected, strict=True):
+    for actual, right in zip((y, *vjp_fn(arrays["dy"])), expected, strict=True):
         assert np.linalg.norm(np.asarray(actual) - right) < 1e-3 * np.linalg.norm(right)
 
 

@@ -1,4 +1,4 @@
-"""What the optimizer holds, shared by devices that have the same parameters: whole tensors of layers, or slices."""
+"""The optimizer state, sharded over devices with the same parameters: whole tensors of layers, or slices."""
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ def settings():
 
 
 def stepped(name, partition):
-    """A step's state, its metrics, what of the state a device has, and what the program exchanges."""
+    """Returns a step's state, its metrics, a device's shard of the state, and the program's communication."""
     recipe, devices = fp8jax.recipes.get(name), mesh.make(DEVICES, 1)
     rows = mesh.batches(devices)
     tx = make_optimizer(config.Config(), recipe)
@@ -49,7 +49,7 @@ def stepped(name, partition):
     ids=str,
 )
 def test_a_step_is_the_same_and_each_device_holds_its_part(name, partitions):
-    """Slices are in test_mesh, too."""
+    """Slices are in test_mesh too."""
     plain, metrics, _ = stepped(name, "")
     size = sum(x.nbytes for x in jax.tree.leaves(plain.opt_state))
     for partition in partitions:
@@ -59,8 +59,8 @@ def test_a_step_is_the_same_and_each_device_holds_its_part(name, partitions):
         own = [
             sum(x.addressable_shards[i].data.nbytes for x in jax.tree.leaves(state.opt_state)) for i in range(DEVICES)
         ]
-        assert min(own) == max(own) < size / DEVICES * 1.1  # scalars and what is small are everywhere
-        # Updated parameters are gathered, and no moment; gradients in 8 bits are bytes.
+        assert min(own) == max(own) < size / DEVICES * 1.1  # scalars and small arrays are replicated
+        # Updated parameters are gathered, moments are not. 8-bit gradients are bytes.
         gathered = sum(x.times * x.nbytes for x in sent if (x.kind, x.dtype) == ("all-gather", "f32"))
         weights = sum(x.size for x in jax.tree.leaves(plain.params) if x.size >= 1024 or partition == "tensors")
         assert gathered <= 4 * weights / DEVICES * 1.1
@@ -72,7 +72,7 @@ def test_a_step_is_the_same_and_each_device_holds_its_part(name, partitions):
 
 
 def test_layers_lie_as_the_papers_algorithm_loads_devices():
-    """FP8-LM, Algorithm 1, of the tensors of layers: as many bytes on each device, where devices divide the layers."""
+    """FP8-LM, Algorithm 1, for tensors of layers: equal bytes per device, if the devices divide the layers."""
     params = jax.eval_shape(lambda: {"layers": {"up": np.zeros((8, 64, 128)), "norm": np.zeros((8, 64))}})
     places = mesh.optimizer_shardings(mesh.make(DEVICES, 1), params, "tensors")
     tensors = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(params) for _ in range(x.shape[0])]

@@ -1,4 +1,4 @@
-"""Adapters in peft's files: written and read, beside what peft itself wrote and computed, and what is refused."""
+"""Adapters in peft's files: written and read, compared with peft's own files and results, and errors."""
 
 import dataclasses
 import json
@@ -16,8 +16,8 @@ from fp8jax.lora import Adapter, merge_adapter
 from fp8jax.ops.products.peft_files import CONFIG, WEIGHTS
 
 safetensors = pytest.importorskip("safetensors.numpy")
-# Written by peft 0.21.2 (`save_pretrained`) of a Llama of 2 layers, rank-stabilised; what its `merge_and_unload` added
-# to the weights of q in the second layer and of down in the first, (outputs, inputs), in merged.npz.
+# Written by peft 0.21.2 (`save_pretrained`) for a Llama of 2 layers, rank-stabilised. merged.npz has what its
+# `merge_and_unload` added to the weights of q in the second layer and of down in the first, (outputs, inputs).
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "peft"
 
 
@@ -197,7 +197,7 @@ def test_an_alpha_that_cannot_be_is_not_written(tmp_path):
 
 
 def test_a_bit_that_changes_in_the_files_is_found_or_changes_nothing(tmp_path):
-    """A bit in each part: of the numbers of adapter_config.json, and of names, digests and values of the weights."""
+    """One bit in each part: numbers of adapter_config.json, and names, digests and values of the weights."""
     before = adapters("layers/mlp/up", "layers/attention/q", layers=2, rank=2)
     save(tmp_path / "whole", before)
     assert set(load(tmp_path / "whole")) == set(before)

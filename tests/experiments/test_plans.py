@@ -1,4 +1,4 @@
-"""Plans of whole models, against what was measured, and the simulation of sums of gradients."""
+"""Plans of whole models, compared with measurements, and the simulation of gradient sums."""
 
 import dataclasses
 
@@ -12,15 +12,15 @@ from experiments.papers import fp8_lm_gradients as figure
 from experiments.papers import fp8_lm_reductions
 
 # GB on an H200, of the compiled step of `1b`, 8 x 2048 tokens, layers unrolled: `experiments.bench step`.
-# None was used to find a constant of the planner, which come from a bf16 program of two layers.
+# The constants of the planner come from a bf16 program of two layers, not from these numbers.
 MEASURED = {"te_current": 30.35, "deepseek": 30.22, "moss": 30.12, "int8_block": 30.12, "fp8_lm_two_phase": 24.80}
-# Here XLA leaves gaps between arrays, which a plan does not know: of the arrays that live at once in the compiled
-# program, 30.12 and 18.87 GB, the plan is within 0.2 %.
+# XLA leaves gaps between arrays, which a plan does not include. The plan is within 0.2 % of the arrays that are live at
+# once in the compiled program, 30.12 and 18.87 GB.
 WITH_GAPS = {"bf16": (35.20, 30.12), "coat": (20.08, 18.87), "coat_fast": (20.08, 18.87), "fast": (20.03, 18.87)}
 
 
 def planned(name):
-    """GB of arrays; what has no context of its own recomputes all but products and attention, as in training."""
+    """Returns GB of arrays. Recipes without a context rematerialize all but products and attention, as in training."""
     recipe = fp8jax.recipes.get(name)
     actual = plan.of(sizes.get("1b", 32_000), recipe, {}, 8 * 2048, recompute=not recipe.context.residual)
     return sum(size for part, size in actual.memory.items() if part not in ("runtime", "gaps")) / 1e9
@@ -31,7 +31,7 @@ def test_planned_memory_is_within_2_percent_of_what_was_measured(name):
     assert planned(name) == pytest.approx(MEASURED[name], rel=0.02)
 
 
-# GB on two H200s, of `1b` with 8 x 2048 tokens a GPU, measured after the constants were frozen, which are of one GPU.
+# GB on two H200s, of `1b` with 8 x 2048 tokens per GPU, measured after the constants were set from one GPU.
 ON_TWO = {
     ("fast", "data"): 19.52, ("fast", "fsdp"): 16.27,
     ("coat", "data"): 19.96, ("coat_fast", "data"): 19.90, ("te_current", "data"): 30.66,
@@ -48,7 +48,7 @@ ON_TWO = {
     ],
 )
 def test_planned_memory_of_two_gpus_is_within_5_percent_of_what_was_measured_later(name, axis):
-    """bf16 over "fsdp" is not there: XLA leaves it few of the gaps that it leaves on one GPU (25.41 GB, not 28.63)."""
+    """Without bf16 over "fsdp": XLA leaves fewer gaps than on one GPU (25.41 GB, not 28.63)."""
     recipe = fp8jax.recipes.get(name)
     step = plan.of(sizes.get("1b", 32_000), recipe, {axis: 2}, 8 * 2048, recompute=name == "bf16")
     assert (step.total - step.memory["runtime"]) / 1e9 == pytest.approx(ON_TWO[name, axis], rel=0.05)
@@ -56,7 +56,7 @@ def test_planned_memory_of_two_gpus_is_within_5_percent_of_what_was_measured_lat
 
 @pytest.mark.parametrize(("batch", "measured"), [(4, 41.78), (10, 73.04)])
 def test_planned_memory_of_7b_over_two_gpus_is_within_2_percent_of_what_was_measured_later(batch, measured):
-    """Plans of bf16 and fp8_lm_two_phase, whose gaps nothing in 8 bits fills, are 6 % too low: 79.88 and 54.35 GB."""
+    """Plans of bf16 and fp8_lm_two_phase, whose gaps hold no 8-bit arrays, are 6 % too low: 79.88 and 54.35 GB."""
     step = plan.of(sizes.get("7b", 32_000), fp8jax.recipes.coat(), {"fsdp": 2}, batch * 2048)
     assert (step.total - step.memory["runtime"]) / 1e9 == pytest.approx(measured, rel=0.02)
 
@@ -85,7 +85,7 @@ def test_the_command_plans_a_model_that_fits_no_machine_here(capsys, monkeypatch
 
 
 def test_a_plan_without_kernels_is_refused(capsys, monkeypatch):
-    """Without jax-triton a trace for a GPU saves what XLA would, several times as much."""
+    """Without jax-triton, a trace for a GPU has the residuals of XLA, several times as many."""
     monkeypatch.setattr(plan.choice, "missing_kernels_reason", lambda: "jax-triton cannot be imported")
     assert plan.main(["--model", "5m", "--recipe", "coat"]) == 2
     error = capsys.readouterr().err
@@ -95,7 +95,7 @@ def test_a_plan_without_kernels_is_refused(capsys, monkeypatch):
 
 
 def test_every_option_of_the_command_arrives(capsys, monkeypatch):
-    """`of` gets what is asked for, and the tokens of a microbatch on a device; its plan is what is printed."""
+    """`of` gets the options, and the tokens of a microbatch on a device. Its plan is printed."""
     requests, real = [], plan.of
     monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute, *shared: 1000.0 + recompute)
     monkeypatch.setattr(plan, "of", lambda *args, **how: requests.append((args, how)) or real(*args, **how))
@@ -114,7 +114,7 @@ def test_every_option_of_the_command_arrives(capsys, monkeypatch):
 
 
 def test_a_plan_of_a_model_counts_its_layers_tokens_and_logits(monkeypatch):
-    """Of a layer 1,000 bytes a token; at the loss six for each logit, and the head's input twice."""
+    """1,000 bytes per token of a layer. The loss has six bytes per logit, and the head's input twice."""
     monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute, *shared: 1000.0 + recompute)
     llama, tokens = sizes.get("5m", 512), 64 * 512
     layer = 2 * llama.dim * (llama.dim + llama.kv_heads * llama.head_dim) + 3 * llama.dim * llama.mlp_dim
@@ -145,7 +145,7 @@ def test_a_plan_of_a_model_counts_its_layers_tokens_and_logits(monkeypatch):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """What the planner of one device is told of a model, in which a layer keeps 1,000 bytes of a token."""
+    """Records the arguments of the planner for one device, for a model whose layer saves 1,000 bytes per token."""
     real, plan_calls = plan.plan, []
     monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute, *shared: 1000.0)
     monkeypatch.setattr(plan, "plan", lambda *args, **how: plan_calls.append(how) or real(*args, **how))
@@ -153,7 +153,7 @@ def counted(monkeypatch):
 
 
 def test_a_head_in_8_bits_is_taken_in_chunks_with_a_gradient_in_fp32(counted):
-    """Here in one."""
+    """Here in one chunk."""
     llama, te = sizes.get("5m", 512), fp8jax.recipes.te_current()
     for recipe in (te, dataclasses.replace(te, head=fp8jax.recipes.HEAD)):
         plan.of(llama, recipe, {}, 256)
@@ -168,8 +168,8 @@ def test_a_head_in_8_bits_is_taken_in_chunks_with_a_gradient_in_fp32(counted):
         ("bf16", False, 1),
         # Inputs of products that are read again are gathered again.
         ("bf16", True, 2),
-        ("switchback", True, 2),  # which keeps no codes of them
-        ("jetfire", True, 2),  # whose noise is made of them
+        ("switchback", True, 2),  # which saves no codes of them
+        ("jetfire", True, 2),  # whose noise depends on them
     ],
 )
 def test_devices_that_share_sequences_send_activations_twice_a_layer_and_microbatch(
@@ -189,7 +189,7 @@ def test_devices_that_share_sequences_send_activations_twice_a_layer_and_microba
 
 
 def test_sums_of_codes_are_simulated_as_nccl_was_seen_to_make_them():
-    """16 + 3.5 is 20 and 400 + 400 is 448 in e4m3."""
+    """In e4m3, 16 + 3.5 is 20 and 400 + 400 is 448."""
     scaled = np.array([[16.0, 400.0, 448.0], [3.5, 400.0, 0.0]], np.float32)
     actual = figure.after(scaled)
     np.testing.assert_array_equal(2 * actual.mean, [20, 448, 448])
@@ -212,7 +212,7 @@ def test_two_phases_do_not_lose_with_the_number_of_replicas_and_sums_of_codes_do
 
 
 def test_the_model_in_numpy_makes_of_gradients_what_the_library_does():
-    """Two phases of any number of devices; one phase of two, whose one addition is rounded once on a CPU, too."""
+    """Two phases with any number of devices; one phase with two, whose one addition is rounded once on a CPU too."""
     rng = np.random.default_rng(1)
     gradients = {
         name: (rng.standard_normal((8, 512)) * np.exp(2 * rng.standard_normal((1, 512)))).astype(np.float32)
@@ -224,7 +224,7 @@ def test_the_model_in_numpy_makes_of_gradients_what_the_library_does():
         actual = fp8_lm_reductions.reduced(parts, form)
         for name, g in parts.items():
             expected = model(g)
-            # Scales are rounded to fp32 in one and not in the other, which may tip a value to the next code.
+            # Only one of them rounds scales to fp32, which may change a code.
             assert np.mean(np.isclose(actual[name].mean, expected.mean, rtol=1e-5, atol=1e-12)) > 0.99, form
             assert actual[name].overflow == pytest.approx(expected.overflow, abs=1 / 512), form
             assert figure.errors_of(g, actual[name])[0] == pytest.approx(figure.errors_of(g, expected)[0], abs=0.1), (

@@ -1,4 +1,4 @@
-"""Files that anybody may have written: pipes are refused by name, and JSON that Python cannot represent is an error."""
+"""Untrusted files: pipes are rejected by name, and JSON that Python cannot represent is an error."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from experiments.text import chat, data, records, tokenizer
 from experiments.train import cli, folders, lock, report, trained
 from experiments.train.result import read_result
 
-# Of a line of JSON lines: what Python cannot read, or what no text can hold; and what is said of it.
+# Lines that Python cannot read, or that are not valid text, and their messages.
 LINES = {
     '{"text":"ok","x":' + "[" * 50_000 + "]" * 50_000 + "}": "nested too deep",
     '{"text":"ok","x":' + '{"a":' * 50_000 + "1" + "}" * 50_001: "nested too deep",

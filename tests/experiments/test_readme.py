@@ -1,4 +1,4 @@
-"""Figures that README and docs/ quote: each is one of the files', and none stands there that no file gives."""
+"""Each figure in README and docs/ comes from a results file, and the text has no other figures."""
 
 import re
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 from experiments.results import figures, report
 
 ROOT = Path(__file__).parents[2]
-# What a measurement looks like: a number and what it is of.
+# A measurement: a number and its unit or subject.
 MEASURED = re.compile(r"[+-]?\d[\d.,]*(?=x\b| (?:times|x\b|%|ms\b|s\b|dB\b|GB\b|MB\b|TFLOP|bytes a parameter))")
-# Sizes, limits and definitions, which no run gives: the words around them.
+# Sizes, limits and definitions that come from no run: the words around them.
 STATED = (
     "moments need 2.1 bytes per parameter instead of 8",
     "about 31.5 dB",
@@ -22,15 +22,15 @@ STATED = (
     # A mantissa bit, and what the table below the figure shows.
     "one mantissa bit less than e4m3, which costs 6 dB",
     "`nvfp4` is at least 10 dB below e4m3",
-    # What programs that were compiled for an H200 count, each beside its command; no card measured them.
+    # Counts of programs compiled for an H200, each next to its command; no GPU measured them.
     "needs 12 GB (XLA's count",
-    # Of a host's memory, by a test's own run.
+    # A host's memory, from a test's own run.
     "2.72 GB at the peak for 2.21 GB of weights in shards of 0.5 GB",
 )
 
 
 def prose(text: str) -> str:
-    """A page without code, formulas and the figures that are written, on one line."""
+    """Returns a page without code, formulas and generated figures, on one line."""
     text = re.sub(r"```.*?```|\$\$.*?\$\$", " ", text, flags=re.DOTALL)
     return re.sub(r"\s+", " ", report.BLOCK.sub(" ", text))
 
@@ -136,7 +136,7 @@ def test_a_block_is_written_where_a_page_names_it():
 
 
 def test_no_difference_is_shown_where_the_pages_say_so():
-    """docs/status.md and docs/choose.md say so of these recipes, with all intervals together at 95 %."""
+    """docs/status.md and docs/choose.md say so about these recipes, with all intervals together at 95 %."""
     (result,) = report.read(ROOT / "results")["recipe_parity"].values()
     table = {tuple(r["pivot"]): r["value"] for r in result["rows"]}
     for arm, seeds in (("coat", 5), ("coat_fast", 10), ("fast", 5), ("int8_fallback", 5), ("fp8_lm", 5)):

@@ -1,4 +1,4 @@
-"""Errors of each preset's tensors: which layer is the coarsest, what is refused, and models whose layers have names."""
+"""Errors of each preset's tensors: the layer with the largest, invalid settings, and models with named layers."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Texts and conversations from files, and what is said of a line that is none."""
+"""Texts and conversations from files, and messages about invalid lines."""
 
 import json
 

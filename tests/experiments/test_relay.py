@@ -1,4 +1,4 @@
-"""Relays of a run's processes, without JAX: a server that answers in capitals is the coordinator."""
+"""Relays of a run's processes, without JAX: the coordinator is a server that replies in capitals."""
 
 import signal
 import socket
@@ -20,7 +20,10 @@ def answer(one):
 
 @pytest.fixture
 def star():
-    """Starts a run's relays with some patience; of each its process, and a client that has been answered through it."""
+    """Starts a run's relays with a patience.
+
+    Returns the process of each, and a client that has got a reply through it.
+    """
     server, made = socket.create_server(("127.0.0.1", 0)), []
     relay._thread(relay._accept, server, answer)
 
@@ -42,7 +45,7 @@ def star():
         for process in made:
             process.kill()
 
-    # A read from a relay that says nothing then ends, and the test fails.
+    # Reading from a silent relay then ends, and the test fails.
     watchdog = threading.Timer(60, kill)
     watchdog.start()
     yield lambda *patience: zip(*start(*patience), strict=True)
@@ -56,7 +59,7 @@ def reply(client, text):
 
 
 def ends(process):
-    """What a relay says from now on, whose process ends without a word."""
+    """Returns the remaining output of a relay whose process ends without "bye"."""
     process.stdin.close()
     return process.stdout.read()
 
@@ -90,11 +93,11 @@ def test_a_process_that_was_heard_and_is_silent_is_gone(star):
     relays, _ = star(60, 1)
     assert relays[0].stdout.readline() == "gone 1\n"
     assert relays[1].wait(10) == 0
-    assert not relay.Relay(1, ("localhost", 1), 1, 0).silent(), "it was never heard"
+    assert not relay.Relay(1, ("localhost", 1), 1, 0).is_silent(), "no heartbeat was expected yet"
 
 
 def test_a_port_that_is_taken_is_an_error():
     with socket.create_server(("", 0)) as taken:
         command = [sys.executable, relay.__file__, "0", "localhost", str(taken.getsockname()[1]), "1", "1"]
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert done.stdout.startswith("error Address already in use")
+        completed = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert completed.stdout.startswith("error Address already in use")

@@ -1,4 +1,4 @@
-"""`--release` and `--master`: the losses of the plain step with fp32 masters, checkpoints, export, what is refused."""
+"""`--release` and `--master`: the losses of the plain step with fp32 masters, checkpoints, export, and errors."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def run(task, steps=3):
     ids=["all at once", "bf16", "8-bit moments", "masters by parts"],
 )
 def test_released_layers_train_as_the_plain_step(recipe, how):
-    """The same losses and norms; the state of both has one structure, and nearly the same values."""
+    """Losses and norms are equal. Both states have one structure, and nearly the same values."""
     optim = dataclasses.replace(OPTIM, master=how.pop("master", ""))
     plain, state = run(task_of(recipe, optim, **how))
     actual, own = run(task_of(recipe, dataclasses.replace(optim, release="previous"), **how))
@@ -70,7 +70,7 @@ def test_released_layers_train_as_the_plain_step(recipe, how):
 
 @pytest.mark.parametrize("release", ["previous", slow("twice")])
 def test_both_clippings(release):
-    """Second moments tell by what gradients were clipped: a layer's own norm, then its share of it, or that of all."""
+    """Second moments show the clipping: by a layer's own norm, then its share of it, or the global norm."""
     small = dataclasses.replace(OPTIM, clip=0.05, release=release)
     task, step = task_of("bf16", small), jax.jit(task_of("bf16", small).step)
     first, metrics = step(jax.jit(task.init)(), tokens(0))

@@ -1,4 +1,4 @@
-"""What tables and plots show, against figures computed by hand."""
+"""Tables and plots, compared with figures computed by hand."""
 
 import io
 import json
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def cells(table):
-    """Rows of a table as text, by their first cell."""
+    """Returns the rows of a table as text, by their first cell."""
     columns = [list(column.cells) for column in table.columns]
     return {row[0]: list(row[1:]) for row in zip(*columns, strict=True)}
 
@@ -65,7 +65,7 @@ def test_a_run_ends_with_what_was_gained(monkeypatch, tmp_path):
     of_h100 = {row["impl"]: row["value"] for row in measured if row["metric"] == "step"}
     assert products.startswith("FP8 matmuls (te_current) are not faster on a CPU. On an H100, ")
     assert f"{of_h100['bf16'] / of_h100['te_current']:.1f} times as fast with te_current as in bf16" in products
-    # Without the file nothing is said of an H100.
+    # Without the file, an H100 is not mentioned.
     monkeypatch.setattr(comparison, "_RESULTS_PATH", tmp_path)
     assert "H100" not in " ".join(comparison.sentences(RESULTS, {"te_current": "FP8"}, steady, "cpu"))
     assert comparison.sentences(RESULTS[:2], {}, steady, "cpu") == [memory]
@@ -144,7 +144,7 @@ def test_memory_is_listed_by_part_and_as_xla_counts_it():
     assert shown["together"] == ["4.9 KiB", "5.000"]
     assert shown["XLA: arguments (state and batch)"] == ["5.9 KiB", "6.000"]
     assert shown["XLA: temporaries (activations, gradients, working copies)"] == ["500 B", "0.500"]
-    # What the step writes into its own arguments counts once.
+    # Arguments that the step updates in place count once.
     assert shown["XLA: peak of a step"] == ["6.4 KiB", "6.600"]
     assert len(cells(report.memory_table({"parameters": 4000}, 1000, None))) == 2
 

@@ -1,4 +1,4 @@
-"""Every kind of state that a recipe has goes from 8 devices to 2 and back to 8 through checkpoints, bit for bit."""
+"""The states of all recipes are restored from 8 devices to 2 and back to 8 through checkpoints, bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from experiments.train.task import Task
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=128)
 KERNEL = "layers.mlp.up.kernel"
 LAYER = "model_state.layers.mlp.up.dot_general"
-# By recipe: names that its state must have, each with whether the array lies in shards.
+# By recipe: names in its state, each with whether the array is sharded.
 STATES = {
     "te_delayed": {f"{LAYER}.{name}": False for name in ("x", "w", "dy", "seen_x", "seen_w", "slot")},
     "moss": {f"{LAYER}.automatic_w": False, f"opt_state.1.1.bounds.{KERNEL}": False},
@@ -37,7 +37,7 @@ def build(name, devices):
 
 
 def noise(x, rng):
-    """Any bits of a dtype, NaN among them."""
+    """Returns arbitrary bits of a dtype, including NaN."""
     if x.dtype == jnp.bool:
         return rng.integers(0, 2, x.shape).astype(bool)
     raw = rng.integers(0, 256, (*x.shape, x.dtype.itemsize), np.uint8)

@@ -1,4 +1,4 @@
-"""`make results`: what is run, what is left, and where figures come from, with planted commands and histories."""
+"""`make results`: which jobs run and which are left, and the origin of figures, with planted commands and histories."""
 
 import dataclasses
 import json
@@ -95,7 +95,7 @@ def test_a_job_may_take_twice_its_time_but_no_more_than_the_budget(job, planted,
     assert 490 < limits["last"] <= 500
 
 
-# Writes when it started and ended, and what it was given; waits until its fellows are there.
+# Writes its start, its end and its environment; waits until its fellows run.
 SEEN = """import json, os, pathlib, sys, time
 there, fellows, folder = pathlib.Path({there!r}), {fellows}, sys.argv[1]
 (there / "begin_{name}").touch()
@@ -110,7 +110,7 @@ path.write_text(json.dumps(dict(rows=[dict(commit="abcdef1234", device="H9")])))
 
 
 def test_jobs_of_a_host_with_four_gpus_run_side_by_side(job, planted, monkeypatch, capsys, tmp_path):
-    """The wide one alone and first, then two of two GPUs together, then four of one; each sees its GPUs."""
+    """The multi-GPU job alone and first, then two of two GPUs together, then four of one; each sees its GPUs."""
     monkeypatch.setattr(runner, "gpus", lambda: ("NVIDIA H9 80GB", ["2", "3", "5", "7"]))
     there = tmp_path / "there"
     there.mkdir()
@@ -150,7 +150,7 @@ folder.mkdir(parents=True, exist_ok=True)
 
 
 def test_studies_train_on_a_text_two_on_a_gpu(job, planted, monkeypatch, capsys, tmp_path):
-    """The one of two GPUs has another's share of each; two begin that wait for each other with one GPU alone."""
+    """The job of two GPUs has a different share on each. Two wait for each other, with only one GPU."""
     there = tmp_path / "there"
     there.mkdir()
 
@@ -174,7 +174,7 @@ def test_studies_train_on_a_text_two_on_a_gpu(job, planted, monkeypatch, capsys,
     assert planted([], "--data", "x.txt") == 0, capsys.readouterr().out
     assert sorted(reported("wide")[0][0].split(",")) == ["4", "6"]
     assert {reported(name)[0][0] for name in "cd"} == {"4", "6"}
-    # Runs that there are do not end a study: it tells itself which seeds it lacks.
+    # Existing runs do not end a study: it finds the missing seeds itself.
     (there / "told_e").unlink()
     (tmp_path / "results" / "h9").mkdir(exist_ok=True)
     content = json.dumps({"rows": [{"commit": "abcdef1234", "device": "H9"}]})
@@ -188,7 +188,7 @@ def test_a_job_takes_slots_of_different_gpus():
     assert [slots.take(count) for count in (1, 2, 1)] == [[0], [1, 2], [3]]
     slots.give_back([0, 2])
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(slots.take, 2)  # both are of one GPU
+        waiting = pool.submit(slots.take, 2)  # both use one GPU
         slots.give_back([1])
         assert waiting.result(10) == [0, 1]
     assert runner.Slots(["", ""]).take(1) == [0]
@@ -231,7 +231,7 @@ def test_a_job_is_killed_at_the_limit_with_its_children(tmp_path, job):
 
 
 def ends(pid):
-    """Whether a process ends soon. One that init has not yet seen is dead, too."""
+    """Returns whether a process ends soon. A zombie counts as ended."""
     status = Path(f"/proc/{pid}/stat")
     for _ in range(100):
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -240,7 +240,7 @@ def ends(pid):
     return False
 
 
-# A run whose only job tells its number and sleeps.
+# A run whose only job writes its process id and sleeps.
 SLEEPER = """import pathlib, sys
 from experiments.results import jobs, runner
 class Sleeper(jobs.Job):
@@ -310,7 +310,7 @@ def test_the_list_says_what_changed_since(monkeypatch, tmp_path, capsys):
 
 
 def history(root, *files):
-    """A repository with a commit for each text of each file; the hashes."""
+    """Creates a repository with a commit for each text of each file; returns the hashes."""
     git = lambda *a: subprocess.run(  # noqa: E731
         ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b", *a],
         check=True, capture_output=True, text=True,

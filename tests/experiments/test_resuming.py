@@ -1,4 +1,4 @@
-"""A run that was killed, stopped and resumed ends in the same bits as one that was left alone."""
+"""A run that was killed, stopped and resumed ends with the bits of an uninterrupted one."""
 
 import json
 import os
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(argv):
-    """The training program in a process of its own, output piped."""
+    """Starts the training program in its own process, with piped output."""
     command = [sys.executable, "-u", "-m", "experiments.train", *argv]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     pipe = subprocess.PIPE
@@ -34,7 +34,7 @@ def start(argv):
 
 
 def final_state(folder, steps):
-    """The digests of every leaf of the last checkpoint."""
+    """Returns the digests of every leaf of the last checkpoint."""
     meta = json.loads((folder / "checkpoints" / str(steps) / "_CHECKPOINT_METADATA").read_text())
     return meta["custom_metadata"]["leaves"]
 
@@ -52,7 +52,7 @@ def test_killed_and_stopped_and_resumed_equals_left_alone(argv, out):
         time.sleep(0.01)
     first.kill()
     assert first.wait() == -signal.SIGKILL, first.stdout.read()
-    assert set(cache.glob("*")) > before  # The next process finds the compiled step there.
+    assert set(cache.glob("*")) > before  # The next process finds the compiled step in the cache.
 
     second = start(broken)
     lines = []
@@ -82,8 +82,8 @@ def test_killed_and_stopped_and_resumed_equals_left_alone(argv, out):
     assert np.isfinite(rows[-1]["valid_loss"])
 
 
-# The run that is killed above has 8-bit moments; these have histories of scales, bounds of weights, thresholds and
-# keys, and fp16 masters. No other recipe has a further kind of state.
+# The killed run above has 8-bit moments. These have amax histories, weight bounds, thresholds, keys and fp16 masters.
+# No other recipe has a further kind of state.
 @pytest.mark.parametrize("name", ["te_delayed", slow("moss"), slow("int8_fallback"), slow("fp8_lm")])
 def test_every_kind_of_state_goes_on_from_a_checkpoint_to_the_same_bits(name, tmp_path):
     recipe = fp8jax.recipes.get(name)

@@ -1,4 +1,5 @@
-"""Every setting of the command line arrives: a run against AdamW written out in NumPy, on batches cut here."""
+"""Every setting of the command line is used: a run is compared with AdamW in NumPy, on batches that
+the test computes."""
 
 import dataclasses
 import json
@@ -44,13 +45,13 @@ class Batches(NamedTuple):
 
 
 class Recording(loops.Loop):
-    """A loop that keeps what it was given, what it read, and the states before and after."""
+    """A loop that saves its arguments, the batches it reads, and the states before and after."""
 
     made: "Recording"
 
     def run(self, state):
         type(self).made = self
-        # Copies: the first step takes the buffers over.
+        # Copies: the first step donates the buffers.
         self.start = jax.tree.map(np.array, state)
         self.read, source = [], self.batches
 
@@ -65,7 +66,7 @@ class Recording(loops.Loop):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Eight documents, each of letters that no other has."""
+    """Eight documents, each with letters that no other has."""
     folder = tmp_path_factory.mktemp("letters")
     rng = np.random.default_rng(0)
     for i in range(8):
@@ -76,7 +77,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(argv, texts, out):
-    """The finished run's loop, its task and its folder."""
+    """Returns the finished run's loop, its task and its folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "Loop", Recording)
         tasks = []
@@ -87,7 +88,7 @@ def ran(argv, texts, out):
 
 @pytest.fixture(scope="module")
 def plain():
-    """The model and the loss, without the training program."""
+    """Returns the model and the loss, without the training program."""
     model = Llama(SHAPE, dtype=jnp.float32, param_dtype=jnp.float32, remat=False, rngs=nnx.Rngs(5))
     graphdef, params = nnx.split(model, nnx.Param)
 
@@ -101,7 +102,7 @@ def plain():
 
 
 def rate(step):
-    """Of the update that makes `step` steps of `step - 1`."""
+    """Returns the learning rate of the update from `step - 1` to `step`."""
     if step - 1 < WARMUP:
         return LR * (step - 1) / WARMUP
     share = (step - 1 - WARMUP) / (STEPS - WARMUP)
@@ -143,7 +144,7 @@ def test_training_is_adamw_with_all_its_settings(ran, plain):
         np.testing.assert_allclose(ends[p], expected, atol=3e-4, err_msg=jax.tree_util.keystr(p))
     scales = [p for p in flat if "scale" in jax.tree_util.keystr(p)]
     assert scales
-    # Decay of the scales, which start at 1, would have been a hundred times the tolerance.
+    # Decay of the scales, which start at 1, would be a hundred times the tolerance.
     assert sum(rate(step) for step in range(1, STEPS + 1)) * DECAY > 0.1
 
 
@@ -172,7 +173,7 @@ def test_decay_and_clip_are_those_of_a_chain_of_optax_bit_for_bit():
 
 
 def split(texts, ran):
-    """The held-out documents, told by which letters the validation batches hold, and the others."""
+    """Returns the held-out documents, by the letters in the validation batches, and the others."""
     documents = {path.read_text() for path in texts.glob("*.txt")}
     letters = set(np.unique(ran[0].valid).tolist()) - {0}
     held = {text for text in documents if letters & set(text.encode())}
@@ -182,7 +183,7 @@ def split(texts, ran):
 def test_validation_text_is_a_quarter_and_no_batch_of_training_holds_any_of_it(texts, ran):
     held, others = split(texts, ran)
     share = sum(map(len, held)) / sum(map(len, held | others))
-    assert 0.25 <= share <= 0.375  # whole documents until a quarter is there, at most half of it more
+    assert 0.25 <= share <= 0.375  # whole documents until they are a quarter, at most half of one more
     recorded = set(np.concatenate(ran[0].read).ravel().tolist()) - {0}
     assert not recorded & set("".join(held).encode())
     assert len(others) > len(held) > 1
@@ -220,14 +221,14 @@ def test_the_result_is_of_this_run(ran, plain):
     assert (result["train_loss"], result["valid_loss"]) == (train[-1]["loss"], rows[-1]["valid_loss"])
     assert (result["state_bytes"]["mu"], result["state_bytes"]["nu"]) == (4 * count, 4 * count)
     assert result["tokens_per_s"] == np.median([row["tokens_per_s"] for row in train])
-    # Twelve bytes, six of them the beginning of what was held back.
+    # Twelve bytes, six of them the start of the held-out text.
     tokens = np.frombuffer(result["text"].encode(), np.uint8)
     assert len(result["text"]) <= 12
     np.testing.assert_array_equal(tokens[:5], loop.valid[0, 0, 1:6])
 
 
 def test_the_sampled_text_is_drawn_from_the_seeds_key(ran, plain):
-    """Token by token from the finished model's logits, over 0.8; another key draws another text."""
+    """Token by token from the finished model's logits, over 0.8. Another key draws another text."""
     loop, _, folder = ran
     text = json.loads((folder / "result.json").read_text())["result"]["text"]
     prompt = loop.valid[0, 0, :6]
@@ -273,7 +274,7 @@ def test_by_default_a_gpu_recomputes_what_neither_contexts_nor_kernels_keep_for_
     assert chosen("moss", "te_current", "fp8_lm", "bf16") == {"products"}
     assert chosen("coat", "fast") == {False}
     monkeypatch.setattr(form.choice, "keeps_nonlinear_unchanged", lambda: True)
-    assert chosen("coat", "fast") == {"products"}  # contexts are as written
+    assert chosen("coat", "fast") == {"products"}  # contexts are unquantized
 
 
 def test_settings_of_the_model_arrive(ran):
@@ -288,12 +289,12 @@ def test_settings_of_the_model_arrive(ran):
     ("recipe", "b1", "b2"), [("bf16", 0.9, 0.95), slow("moss", 0.9, 0.95), ("moss", 0.99, 0.95), ("fp8_lm", 0.9, 0.95)]
 )
 def test_every_optimizer_clips_gradients_by_their_common_norm(recipe, b1, b2):
-    """Of recipes whose weights' bounds are tracked, too, with and without a limit on them."""
+    """Also for recipes with tracked weight bounds, with and without a limit."""
     settings = config.Config(optim=config.Optim(lr=0.1, warmup=0, b1=b1, b2=b2, clip=0.5, weight_decay=0.0))
     tx = make_optimizer(settings, getattr(fp8jax.recipes, recipe)())
     params = {"w": jnp.ones((8, 128)), "b": jnp.ones(16)}
     draws = [jax.tree.map(lambda x, i=i: jax.random.normal(jax.random.key(i), x.shape), params) for i in (0, 1)]
-    # The norm of the first is some 3,000, of the second 0.3; Adam itself knows no scale, but their ratio.
+    # The norm of the first is about 3,000, of the second 0.3. Adam is invariant to scale, but not to their ratio.
     large, small = (jax.tree.map(lambda g, k=k: k * g, draw) for k, draw in zip((100.0, 0.01), draws, strict=True))
     clipped = jax.tree.map(lambda g: g * (0.5 / optax.tree.norm(large)), large)
 

@@ -31,7 +31,7 @@ def start(*argv):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_a_signal_while_modules_are_imported_ends_with_a_line(tmp_path, signum):
     process = start("--run", "a b", "--out", str(tmp_path))
-    # Python itself has begun, and imports take seconds from here on.
+    # Python has started, and imports take seconds from here on.
     time.sleep(0.5)
     process.send_signal(signum)
     said, complaint = process.communicate(timeout=60)
@@ -51,7 +51,7 @@ def test_a_process_that_is_told_to_end_before_it_has_joined_keeps_no_other_waiti
     processes[which].send_signal(signal.SIGTERM)
     begin = time.monotonic()
     complaints = [process.communicate(timeout=110)[1] for process in processes]
-    # Far less than --patience, which is 120 s.
+    # Much less than --patience, which is 120 s.
     assert time.monotonic() - begin < 80
     assert [process.returncode for process in processes] == [143 if i == which else 5 for i in range(2)], complaints
     assert re.search(
@@ -78,7 +78,7 @@ def test_the_first_signal_is_a_flag_and_is_heard_of_once(monkeypatch, capfd):
         ended = []
         monkeypatch.setattr(signals.os, "_exit", ended.append)
         os.kill(os.getpid(), signal.SIGINT)
-        # What takes a signal for itself in the meantime loses it again.
+        # Code that replaces the signal handler in the meantime loses it again.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stop.renew()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

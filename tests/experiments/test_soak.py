@@ -1,4 +1,4 @@
-"""The soak sees a bit that differs, memory that grows and a program that is compiled again; its long run is slow."""
+"""The soak detects a different bit, growing memory and recompilation. Its long run is slow."""
 
 import re
 import sys

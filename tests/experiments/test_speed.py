@@ -1,4 +1,4 @@
-"""Schedules, the share of a GPU's peak, traces of steps, and what is logged elsewhere."""
+"""Schedules, MFU, traces of steps, and logs of other services."""
 
 import json
 import sys
@@ -51,7 +51,7 @@ def test_bad_settings_are_told(argv, flags, message, capsys, monkeypatch):
 
 
 def test_operations_are_those_of_products_and_attention():
-    """Counted by hand: six for a weight and token, four beside adapters, two and four for a causal score."""
+    """Computed by hand: six per weight and token, four next to adapters, two and four per causal score."""
     tx = make_optimizer(config.Config(), fp8jax.recipes.bf16())
     attention = 3 * 32 * 32 + 3 * 32 * 32  # q, out, and half of each for k and v
     block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
@@ -62,7 +62,7 @@ def test_operations_are_those_of_products_and_attention():
     assert speed.operations(SHAPE, params, {}, 128) == 6 * matrices + scores
     part = Task(SHAPE, tx, fp8jax.recipes.te_current(), remat=False, seed=0, lora=Lora(4, lora_targets=".*/q"))
     shapes = jax.eval_shape(part.init).params, jax.eval_shape(part.base)
-    scales = 3 * 7  # of codes, which count as what they are beside: nothing to speak of
+    scales = 3 * 7  # codes count as their matrices; their metadata is negligible
     expected = 6 * 3 * (32 * 4 + 4 * 32) + 4 * matrices + scores
     assert expected <= speed.operations(SHAPE, *shapes, 128) <= expected + 4 * scales
 
@@ -75,7 +75,7 @@ def test_peaks_are_of_the_cards_that_are_named():
 
 
 class Service(types.ModuleType):
-    """In place of wandb."""
+    """A fake of wandb."""
 
     def __init__(self):
         super().__init__("wandb")

@@ -1,4 +1,4 @@
-"""What training starts from, piece by piece: prompts of samples, ids of texts, what cannot be."""
+"""The inputs of training: prompts of samples, ids of texts, and errors."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def packed(answers):
     [
         ((0, 0, 1, 1), 24, [9, 8]),  # up to the answer
         ((0, 0, 1, 1), 1, [9]),
-        ((0, 1, 1, 1), 24, [9, 8, 7, 6]),  # a whole text, of which the first token is learned by none
+        ((0, 1, 1, 1), 24, [9, 8, 7, 6]),  # a whole text, whose first token is not a target
         ((1, 1, 1, 1), 3, [9, 8, 7]),
         ((0, 0, 0, 0), 24, [9, 8, 7, 6]),  # nothing of the next document
         ((0, 0, 0, 1), 24, [9, 8, 7]),
@@ -94,7 +94,7 @@ def test_records_of_plain_text_are_packed_whole_and_conversations_need_a_templat
 
 
 class Letters:
-    """In place of a checkpoint's tokenizer: an id a letter, and none before a text."""
+    """A fake tokenizer: one id per letter, and none before a text."""
 
     def encode(self, text, add_special_tokens):
         assert not add_special_tokens
@@ -102,7 +102,7 @@ class Letters:
 
 
 def test_texts_and_conversations_are_packed_together(monkeypatch):
-    """Whole conversations alone are kept whole."""
+    """Only whole conversations are never split."""
     config = parse("--run r --seq-len 8 --valid-fraction 0.5".split())  # noqa: SIM905
     given = []
     monkeypatch.setattr(packing, "pack", lambda actual, *_, keep_whole: given.append((actual, keep_whole)))

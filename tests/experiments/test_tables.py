@@ -30,11 +30,11 @@ def test_operators_of_the_memory_table_add_up_and_coats_are_the_papers_less_rope
     assert by_pivot[bench_arms.LEAN, "Total"] == pytest.approx(1 + 4 + 8 / 3, abs=1e-6)
     totals = {row.case: row.value for row in rows if row.metric == "total"}
     scales = {row.case: row.value for row in rows if row.metric.startswith("scales")}
-    # bf16 scales of groups of 16, the fp32 roots of two norms and of each head of attention.
+    # bf16 scales of groups of 16, the fp32 rstd of two norms and of each head of attention.
     statistics = (2 * 4 + 4 * coat_memory.HEADS) / (2 * coat_memory.WIDTH)
     assert scales[bench_arms.LEAN] == pytest.approx((2 + 16 / 3) / 16 + statistics, abs=1e-6)
     assert totals["bf16"] > 3.5 * totals[bench_arms.LEAN]
-    # What products and attention give: the input, q, k, v, attention and its projection, gate and up.
+    # Results of products and attention: the input, q, k, v, attention and its projection, gate and up.
     assert by_pivot[bench_arms.REMATERIALIZED, "Total"] == pytest.approx(1 + 3 + 2 + 16 / 3, abs=1e-6)
     (ratio,) = (r.ratio for r in rows if (r.case, r.metric) == (bench_arms.LEAN, "total, recomputed"))
     assert ratio == pytest.approx(totals[bench_arms.REMATERIALIZED] / totals[bench_arms.LEAN])
@@ -46,7 +46,7 @@ RESULT = {"bench": "x", "versions": {"jax": "1"}, "command": "c", "date": "2026-
 
 
 def test_a_results_file_becomes_a_page(tmp_path, monkeypatch):
-    monkeypatch.setenv("FP8JAX_COMMIT", "abcdef0")  # a file of a checkout with changes is left out
+    monkeypatch.setenv("FP8JAX_COMMIT", "abcdef0")  # a file of a modified checkout is left out
     results = tmp_path / "results"
     row = Row("big", "error", 2.0, "1", "small", 2.0, 7.5, 3.0, "Table 1", ("big", "column"))
     base = Row("small", "error", 1.0, "1", "small", 1.0, 2.5, 1.0, "Table 1", ("small", "column"))
@@ -117,7 +117,7 @@ def test_each_table_of_papers_toml_has_figures_in_each_section():
 
 
 def test_rows_of_several_commits_and_cards_show_it(tmp_path):
-    """On a page in a column; in RESULTS.md where the figure stands; a file that was cut short says that, too."""
+    """In a column of a page; next to the figure in RESULTS.md. A truncated file is marked too."""
     other = ROW | {"commit": "def+", "device": "e", "case": "second"}
     result = RESULT | {"rows": [ROW, other], "complete": False}
     text = report.page({"h9": result}, {})
@@ -125,12 +125,12 @@ def test_rows_of_several_commits_and_cards_show_it(tmp_path):
     assert "| second | xla | time | 1.5 | ms | def+ | e |" in text
     assert "2026-01-01 · d, e · 2 commits (abc, def with changes)" in text
     assert "**Not complete**" in text
-    # Means of runs have the commits of each.
+    # Means over runs have the commits of each.
     several = RESULT | {"rows": [ROW, ROW | {"commit": "abc, 123", "case": "mean"}]}
     assert " · 2 commits (abc, 123)" in report.page({"h9": several}, {})
     pivoted = [row | {"pivot": (row["case"], "loss"), "table": "T"} for row in result["rows"]]
     assert "| second | 1.5 | def+ | e |" in report.page({"h9": result | {"rows": pivoted}}, {})
-    # Where a row has no ratio, all cells are values.
+    # If a row has no ratio, all cells are values.
     pivoted[0] |= {"ratio": 7.5, "baseline": "second"}
     assert "| a \\| b | 1.5 | abc | d |" in report.page({"h9": result | {"rows": pivoted}}, {})
     two = report.page({"h9": RESULT, "h10": RESULT | {"rows": [ROW | {"device": "f"}]}}, {})
@@ -151,16 +151,16 @@ def test_a_figure_stands_with_its_card_and_commit(monkeypatch):
     cards = {"h100": RESULT, "h200x2": RESULT | {"rows": [ROW | {"value": 3.0, "commit": "def", "device": "e"}]}}
     text = report.front({"x": cards}, "pages")
     lines = text.splitlines()
-    # Nobody has a rival's figure: no column for it.
+    # If no rival has a figure, there is no column for it.
     assert lines.index("| case | ours | paper | device |") > lines.index("### First") > lines.index("## Is it?")
     assert "| What | 1.5 ms<br>3.0 ms | 2 (paper) | H100<br>2 x H200 |" in lines
     assert "| That | not measured yet |  |  |" in lines
     assert "| Once more | 1.5 ms<br>3.0 ms | H100<br>2 x H200 |" in lines
-    # The command once for the whole table; a table without a title has no heading of its own.
+    # The command is printed once per table; a table without a title has no heading.
     of_x = "[x](pages/x.md) (H100: 2026-01-01, commit abc; 2 x H200: 2026-01-01, commit def)"
     assert [line for line in lines if line.startswith("- `")] == [f"- `{RESULT['command']}`: {of_x}"] * 2
     assert (text.count("## Is it?"), text.count("### ")) == (1, 1)
-    # A row that stands twice is one headline of its file.
+    # A row that occurs twice is one headline of its file.
     assert [each["label"] for each in figures.headlines("x", RESULT)] == ["First: What", "First: It"]
     second["row"][0]["again"] = "First: Nothing"
     with pytest.raises(ValueError, match="no row 'First: Nothing' before 'Once more'"):
@@ -271,7 +271,7 @@ def test_figures_are_looked_up_in_the_rows_they_name():
         ("{[value ours > time > > geometric mean]:.2f}", "not finite"),
     ):
         assert figures.filled(template, {"rows": rows}) == expected, template
-    assert figures.short("python -m experiments.bench gemm --limit 215") == "python -m experiments.bench gemm"
+    assert figures.short_command("python -m experiments.bench gemm --limit 215") == "python -m experiments.bench gemm"
 
 
 def test_figures_that_were_counted_wrong_are_left_out_with_a_note(tmp_path):

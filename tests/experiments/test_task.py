@@ -1,4 +1,4 @@
-"""What the training program computes before and in a step: rates, masters, parts of a batch, states, noise."""
+"""What the training program computes before and in a step: rates, masters, microbatches, states, noise."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ def test_a_schedule_is_its_formula(name):
 
 
 def test_gradients_are_clipped_beside_bounds_that_measure_updates():
-    """With b1^2 >= b2 there is no limit of a step; with b1 = 0 the first step has the sign of the gradient alone."""
+    """With b1^2 >= b2 a step has no limit. With b1 = 0 the first step has the sign of the gradient only."""
     config = Config(optim=dataclasses.replace(Optim(), b1=0.9, b2=0.5, clip=1e-12, eps=1e-3, warmup=0, steps=10))
     tx = optimizer.make_optimizer(config, fp8jax.recipes.moss())
     params = {"layers": {"w": jnp.ones((2, 8, 8))}}
@@ -65,7 +65,7 @@ def test_masters_in_parts_begin_as_the_seeds_parameters():
 
 
 def test_scaled_masters_begin_as_the_seeds_parameters():
-    """In fp16 with a scale, which has eleven bits. Parameters in bf16 have eight."""
+    """Scaled fp16 has eleven bits; bf16 parameters have eight."""
     recipe = fp8jax.recipes.fp8_lm()
     scaled = Task(TINY, fp8jax.optimizer(recipe, 1e-3), recipe, remat=False, seed=3).init()
     whole = exact_task(TINY, seed=3).init()
@@ -109,7 +109,7 @@ def test_a_bad_step_leaves_histories_and_a_good_one_before_it_advances_them():
 
 
 def test_each_token_of_a_text_is_drawn_by_a_key_of_its_own():
-    """A model of zeros has equal logits: a text of one key for all tokens would repeat one id."""
+    """A model of zeros has equal logits: with one key for all tokens, a text would repeat one id."""
     task = build(fp8jax.recipes.bf16())
     model = task.model(jax.tree.map(jnp.zeros_like, task.init().params), {})
     texts = [sampling.extend(model, np.array([[1]]), 24, sampling.TokenChoice(1.0), seed=seed)[0] for seed in (0, 1)]
@@ -130,7 +130,7 @@ def test_a_sample_is_no_longer_than_a_sequence():
 
 
 def test_adapters_of_layers_drop_inputs_of_their_own():
-    """With equal weights, two layers differ by what they drop alone; without dropout alpha scales what is added."""
+    """With equal weights, two layers differ only by dropout. Without dropout, alpha scales the added result."""
     recipe, x = fp8jax.recipes.bf16(), jnp.ones((16, 32))
     linear = nnx.Linear(32, 24, use_bias=False, rngs=nnx.Rngs(0))
 

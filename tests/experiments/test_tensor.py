@@ -1,4 +1,4 @@
-"""The training step of devices that share sequences: loss and gradients, against those of one device."""
+"""The training step with tensor parallelism: loss and gradients, compared with one device."""
 
 import collections
 import dataclasses
@@ -35,9 +35,9 @@ GPT = dataclasses.replace(
 )
 OLMO = dataclasses.replace(LLAMA, norm_after=True, qk_norm="head", bias="qkv", layers=1)
 MESHES = {"tensor": (1, 1, 2), "data": (2, 1, 2), "fsdp": (1, 2, 2), "four": (1, 1, 4)}
-# Recipes whose products' inputs have scalings with a state: between devices these are not codes.
+# Recipes whose inputs have stateful scalings: they are not sent as codes.
 STATES = ("te_delayed", "int8_fallback")
-# Half a step of e4m3, uniform within it.
+# Standard deviation of the rounding error of e4m3: uniform within half a step.
 ROUNDING = 2.0**-4 / 3**0.5
 
 
@@ -48,14 +48,14 @@ def recipe_of(name):
 
 
 def packed():
-    """Tokens of which some are answers, in documents that end where others begin."""
+    """Tokens, some of which are answers, in documents with various ends."""
     answers = np.random.default_rng(1).integers(0, 2, TOKENS.shape)
     segments = np.where(np.arange(TOKENS.shape[1]) < 40, 1, 2) * np.ones_like(TOKENS)
     return np.stack([TOKENS, answers.astype(np.int32), segments.astype(np.int32)], 1)
 
 
 def drawn(params):
-    """Matrices that keep the size of what they multiply, norms about 1, and biases that are seen."""
+    """Returns matrices that keep the magnitude of their inputs, norms near 1, and biases with an effect."""
     rng = np.random.default_rng(2)
 
     def one(path, x):
@@ -68,13 +68,13 @@ def drawn(params):
 
 
 def first(found):
-    """The loss and the gradients of what a step finds."""
+    """Returns the loss and the gradients from a step."""
     losses, grads, *_ = found
     return losses["loss"], grads
 
 
 def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
-    """Loss and gradients of a recipe, compiled, and what they are of."""
+    """Returns the compiled loss and gradients of a recipe, and their arguments."""
     recipe, rows = recipe_of(name), None
     if where is not None:
         data, fsdp, shared = MESHES[where]
@@ -103,15 +103,15 @@ def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
 
 
 def totals(run):
-    """What a program exchanges, by kind, dtype and devices."""
+    """Returns the communication of a program, by collective, dtype and number of devices."""
     sums = collections.Counter()
     for x in collectives(run.as_text()):
         sums[x.kind, x.dtype, x.devices] += x.times * x.nbytes
     return sums
 
 
-def found(*args, **how):
-    run, arguments = program(*args, **how)
+def found(*args, **kwargs):
+    run, arguments = program(*args, **kwargs)
     return run(*arguments)
 
 
@@ -129,12 +129,13 @@ one = functools.cache(found)
     ],
 )
 def test_without_codes_it_is_that_of_one_device(where, llama, tokens, how):
-    """Exact but for the order of sums: with norms after, of heads, biases that are added once, and packed answers."""
+    """Equal up to the order of sums, with norms after sublayers and per head, biases that are added once, and packed
+    answers."""
     (loss, grads), (want, expected) = found("bf16", where, llama, tokens, **how), found("bf16", None, llama, tokens)
     np.testing.assert_allclose(loss, want, rtol=order(64))
     for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
         label = jax.tree_util.keystr(path)
-        if llama is GPT and "['k']['bias']" in label:  # softmax does not see it
+        if llama is GPT and "['k']['bias']" in label:  # softmax is invariant to it
             assert max(np.abs(g).max(), np.abs(w).max()) < 1e-7
         else:
             assert relative(g, w) < 4 * order(TOKENS.size), label
@@ -152,7 +153,7 @@ def test_without_codes_it_is_that_of_one_device(where, llama, tokens, how):
     ],
 )
 def test_adapters_are_those_of_one_device_beside_parts_of_the_base(where, llama, base):
-    """Gradients of both factors, exact but for the order of sums; of the base each device holds its part."""
+    """Gradients of both factors are equal up to the order of sums. Each device has its shard of the base."""
     run, arguments = program("bf16", where, llama, lora=Lora(4, base=base))
     (loss, grads), (want, expected) = run(*arguments), found("bf16", None, llama, lora=Lora(4, base=base))
     np.testing.assert_allclose(loss, want, rtol=order(64))
@@ -165,8 +166,8 @@ def test_adapters_are_those_of_one_device_beside_parts_of_the_base(where, llama,
 
 
 def test_parameters_outside_of_layers_travel_in_the_dtype_of_computation():
-    """Gradients that all devices have a part of are summed in fp32."""
-    x = np.float32(1 + np.arange(8) / 1024)  # no bf16 numbers
+    """Partial gradients are summed over devices in fp32."""
+    x = np.float32(1 + np.arange(8) / 1024)  # not representable in bf16
     places = {"embed": {"embedding": jax.P("tensor")}, "norm": {"scale": jax.P()}}
     whole = mesh.make(1, 1, tensor=4)
     params = jax.tree.map(lambda place: jax.device_put(x, jax.NamedSharding(whole, place)), places)
@@ -208,8 +209,8 @@ def test_a_part_of_a_base_does_not_end_within_a_group_of_its_codes():
     with pytest.raises(ValueError, match="channels of key heads"):
         tensor.check_base(dataclasses.replace(LLAMA, mlp_dim=64), "e4m3:block16", 4)
     tensor.check_base(dataclasses.replace(LLAMA, mlp_dim=64), "e4m3:group32", 2)
-    tensor.check_base(LLAMA, "e4m3:group16", 4)  # half a group of key heads' outputs, along which none runs
-    tensor.check_base(LLAMA, "e4m3:block128", 4)  # one block each: all parts have its scale
+    tensor.check_base(LLAMA, "e4m3:group16", 4)  # half a group of key heads' outputs, along which no group runs
+    tensor.check_base(LLAMA, "e4m3:block128", 4)  # one block each: all shards have its scale
 
 
 def test_what_devices_cannot_share_is_told_with_what_they_can():
@@ -231,7 +232,7 @@ def test_what_devices_cannot_share_is_told_with_what_they_can():
         (Linear(*["e4m3:tensor"] * 3), 1),
         (Linear("int8:block32", "int8:block32", "int8:block16"), 32),
         (Linear("int8:block16", "int8:block16", "int8:block32"), 32),
-        (Linear("int8:block16", "int8:block16", "int8:block32+stochastic"), 16),  # which travels as values
+        (Linear("int8:block16", "int8:block16", "int8:block32+stochastic"), 16),  # sent as values
         (fp8jax.recipes.deepseek().linear, 1),  # groups along channels
     ],
     ids=str,
@@ -258,9 +259,9 @@ def test_tokens_of_devices_are_whole_blocks_of_the_codes_that_travel(linear, uni
     ],
 )
 def test_in_8_bits_it_is_as_far_from_fp32_as_on_one_device(name, where):
-    """Errors add in squares: of sums at four boundaries of each layer, half a step of e4m3 each, uniform within it.
+    """Errors add in squares: sums at four boundaries of each layer, with half a step of e4m3 each, uniform within it.
 
-    What travels are codes, as many as a plan says.
+    Codes are sent, as many as a plan counts.
     """
     run, arguments = program(name, where)
     shared, alone, exact = run(*arguments), one(name), one("bf16")
@@ -283,7 +284,7 @@ def test_in_8_bits_it_is_as_far_from_fp32_as_on_one_device(name, where):
 
 @pytest.mark.slow
 def test_products_that_gain_gather_codes_alone(monkeypatch):
-    """`auto` decides when shapes are seen, after weights are gathered: XLA leaves out the form that nothing reads."""
+    """`auto` decides when shapes are known, after weights are gathered: XLA removes the form that nothing reads."""
     monkeypatch.setattr(cost_model, "estimate_gain", lambda *_, **__: 1.0)
     sent = [totals(program(name, "fsdp")[0]) for name in ("auto", "coat")]
     assert sent[0] == sent[1]

@@ -1,4 +1,4 @@
-"""What benchmarks record: means and plots compare like with like."""
+"""Rows of benchmarks: means and plots compare equal cases."""
 
 import argparse
 import functools
@@ -11,7 +11,7 @@ from experiments.bench import driver, plots, timing
 
 
 def rows():
-    """Of two cases and two metrics; in the second case "ours" has no peer, only the last resort."""
+    """Rows of two cases and two metrics. In the second case, "ours" has no peer, only the last resort."""
     return [
         timing.row("a", "peer", "rate", 4.0, "TFLOP/s", "peer", 1.0),
         timing.row("a", "ours", "rate", 2.0, "TFLOP/s", "peer", 0.5),
@@ -33,7 +33,7 @@ def test_means_leave_out_cases_without_a_peer_and_tell_how_many_are_left():
     assert actual["bf16"]["ratio"] == 1
     (mean_row,) = timing.means(rows(), "kept")
     assert (mean_row["ratio"], mean_row["case"], mean_row["baseline"]) == (pytest.approx(6), "geometric mean", "bf16")
-    # Of several baselines each is a peer; means are no cases of later ones.
+    # Each of several baselines is a peer; means are not cases of later means.
     mixed = [*rows(), timing.row("c", "ours", "rate", 1.0, "TFLOP/s", "other", 8.0)]
     for table in (mixed, mixed + timing.means(mixed, "rate", "bf16")):
         actual = {r["impl"]: r for r in timing.means(table, "rate", "bf16")}
@@ -92,7 +92,7 @@ def test_plots_of_a_folder_are_drawn_again(figures, monkeypatch, tmp_path, capsy
 
 
 def test_a_file_says_how_it_was_measured(monkeypatch, tmp_path):
-    """By which command, flags, commit and card, on each row; a file that is cut short says so, as a dry run's does."""
+    """Command, flags, commit and GPU, on each row. A truncated file is marked, as is a dry run's."""
     monkeypatch.setenv("XLA_FLAGS", "--some=flag")
     monkeypatch.setenv("FP8JAX_COMMIT", "0123456789abcdef")
     monkeypatch.setattr(plots, "draw", lambda *_: None)
@@ -129,7 +129,8 @@ def test_a_round_calls_as_often_as_fits_the_burst_and_begins_with_any(monkeypatc
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
     ready = {name: functools.partial(call, name) for name in lengths}
     actual = timing.seconds(ready, 1, 4.0)
-    # Two untimed and two timed to see how long one takes; then as many in a burst, at least two, untimed and timed.
+    # Two untimed and two timed calls to estimate the time of one; then as many in a burst, at least two, untimed and
+    # timed.
     assert {name: ran.count(name) for name in lengths} == {"a": 4 + 2 * 8, "b": 4 + 2 * 16, "slow": 4 + 2 * 2}
     assert actual == lengths
     ran.clear()
@@ -140,7 +141,7 @@ def test_a_round_calls_as_often_as_fits_the_burst_and_begins_with_any(monkeypatc
 
 @pytest.mark.parametrize(("host", "gpu", "at_once"), [(0.01, 1.0, 1.301), (1.0, 0.01, 1.001)])
 def test_steps_read_late_take_what_the_slower_of_host_and_gpu_takes(monkeypatch, host, gpu, at_once):
-    """A GPU that waits 3 s for the first call of an empty queue."""
+    """The GPU waits 3 s for the first call of an empty queue."""
     clock, free, ran, read = [0.0], [0.0], [], []
 
     def call():
@@ -161,7 +162,7 @@ def test_steps_read_late_take_what_the_slower_of_host_and_gpu_takes(monkeypatch,
     ran.clear()
     read.clear()
     assert timing.in_turns({"a": timing.late(call)}, 1, {"a": 10})["a"] == pytest.approx(max(host, gpu), rel=1e-3)
-    # The first has none before it; a round ends with what its last call has given.
+    # The first step has no predecessor; a round ends with the result of its last call.
     assert [end for end in read if end != ran[0]] == [*ran[1:9], ran[8], *ran[9:19], ran[18]]
 
 

@@ -1,4 +1,4 @@
-"""The step, the loop and what a finished run leaves behind."""
+"""The step, the loop and the files of a finished run."""
 
 import dataclasses
 import json
@@ -68,7 +68,7 @@ def test_nothing_is_applied_from_the_first_bad_step_on(task, step, bad):
     after, metrics = step(poisoned, TOKENS)
     assert not bool(metrics["healthy"])
     assert int(after.step) == 1
-    # A later step must change nothing either, be its own numbers as good as they may.
+    # A later step must change nothing either, even with finite values.
     later, metrics = step(state._replace(healthy=after.healthy), TOKENS)
     assert np.isfinite(float(metrics["loss"]))
     assert not bool(metrics["healthy"])
@@ -78,7 +78,7 @@ def test_nothing_is_applied_from_the_first_bad_step_on(task, step, bad):
 
 
 def test_divergence_ends_the_program_before_the_update(argv, out, capsys):
-    """And leaves heat maps, which say where."""
+    """It writes heat maps, which show the layer."""
     flags = ["--run", "diverged", "--lr", "1e30", "--recipe", "coat_optimizer", "--checkpoint-every", "1"]
     assert cli.main([*argv, *flags, "--clip", "1e30", "--telemetry", "1"]) == 1
     error = capsys.readouterr().err
@@ -195,7 +195,7 @@ def test_sampling_continues_the_prompt_as_the_model_says():
 
 
 def test_sampling_follows_the_key_and_the_probabilities():
-    """Of logits of 16 bits, whose noise would be too coarse for the 500 rare tokens."""
+    """The noise of 16-bit logits would be too coarse for the 500 rare tokens."""
     rare = 500 * np.exp(-8.0)
 
     def weighted(_, tokens):

@@ -1,4 +1,4 @@
-"""The vision-language model: its pictures, what it sees, what becomes of it under `coat`, and that it learns alike."""
+"""The vision-language model: its images, its attention, its quantization with `coat`, and equal learning."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ def test_captions_say_what_is_on_the_pictures():
         row, column = np.argwhere(bright).mean(0)
         assert (down, right) == (("top", "bottom")[int(row > 7.5)], ("left", "right")[int(column > 7.5)])
         np.testing.assert_array_equal(np.round(image[bright].mean(0)), COLOURS[colour])
-        # A square fills the box around it, a disc most of it, a cross less than two thirds.
+        # A square fills its box, a disc most of it, a cross less than two thirds.
         box = bright[np.ix_(bright.any(1), bright.any(0))]
         assert shape == ("square" if box.mean() > 0.97 else "disc" if box.mean() > 0.62 else "cross"), box
         recorded.add((colour, shape, down, right))
@@ -81,7 +81,7 @@ def test_coat_knows_every_part_and_changes_no_parameter(recipe):
     swiglu, mlp = "silu(gate) * up", "gelu_tanh(x)"
     assert {part.path: part.kind for part in report.context_entries} == {
         **dict.fromkeys(("vision/norm", "vision/layers/attention_norm", "vision/layers/mlp_norm"), "LayerNorm"),
-        # The last one's result is cut before the head reads it.
+        # The last one's result is sliced before the head reads it.
         **dict.fromkeys(("decoder/layers/attention_norm", "decoder/layers/mlp_norm"), "RMSNorm"),
         **{"vision/layers/mlp/down": mlp, "projector/down": mlp, "decoder/layers/mlp/down": swiglu},
     }
@@ -97,7 +97,7 @@ def test_coat_knows_every_part_and_changes_no_parameter(recipe):
 
 
 def trained(recipe: fp8jax.Recipe | None) -> tuple[float, float, float]:
-    """Loss of held-out pairs before and after training, and that of pictures with the captions of others."""
+    """Returns the loss of held-out pairs before and after training, and that of images with other captions."""
     model = make() if recipe is None else fp8jax.nnx.quantize(make(), recipe)
     graph, params = nnx.split(model, nnx.Param)
     tx = optax.adamw(3e-3, b2=0.99)
@@ -125,7 +125,7 @@ def trained(recipe: fp8jax.Recipe | None) -> tuple[float, float, float]:
 @pytest.mark.slow
 def test_it_learns_to_read_pictures_it_has_not_seen_in_bf16_and_with_coat():
     plain, coat = trained(None), trained(COAT)
-    # Whoever does not see the picture guesses a colour, a shape and a place, in six words.
+    # Without the image, a model guesses colour, shape and position, in six words.
     blind = (np.log(len(COLOURS)) + np.log(3) + 2 * np.log(2)) / 6
     for before, after, mismatched in (plain, coat):
         assert before > 0.9 * np.log(len(WORDS))

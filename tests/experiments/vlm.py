@@ -1,7 +1,7 @@
-"""A small vision-language model: a ViT reads the image, a projector puts it before the text, a Llama reads on.
+"""A small vision-language model: a ViT encodes the image, a projector maps it to tokens, a Llama decodes.
 
-The vision tower is a plain pre-norm ViT (LayerNorm, Flax's own attention, GELU, biases). Names of shapes as in
-experiments/models/llama.py; P patches of an image, W width of the vision tower.
+The vision tower is a plain pre-norm ViT (LayerNorm, Flax's own attention, GELU, biases). Names of shapes are those of
+experiments/models/llama.py; P is patches per image, W the width of the vision tower.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class MLP(nnx.Module):
 
 
 class EncoderBlock(nnx.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)); every patch sees every other."""
+    """x + attention(norm(x)), then x + MLP(norm(x)), without a mask."""
 
     def __init__(self, config: ViTConfig, **kinds: Any) -> None:
         self.attention_norm = nnx.LayerNorm(config.dim, epsilon=config.norm_eps, **kinds)
@@ -85,7 +85,7 @@ class EncoderBlock(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """Images (B, rows, columns, 3) to a token of each patch, (B, P, W); blocks stacked and scanned."""
+    """Maps images (B, rows, columns, 3) to a token per patch, (B, P, W). Blocks are stacked and scanned."""
 
     def __init__(self, config: ViTConfig, *, remat: bool = False, rngs: nnx.Rngs, **kinds: Any) -> None:
         config.validate()
@@ -148,7 +148,7 @@ class VLM(nnx.Module):
         self.decoder = Llama(text, remat=remat, **kinds)
 
     def __call__(self, images: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
-        """Images (B, rows, columns, 3) and integer tokens (B, T) to logits (B, T, V) in the compute dtype."""
+        """Returns logits (B, T, V), in the compute dtype, of images (B, rows, columns, 3) and integer tokens (B, T)."""
         batch, length = tokens_BxT.shape
         image_BxPxD = self.projector(self.vision(images))
         text_BxTxD = self.decoder.embed(tokens_BxT.reshape(-1)).reshape(batch, length, -1)
@@ -159,7 +159,7 @@ class VLM(nnx.Module):
 
 
 def caption_loss(model: VLM, images: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
-    """Mean cross-entropy of each next token of the captions (B, T + 1), float32."""
+    """Returns the mean cross-entropy of each next token of the captions (B, T + 1), float32."""
     logits_BxTxV = model(images, tokens_BxT[:, :-1]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:]).mean()
 

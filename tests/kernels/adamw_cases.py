@@ -15,13 +15,13 @@ ADAM = Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1)
 
 
 def step(grads, mu, nu, params, adam, **options):
-    """New parameters and both moments of a step, as a tuple."""
+    """Returns the new parameters and both moments of a step."""
     new = step_tree(ADAMW, adam, grads, grads if params is None else params, mu, nu, **options)
     return new.weight, new.mu, new.nu
 
 
 def update(grads, mu, nu, params, adam, **options):
-    """The same with changes of parameters; without parameters, changes in the dtype of the gradients."""
+    """Like `step`, with changes of parameters; without parameters, changes have the dtype of the gradients."""
     return step(grads, mu, nu, params, adam, in_place=False, **options)
 
 
@@ -37,8 +37,11 @@ def stored(values, name, size=128, expand=True, moment="mu"):
 
 
 def special(shape, seed):
-    """Values whose groups are ordinary, and in the first rows: zeros, one non-zero, constant, half zeros, an outlier,
-    NaN, Inf, close to fp32's smallest, both signs of one value, wider than the format, close to fp32's largest."""
+    """Returns random values with special rows.
+
+    These are zeros, one non-zero value, a constant, half zeros, an outlier, NaN, Inf, values near fp32's smallest, both
+    signs of one value, values wider than the format, and values near fp32's largest.
+    """
     random = np.random.default_rng(seed)
     rows, n = int(np.prod(shape[:-1])), shape[-1]
     x = random.standard_normal((rows, n)) * 10.0 ** random.uniform(-6, -1, (rows, 1))
@@ -57,7 +60,7 @@ def special(shape, seed):
 
 
 def decoded(q):
-    """A moment in float64, from the formula in QTensor's docstring."""
+    """Returns a moment in float64, by the formula in QTensor's docstring."""
     if not isinstance(q, QTensor):
         return np.asarray(q).astype(np.float64)
     size, n = q.spec.group_size, q.shape[-1]
@@ -73,7 +76,7 @@ def decoded(q):
 
 
 def settled(g, m, v, adam=ADAM, size=128):
-    """What is to be stored of moments in float64, where members of a group no longer matter; group by group."""
+    """Returns the moments to store, in float64, with dead elements suppressed in each group."""
     b1, b2, t, eps = (float(x) for x in (adam.b1, adam.b2, adam.count, adam.eps))
     m, v = m.copy(), v.copy()
     for i in range(0, g.shape[-1], size):

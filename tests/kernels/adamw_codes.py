@@ -1,4 +1,4 @@
-"""Every code of an 8-bit format as the fused AdamW kernel decodes it, by its table; imported where Triton is."""
+"""Checks how the fused AdamW kernel decodes every code of an 8-bit format by its table. Import it only with Triton."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def _decode(
 
 
 def magnitudes(name: str) -> np.ndarray:
-    """Magnitudes of a format's 256 codes in float64, from their bits."""
+    """Returns the magnitudes of a format's 256 codes in float64, from their bits."""
     exponent_bits, mantissa_bits = BITS[name]
     results = []
     for byte in range(256):
@@ -55,7 +55,7 @@ def magnitudes(name: str) -> np.ndarray:
 
 
 def check_every_code(name: str) -> None:
-    """Runs `_decode` on every code under several scales and exponents, and compares with float64."""
+    """Runs `_decode` on every code with several scales and exponents, and compares with float64."""
     fmt, expected = formats.get(name), magnitudes(name)
     codes = np.tile(np.arange(256, dtype=np.uint8), (len(SCALES), 1)).view(fmt.dtype)
     storage = adamw_triton.Storage(

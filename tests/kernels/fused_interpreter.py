@@ -1,9 +1,9 @@
-"""Runs norms, activations and the layers that read them with their kernels in Triton's interpreter, beside XLA.
+"""Compares the kernels of norms, activations and the layers that read them, in Triton's interpreter, with XLA.
 
-A process of its own, as `tests.kernels.triton_interpreter`: `TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m
-tests.kernels.fused_interpreter all` (or `few`) prints one line of JSON, for each case: how many matrices a kernel
-quantized from what they are computed from; of their codes the largest share that is not that of the matrix itself, and
-how many codes away; and the largest relative distance of results and gradients.
+It needs its own process: `TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m tests.kernels.fused_interpreter all` (or
+`few`). It prints one line of JSON. Each case has the number of matrices that a kernel quantized from the operands of
+their computation, the largest fraction of codes that differ from those of the matrix, by how many codes they differ,
+and the largest relative error of results and gradients.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ LINEAR = fp8jax.recipes.coat().linear
 
 
 def recipe(mode: str, spec: str = "e4m3:group16", **linear: Any) -> fp8jax.Recipe:
-    # "bound" is lean, which recomputes activations.
+    # "bound" recomputes activations.
     amax = linear.pop("amax", "bound" if mode == "bound" else "exact")
     context = fp8jax.recipes.Context(spec, recompute_activations=mode != "faithful", amax=amax)
     part = dataclasses.replace(LINEAR, **linear)
@@ -39,12 +39,12 @@ def recipe(mode: str, spec: str = "e4m3:group16", **linear: Any) -> fp8jax.Recip
 
 
 def as_it_is(**linear: Any) -> fp8jax.Recipe:
-    """A recipe whose norms and activations keep their inputs."""
+    """A recipe whose norms and activations save their inputs unquantized."""
     return dataclasses.replace(recipe("lean", **linear), context=fp8jax.recipes.Context())
 
 
 def ten_bits(spec: str = "int10:group32") -> fp8jax.Recipe:
-    """A recipe whose norms and activations keep codes of ten bits, and whose layers multiply int8 blocks."""
+    """A recipe whose norms and activations save int10 codes, and whose layers multiply int8 blocks."""
     blocks = Linear("int8:block32", "int8:block32", "int8:block32")
     return dataclasses.replace(recipe("faithful", spec), linear=blocks)
 
@@ -53,11 +53,13 @@ def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
-def norm_case(kind: str, given: int, part: fp8jax.Recipe, dtype: Any, lead: tuple[int, ...], size: float = 1.0) -> Any:
-    """A norm that two linear layers read, as a function and its arguments; its input is so many times as large."""
+def norm_case(
+    kind: str, num_params: int, part: fp8jax.Recipe, dtype: Any, lead: tuple[int, ...], size: float = 1.0
+) -> Any:
+    """Returns a norm that two linear layers read, and its arguments. `size` multiplies its input."""
     x, w, v = 2 + 3 * normal(0, *lead, CHANNELS, dtype=dtype), normal(1, CHANNELS, INNER), normal(2, CHANNELS, 32)
     x = size * x
-    parameters = [1 + 0.2 * normal(3, CHANNELS, dtype=dtype), normal(4, CHANNELS, dtype=dtype)][:given]
+    parameters = [1 + 0.2 * normal(3, CHANNELS, dtype=dtype), normal(4, CHANNELS, dtype=dtype)][:num_params]
 
     def f(x: Any, w: Any, v: Any, *parameters: Any) -> Any:
         scale, bias = (*parameters, None, None)[:2]
@@ -70,9 +72,9 @@ def norm_case(kind: str, given: int, part: fp8jax.Recipe, dtype: Any, lead: tupl
 def activation_case(
     name: str, gated: bool, part: fp8jax.Recipe, dtype: Any, lead: tuple[int, ...], last: float = 1.0, gate: float = 0.0
 ) -> Any:
-    """A perceptron, as a function and its arguments.
+    """Returns an MLP and its arguments.
 
-    The last row of its input is so many times as large; the gate, if not 0, is near that number everywhere.
+    `size` multiplies the last row of its input. If the gate is not 0, all of its values are near that number.
     """
     x, w = normal(0, *lead, CHANNELS, dtype=dtype).at[-1].multiply(last), normal(1, CHANNELS, INNER)
     u, d = normal(2, CHANNELS, INNER), normal(3, INNER, CHANNELS)
@@ -87,7 +89,7 @@ def activation_case(
 
 
 def biased_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any) -> Any:
-    """A perceptron whose layers have biases, as a function and its arguments."""
+    """Returns an MLP with biases, and its arguments."""
     x, w, u, d = (
         normal(0, ROWS, CHANNELS, dtype=dtype),
         *(normal(i, CHANNELS, INNER) for i in (1, 2)),
@@ -97,8 +99,8 @@ def biased_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any) -> Any:
 
     def f(x: Any, w: Any, u: Any, d: Any, *biases: Any) -> Any:
         layer = lambda x, w, b: fp8jax.linear(x, w.astype(x.dtype), recipe=part, bias=b)  # noqa: E731
-        made = [layer(x, 0.3 * w, biases[0]), *([layer(x, 0.3 * u, biases[1])] if gated else [None])]
-        y, origin = activation.activate(name, *made, part, has_bias=True)
+        branches = [layer(x, 0.3 * w, biases[0]), *([layer(x, 0.3 * u, biases[1])] if gated else [None])]
+        y, origin = activation.activate(name, *branches, part, has_bias=True)
         read = operands.Input(y, input_facts=InputFacts(origin))
         return product.recipe_dot(read, d.astype(x.dtype), part.linear, None, bias=biases[2])
 
@@ -106,7 +108,7 @@ def biased_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any) -> Any:
 
 
 def attention_case(part: fp8jax.Recipe) -> Any:
-    """A layer whose input is kept anyway, as a function and its arguments."""
+    """Returns a layer whose input is saved anyway, and its arguments."""
     y, w = normal(0, 18, 3, 16), normal(1, 48, INNER)
     return lambda y, w: fp8jax.attention_output(y, w, recipe=part), (y, w)
 
@@ -136,9 +138,9 @@ CASES = {
     # The root of eps, 1e-3, is 1,000 times the input.
     "rms 1 bound, mended": _NORM("rms", 1, recipe("bound"), jnp.bfloat16, (ROWS,), 1e-5),
     "layer 0 bound, mended": _NORM("layer", 0, recipe("bound"), jnp.float32, (3, 11), 1e-5),
-    # The sample is of two runs of rows. The last is not in it, and so large that its largest magnitude gives the scale.
+    # The sample has two ranges of rows. The last row is outside of it, and has the largest magnitude.
     "silu, bound, mended": _ACTIVATION("silu", True, recipe("bound"), jnp.float32, (545,), 100.0),
-    # Where an activation is flat its cotangents are far below their bounds.
+    # If the slope of an activation is near 0, its cotangents are far below their bounds.
     "silu, flat, mended": _ACTIVATION("silu", True, recipe("bound"), jnp.float32, (ROWS,), 1.0, -24.0),
     "gelu False, flat, mended": _ACTIVATION("gelu_tanh", False, recipe("bound"), jnp.float32, (ROWS,), 1.0, -3.5),
     "silu bf16": _ACTIVATION("silu", True, recipe("lean"), jnp.bfloat16, (ROWS,)),
@@ -151,7 +153,7 @@ CASES = {
     "silu True bound, biased": functools.partial(biased_case, "silu", True, recipe("bound"), jnp.float32),
     "gelu False bound, biased": functools.partial(biased_case, "gelu", False, recipe("bound"), jnp.float32),
     "kept anyway": functools.partial(attention_case, recipe("lean", **MICRO)),
-    # Before layers of int8 blocks results are written; before others, codes are made of them.
+    # Layers of int8 blocks read the written result; other layers read its codes.
     "rms 1 ten bits": _NORM("rms", 1, ten_bits(), jnp.bfloat16, (ROWS,)),
     "layer 2 ten bits": _NORM("layer", 2, ten_bits(), jnp.float32, (3, 11)),
     "silu True ten bits": _ACTIVATION("silu", True, ten_bits(), jnp.float32, (2, 18)),
@@ -163,7 +165,7 @@ CASES = {
 }
 
 
-# One of each way through the kernels.
+# One case for each branch of the kernels.
 FEW = ("layer 2 faithful", "layer 2 bound", "norm fp32, three axes", "silu True lean",
        "gelu False faithful", "gelu_tanh False lean", "norm, rows", "silu, rows",
        "rms 1 ten bits", "silu True ten bits", "silu True ten bits, lean", "rms 1 bound, mended",
@@ -172,48 +174,55 @@ FEW = ("layer 2 faithful", "layer 2 bound", "norm fp32, three axes", "silu True 
 
 
 def run(f: Any, args: Any) -> list[jax.Array]:
-    """Results and gradients."""
-    y, back = jax.vjp(f, *args)
+    """Returns results and gradients."""
+    y, vjp_fn = jax.vjp(f, *args)
     dy = jax.tree.map(lambda a: normal(a.size, *a.shape, dtype=a.dtype), y)
-    return jax.tree.leaves((y, back(dy)))
+    return jax.tree.leaves((y, vjp_fn(dy)))
 
 
-def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str) -> tuple[Any, Any]:
-    """Of codes made from operands and those of the matrix itself: the share that differs, and by how many codes."""
-    how = quantize._parse(rows, columns, scaling.find_scaling(strategy), False)
-    share, most = jnp.float32(0), jnp.int32(0)
-    for actual, expected in zip(made, quantize._codes(how, x, scale, None), strict=True):
+def differing_codes(actual_pair: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str) -> tuple[Any, Any]:
+    """Returns the largest fraction of codes, from operands, that differ from those of the matrix, and by how many
+    codes."""
+    config = quantize._parse(rows, columns, scaling.find_scaling(strategy), False)
+    share, max_difference = jnp.float32(0), jnp.int32(0)
+    for actual, expected in zip(actual_pair, quantize._codes(config, x, scale, None), strict=True):
         if actual is not None:
             a, b = (jax.lax.bitcast_convert_type(q.codes, jnp.uint8).astype(jnp.int32) for q in (actual, expected))
-            # Codes in the order of their values. What lies below 2^-12 of the largest is a difference that cancelled:
-            # XLA computes 1 + tanh(x), the kernel 1 + erf(x), of a large negative x.
+            # Codes in the order of their values. Values below 2^-12 of the largest come from cancellation: for large
+            # negative x,
+            # XLA computes 1 + tanh(x), the kernel 1 + erf(x).
             top = float(jnp.finfo(expected.codes.dtype).max) * 2.0**-12
             small = jnp.maximum(*(jnp.abs(q.codes.astype(jnp.float32)) for q in (actual, expected))) < top
             a, b = (jnp.where(small, 0, jnp.where(c < 128, c, 128 - c)) for c in (a, b))
-            share, most = jnp.maximum(share, jnp.mean(a != b)), jnp.maximum(most, jnp.max(jnp.abs(a - b)))
-    return share, most
+            share, max_difference = (
+                jnp.maximum(share, jnp.mean(a != b)),
+                jnp.maximum(max_difference, jnp.max(jnp.abs(a - b))),
+            )
+    return share, max_difference
 
 
-def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tuple[int, float, int, float]:
-    """A case with its kernels and without, as a line of JSON says it; `whole`, in one program, rounded as written.
+def compare(
+    f: Any, args: Any, in_one_program: bool = False, with_references: bool = False
+) -> tuple[int, float, int, float]:
+    """Runs a case with and without its kernels, and returns its entry of the JSON line.
 
-    Without them it keeps codes of what operations return that keep their inputs as they are; `again`, it does not, and
-    the kernels' references take their places.
+    `in_one_program` compiles one program, with rounding as written. Without kernels, operations that save their inputs
+    unquantized share codes of their results. With `with_references` they do not, and the kernels' references run.
     """
     codes, on_cuda = fused_outputs.quantize_fused, fused_outputs.on_cuda
     plain, summed = quantize.quantize, quantize.quantize_and_sum
     calls: list[tuple[Any, Any]] = []
-    made: list[Any] = []
+    quantized: list[Any] = []
 
-    def kernels(*args: Any, **how: Any) -> Any:
-        made.append(codes(*args, **how))
-        return made[-1]
+    def kernels(*args: Any, **kwargs: Any) -> Any:
+        quantized.append(codes(*args, **kwargs))
+        return quantized[-1]
 
     def watched(x: Any, rows: Any, columns: Any = None, *, scale: Any, strategy: Any, **rest: Any) -> Any:
-        made.clear()
+        quantized.clear()
         pair, total = summed(x, rows, columns, scale=scale, strategy=strategy, **rest)
-        if any(actual is not None for actual in made):
-            calls.append(apart(pair, x, rows, columns, scale, strategy))
+        if any(actual is not None for actual in quantized):
+            calls.append(differing_codes(pair, x, rows, columns, scale, strategy))
         return pair, total
 
     def counted(make: Any) -> Any:
@@ -234,7 +243,7 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
     by_platform = jax.lax.platform_dependent
 
     def both(*args: Any) -> Any:
-        fused_outputs.on_cuda = lambda: again
+        fused_outputs.on_cuda = lambda: with_references
         jax.lax.platform_dependent = lambda *args, cuda, default: default(*args)
         expected = run(f, args)
         calls.clear()
@@ -243,9 +252,11 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
         return run(f, args), expected, calls
 
     fused_outputs.quantize_fused, product.quantize_and_sum = kernels, watched
-    operands.quantize = lambda *args, **how: watched(*args, sums=False, **how)[0]
+    operands.quantize = lambda *args, **kwargs: watched(*args, sums=False, **kwargs)[0]
     try:
-        actual = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if whole else both)(*args)
+        actual = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if in_one_program else both)(
+            *args
+        )
     finally:
         fused_outputs.quantize_fused, fused_outputs.on_cuda = codes, on_cuda
         operands.quantize = plain
@@ -253,9 +264,11 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
         for name, make in by_rows.items():
             setattr(fused_outputs, name, make)
     got, expected = ([np.asarray(a, np.float64) for a in arrays] for arrays in actual[:2])
-    far = [float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in zip(got, expected, strict=True)]
-    shares, most = zip(*actual[2], strict=True) if calls else ((0.0,), (0,))
-    return len(calls), float(max(shares)), int(max(most)), max(far)
+    distances = [
+        float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in zip(got, expected, strict=True)
+    ]
+    shares, differences = zip(*actual[2], strict=True) if calls else ((0.0,), (0,))
+    return len(calls), float(max(shares)), int(max(differences)), max(distances)
 
 
 def main() -> None:
@@ -265,8 +278,8 @@ def main() -> None:
     results = {}
     for case in FEW if sys.argv[1] == "few" else CASES:
         make = CASES[case]
-        norm_triton.MIN_SUMS = 8 if case.startswith("rms") else 11  # four rows a sum, two at a time; or three
-        results[case] = compare(*make(), again="as it is" in case)
+        norm_triton.MIN_SUMS = 8 if case.startswith("rms") else 11  # four rows per sum, two at a time; or three
+        results[case] = compare(*make(), with_references="as it is" in case)
     print(json.dumps(results))
 
 

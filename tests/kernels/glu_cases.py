@@ -1,4 +1,4 @@
-"""What the kernels of a GLU of groups are tested on: beside their references, in the interpreter and on a GPU."""
+"""Cases for the kernels of a grouped GLU, which are compared with their references in the interpreter and on a GPU."""
 
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ CASES = [Case((20, 0, 129), 155, 32), Case((3, 5), 8, 16, None)]
 
 
 def results(backend: Any, case: Case) -> dict[str, jax.Array]:
-    """Results of the three kernels, or of their references, by name. Rows of no group are left out."""
+    """Returns the results of the three kernels, or of their references, by name, without rows in no group."""
     rng = np.random.default_rng(0)
     rows = sum(case.sizes)
     tokens = PaddedTokens.from_groups(Groups.from_sizes(jnp.asarray(case.sizes), case.num_rows), case.num_rows)
@@ -56,7 +56,7 @@ def results(backend: Any, case: Case) -> dict[str, jax.Array]:
 
 
 def wrong(case: Case) -> dict[str, str]:
-    """What differs between kernels and references by more than roundings of sums and of elementary functions."""
+    """Returns differences that exceed the rounding of sums and elementary functions."""
     differ: dict[str, str] = {}
     actual = results(fused_kernels, case)
     for name, expected in results(fused_reference, case).items():
@@ -66,10 +66,10 @@ def wrong(case: Case) -> dict[str, str]:
             differ[name] = f"shapes {a.shape}, {b.shape}, or NaN"
             continue
         if result.dtype.itemsize == 1:  # next to a tie
-            far = np.abs(result.view(np.uint8).astype(int) - want.view(np.uint8).astype(int)) > 1
+            differs = np.abs(result.view(np.uint8).astype(int) - want.view(np.uint8).astype(int)) > 1
         else:
-            far = np.abs(a - b) > 1e-2 * np.max(np.abs(b), where=np.isfinite(b), initial=0)
+            differs = np.abs(a - b) > 1e-2 * np.max(np.abs(b), where=np.isfinite(b), initial=0)
         is_unequal = (a != b) & ~np.isnan(b)
-        if (far & is_unequal).any() or (result.dtype.itemsize == 1 and np.mean(is_unequal) > 0.02):
-            differ[name] = f"{np.sum(far & is_unequal)} far, {np.mean(is_unequal):.3f} unequal"
+        if (differs & is_unequal).any() or (result.dtype.itemsize == 1 and np.mean(is_unequal) > 0.02):
+            differ[name] = f"{np.sum(differs & is_unequal)} far, {np.mean(is_unequal):.3f} unequal"
     return differ

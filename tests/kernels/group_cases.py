@@ -1,4 +1,4 @@
-"""What the kernel that quantizes groups of rows is tested on: against NumPy and ml_dtypes, on CPU and on a GPU."""
+"""Cases for the kernel that quantizes groups of rows, which is compared with NumPy and ml_dtypes on a CPU and a GPU."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ FORMATS = {"e4m3": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2": (ml_dtypes.float8_e
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Rows of groups, of which each is a row of x (T, N)."""
+    """Rows of groups; each is a row of x (T, N)."""
 
     sizes: tuple[int, ...]
     num_rows: int
@@ -26,7 +26,7 @@ class Case:
     columns: str | None = None
     has_index: bool = False
     dtype: str = "bfloat16"
-    by_row: bool = False  # a scale for each row, and for each group, in place of one
+    by_row: bool = False  # scales per row and per group, instead of one scale
     is_copy: bool = False
     has_factor: bool = False  # of each row, for columns
 
@@ -68,7 +68,7 @@ def arguments(case: Case) -> dict[str, Any]:
 
 
 def encode(x: np.ndarray, fmt: str, scale: Any) -> np.ndarray:
-    """Codes of x (rows, N) under a scale per row, as bytes."""
+    """Returns codes of x (rows, N) with a scale per row, as bytes."""
     dtype, largest = FORMATS[fmt]
     with np.errstate(over="ignore", invalid="ignore"):
         y = x.astype(np.float32) * (np.float32(1) / np.asarray(scale, np.float32))[..., None]
@@ -79,7 +79,8 @@ def encode(x: np.ndarray, fmt: str, scale: Any) -> np.ndarray:
 def expected(
     case: Case, tokens: int, x: np.ndarray, index: Any, row_scale: Any, column_scale: Any, row_factor: Any
 ) -> tuple[Any, Any]:
-    """Codes of the rows of groups, and transposed codes on an axis of so many tokens: group by group, as bytes."""
+    """Returns codes of the rows of groups, and transposed codes on a token axis of this length, as bytes, group by
+    group."""
     n, ordered = case.shape[1], x if index is None else x[np.asarray(index)]
     row_codes, total = None, sum(case.sizes)
     if case.rows and case.is_copy:
@@ -108,11 +109,11 @@ def make_tokens(sizes: jax.Array, num_rows: int) -> PaddedTokens:
 
 
 def wrong(case: Case, impl: str) -> dict[str, int]:
-    """Numbers of differing elements by result."""
-    given = arguments(case)
-    tokens, x = make_tokens(given.pop("sizes"), case.num_rows), given.pop("x")
-    codes = expected(case, tokens.length, np.asarray(x), **given)
-    results = quantize_groups(x, tokens, rows=case.rows, columns=case.columns, impl=impl, **given)
+    """Returns the number of differing elements of each result."""
+    kwargs = arguments(case)
+    tokens, x = make_tokens(kwargs.pop("sizes"), case.num_rows), kwargs.pop("x")
+    codes = expected(case, tokens.length, np.asarray(x), **kwargs)
+    results = quantize_groups(x, tokens, rows=case.rows, columns=case.columns, impl=impl, **kwargs)
     differ = {}
     for name, fmt, actual, want in zip(("rows", "columns"), (case.rows, case.columns), results, codes, strict=True):
         if want is None:

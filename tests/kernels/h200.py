@@ -1,8 +1,8 @@
-"""Compiles programs for an H200 on a machine that has none, and reports what became of them.
+"""Compiles programs for an H200 on a machine without a GPU, and reports on the compiled programs.
 
-The CUDA plugin cannot be switched on in a process whose JAX already runs on CPU, so each report is made by a process
-of its own: `python h200.py module:function`, where the function, or each of a list of them, returns a program and the
-shapes of its arguments.
+The CUDA plugin cannot be enabled in a process whose JAX runs on a CPU, so each report runs in its own process: `python
+h200.py module:function`. The function, or each of a list of functions, returns a program and the shapes of its
+arguments.
 """
 
 import importlib
@@ -18,34 +18,34 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-HERE = pathlib.Path(__file__).resolve().parent
+FOLDER = pathlib.Path(__file__).resolve().parent
 PLUGIN = "jax_cuda13_plugin"
 MARK = "found: "
 
 
 def wheels() -> bool:
-    """Whether the packages of the group `compile` exist for this machine; its markers say the same."""
+    """Returns whether the packages of the group `compile` exist for this machine, as its markers say."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") and sys.version_info >= (3, 12)
 
 
 def missing() -> str | None:
-    """Why nothing can be compiled for a GPU here, or None."""
+    """Returns why nothing can be compiled for a GPU on this machine, or None."""
     if all(importlib.util.find_spec(name) for name in (PLUGIN, "jax_triton")):
         return None
     if wheels():
         return "the packages of 'compile' are not installed: pip install -c constraints.txt -e . --group compile"
-    here = f"{platform.system()} on {platform.machine()} with Python {platform.python_version()}"
-    return f"the packages of 'compile' need Linux on x86_64 or aarch64 and Python 3.12, not {here}"
+    machine = f"{platform.system()} on {platform.machine()} with Python {platform.python_version()}"
+    return f"the packages of 'compile' need Linux on x86_64 or aarch64 and Python 3.12, not {machine}"
 
 
 def compile_for_h200(function: Callable[..., Any], *shapes: Any, gpus: int = 1, donate: tuple[int, ...] = ()) -> Any:
-    """The executable of `function` for arguments of these ShapeDtypeStructs, replicated over `gpus` H200s."""
+    """Returns the executable of `function` for arguments with these ShapeDtypeStructs, replicated over `gpus` H200s."""
     import jax
     import numpy as np
     from jax.experimental import topologies
 
     description = topologies.get_topology_desc(
-        platform="cuda", target_config=(HERE / "h200.txtpb").read_text(), topology=f"1x1x{gpus}")  # fmt: skip
+        platform="cuda", target_config=(FOLDER / "h200.txtpb").read_text(), topology=f"1x1x{gpus}")  # fmt: skip
     mesh = jax.sharding.Mesh(np.array(description.devices), ("device",))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated), shapes)
@@ -56,12 +56,15 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
     """Compiles `module:function` in a fresh process.
 
     Returns:
-        "calls": targets of the program's custom calls; "copies": how often XLA moves an fp32 matrix itself; "narrow":
-        how often it makes a single number in bf16; "in place": how many FP8 products cuBLASLt adds to what is there;
-        "copied": how often XLA copies a bf16 matrix; "numbers": how many of its own launches make single numbers alone;
-        "kernels": for each Mosaic kernel, by name, the bytes of its stack
-        frame, of spill stores and of spill loads, its registers at entry, and how often the assembler added a wait for
-        tensor-core products. `dump` keeps PTX and the assembler's reports in that folder.
+        "calls": targets of the program's custom calls.
+        "copies": number of fp32 matrices that XLA moves itself.
+        "narrow": number of scalars that it computes in bf16.
+        "in place": number of FP8 products that cuBLASLt accumulates.
+        "copied": number of bf16 matrices that XLA copies.
+        "numbers": number of its own launches that compute only scalars.
+        "kernels": for each Mosaic kernel, by name: bytes of its stack frame, of spill stores and of spill loads, its
+        registers at entry, and the number of waits for tensor-core products that the assembler added. `dump` is a
+        folder for PTX and the assembler's reports.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(dump or scratch)
@@ -72,28 +75,28 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
             "MOSAIC_GPU_DUMP_TO": str(folder),
             "MOSAIC_GPU_DUMP_PTXAS": "1",
             "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]),
         }
-        done = subprocess.run([sys.executable, __file__, program], env=env, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{program} does not compile for an H200:\n{done.stderr[-3000:]}")
-        (printed,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
+        completed = subprocess.run([sys.executable, __file__, program], env=env, capture_output=True, text=True)
+        if completed.returncode:
+            raise RuntimeError(f"{program} does not compile for an H200:\n{completed.stderr[-3000:]}")
+        (printed,) = (line.removeprefix(MARK) for line in completed.stdout.splitlines() if line.startswith(MARK))
         kernels = {path.stem: resources(path.read_text()) for path in folder.glob("*.ptxas")}
         return {**json.loads(printed), "kernels": kernels}
 
 
 def ptx(program: Callable[..., Any], *shapes: Any) -> Any:
-    """What jax-triton compiles a program's last Triton kernel to; `binary` is its PTX. In a process on CPU.
+    """Returns jax-triton's compilation of a program's last Triton kernel; `binary` is its PTX.
 
-    The program names the GPU's compute capability.
+    Run it in a process on a CPU. The program names the GPU's compute capability.
     """
     import jax
     import jax_triton.triton_lib
 
     compiled: list[Any] = []
     original = jax_triton.triton_lib.compile_ttir_to_ptx_inplace
-    keep = lambda *args, **kwargs: compiled.append(original(*args, **kwargs)) or compiled[-1]  # noqa: E731
-    jax_triton.triton_lib.compile_ttir_to_ptx_inplace = keep
+    record = lambda *args, **kwargs: compiled.append(original(*args, **kwargs)) or compiled[-1]  # noqa: E731
+    jax_triton.triton_lib.compile_ttir_to_ptx_inplace = record
     try:
         jax.jit(program).trace(*shapes).lower(lowering_platforms=("cuda",))
     finally:
@@ -102,16 +105,18 @@ def ptx(program: Callable[..., Any], *shapes: Any) -> Any:
 
 
 def assembled(program: Callable[..., Any], *shapes: Any, arch: str = "sm_90a") -> list[int]:
-    """Registers, bytes spilled and bytes of shared memory of a program's last Triton kernel, compiled for a GPU.
+    """Returns registers, spilled bytes and bytes of shared memory of a program's last Triton kernel, compiled for a
+    GPU.
 
-    In a process on CPU. The program names the GPU's compute capability, and `arch` its architecture: an H200's.
+    Run it in a process on a CPU. The program names the GPU's compute capability, and `arch` its architecture (an H200's
+    by default).
     """
     import triton
 
     compiled = ptx(program, *shapes)
     assembler = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
-        # Triton names the version of PTX that a driver here would take, not that of its own assembler.
+        # Triton names the PTX version that this machine's driver supports, not that of its own assembler.
         (pathlib.Path(folder) / "k.ptx").write_text(re.sub(r"\.version [\d.]+", ".version 8.7", compiled.binary))
         command = [assembler, f"-arch={arch}", "-v", "k.ptx", "-o", "k.cubin"]
         printed = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stderr

@@ -1,4 +1,4 @@
-"""Programs that are compiled for an H200: each function returns one and the shapes of its arguments."""
+"""Programs that are compiled for an H200. Each function returns one and the shapes of its arguments."""
 
 import functools
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def rows_and_columns(m: int = M, n: int = N, k: int = K, fast: bool = True) -> P
 
 
 def rows_and_columns_in_a_shared_tile() -> Program:
-    """A product for which two warpgroups that share a tile are faster than two that take turns."""
+    """A product for which two warpgroups with a shared tile are faster than two that alternate."""
     return rows_and_columns(4096, 7168, 16384)
 
 
@@ -77,7 +77,7 @@ def block_of_few_rows() -> Program:
 
 
 def quantized_blocks() -> Program:
-    """Products of what the quantize kernel makes, in each way that a linear layer has them."""
+    """Products of codes from the quantize kernel, for each combination that a linear layer has."""
     from fp8jax.ops.matmul.matmul import matmul as product
     from fp8jax.ops.quantization.quantize import quantize
 
@@ -122,7 +122,7 @@ def exact() -> Program:
 
 
 def cublas() -> Program:
-    """Products of the op for tensors with one scale each: two that share an input, and one with a gradient in e5m2."""
+    """Products of per-tensor codes: two that share an input, and one with a gradient in e5m2."""
 
     def program(a: Any, b: Any, c: Any, dy: Any, s: Any) -> tuple[jax.Array, ...]:
         left, right, other, gradient = (
@@ -166,7 +166,7 @@ def int8(fallback: bool, m: int = 4096, n: int = 4096) -> Program:
 
 
 def int8_rows(m: int = M, n: int = N, k: int = K, out: Any = BF16) -> Program:
-    """A product of rows by a tensor, as SwitchBack has it."""
+    """A product of rows with a per-tensor weight, as in SwitchBack."""
     shapes = (Shape((m, k), I8), Shape((n, k), I8), Shape((m,), F32))
     return lambda a, b, r: matmul(a, b, row_scale=r, out_dtype=out), shapes
 
@@ -176,7 +176,7 @@ def int8_rows_and_columns(m: int = M, n: int = N, k: int = K) -> Program:
     return function, (Shape((m, k), I8), Shape((n, k), I8), *vectors)
 
 
-# In blocks, of two passes, and of one; and with scales of rows and columns, in tiles of every width that is chosen.
+# Blocks, with two passes and with one; and scales per row and column, with every tile width that can be chosen.
 INT8 = [
     *(functools.partial(int8, fallback, m) for fallback in (False, True) for m in (4096, 512)),
     *(functools.partial(int8_rows, *shape) for shape in ((), (16384, 4096, 11008), (2048, 7168, 4096))),
@@ -191,7 +191,7 @@ TOKENS, WIDTH, INNER, EXPERTS = 131072, 2560, 1280, 64
 
 
 def grouped(dtype: Any = E4M3, n: int = 2 * INNER, out: Any = BF16, fast: bool = True) -> Program:
-    """A grouped product with scales of matrices, rows and columns."""
+    """A grouped product with scales per matrix, row and column."""
 
     def program(a: Any, b: Any, sizes: Any, s: Any, r: Any, c: Any) -> jax.Array:
         return grouped_matmul(a, b, sizes, scale=s, row_scale=r, column_scale=c, out_dtype=out, fast=fast)
@@ -203,7 +203,7 @@ def grouped(dtype: Any = E4M3, n: int = 2 * INNER, out: Any = BF16, fast: bool =
 def grouped_dw(
     dtype: Any = E4M3, m: int = WIDTH, n: int = 2 * INNER, fast: bool = True, is_k_major: bool = True
 ) -> Program:
-    """The gradients of all experts' weights, with scales of matrices, rows and columns."""
+    """Gradients of all experts' weights, with scales per matrix, row and column."""
 
     def program(a: Any, b: Any, starts: Any, lengths: Any, s: Any, r: Any, c: Any) -> jax.Array:
         settings: Any = {"scale": s, "row_scale": r, "column_scale": c, "fast": fast, "is_k_major": is_k_major}
@@ -225,7 +225,7 @@ def grouped_block(tokens: int = TOKENS, n: int = 2 * INNER, out: Any = BF16) -> 
 
 
 def grouped_block_dw(dtype: Any = E4M3, out: Any = BF16, m: int = WIDTH) -> Program:
-    """Gradients of weights with scales of 128 tokens: of rows in FP8, of blocks in int8."""
+    """Gradients of weights with scales per 128 tokens: per row in FP8, per block in int8."""
     function = grouped_int8_block_matmul_dw if dtype == I8 else grouped_block_matmul_dw
 
     def program(a: Any, b: Any, sa: Any, sb: Any, starts: Any, lengths: Any) -> jax.Array:
@@ -250,7 +250,7 @@ def grouped_int8(fallback: bool, tokens: int = TOKENS, out: Any = BF16) -> Progr
     return program, (*operands, *residual[: 3 * fallback])
 
 
-# Tiles of 128, 160 and 192 columns; rows of a matrix that do not fill a tile.
+# Tiles of 128, 160 and 192 columns; matrices whose rows do not fill a tile.
 GROUPED = [
     *(functools.partial(grouped, n=n) for n in (1024, 2560, 1536)),
     functools.partial(grouped, out=F32),
@@ -272,12 +272,12 @@ GROUPED = [
 
 
 def looped() -> Program:
-    """Gradients of a loop over layers that saves what each product gives."""
+    """Gradients of a loop over layers that saves the result of each product."""
     one = functools.partial(linear, recipe=recipes.deepseek())
-    keep = jax.checkpoint_policies.save_only_these_names("fp8jax_product")
+    policy = jax.checkpoint_policies.save_only_these_names("fp8jax_product")
 
     def program(x: jax.Array, weights: jax.Array) -> Any:
-        layer = jax.checkpoint(lambda x, w: (jax.nn.silu(one(x, w)), None), policy=keep)
+        layer = jax.checkpoint(lambda x, w: (jax.nn.silu(one(x, w)), None), policy=policy)
         with target(capability=90):
             return jax.grad(lambda *a: jnp.sum(jax.lax.scan(layer, *a)[0], dtype=F32), (0, 1))(x, weights)
 
@@ -285,19 +285,19 @@ def looped() -> Program:
 
 
 def fallback_linear() -> Program:
-    """Forward and backward pass of a linear under INT8 fallback."""
+    """The forward and backward pass of a linear layer with INT8 fallback."""
     recipe = recipes.int8_fallback().linear
 
     def program(x: Any, w: Any, dy: Any, threshold: Any) -> Any:
         state, key = ScalingState(x=threshold), jax.random.key(0)
         with target(capability=90):
-            y, back = jax.vjp(lambda x, w: scaled_linear(x, w, state, recipe=recipe, key=key)[0], x, w)
-            return y, *back(dy)
+            y, vjp_fn = jax.vjp(lambda x, w: scaled_linear(x, w, state, recipe=recipe, key=key)[0], x, w)
+            return y, *vjp_fn(dy)
 
     return program, (Shape((M, K), BF16), Shape((K, N), BF16), Shape((M, N), BF16), Shape((), F32))
 
 
-# One of each kernel, whose epilogue has all that the others' have, in tiles of most registers.
+# One of each kernel, with the largest epilogue, in the tiles that need the most registers.
 LARGEST = [
     promoted_rows_and_columns,
     block_float32,

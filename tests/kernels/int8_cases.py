@@ -10,7 +10,7 @@ from pallas_kernels.matmul.matmul_int8_mosaic import FallbackResidual
 
 
 def operands(m: int, n: int, k: int, rate: float) -> tuple[Any, np.ndarray]:
-    """Arguments of a product, and its result in float64. Residual blocks that are not used hold garbage."""
+    """Returns the arguments of a product, and its result in float64. Unused residual blocks contain garbage."""
     rng = np.random.default_rng(m + n + k)
     a, b, r = (rng.integers(-127, 128, shape).astype(np.int8) for shape in ((m, k), (n, k), (m, k)))
     counts = -(-m // 128), -(-n // 128), -(-k // 128)
@@ -29,7 +29,7 @@ def operands(m: int, n: int, k: int, rate: float) -> tuple[Any, np.ndarray]:
 
 
 def error(function: Callable[..., Any], shape: tuple[int, int, int], rate: float) -> float:
-    """How far a kernel's fp32 result lies from float64, relative (Frobenius)."""
+    """Returns the relative (Frobenius) error of a kernel's fp32 result."""
     (*args, residual), expected = operands(*shape, rate)
     out = np.asarray(function(*args, residual=residual, out_dtype=jnp.float32), np.float64)
     return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))

@@ -1,7 +1,7 @@
-"""Inline assembly of Triton kernels on NumPy arrays: Triton's interpreter runs the text that a GPU runs.
+"""Runs the inline assembly of Triton kernels on NumPy arrays, so that Triton's interpreter runs the text of the GPU.
 
-Instructions are those of the PTX ISA 8.7, section 9.7. Approximate ones are exact here, with the zeros, Inf and NaN
-that the ISA's tables give. A register is an array of uint32, an address one of uint64.
+Instructions follow the PTX ISA 8.7, section 9.7. Approximate ones are exact here, with the zeros, Inf and NaN of the
+ISA's tables. A register is an array of uint32, an address one of uint64.
 """
 
 import functools
@@ -23,12 +23,12 @@ def _number(x: Array) -> Array:
 
 
 def _flushed(x: Array) -> Array:
-    """fp32 with zeros, of their signs, in place of subnormal numbers."""
+    """fp32 with signed zeros instead of subnormal numbers."""
     return np.where(np.abs(x) < _TINY, np.copysign(np.float32(0), x), x)
 
 
 def register(x: Array) -> Array:
-    """Bits of fp32; of NaN those that the hardware makes."""
+    """The bits of fp32; NaN has the bits of the hardware."""
     x = np.asarray(x, np.float32)
     return np.where(np.isnan(x), _NAN, x.view(np.uint32))
 
@@ -41,7 +41,7 @@ def _approximate(function: Callable[[Array], Array]) -> Callable[[Array], Array]
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c of fp32: the product is exact in fp64, whose sum is rounded a second time."""
+    """a * b + c in fp32. The product is exact in fp64; the sum is rounded to fp64 and then to fp32."""
     with np.errstate(all="ignore"):
         return (a.astype(np.float64) * b + c).astype(np.float32)
 
@@ -51,7 +51,7 @@ def _multiply_add(a: Array, b: Array, c: Array) -> Array:
 
 
 def _sum_down(a: Array, b: Array) -> Array:
-    """a + b, rounded down: of the sum in fp64 the error is known, too."""
+    """a + b, rounded down, by the exact error of the fp64 sum."""
     x, y = (_number(part).astype(np.float64) for part in (a, b))
     total = x + y
     error = (x - (total - (total - x))) + (y - (total - x))
@@ -61,7 +61,7 @@ def _sum_down(a: Array, b: Array) -> Array:
 
 
 def _smaller(a: Array, b: Array) -> Array:
-    """fmin takes the number of a number and NaN, as min does without .NaN."""
+    """fmin returns the number if the other operand is NaN, like min without .NaN."""
     return register(np.fmin(*(np.abs(_number(x)) for x in (a, b)))) | ((a ^ b) & 0x80000000)
 
 
@@ -82,7 +82,7 @@ def _multiply_add_pairs(a: Array, b: Array, c: Array) -> Array:
 
 
 def _lookup_table(a: Array, b: Array, c: Array, table: Array) -> Array:
-    """Bit 4 * a + 2 * b + c of a table, for each bit of three words."""
+    """Returns bit 4 * a + 2 * b + c of a table, for each bit of three words."""
     y = np.zeros_like(a)
     for i in range(8):
         if int(table) >> i & 1:
@@ -92,7 +92,7 @@ def _lookup_table(a: Array, b: Array, c: Array, table: Array) -> Array:
 
 
 def _permuted(a: Array, b: Array, selector: Array) -> Array:
-    """Four bytes of eight; with the high bit of its four, a selector takes the byte's sign instead."""
+    """Selects four of eight bytes. The high bit of a selector replicates the byte's sign."""
     both = b.astype(np.uint64) << np.uint64(32) | a
     y = np.zeros_like(a)
     for i in range(4):
@@ -103,7 +103,7 @@ def _permuted(a: Array, b: Array, selector: Array) -> Array:
 
 
 def _dot_of_halves(a: Array, b: Array, c: Array) -> Array:
-    """Two halves of a word times the two lower bytes of another, added."""
+    """Returns the dot product of the two halves of a word and the two lower bytes of another, plus a third."""
     return c + (a & 0xFFFF) * (b & 0xFF) + (a >> 16) * (b >> 8 & 0xFF)
 
 
@@ -155,7 +155,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
 
 @functools.cache
 def _program(text: str) -> list[tuple[Callable[..., Any], list[str], list[str]]]:
-    """Instructions with names of what they write and read."""
+    """Parses instructions, with the names that they write and read."""
     statements = [statement.strip() for statement in re.sub(r"(?m)^\s*\{|\}\s*$|^\{", "", text).split(";")]
     results = []
     for statement in statements:
@@ -169,7 +169,7 @@ def _program(text: str) -> list[tuple[Callable[..., Any], list[str], list[str]]]
 
 
 def run(text: str, constraints: str, values: list[Array], dtypes: list[Any], pack: int) -> list[Array]:
-    """Results of an elementwise call, of the shape of all values: `pack` neighbours at a time, in words."""
+    """Returns the results of an elementwise call, in the shape of the values, `pack` neighbours at a time."""
     shape, count, kinds = values[0].shape, values[0].size, constraints.split(",")
     registers: dict[str, Array] = {}
     outputs = sum(kind.startswith("=") for kind in kinds)
@@ -188,8 +188,8 @@ def run(text: str, constraints: str, values: list[Array], dtypes: list[Any], pac
         raise ValueError(f"{text!r} has {len(kinds)} operands, not {place}")
     with np.errstate(all="ignore"):
         for instruction, to, operands in _program(text):
-            made = instruction(*(registers[x] if x in registers else np.uint32(int(x, 0)) for x in operands))
-            registers.update(zip(to, made if isinstance(made, list) else [made], strict=True))
+            result = instruction(*(registers[x] if x in registers else np.uint32(int(x, 0)) for x in operands))
+            registers.update(zip(to, result if isinstance(result, list) else [result], strict=True))
     results, place = [], 0
     words = -(-count // pack)
     for dtype in map(np.dtype, dtypes):

@@ -1,4 +1,4 @@
-"""What the quantize kernel is tested on: in Triton's interpreter on CPU, and on a GPU."""
+"""Cases for the quantize kernel, in Triton's interpreter on a CPU and on a GPU."""
 
 import dataclasses
 import functools
@@ -68,15 +68,15 @@ CASES = [
     Case("e2m1:nv16", "e2m1:nvblock16", (64, 128), "bfloat16", rotation=16),
     Case(None, "e2m1:nv16", (33, 50), "bfloat16", rotation=16),
 ]
-# Folded microscaling: its codes and scales.
+# Folded microscaling.
 FOLDS = [
     Case("e4m3:mx32", None, (130, 150), scale=1e-6),
     Case("e4m3:mx32+token", None, (5, 4096), "bfloat16"),
     Case("e5m2:mx32", None, (17, 301), "bfloat16"),
     Case("e5m2:mx32+token", None, (40, 64), "float16"),
 ]
-# Under given scales.
-GIVEN = [
+# With given scales.
+GIVEN_SCALE_CASES = [
     Case("e4m3", "same", (64, 64), "bfloat16"),
     Case("e5m2", "same", (64, 64), "bfloat16"),
     Case("e5m2", None, (30, 45)),
@@ -89,7 +89,7 @@ GIVEN = [
     Case("e5m2:token+stochastic", None, (30, 45)),
 ]
 
-# Two-level codes folded afterwards.
+# Two-level codes that are folded later.
 REFOLDS = [
     Case("e4m3:mx32", None, (130, 150)),
     Case("e4m3:mx32+token", None, (5, 8192), "bfloat16"),
@@ -98,10 +98,10 @@ REFOLDS = [
     Case("e4m3:mx32+token", None, (5, 9)),
 ]
 
-# Codes that are transposed, times a factor for each row.
+# Transposed codes, times a factor per row.
 SHIFTS = [("e4m3", (130, 150)), ("e5m2", (128, 256))]
 
-# Codes of ten bits: of a row that is a group and a part of one, of whole tiles, and of less than a tile.
+# Int10 codes: a row that is one group and part of one, full tiles, and less than a tile.
 TEN_BITS = [((5, 304), "float32"), ((64, 256), "bfloat16"), ((3, 144), "float16")]
 
 # Blocks and their residuals.
@@ -113,7 +113,7 @@ FALLBACKS = [
 
 
 def special(shape: tuple[int, int], dtype: str, largest: float) -> jax.Array:
-    """Values of many magnitudes, ties of codes, zeros, NaN, both Inf, a subnormal value and a largest one."""
+    """Returns values of many magnitudes, ties of codes, zeros, NaN, both Inf, a subnormal and the largest value."""
     random = np.random.default_rng(0)
     x = random.standard_normal(shape) * 10.0 ** random.uniform(-3, 3, (shape[0], 1))
     x[::3] = np.round(x[::3] * 4) / 4
@@ -129,13 +129,13 @@ def with_tiny_rows(x: jax.Array) -> jax.Array:
     """One row has the smallest scale, one the smallest power of two, one subnormal values and one zeros."""
     rows = np.array(x, np.float32)
     for row, size in ((1, 1e-37), (2, 1e-35), (4, 1e-41), (5, 0)):
-        here = np.nan_to_num(rows[row : row + 1], nan=1, posinf=1, neginf=1).clip(-1e3, 1e3)
-        rows[row : row + 1] = size * here / np.abs(here).max(initial=1e-9)
+        row_values = np.nan_to_num(rows[row : row + 1], nan=1, posinf=1, neginf=1).clip(-1e3, 1e3)
+        rows[row : row + 1] = size * row_values / np.abs(row_values).max(initial=1e-9)
     return jnp.asarray(rows).astype(x.dtype)
 
 
 def folded(case: Case, impl: str) -> list[np.ndarray]:
-    """Codes and scales of so many times the values; every third group of 32 is a small one, the last row 0."""
+    """Returns codes and scales of the values times a factor. Every third group of 32 is small; the last row is 0."""
     x = with_tiny_rows(special(case.shape, case.dtype, 6e4)).at[-1].set(0) * jnp.asarray(case.scale or 1, case.dtype)
     x = jnp.where(jnp.arange(case.shape[1]) // 32 % 3 == 1, x * jnp.asarray(2.0**-13, x.dtype), x)
     assert case.rows
@@ -146,9 +146,10 @@ def folded(case: Case, impl: str) -> list[np.ndarray]:
 
 
 def wrong_fallback(case: Case) -> dict[str, int]:
-    """By part of the pair, how many values are not the reference's; of residual codes, those off by more than one.
+    """Returns the number of values that differ from the reference, by part of the pair.
 
-    Values that are not finite make the scale of a block NaN; there, and where no residual is used, codes are undefined.
+    Residual codes may differ by one. Values that are not finite make the scale of a block NaN. Such codes, and codes of
+    unused residuals, are undefined.
     """
     x = special(case.shape, case.dtype, 6e4)
     assert case.rows
@@ -170,7 +171,7 @@ def wrong_fallback(case: Case) -> dict[str, int]:
     }
     codes = [np.asarray(p.residual.codes)[spread(used)].astype(int) for p in (result, expected)]
     actual["residual"] = int(np.sum(np.abs(codes[0] - codes[1]) > 1)) + int(np.mean(codes[0] != codes[1]) > 1e-2)
-    # The noise is another, but the code is one of both neighbours.
+    # The noise differs, but the code is one of the two neighbours.
     values = np.asarray(x, np.float64) / np.kron(np.asarray(expected.base.scale, np.float64), np.ones((side, side)))[
         : case.shape[0], : case.shape[1]]  # fmt: skip
     error = (np.asarray(samples.codes) - values)[finite]
@@ -180,9 +181,9 @@ def wrong_fallback(case: Case) -> dict[str, int]:
 
 
 def wrong_maxima(shape: tuple[int, int], down: int) -> dict[str, int]:
-    """How many largest magnitudes are not NumPy's: of values whose largest lie at the edges, and of odd ones.
+    """Returns the number of amaxes that differ from NumPy's, for values with the largest at the edges and special ones.
 
-    Strips of `down` tiles; also of a matrix of which all is asked, a part, and nothing but zeros.
+    Strips have `down` tiles. The matrix is requested in full, in part, and with zeros only.
     """
     from pallas_kernels.quantization import amax_triton, quantize_triton
 
@@ -199,29 +200,29 @@ def wrong_maxima(shape: tuple[int, int], down: int) -> dict[str, int]:
         size = np.where(size < np.finfo(np.float32).tiny, 0, size)
         wants = size.max(1), size.max(0)
         for requested in ((True, True), (True, False), (False, True)):
-            of = dict(zip(("rows", "columns"), requested, strict=True))
+            requested_axes = dict(zip(("rows", "columns"), requested, strict=True))
             actual = amax_triton.compute_amax(
-                jnp.asarray(values), **of, integers=integers, launch=launch, tiles_per_strip=down
+                jnp.asarray(values), **requested_axes, integers=integers, launch=launch, tiles_per_strip=down
             )
             wrong[f"{name} {requested}"] = sum(
-                _differ(np.asarray(g), expected) if there else int(g is not None)
-                for g, expected, there in zip(actual, wants, requested, strict=True)
+                _differ(np.asarray(g), expected) if is_requested else int(g is not None)
+                for g, expected, is_requested in zip(actual, wants, requested, strict=True)
             )
     return wrong
 
 
 def wrong_blocks(shape: tuple[int, int]) -> dict[str, int]:
-    """What the fallback kernel promises beside its reference, of a matrix of several tiles."""
+    """Checks what the fallback kernel guarantees in addition to its reference, for a matrix of several tiles."""
     from pallas_kernels.quantization import fallback_triton
 
     side, words = 32, jnp.array([1, 2], jnp.uint32)
     x = np.random.default_rng(0).uniform(-3.9, 3.9, shape).astype(np.float32)
-    x[::32, ::32] = 4.0  # of every block the largest
+    x[::32, ::32] = 4.0  # the largest value of every block
     x[32, 0], x[64, 0], x[-1, -1] = np.nextafter(np.float32(4), np.float32(9)), 8.0, 1e-42
     run = functools.partial(fallback_triton.quantize, threshold=jnp.float32(4.0), side=side)
     actual = run(jnp.asarray(x), seed=words)
     used = np.zeros((-(-shape[0] // side), -(-shape[1] // side)), bool)
-    used[1, 0] = used[2, 0] = True  # above the threshold, and not at it
+    used[1, 0] = used[2, 0] = True  # above the threshold, but not at it
     falls = np.kron(used, np.ones((side, side), bool))[: shape[0], : shape[1]]
     scale = np.kron(actual.base_scale, np.ones((side, side)))[: shape[0], : shape[1]]
     rest = x - np.asarray(actual.base) * scale
@@ -231,10 +232,10 @@ def wrong_blocks(shape: tuple[int, int]) -> dict[str, int]:
         "used": _differ(np.asarray(actual.is_fallback), used),
         "scale where none is used": _differ(np.asarray(actual.residual_scale)[~used], np.ones((~used).sum())),
         "residual": int(np.sum(np.abs(result * unit - rest)[falls] > 0.51 * unit[falls])),
-        # In the interpreter outputs are of this byte before a kernel writes.
+        # The interpreter fills outputs with this byte before a kernel runs.
         "written where none is used": int(np.sum(result.view(np.uint8)[~falls] != 0xA5)),
     }
-    # Noise is by the place in the whole matrix: that of a part is the whole's there; each word makes another.
+    # Noise depends on the position in the full matrix: a part has the same noise. Each word of the seed changes it.
     samples = np.asarray(actual.stochastic)
     for name, top, left in (("rows", 32, 0), ("columns", 0, 64)):
         place = jnp.array([shape[1], top // 4 * shape[1] + left], jnp.uint32)
@@ -248,9 +249,9 @@ def wrong_blocks(shape: tuple[int, int]) -> dict[str, int]:
 
 
 def wrong_noise(impl: str) -> dict[str, int]:
-    """By what is rounded stochastically, at how many distances places are rounded up together, or not half of them.
+    """Returns at how many distances roundings are correlated, or rounding up does not have probability 1/2.
 
-    Every value lies half way between two codes. Four rows share the bits of a draw, so theirs are looked at.
+    Every value is halfway between two codes. Four rows share the bits of a draw, so these distances are tested.
     """
     shape, words = (128, 128), jax.random.key(5)
     eighth, half = jnp.full(shape, 1 + 1 / 16, jnp.float32), jnp.full(shape, 40.5, jnp.float32).at[0, 0].set(127.0)
@@ -260,28 +261,28 @@ def wrong_noise(impl: str) -> dict[str, int]:
     assert rows is not None
     assert columns is not None
     assert samples is not None
-    up = {
+    rounded_up = {
         "rows": np.asarray(rows.codes, np.float32) > 1.06,
         "columns": np.asarray(columns.codes, np.float32).T > 1.06,
         "blocks": np.asarray(samples.codes) > 40,
     }
-    up["rows and columns"] = up["rows"] == up["columns"]
-    # What is a code is never rounded, not by the largest draw of 2^17 either.
+    rounded_up["rows and columns"] = rounded_up["rows"] == rounded_up["columns"]
+    # A value that is a code is never rounded, not even by the largest draw of 2^17.
     exact = jnp.full((512, 384), 96.0, jnp.float32).at[::128, ::128].set(127.0)
-    _, kept = fallback.quantize(exact, "int8:block128", 1e3, key=words, impl=impl)
-    assert kept is not None
-    actual = {"integers": int((np.asarray(kept.codes) != np.asarray(exact)).sum())}
-    for name, x in up.items():
-        apart = [x, *(x[m:, n:] == x[: len(x) - m, : x.shape[1] - n]
+    _, integer_codes = fallback.quantize(exact, "int8:block128", 1e3, key=words, impl=impl)
+    assert integer_codes is not None
+    actual = {"integers": int((np.asarray(integer_codes.codes) != np.asarray(exact)).sum())}
+    for name, x in rounded_up.items():
+        samples_by_distance = [x, *(x[m:, n:] == x[: len(x) - m, : x.shape[1] - n]
                       for m, n in ((1, 0), (2, 0), (3, 0), (4, 0), (0, 1), (0, 2), (1, 1)))]  # fmt: skip
-        actual[name] = sum(abs(y.mean() - 0.5) > 5 * 0.5 / y.size**0.5 for y in apart)
+        actual[name] = sum(abs(y.mean() - 0.5) > 5 * 0.5 / y.size**0.5 for y in samples_by_distance)
     return actual
 
 
 def wrong_nvfp4_noise(impl: str) -> dict[str, int]:
-    """By what is rounded to e2m1, how many values are no neighbours, and at how many distances errors are correlated.
+    """Returns the number of e2m1 codes that are not neighbours, and of distances at which errors are correlated.
 
-    Each group of a row or column has a largest value of 6, so that codes are the values themselves.
+    Each group of a row or column has a largest value of 6, so that codes equal the values.
     """
     shape, spec = (128, 128), "e2m1:nv16+stochastic"
     x = np.random.default_rng(0).uniform(-5.9, 5.9, shape).astype(np.float32)
@@ -291,21 +292,21 @@ def wrong_nvfp4_noise(impl: str) -> dict[str, int]:
     rows, columns = (np.asarray(q.dequantize()) for q in pair if q is not None)
     grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     size = np.minimum(np.abs(x), 5.999)
-    place = np.searchsorted(grid, size, side="right")
-    step = grid[place] - grid[place - 1]
+    upper = np.searchsorted(grid, size, side="right")
+    step = grid[upper] - grid[upper - 1]
     errors = {"rows": (rows / np.sign(x) - np.abs(x)) / step, "columns": (columns.T / np.sign(x) - np.abs(x)) / step}
     actual = {f"neighbours of {name}": int(np.sum(np.abs(e) > 1 + 1e-4)) for name, e in errors.items()}
     errors["rows times columns"] = errors["rows"] * errors["columns"]
     for name, e in errors.items():
-        apart = [e]
+        products_by_distance = [e]
         for m, n in ((1, 0), (2, 0), (3, 0), (4, 0), (16, 0), (0, 1), (0, 2), (0, 16), (1, 1)):
-            apart.append(e[m:, n:] * e[: len(e) - m, : e.shape[1] - n])
-        actual[name] = sum(abs(y.mean()) > 5 * y.std() / y.size**0.5 for y in apart)
+            products_by_distance.append(e[m:, n:] * e[: len(e) - m, : e.shape[1] - n])
+        actual[name] = sum(abs(y.mean()) > 5 * y.std() / y.size**0.5 for y in products_by_distance)
     return actual
 
 
 def wrong_nvfp4_ties(impl: str) -> int:
-    """How many quarters are not rounded as by ml_dtypes, under scales of 1."""
+    """Returns the number of quarters that are not rounded like in ml_dtypes, with scales of 1."""
     x = np.random.default_rng(0).integers(-24, 25, (64, 64)).astype(np.float32) / 4
     i, j = np.indices(x.shape)
     x[(i + j) % 16 == 0] = 6.0
@@ -320,28 +321,29 @@ def wrong_nvfp4_ties(impl: str) -> int:
 
 
 def wrong_part_of_nvfp4() -> int:
-    """How many codes of a part of a matrix are not those of the whole there, rounded by the noise of that place."""
+    """Returns the number of codes of a submatrix that differ from the full matrix, rounded by the noise of its
+    position."""
     from pallas_kernels.quantization import nvfp4_triton
 
     coding, words, one = nvfp4_triton.Coding("nv", True), jnp.array([1, 2], jnp.uint32), jnp.float32(2.0**-6)
     x = jax.random.normal(jax.random.key(0), (96, 160))
     run = functools.partial(nvfp4_triton.quantize, rows=coding, columns=coding, row_scale=one, column_scale=one)
-    whole = run(x, seed=words)
-    part = run(x[32:, 64:], seed=words, rng_offset=jnp.array([160, 32 // 4 * 160 + 64], jnp.uint32))
-    return _differ(np.asarray(part[0].codes), np.asarray(whole[0].codes)[32:, 32:]) + _differ(
-        np.asarray(part[1].codes), np.asarray(whole[1].codes)[64:, 16:]
+    full = run(x, seed=words)
+    shard = run(x[32:, 64:], seed=words, rng_offset=jnp.array([160, 32 // 4 * 160 + 64], jnp.uint32))
+    return _differ(np.asarray(shard[0].codes), np.asarray(full[0].codes)[32:, 32:]) + _differ(
+        np.asarray(shard[1].codes), np.asarray(full[1].codes)[64:, 16:]
     )
 
 
-def wrong_apart(widths: tuple[int, ...], scale: float | None) -> list[int]:
-    """Of matrices side by side how many codes, scales and sums are not those of the one that they are."""
-    whole = special((70, sum(widths)), "bfloat16", 3e38)
-    apart = tuple(jnp.split(whole, np.cumsum(widths)[:-1], 1))
-    how: dict[str, object] = {"scale": None if scale is None else jnp.float32(scale), "impl": "triton"}
+def wrong_packed(widths: tuple[int, ...], scale: float | None) -> list[int]:
+    """Returns the number of codes, scales and sums of packed matrices that differ from the concatenated one."""
+    matrix = special((70, sum(widths)), "bfloat16", 3e38)
+    packed = tuple(jnp.split(matrix, np.cumsum(widths)[:-1], 1))
+    kwargs: dict[str, object] = {"scale": None if scale is None else jnp.float32(scale), "impl": "triton"}
     results = []
     with choice.target(capability=90):
-        for x in (whole, apart):
-            (rows, columns), sums = op.quantize_and_sum(x, "e5m2", "same", **how)
+        for x in (matrix, packed):
+            (rows, columns), sums = op.quantize_and_sum(x, "e5m2", "same", **kwargs)
             assert rows is not None
             assert columns is not None
             results.append([_bytes(rows.codes), _bytes(columns.codes), np.asarray(rows.scale), np.asarray(sums)])
@@ -362,7 +364,7 @@ STACKS = (
 
 
 def stack(rows: str | None) -> jax.Array:
-    """Matrices (3, 130, 150) of which each has another amax and another NaN, Inf or zero."""
+    """Returns matrices (3, 130, 150), each with another amax and another NaN, Inf or zero."""
     x = jnp.stack([special((130, 150), "bfloat16", largest) for largest in (3e38, 1e3, 7e-6)])
     x = x.at[1, 5, 7].set(0).at[2].set(jnp.where(jnp.isfinite(x[2]), x[2], 0))
     return jnp.nan_to_num(x, nan=1, posinf=2, neginf=-2) if rows == "int8" else x
@@ -371,7 +373,7 @@ def stack(rows: str | None) -> jax.Array:
 def stack_arrays(
     rows: str | None, columns: str, has_scale: bool, vmap: bool = False
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Codes and scales of a stack, quantized by one launch, each beside those of its matrices by XLA."""
+    """Returns codes and scales of a stack, quantized by one launch, and those of each matrix by XLA."""
     x, scales = stack(rows), jnp.float32([1.7, 3e-3, 2.0**-9]) if has_scale else None
     if vmap:
         actual = jax.jit(jax.vmap(lambda x, s: op.quantize(x, rows, columns, scale=s, impl="triton")))(x, scales)
@@ -390,12 +392,12 @@ def stack_arrays(
 
 
 def wrong_stack(rows: str | None, columns: str, has_scale: bool) -> list[int]:
-    """How many codes and scales differ, of each of `stack_arrays`."""
+    """Returns the number of differing codes and scales of each of `stack_arrays`."""
     return [_differ(actual, expected) for actual, expected in stack_arrays(rows, columns, has_scale)]
 
 
 def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
-    """By operation how many bytes and scales that it keeps in ten bits, read back too, are not `fp8jax.quantize`'s."""
+    """Returns the number of bytes and scales of int10 residuals, also decoded, that differ from `fp8jax.quantize`."""
     from pallas_kernels.nonlinear import activation_rows_triton, activation_triton, cotangents_triton, norm_triton
     from pallas_kernels.nonlinear.operations_triton import IDENTITY, Operation
     from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands
@@ -404,7 +406,7 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
     coding, expected, m = fused_outputs.to_coding(spec), quantize(x, spec), shape[0]
     operation = Operation(is_gated=False, activation=IDENTITY, dtype=0, format="int10", group=128)
     ones = jnp.ones(shape, jnp.float32)
-    kept = {
+    residuals = {
         "norm": norm_triton.forward(Operation(format="int10"), x, None, None, 1e-5, coding)[:2],
         "activation": activation_triton.encode_activation_residuals(operation, x, None, coding)[0][0],
         "activation, rows": activation_rows_triton.encode_activation_residuals(
@@ -414,13 +416,13 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
     wrong = {
         name: _differ(np.asarray(codes), np.asarray(expected.codes))
         + _differ(np.asarray(scale, np.float32), np.asarray(expected.scale, np.float32))
-        for name, (codes, scale) in kept.items()
+        for name, (codes, scale) in residuals.items()
     }
-    # Of up, the cotangent under a gradient of ones is the activated gate, here the gate itself.
+    # With a gradient of ones, the cotangent of up is the activated gate, here the gate itself.
     pair = Operands(expected.codes, expected.scale, expected.codes, expected.scale, gradient=ones)
     _, dup = cotangents_triton.cotangents(operation._replace(is_gated=True), pair)
     wrong["cotangents"] = _differ(np.asarray(dup), np.asarray(expected.dequantize()))
-    # Of a gradient of zeros but one of ones in a row alone, the sum over rows is that row's values times its root.
+    # With a gradient that is 1 in one row and else 0, the sum over rows is that row's values times its rstd.
     finite = jnp.where(jnp.isnan(expected.scale), jnp.ones((), expected.scale.dtype), expected.scale)
     values = np.asarray(dataclasses.replace(expected, scale=finite).dequantize())
     row = jnp.zeros(shape).at[m // 2].set(1.0)
@@ -434,7 +436,7 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
 
 
 def wrong_shifted(name: str, shape: tuple[int, int]) -> int:
-    """How many transposed codes, multiplied by a power of two for each row, are not the reference's."""
+    """Returns the number of transposed codes, times a power of two per row, that differ from the reference."""
     q, _ = op.quantize(special(shape, "float32", 6e4), f"{name}:token", impl="xla")
     assert q is not None
     factor = jnp.exp2(-(jnp.arange(shape[0], dtype=jnp.float32)[:, None] % 23)).at[1].set(jnp.nan)
@@ -444,7 +446,10 @@ def wrong_shifted(name: str, shape: tuple[int, int]) -> int:
 
 
 def refolded(case: Case, impl: str) -> list[np.ndarray]:
-    """Codes and scales; every third group of 32 is a small one, one's power is NaN, a row's are 0, or far apart."""
+    """Returns codes and scales.
+
+    Every third group of 32 is small; one power is NaN; those of one row are 0 or far apart.
+    """
     x = special(case.shape, case.dtype, 6e4)
     x = jnp.where(jnp.arange(case.shape[1]) // 32 % 3 == 1, x * jnp.asarray(2.0**-9, x.dtype), x)
     assert case.rows
@@ -460,17 +465,17 @@ def refolded(case: Case, impl: str) -> list[np.ndarray]:
 
 
 def arrays(case: Case, impl: str) -> list[np.ndarray]:
-    """Codes and scales of both results, as bytes or floats; NaN codes all alike."""
+    """Returns codes and scales of both results, as bytes or floats. All NaN codes have equal bytes."""
     scale = None if case.scale is None else jnp.float32(case.scale)
     run = (
         jax.jit(op.quantize, static_argnames=("rows", "columns", "strategy", "impl", "rotation"))
         if impl == "xla"
         else op.quantize
     )
-    # Under one scale for e2m1 codes a larger one would make zeros of all others.
+    # With one scale for e2m1 codes, a larger value would make all others 0.
     largest = 6e4 if case.dtype == "float16" or "e2m1" in f"{case.rows} {case.columns}" else 3e38
     x = with_tiny_rows(special(case.shape, case.dtype, largest))
-    if case.rows == "int8":  # One that is not finite would make all of it NaN.
+    if case.rows == "int8":  # A value that is not finite would make all of it NaN.
         x = jnp.nan_to_num(x, nan=1, posinf=2, neginf=-2)
     results = []
     for q in run(x, case.rows, case.columns, scale=scale, strategy=case.strategy, impl=impl, rotation=case.rotation):
@@ -484,7 +489,7 @@ def arrays(case: Case, impl: str) -> list[np.ndarray]:
 
 
 def wrong_under_given_scales(case: Case, impl: str) -> list[int]:
-    """How many codes, and scales, are not NumPy's, for several given scales."""
+    """Returns the number of codes and scales that differ from NumPy's, for several given scales."""
     spec = QuantSpec.parse(case.rows or case.columns or "")
     fmt, across = formats.get(spec.format), case.shape if case.rows else case.shape[::-1]
     results = []
@@ -501,7 +506,7 @@ def wrong_under_given_scales(case: Case, impl: str) -> list[int]:
 
 
 def wrong_where_computed(name: str) -> list[int]:
-    """Likewise of an activation that is quantized where it is computed: far from zero SiLU is x, or 0."""
+    """The same for an activation that the kernel computes: far from zero, SiLU is x or 0."""
     from pallas_kernels.nonlinear import quantize_recomputed_triton
 
     fmt, results = formats.get(name), []
@@ -512,12 +517,12 @@ def wrong_where_computed(name: str) -> list[int]:
     )
     want = np.where(x > 0, np.where(np.isinf(x), fmt.inf, fmt.max), np.where(np.isnan(x), np.nan, 0.0))
     for scale in (2.0**-126, 2.0**-149, 2.0**127):
-        how = (True, True, QuantSpec(name), "current")
-        ((rows, columns),) = fused_outputs._quantize_group(result, how, jnp.float32(scale))
+        config = (True, True, QuantSpec(name), "current")
+        ((rows, columns),) = fused_outputs._quantize_group(result, config, jnp.float32(scale))
         for q, expected in ((rows, want), (columns, want.T)):
             assert q is not None
             codes = np.asarray(q.codes).astype(np.float64)
-            if scale > 1:  # its reciprocal is flushed to 0, and Inf times that is NaN, or stays Inf
+            if scale > 1:  # its reciprocal is flushed to 0; Inf times that is NaN, or stays Inf
                 results.append(int(np.sum(np.isfinite(codes) != np.isfinite(expected))))
             else:
                 results.append(_differ(codes, expected))
@@ -526,16 +531,16 @@ def wrong_where_computed(name: str) -> list[int]:
 
 
 def wrong_sums(case: Case, impl: str) -> list[int]:
-    """How many sums of columns are not NumPy's in float64, but for the order of fp32, and codes not those without."""
+    """Returns the number of column sums with an error beyond that of fp32's order, and of changed codes."""
     x = jax.random.normal(jax.random.key(1), case.shape).astype(case.dtype)
-    how = {"strategy": case.strategy, "impl": impl, "scale": None if case.scale is None else jnp.float32(case.scale)}
-    pair, total = op.quantize_and_sum(x, case.rows, case.columns, **how)
-    wide, far = np.asarray(x).astype(np.float64), 2.0**-24 * 4 * case.shape[0]
-    wrong = [int(np.sum(np.abs(np.asarray(total) - wide.sum(0)) > far))]
-    for a, b in zip(pair, op.quantize(x, case.rows, case.columns, **how), strict=True):
+    kwargs = {"strategy": case.strategy, "impl": impl, "scale": None if case.scale is None else jnp.float32(case.scale)}
+    pair, total = op.quantize_and_sum(x, case.rows, case.columns, **kwargs)
+    x_fp64, tolerance = np.asarray(x).astype(np.float64), 2.0**-24 * 4 * case.shape[0]
+    wrong = [int(np.sum(np.abs(np.asarray(total) - x_fp64.sum(0)) > tolerance))]
+    for a, b in zip(pair, op.quantize(x, case.rows, case.columns, **kwargs), strict=True):
         wrong += [] if a is None else [_differ(_bytes(a.codes), _bytes(b.codes))]
     bad = x.at[0, 0].set(jnp.nan).at[case.shape[0] - 1, case.shape[1] - 1].set(jnp.inf)
-    _, total = op.quantize_and_sum(bad, case.rows, case.columns, **how)
+    _, total = op.quantize_and_sum(bad, case.rows, case.columns, **kwargs)
     recorded = np.isfinite(np.asarray(total))
     return [*wrong, int(recorded[0]) + int(recorded[-1]), int(np.sum(~recorded[1:-1]))]
 

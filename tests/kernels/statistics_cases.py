@@ -1,4 +1,4 @@
-"""The kernel of telemetry's statistics beside its reference: in Triton's interpreter on CPU, and on a GPU."""
+"""Compares the kernel of telemetry's statistics with its reference, in Triton's interpreter on a CPU and on a GPU."""
 
 import math
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ CASES = [
 
 
 def wrong(case: Case) -> dict[str, Any]:
-    """The statistics in which the kernel differs from the reference, with both values."""
+    """Returns the statistics in which the kernel differs from the reference, with both values."""
     x = special((math.prod(case.shape[:-1]), case.shape[-1]), case.dtype, 6e4).reshape(case.shape)
     x = (x.astype(jnp.float32) * case.factor).astype(x.dtype)
     decoded = codes = mask = None
@@ -64,7 +64,10 @@ def wrong(case: Case) -> dict[str, Any]:
 
 
 def wrong_merge() -> list[str]:
-    """The statistics of more parts than a block that are merged wrongly. Some logarithms are those of zero."""
+    """Returns the statistics that are merged wrongly, for more parts than a block.
+
+    Some logarithms are those of zero.
+    """
     parts = np.random.default_rng(0).standard_normal((300, 16)).astype(np.float32)
     logs = [name in statistics.LOG_SUMS for name in statistics.NAMES]
     parts[:, logs] = 150 * parts[:, logs] + 300 * (np.arange(300) > 200)[:, None]
@@ -96,7 +99,7 @@ MOMENTS = [
 
 
 def wrong_moment(case: MomentCase) -> int:
-    """The number of values in which the kernel of `next_moment` differs from float64."""
+    """Returns the number of values in which the kernel of `next_moment` differs from float64."""
     gradient = special((math.prod(case.shape[:-1]), case.shape[-1]), case.dtype, 6e4).reshape(case.shape)
     old = np.random.default_rng(1).standard_normal(case.shape).astype(np.float32)
     moment = jax.jit(fp8jax.quantize, static_argnums=1)(jnp.asarray(old**2 if case.is_squared else old), case.spec)

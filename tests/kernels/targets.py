@@ -1,7 +1,7 @@
-"""Programs compiled for GPUs of several kinds, in one process that has none: `python targets.py FUNCTION,... KIND...`.
+"""Compiles programs for several GPU models in one process without a GPU.
 
-Each function of this file gives programs by name, each with the shapes of its arguments; what became of their products
-and collectives is printed.
+Run `python targets.py FUNCTION,... KIND...`. Each function of this file returns programs by name, with the shapes of
+their arguments. The output lists their compiled products and collectives.
 """
 
 import collections
@@ -18,12 +18,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-HERE = pathlib.Path(__file__).resolve().parent
-# Compute capability by kind; each kind has a description for XLA beside this file.
+FOLDER = pathlib.Path(__file__).resolve().parent
+# Compute capability by GPU model. A file in this folder describes each model to XLA.
 CAPABILITIES = {"t4": 75, "a100": 80, "l4": 89, "h200": 90, "b200": 100, "rtx_pro_6000": 120}
 MARK = "found: "
 _ARRAY = re.compile(r"(\w+)\[([\d,]+)\]")
-# Of functions whose programs take several GPUs.
+# Functions whose programs use several GPUs.
 MESHES = {
     "sharded": {"fsdp": 2},
     "few_sharded": {"fsdp": 2},
@@ -31,17 +31,17 @@ MESHES = {
     "switchback": {"fsdp": 2},
     "by_hand": {"data": 2, "fsdp": 2},
 }
-WITHOUT = " without kernels"
+WITHOUT_KERNELS = " without kernels"
 FP8 = "--xla_gpu_enable_triton_gemm=false"
-Programs = dict[str, tuple[Any, ...]]  # by name a function, its arguments' shapes and, if sharded, how these lie
+Programs = dict[str, tuple[Any, ...]]  # name -> function, the shapes of its arguments and, if sharded, their shardings
 
 
-def report(functions: str, kinds: list[str], flags: str = "") -> dict[str, Any]:
-    """By kind and program: `fp8jax.modules.compiled.Product`s as lists, warnings, and collectives.
+def report(functions: str, gpus: list[str], flags: str = "") -> dict[str, Any]:
+    """Returns, by GPU model and program, `fp8jax.modules.compiled.Product`s as lists, warnings, and collectives.
 
     Args:
-        functions: names of functions of this file, with commas between them. They have one mesh.
-        kinds: of GPUs.
+        functions: names of functions of this file, separated by commas, with the same mesh.
+        kinds: GPU models.
         flags: XLA_FLAGS.
     """
     env = os.environ | {
@@ -49,21 +49,21 @@ def report(functions: str, kinds: list[str], flags: str = "") -> dict[str, Any]:
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "0",
         "XLA_FLAGS": flags,
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, "-m", "tests.kernels.targets", functions, *kinds]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE.parents[1])
-    if done.returncode:
-        raise RuntimeError(f"{functions} does not compile for {kinds}:\n{done.stderr[-3000:]}")
-    (printed,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
+    command = [sys.executable, "-m", "tests.kernels.targets", functions, *gpus]
+    completed = subprocess.run(command, env=env, capture_output=True, text=True, cwd=FOLDER.parents[1])
+    if completed.returncode:
+        raise RuntimeError(f"{functions} does not compile for {gpus}:\n{completed.stderr[-3000:]}")
+    (printed,) = (line.removeprefix(MARK) for line in completed.stdout.splitlines() if line.startswith(MARK))
     actual: dict[str, Any] = json.loads(printed)
     return actual
 
 
 def linears() -> Programs:
-    """Forward and backward of a linear for each way of quantizing it, in fp32, in which products are widest.
+    """The forward and backward pass of a linear layer for each way to quantize it, in fp32, the widest dtype.
 
-    Odd sizes, for which XLA pads operands of 8 bits.
+    Odd sizes make XLA pad 8-bit operands.
     """
     import jax
     import jax.numpy as jnp
@@ -94,21 +94,23 @@ def _linear(part: Any) -> Callable[..., Any]:
 
     def program(x: Any, w: Any, dy: Any) -> Any:
         key = jax.random.key(0) if stochastic else None
-        y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=scaling, key=key), x, w)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=scaling, key=key), x, w)
+        return y, vjp_fn(dy)
 
     return program
 
 
 def few() -> Programs:
-    """One of each way to multiply, with none of our kernels, and XLA_FLAGS that are set after XLA has read them."""
+    """One program of each kind, with none of our kernels, and with XLA_FLAGS that are set after XLA has read them."""
     os.environ["XLA_FLAGS"] = FP8
     all_ = linears()
-    return {name: (_plain(all_[name][0]), all_[name][1]) for name in ("te_current", "switchback", "int8_block")}
+    return {
+        name: (_without_kernels(all_[name][0]), all_[name][1]) for name in ("te_current", "switchback", "int8_block")
+    }
 
 
-def _plain(program: Callable[..., Any]) -> Callable[..., Any]:
-    """A program without our kernels."""
+def _without_kernels(program: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a program without our kernels."""
     from fp8jax.ops.dispatch import choice
 
     def run(*args: Any) -> Any:
@@ -119,9 +121,9 @@ def _plain(program: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def decoded() -> Programs:
-    """Linears in bf16 whose codes are decoded; nothing else is as large as the gradient, nor as the input.
+    """Linear layers in bf16 whose codes are decoded. No other array has the size of the gradient or of the input.
 
-    Of matrices that fit into the cache XLA would rather write an fp32 copy than compute it twice.
+    For matrices that fit into the cache, XLA would rather write an fp32 copy than compute it twice.
     """
     import jax
     import jax.numpy as jnp
@@ -129,11 +131,14 @@ def decoded() -> Programs:
     import fp8jax
 
     shapes = tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16384, 2048), (2048, 4096), (16384, 4096)))
-    return {name: (_plain(_linear(fp8jax.recipes.get(name).linear)), shapes) for name in ("int8_block", "deepseek")}
+    return {
+        name: (_without_kernels(_linear(fp8jax.recipes.get(name).linear)), shapes)
+        for name in ("int8_block", "deepseek")
+    }
 
 
 def block_scaled() -> Programs:
-    """Forward and backward of a linear in mxfp8 and in nvfp4, of sizes that block scales divide."""
+    """The forward and backward pass of a linear layer in mxfp8 and in nvfp4, in sizes that block scales divide."""
     import jax
     import jax.numpy as jnp
 
@@ -144,12 +149,12 @@ def block_scaled() -> Programs:
 
 
 def block_scaled_sharded() -> Programs:
-    """The same with two GPUs that share the weight, its gradient and the input."""
+    """The same with two GPUs that shard the weight, its gradient and the input."""
     return {name: _shard_rows(program, shapes) for name, (program, shapes) in block_scaled().items()}
 
 
 def _shard_rows(program: Callable[..., Any], shapes: Any) -> Any:
-    """A linear with its arguments' shapes and shardings: two GPUs share the rows of all arrays and of dw."""
+    """Returns a linear layer and its arguments, sharded along the rows of all arrays and of dw over two GPUs."""
     import jax
 
     rows = jax.P("fsdp", None)
@@ -162,7 +167,7 @@ def _shard_rows(program: Callable[..., Any], shapes: Any) -> Any:
 
 
 def block_scaled_models() -> Programs:
-    """Loss and gradients in mxfp8 and nvfp4, of four blocks each: a Llama in NNX, by a loop, and a Linen model."""
+    """Loss and gradients in mxfp8 and nvfp4 of four blocks: a Llama in NNX, in a loop, and a Linen model."""
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
@@ -200,7 +205,7 @@ def block_scaled_models() -> Programs:
 
 
 def round_trips() -> Programs:
-    """Values that codes stand for, which are made and read in one program."""
+    """Values that are quantized and decoded in one program."""
     import jax
     import jax.numpy as jnp
 
@@ -214,9 +219,10 @@ def round_trips() -> Programs:
 
 
 def sharded() -> Programs:
-    """A linear whose weight, its gradient and the input two GPUs share (FSDP), by each kernel of products and none.
+    """A linear layer whose weight, its gradient and the input are sharded over two GPUs (FSDP), with each matmul
+    kernel.
 
-    The weight is in fp32, as layers keep it.
+    One program has none of our kernels. The weight is in fp32, as in layers.
     """
     import jax
     import jax.numpy as jnp
@@ -229,18 +235,20 @@ def sharded() -> Programs:
     parts = {name: fp8jax.recipes.get(name).linear for name in ("te_current", "deepseek", "fast", "int8_block")}
     actual = {name: _shard_rows(_linear(part), shapes) for name, part in parts.items()}
     selected = {name: actual[name] for name in ("deepseek", "int8_block")}
-    plain = {f"{name}{WITHOUT}": (_plain(program), *rest) for name, (program, *rest) in selected.items()}
+    plain = {
+        f"{name}{WITHOUT_KERNELS}": (_without_kernels(program), *rest) for name, (program, *rest) in selected.items()
+    }
     return actual | plain
 
 
 def few_sharded() -> Programs:
-    """One by each: cuBLASLt, a kernel of ours, and none."""
+    """One program each: cuBLASLt, a kernel of ours, and none."""
     all_ = sharded()
-    return {name: all_[name] for name in ("te_current", "deepseek", f"int8_block{WITHOUT}")}
+    return {name: all_[name] for name in ("te_current", "deepseek", f"int8_block{WITHOUT_KERNELS}")}
 
 
 def switchback() -> Programs:
-    """A linear of int8 rows by a tensor that two GPUs share, by its tokens or by its inputs, which are summed over."""
+    """A linear layer of int8 rows with a per-tensor weight, sharded over two GPUs along tokens or along inputs."""
     import jax
 
     import fp8jax
@@ -253,7 +261,7 @@ def switchback() -> Programs:
 
 
 def by_hand() -> Programs:
-    """The same inside a `jax.shard_map` over "data" alone; gradients are summed by JAX where it checks what varies."""
+    """The same inside a `jax.shard_map` over "data" only. JAX sums the gradients if it checks varying axes."""
     import jax
 
     tokens, rows = jax.P(("data", "fsdp"), None), jax.P("fsdp", None)
@@ -275,7 +283,7 @@ def by_hand() -> Programs:
 
 
 def experts() -> Programs:
-    """Forward and backward of a grouped product in blocks: with a kernel for their scales, and without."""
+    """The forward and backward pass of a grouped product with block scales: with and without a kernel."""
     import jax
     import jax.numpy as jnp
 
@@ -285,13 +293,13 @@ def experts() -> Programs:
         recipe, state = fp8jax.recipes.int8_fallback().linear, fp8jax.init_scaling("int8_fallback")
         states = jax.tree.map(lambda s: jnp.broadcast_to(s, (w.shape[0], *s.shape)), state)
         run = lambda x, w: fp8jax.scaled_ragged_dot(x, w, sizes, states, recipe=recipe, key=jax.random.key(0))[0]  # noqa: E731
-        y, back = jax.vjp(run, x, w)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(run, x, w)
+        return y, vjp_fn(dy)
 
     def jetfire(x: Any, w: Any, dy: Any, sizes: Any) -> Any:
         run = lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe="jetfire", key=jax.random.key(0))  # noqa: E731
-        y, back = jax.vjp(run, x, w)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(run, x, w)
+        return y, vjp_fn(dy)
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (4, 256, 384), (512, 384))]
     arguments = (*shapes, jax.ShapeDtypeStruct((4,), jnp.int32))
@@ -299,7 +307,8 @@ def experts() -> Programs:
 
 
 def ten_bits() -> Programs:
-    """A norm and linears, a gated activation and a linear, of `int8_fallback`: forward and backward."""
+    """The forward and backward pass of a norm and linear layers, and of a gated activation and a layer
+    (`int8_fallback`)."""
     import jax
     import jax.numpy as jnp
 
@@ -318,8 +327,8 @@ def ten_bits() -> Programs:
         return x + linear(h, down, 2)
 
     def program(x: Any, scale: Any, gate: Any, up: Any, down: Any, dy: Any) -> Any:
-        y, back = jax.vjp(block, x, scale, gate, up, down)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(block, x, scale, gate, up, down)
+        return y, vjp_fn(dy)
 
     m, n, inner = 1024, 512, 1280
     shapes = (m, n), (n,), (n, inner), (n, inner), (inner, n), (m, n)
@@ -348,14 +357,14 @@ def observed() -> Programs:
 
 
 def _kernels(text: str) -> dict[str, int]:
-    """How many calls there are of each Triton kernel."""
+    """Returns the number of calls of each Triton kernel."""
     calls = re.findall(r" custom-call\(.*triton_kernel_call.*", text)
     names = (re.search(r'op_name="[^"]*?(\w+)/triton_kernel_call', call) for call in calls)
     return dict(collections.Counter(name[1] if name else "" for name in names))
 
 
 def _bytes(text: str) -> list[str]:
-    """Shapes of the arrays of bytes that anything but kernels reads or writes."""
+    """Returns the shapes of byte arrays that instructions other than kernels read or write."""
     shapes: dict[str, str] = {}
     results = set()
     for name, result, op, operands in re.findall(
@@ -370,7 +379,7 @@ def _bytes(text: str) -> list[str]:
 
 
 def _gathers(text: str) -> list[tuple[str, list[int]]]:
-    """Dtype and shape of what is gathered; of several arrays at once the whole ones, which come last."""
+    """Returns dtype and shape of gathered arrays; for several arrays at once, of the gathered ones, which come last."""
     found = []
     for results, start in re.findall(r"= (.*?) all-gather(-start)?\(", text):
         arrays = _ARRAY.findall(results)
@@ -380,7 +389,7 @@ def _gathers(text: str) -> list[tuple[str, list[int]]]:
 
 
 def _written(text: str, *dtypes: str) -> dict[str, int]:
-    """How many matrices of each shape fusions and copies write to memory."""
+    """Returns how many matrices of each shape fusions and copies write to memory."""
     entry = text.split("ENTRY", 1)[1]
     results = re.findall(r"^ +(?:ROOT )?%\S+ = (.*?) (?:fusion|copy|transpose)\(", entry, re.MULTILINE)
     arrays = [array for result in results for array in _ARRAY.findall(result)]
@@ -403,19 +412,19 @@ def main() -> None:
     from fp8jax.ops.dispatch import choice
 
     results: dict[str, Any] = {}
-    functions, *kinds = sys.argv[1:]
-    for kind in kinds:
-        config = (HERE / f"{kind}.txtpb").read_text()
+    functions, *gpu_names = sys.argv[1:]
+    for gpu in gpu_names:
+        config = (FOLDER / f"{gpu}.txtpb").read_text()
         sizes = MESHES.get(functions, {"fsdp": 1})
         gpus = math.prod(sizes.values())
         topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{gpus}")
         mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(*sizes.values()), tuple(sizes))
-        results[kind] = {}
-        # With a first program XLA reads its flags.
+        results[gpu] = {}
+        # XLA reads its flags when it compiles the first program.
         one = jax.ShapeDtypeStruct((), float, sharding=jax.sharding.NamedSharding(mesh, jax.P()))
         jax.jit(lambda x: x).lower(one).compile()
-        with choice.target(capability=CAPABILITIES[kind]), jax.set_mesh(mesh) if gpus > 1 else contextlib.nullcontext():
-            programs = {name: made for x in functions.split(",") for name, made in globals()[x]().items()}
+        with choice.target(capability=CAPABILITIES[gpu]), jax.set_mesh(mesh) if gpus > 1 else contextlib.nullcontext():
+            programs = {name: programs_of for x in functions.split(",") for name, programs_of in globals()[x]().items()}
             for name, (program, shapes, *specs) in programs.items():
                 where = specs[0] if specs else [jax.P()] * len(shapes)
                 placed = [
@@ -426,7 +435,7 @@ def main() -> None:
                     executable: Any = jax.jit(program).lower(*placed).compile()
                 text = executable.as_text()
                 products = compiled.parse_products(text)
-                results[kind][name] = {
+                results[gpu][name] = {
                     "products": [dataclasses.astuple(p) for p in products],
                     "warnings": compiled.describe_widened(products, choices),
                     "dtypes": sorted({dtype for dtype, _ in _ARRAY.findall(text)}),

@@ -1,4 +1,4 @@
-"""The fused AdamW step without a GPU: its reference, the choice of the kernel, and the program it becomes."""
+"""The fused AdamW step without a GPU: its reference, the choice of the kernel, and the compiled program."""
 
 import contextlib
 import dataclasses
@@ -26,14 +26,14 @@ from tests.kernels import adamw_cases
 from tests.kernels.adamw_cases import ADAM, codes_that_differ, decoded, settled, spec, special, stored, tree
 from tests.programs import triton_calls
 
-HERE = pathlib.Path(__file__).resolve().parent
+FOLDER = pathlib.Path(__file__).resolve().parent
 triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
 
 
 def test_the_reference_is_adamw_in_float64():
-    # Without the rows that hold NaN, Inf and values close to fp32's largest.
+    # Without the rows that have NaN, Inf and values near fp32's largest.
     w, g, m, v = (np.delete(special((32, 500), seed), [5, 6, 10], axis=0) for seed in range(4))
-    # Members without gradients, whose second moments are at all heights.
+    # Elements without gradients, with second moments of all magnitudes.
     g[-8:, ::3], m[-8:, ::3], v[:8, ::3] = 0, 0, np.abs(v[:8].max()) * np.geomspace(1e-3, 1, 167, dtype=np.float32)
     g[-4:, 1::3] = 0
     mu, nu = stored(m, "e4m3"), stored(v[::-1] ** 2, "e5m2", moment="nu")
@@ -41,7 +41,7 @@ def test_the_reference_is_adamw_in_float64():
     m64, v64 = 0.9 * decoded(mu) + 0.1 * g.astype(np.float64), 0.999 * decoded(nu) + 0.001 * g.astype(np.float64) ** 2
     d = m64 / (1 - 0.9**3) / (np.sqrt(v64 / (1 - 0.999**3)) + 1e-8)
     expected = w - 1e-3 * (d + 0.1 * w.astype(np.float64))
-    # Rounding the new weight; the change is exact to 1e-5 (fp32's 1 - 0.999^3 alone loses 2e-5 of itself).
+    # Rounding of the new weight; the change is exact to 1e-5 (1 - 0.999^3 in fp32 has an error of 2e-5).
     np.testing.assert_allclose(np.asarray(new), expected, rtol=2**-23, atol=np.abs(d).max() * 1e-3 * 1e-4)
     for q, values in zip((mu1, nu1), settled(g, m64, v64), strict=True):
         assert codes_that_differ(q, quantize(jnp.asarray(values.astype(np.float32)), q.spec)) < 2e-4
@@ -67,7 +67,7 @@ def test_stochastic_rounding_is_unbiased_and_leaves_what_bf16_holds():
 
 @pytest.mark.parametrize("shape", [(6, 64), (5, 7), (2, 3, 5), (9,), ()], ids=str)
 def test_noise_goes_by_the_position_in_the_flat_array(shape):
-    """Half of a multiple of a 32-bit hash of index // 8, computed here with Python integers."""
+    """Noise is half of a multiple of a 32-bit hash of index // 8, computed here with Python integers."""
     words, x = np.array([12345, 0xDEADBEEF], np.uint32), np.float32(1 + 1 / 512)
     actual = np.asarray(round_stochastic(jnp.full(shape, x), words)).astype(np.float32).ravel()
 
@@ -85,7 +85,7 @@ def test_noise_goes_by_the_position_in_the_flat_array(shape):
 
 
 def chosen(grads, mu, nu, params=None, *, impl="auto", platform="cuda"):
-    """What a step of each parameter is computed by, by its path, as it is told where it is traced."""
+    """Returns the implementation of the step of each parameter, by path, as recorded during tracing."""
     with (
         choices.target(capability=90) if platform == "cuda" else contextlib.nullcontext(),
         choices.record_choices() as recorded,
@@ -142,7 +142,7 @@ def test_a_key_without_bf16_parameters_is_refused():
 
 
 def test_a_key_makes_training_of_bf16_weights_follow_fp32_on_average():
-    """Changes of a tenth of bf16's step: lost to nearest, kept on average by stochastic rounding."""
+    """Changes are a tenth of bf16's step: rounding to nearest loses them, stochastic rounding keeps them on average."""
     tx = fp8jax.compressed_adamw(1e-4, weight_decay=0.0, group_size=128)
     w = {"w": jnp.ones((64, 256), jnp.bfloat16)}
     g = {"w": jnp.ones((64, 256), jnp.bfloat16)}
@@ -161,7 +161,7 @@ def test_a_key_makes_training_of_bf16_weights_follow_fp32_on_average():
 @triton
 @pytest.mark.parametrize("axes", [(None, "x"), ("x", None), ("y", "x"), (None, ("x", "y"))], ids=str)
 def test_under_an_explicit_mesh_each_device_updates_its_part(axes):
-    """On CPU by XLA; the last one cuts groups, which the kernel's operands are gathered for."""
+    """XLA computes the reference on a CPU. The last mesh splits groups, so the kernel's operands are gathered."""
     leaf = tree((16, 512))
     expected = jax.jit(functools.partial(adamw_cases.step, adam=ADAM, impl="xla"))(*leaf)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
@@ -216,51 +216,53 @@ def test_the_table_has_log2_of_every_code(name):
 @pytest.mark.parametrize("factor", [None, 0.25])
 @pytest.mark.parametrize("step", [1, 3])
 def test_the_scalars_of_both_kinds_of_tiles_give_one_change(step, factor):
-    """From the text of `AdamWScalars` in float64, for a gradient, moments and a weight that are numbers."""
+    """Float64 values from the docstring of `AdamWScalars`, for a scalar gradient, moments and weight."""
     from pallas_kernels.optimizers.adamw_triton import AdamWScalars
 
-    rate, decay, b1, b2, eps, eps_root, most = 3e-3, 0.1, 0.9, 0.95, 1e-3, 1e-2, 2.0
+    rate, decay, b1, b2, eps, eps_root, max_direction = 3e-3, 0.1, 0.9, 0.95, 1e-3, 1e-2, 2.0
     c1, c2, g, mu, nu, w = 1 - b1**step, 1 - b2**step, 0.5, 0.2, 0.04, 0.7
-    made = AdamWScalars(rate, decay, b1, 1 - b1, b2, 1 - b2, c1, c2, eps, eps_root, factor, None, most, 0.25)
-    actual = np.asarray(made.to_vector(jnp.array([5, 6], jnp.uint32)), np.float64)
+    scalars = AdamWScalars(
+        rate, decay, b1, 1 - b1, b2, 1 - b2, c1, c2, eps, eps_root, factor, None, max_direction, 0.25
+    )
+    actual = np.asarray(scalars.to_vector(jnp.array([5, 6], jnp.uint32)), np.float64)
     scaled = g * (1 if factor is None else factor)
     m, v = b1 * mu + (1 - b1) * scaled, b2 * nu + (1 - b2) * scaled**2
     direction = m / c1 / (np.sqrt(v / c2 + eps_root) + eps)
     expected = -rate * (direction + decay * w)
-    # Careful tiles: moments as they are, the gradient times the factor.
-    of = actual[:8]
-    root = np.sqrt(v + of[6])
-    careful = m / (root - of[7])
-    assert of[0] * (careful + of[1] * w) == pytest.approx(expected, rel=1e-6)
-    # Ordinary ones: m / b1_rest and v / b2_rest, to which the gradient is added as it is.
-    of = actual[8:]
-    m, v = g + of[6] * mu, g**2 + of[7] * nu
-    ordinary = m / (np.sqrt(v + of[10]) + of[3])
-    assert of[0] * (ordinary + of[1] * w) == pytest.approx(expected, rel=1e-6)
-    np.testing.assert_allclose(of[8:10], [1 / of[4], 1 / of[5]], rtol=1e-6)
-    assert of[11] == np.inf  # with a root's eps no eps is small
-    # A second moment that only fell, taken to what it was: both over their corrections are the same.
-    before = 1 / b2 if step == 1 else c2 / (1 - b2 ** (step - 1)) / b2
-    assert actual[20] == pytest.approx(before, rel=1e-4)
+    # General tiles: moments as stored, the gradient times the factor.
+    values = actual[:8]
+    root = np.sqrt(v + values[6])
+    careful = m / (root - values[7])
+    assert values[0] * (careful + values[1] * w) == pytest.approx(expected, rel=1e-6)
+    # Fast tiles: m / (1 - b1) and v / (1 - b2), to which the gradient is added unscaled.
+    values = actual[8:]
+    m, v = g + values[6] * mu, g**2 + values[7] * nu
+    ordinary = m / (np.sqrt(v + values[10]) + values[3])
+    assert values[0] * (ordinary + values[1] * w) == pytest.approx(expected, rel=1e-6)
+    np.testing.assert_allclose(values[8:10], [1 / values[4], 1 / values[5]], rtol=1e-6)
+    assert values[11] == np.inf  # with eps inside of the root, no eps is small
+    # Undoing one step of decay: both bias-corrected second moments are equal.
+    expected_decay = 1 / b2 if step == 1 else c2 / (1 - b2 ** (step - 1)) / b2
+    assert actual[20] == pytest.approx(expected_decay, rel=1e-4)
     gate = [] if factor is None else [factor, 1]
     np.testing.assert_allclose(actual[21 : 21 + len(gate)], gate)
     longest = actual[21 + len(gate) :][:2]
-    np.testing.assert_allclose(longest / [careful, ordinary], most / direction, rtol=1e-5)
-    words = np.asarray(made.to_vector(jnp.array([5, 6], jnp.uint32)))[-3:-1].view(np.uint32)
+    np.testing.assert_allclose(longest / [careful, ordinary], max_direction / direction, rtol=1e-5)
+    words = np.asarray(scalars.to_vector(jnp.array([5, 6], jnp.uint32)))[-3:-1].view(np.uint32)
     assert (words.tolist(), actual[-1], len(actual)) == ([5, 6], 0.25, 26 + len(gate))
     changes = {"rate": 1e6, "weight_decay": 1e6, "eps": np.inf, "one_minus_b2": 2.0**-61, "grad_scale": np.inf}
-    for name, value in changes.items():  # with what may make NaN of finite numbers no tile is ordinary
-        other = made._replace(**({"rate": 1e-20} | {name: jnp.float32(value)}))
-        other = np.asarray(other.to_vector())
+    for name, value in changes.items():  # no tile is fast if finite numbers may become NaN
+        without_fast_tiles = scalars._replace(**({"rate": 1e-20} | {name: jnp.float32(value)}))
+        without_fast_tiles = np.asarray(without_fast_tiles.to_vector())
         assert np.isfinite(actual[16])
-        assert other[16] == np.inf, name
-    plain = np.asarray(made._replace(eps_root=0.0).to_vector())
-    assert plain[19] == pytest.approx((128 * plain[11]) ** 2, rel=1e-6)
-    assert plain[6] == np.finfo(np.float32).tiny
-    assert np.isfinite(np.asarray(made._replace(b2=0.0, one_minus_b2=1.0, correction2=1.0).to_vector())[20])
+        assert without_fast_tiles[16] == np.inf, name
+    vector = np.asarray(scalars._replace(eps_root=0.0).to_vector())
+    assert vector[19] == pytest.approx((128 * vector[11]) ** 2, rel=1e-6)
+    assert vector[6] == np.finfo(np.float32).tiny
+    assert np.isfinite(np.asarray(scalars._replace(b2=0.0, one_minus_b2=1.0, correction2=1.0).to_vector())[20])
 
 
-# What the kernel becomes, without a GPU. Instructions are counted in what the assembler makes of Triton's PTX.
+# The compiled kernel, without a GPU. Instructions are counted in the assembly of Triton's PTX.
 
 CONFIGURATIONS = {
     "fp32 weights": ({"shape": (512, 1024), "weight": "float32"}, 53, 9),
@@ -304,7 +306,7 @@ def lower(
     shape, weight, size=128, mu="e4m3", nu="e4m3", expand=True, form="step", stochastic=False, stochastic_nu=False,
     gated=False, cut=False,
 ):  # fmt: skip
-    """Lowers one step for a GPU of compute capability 9.0; run in a process of its own."""
+    """Lowers one step for a GPU of compute capability 9.0, in its own process."""
 
     def moment(name, role):
         how = spec(name, size, expand, role)
@@ -327,9 +329,9 @@ def lower(
 
 
 def count_instructions(name):
-    """Instructions and special-function instructions for each parameter, spills and registers.
+    """Returns instructions and special-function instructions per parameter, spills and registers.
 
-    Of the shortest way from the start to an end on which everything is stored: that of ordinary values.
+    It counts the shortest path from the start to an end on which everything is stored: that of fast tiles.
     """
     import jax_triton.triton_lib as triton_lib
     import triton as triton_package
@@ -343,7 +345,7 @@ def count_instructions(name):
     assert triton_calls(text)
     tools = pathlib.Path(triton_package.__file__).parent / "backends" / "nvidia" / "bin"
     work = pathlib.Path(os.environ["WORK"])
-    # Triton names the version of PTX that a driver here would take, not that of its own assembler.
+    # Triton names the PTX version that this machine's driver supports, not that of its own assembler.
     (work / "k.ptx").write_text(re.sub(r"\.version [\d.]+", ".version 8.7", compiled[-1].binary))
     printed = subprocess.run(
         [tools / "ptxas", "-v", "-arch=sm_90a", "k.ptx", "-o", "k.cubin"],
@@ -364,12 +366,12 @@ def count_instructions(name):
 
 
 def count_all(names):
-    """Prints what was counted of each."""
+    """Prints the counts of each case."""
     print(json.dumps({name: count_instructions(name) for name in names}))
 
 
 def shortest_way(sass):
-    """Names of the instructions of the shortest way through a program that stores codes, scales and the result."""
+    """Returns the instructions of the shortest path through a program that stores codes, scales and the result."""
     lines, labels = [], {}
     for line in sass.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
@@ -378,39 +380,39 @@ def shortest_way(sass):
             lines.append(actual.groups())
     ways, open_ways = [], [(0, ())]
     while open_ways:
-        place, names = open_ways.pop()
-        while place < len(lines):
-            predicate, name, rest = lines[place]
-            names, place = (*names, name), place + 1
+        line_number, names = open_ways.pop()
+        while line_number < len(lines):
+            predicate, name, rest = lines[line_number]
+            names, line_number = (*names, name), line_number + 1
             if name == "EXIT" and not predicate:
                 ways.append(names)
                 break
             if name == "BRA":
                 target = labels[re.search(r"\.L_x_\d+", rest)[0]]
-                if target >= place:
+                if target >= line_number:
                     open_ways.append((target, names))
                 if not predicate:
                     break
-    # A loop is taken once: the way that stores most is the one that stores everything.
+    # A loop is entered once: the path with the most stores stores everything.
     return max(ways, key=lambda way: (sum(name.startswith("STG") for name in way), -len(way)))
 
 
 def in_own_process(call, tmp_path):
-    """Output of a call of a function of this file, where JAX was told of GPUs that are not there."""
+    """Returns the output of a function of this file, in a process whose JAX is configured for absent GPUs."""
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip("lowering for CUDA needs: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt (jax's version)")
-    root = HERE.parents[1]
+    root = FOLDER.parents[1]
     paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": paths, "WORK": str(tmp_path), "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     env["JAX_PLATFORMS"] = "cuda,cpu" if call.startswith("memory") else "cpu"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", f"from tests.kernels import test_adamw; test_adamw.{call}"],
         env=env,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -426,16 +428,16 @@ def test_lowers_for_hopper_within_an_instruction_budget(which, tmp_path):
         assert counted[1] <= special_functions, name
         assert counted[2] == 0, f"registers spill to memory: {name}"
         if settings["weight"] == "bfloat16":
-            # The pinned Triton leaves 12 warps at a time, 3.9 (222 registers) 8.
-            most = 168 if importlib.metadata.version("triton").startswith("3.6.") else 240
-            assert counted[3] <= most, f"{counted[3]} registers: too few warps at a time: {name}"
+            # The pinned Triton allows 12 warps at a time, Triton 3.9 (222 registers) 8.
+            max_instructions = 168 if importlib.metadata.version("triton").startswith("3.6.") else 240
+            assert counted[3] <= max_instructions, f"{counted[3]} registers: too few warps at a time: {name}"
 
 
 def memory(form):
     """Prints bytes of temporaries and of the state, and numbers of operations, of a step compiled for an H200."""
     from jax.experimental import topologies
 
-    config = (HERE / "h200.txtpb").read_text()
+    config = (FOLDER / "h200.txtpb").read_text()
     description = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
     mesh = jax.sharding.Mesh(np.array(description.devices), ("device",))
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -449,7 +451,7 @@ def memory(form):
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
     state = jax.eval_shape(tx.init, params)
     place = functools.partial(jax.tree.map, lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where))
-    # As a training program calls it, which takes no step of gradients that are not finite.
+    # Called as in a training program, which skips steps with gradients that are not finite.
     if form == "step":
         tx = fp8jax.with_clipping(1.0, tx)
         state = jax.eval_shape(tx.init, params)

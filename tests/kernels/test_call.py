@@ -1,4 +1,4 @@
-"""How calls of Triton kernels are written into programs."""
+"""Calls of Triton kernels in lowered programs."""
 
 import functools
 import re
@@ -39,8 +39,8 @@ def test_kernels_read_the_codes_of_a_transposed_constant(monkeypatch, dtype):
 
     monkeypatch.setattr(quantize_triton, "call", lambda kernel, inputs, *_, **__: (inputs[0].T,))
     codes = jax.random.normal(jax.random.key(0), (6, 10)).astype(dtype)
-    found = jax.jit(lambda: jax.jit(lambda x: jax.jit(transpose_triton.transpose)(x.T))(codes))()
-    assert (found == codes).all()
+    transposed = jax.jit(lambda: jax.jit(lambda x: jax.jit(transpose_triton.transpose)(x.T))(codes))()
+    assert (transposed == codes).all()
 
 
 def test_calls_of_others_stay_as_jax_triton_makes_them():
@@ -52,10 +52,12 @@ def test_calls_of_others_stay_as_jax_triton_makes_them():
     def other(x):
         static = {"M": 128, "N": 128, "BLOCK_M": 64, "BLOCK_N": 128, "CODING": scaling_triton.NO_CODING}
         shape = jax.ShapeDtypeStruct((128, 128), jnp.uint8)
-        given = {"out_shape" if call_triton.IS_BEFORE_04 else "out_type": shape}
+        shape_argument = {"out_shape" if call_triton.IS_BEFORE_04 else "out_type": shape}
         kernel = transpose_triton._transpose
         factor = jnp.ones((1, 1))
-        return jax_triton.triton_call(x, factor, kernel=kernel, grid=(2,), compute_capability=90, **static, **given)
+        return jax_triton.triton_call(
+            x, factor, kernel=kernel, grid=(2,), compute_capability=90, **static, **shape_argument
+        )
 
     text = lowered(other, jax.ShapeDtypeStruct((128, 128), jnp.uint8))
     assert ("@triton_kernel_call(" in text) == call_triton.IS_BEFORE_04
@@ -64,20 +66,20 @@ def test_calls_of_others_stay_as_jax_triton_makes_them():
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_calls_are_compiled_as_xla_and_not_as_triton_likes_them():
-    """An assembler of CUDA 13.0 takes the program, products are fused with sums, and a program keeps no unread call."""
+    """An assembler of CUDA 13.0 accepts the program, multiply-adds are fused, and unread calls are removed."""
     from pallas_kernels.dispatch import call_triton
     from pallas_kernels.quantization import transpose_triton
 
     compiled, original = [], call_triton.triton_lib.compile_ttir_to_ptx_inplace
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # the default from Triton 3.10 on
-        keep = lambda *args: compiled.append((args[2], original(*args))) or compiled[-1][1]  # noqa: E731
-        patch.setattr(call_triton.triton_lib, "compile_ttir_to_ptx_inplace", keep)
-        call_triton.check(86)  # of which no other test has compiled it
+        record = lambda *args: compiled.append((args[2], original(*args))) or compiled[-1][1]  # noqa: E731
+        patch.setattr(call_triton.triton_lib, "compile_ttir_to_ptx_inplace", record)
+        call_triton.check(86)  # which no other test has compiled
         call_triton.check(103)
-    (options, made), (_, newer) = compiled
+    (options, kernel_asm), (_, newer) = compiled
     assert options.enable_fp_fusion
-    major, minor = map(int, re.search(r"\.version (\d+)\.(\d+)", made.binary).groups())
+    major, minor = map(int, re.search(r"\.version (\d+)\.(\d+)", kernel_asm.binary).groups())
     assert (major, minor) < (9, 1)
     assert call_triton.IS_BEFORE_04 or ".version 8.8" in newer.binary
 

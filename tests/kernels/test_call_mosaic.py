@@ -1,4 +1,4 @@
-"""Mosaic kernels are lowered once a process, to the custom call that Pallas makes of them each time."""
+"""Mosaic kernels are lowered once per process, to the same custom call that Pallas creates each time."""
 
 import dataclasses
 import gc
@@ -27,9 +27,9 @@ INTEGERS = _shape(M, K, dtype=jnp.int8), _shape(N, K, dtype=jnp.int8)
 BLOCKS = _shape(M // 128, K // 128), _shape(N // 128, K // 128)
 
 
-def _plain(**how):
+def _plain(**kwargs):
     def program(a, b, **vectors):
-        return matmul_mosaic.matmul(a, b, **vectors, **how)
+        return matmul_mosaic.matmul(a, b, **vectors, **kwargs)
 
     return program
 
@@ -48,8 +48,8 @@ def _left(count):
 
 
 TILE = matmul_mosaic.best_tile(M, N, K)
-# By name a program, its arguments and its arguments by name: each differs from another in one thing that tells kernels
-# apart.
+# name -> program, its arguments and its keyword arguments. Each differs from another in one thing that distinguishes
+# kernels.
 PROGRAMS = {
     "plain": (_plain(), (A, B), {}),
     "promoted": (_plain(fast=False), (A, B), {}),
@@ -85,7 +85,7 @@ def _without_code(text):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """An entry for each kernel that Pallas lowers."""
+    """Returns a list with an entry for each kernel that Pallas lowers."""
     lowered = []
     custom_call = call_mosaic._extract_custom_call
     monkeypatch.setattr(call_mosaic, "_KERNELS", {})
@@ -99,7 +99,7 @@ def test_repeated_calls_are_those_that_pallas_makes_and_kernels_that_differ_are_
     assert count == len(PROGRAMS)
     assert {name: _text(name) for name in PROGRAMS} == first
     assert len(recorded) == count
-    # Pallas gives other bytes each time: XLA would compile each call anew.
+    # Pallas creates other bytes each time, so XLA would compile each call again.
     monkeypatch.setattr(call_mosaic, "call", lambda name, kernel, operands, *_: kernel(*operands))
     for name in ("row", "blocks", "microscaled", "fallback"):
         assert _without_code(_text(name)) == _without_code(first[name])
@@ -119,7 +119,7 @@ def test_a_printed_program_has_no_code_of_kernels():
 
 
 def test_what_is_no_call_of_its_operands_alone_is_lowered_each_time(recorded):
-    """A kernel whose lowering does more runs as Pallas lowers it each time."""
+    """A kernel whose lowering has side effects is lowered by Pallas each time."""
     assert call_mosaic._extract_custom_call(lambda x: x + 1, [_shape(8, 128)]) is None
     assert call_mosaic._extract_custom_call(lambda x, y: matmul_mosaic.matmul(y, x), [B, A]) is None
     assert call_mosaic._extract_custom_call(lambda x, y: matmul_mosaic.matmul(x, y) + 1, [A, B]) is None
@@ -133,7 +133,7 @@ def test_what_is_no_call_of_its_operands_alone_is_lowered_each_time(recorded):
 
 @pytest.mark.usefixtures("young_heap")
 def test_no_tracer_outlives_its_trace(recorded):
-    """What is remembered of a kernel closes over none of the arrays that it was called with."""
+    """The cache of a kernel keeps none of the arrays that it was called with."""
     calls = []
 
     def program(a, b, scale):
@@ -157,6 +157,6 @@ def test_a_batch_is_multiplied_one_by_one():
 
 
 def test_a_call_outside_of_jit_is_a_program_of_its_own():
-    """It comes as far as a CPU, which has no such kernel."""
+    """The call reaches a CPU, which has no such kernel."""
     with pytest.raises(NotImplementedError, match="platform cpu"):
         matmul_mosaic.matmul(jnp.zeros(A.shape, A.dtype), jnp.zeros(B.shape, B.dtype))

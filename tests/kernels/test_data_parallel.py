@@ -1,4 +1,4 @@
-"""A data-parallel step in `jax.shard_map` runs the kernels, whether or not it checks how values vary over devices."""
+"""A data-parallel step in `jax.shard_map` runs the kernels, with and without the check of varying axes."""
 
 import importlib.util
 
@@ -16,7 +16,7 @@ from tests.programs import triton_calls
 from tests.rows import slow
 
 needed = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
-DATA, WHOLE = jax.P("data"), jax.P()
+DATA, REPLICATED = jax.P("data"), jax.P()
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def test_a_step_lowered_for_cuda_has_kernels(name, reason, check, mesh, monkeypa
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(WHOLE, WHOLE, DATA), out_specs=(WHOLE, WHOLE), check_vma=check)  # fmt: skip
+    in_specs, out_specs = (REPLICATED, REPLICATED, DATA), (REPLICATED, REPLICATED)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)
     shapes = {"norm": (256,), "gate": (256, 512), "up": (256, 512), "down": (512, 256)}
     params = {key: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for key, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
@@ -71,10 +71,10 @@ def test_results_of_kernels_vary_where_their_arguments_do(mesh):
     tensor, micro = "e4m3", "e4m3:mx32"
 
     def everything(x, w):
-        (a, turned), (b, _) = ops.quantize(x, tensor, "same", impl="triton"), ops.quantize(w, tensor, impl="triton")
+        (a, transposed), (b, _) = ops.quantize(x, tensor, "same", impl="triton"), ops.quantize(w, tensor, impl="triton")
         (rows, _), (columns, _) = (ops.quantize(z, "e4m3:token", impl="triton") for z in (x, w))
         return {
-            "quantize": (a, turned),
+            "quantize": (a, transposed),
             "transpose": ops.transpose(a, impl="triton"),
             "matmul": matmul(rows, columns, impl="mosaic"),
             "auto": matmul(a, b),
@@ -89,7 +89,7 @@ def test_results_of_kernels_vary_where_their_arguments_do(mesh):
             found[name] = {choice.varying_axes(leaf) for leaf in jax.tree.leaves(results)}
         return x
 
-    jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(DATA, WHOLE), out_specs=DATA)).trace(
+    jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(DATA, REPLICATED), out_specs=DATA)).trace(
         *(jax.ShapeDtypeStruct((256, 256), jnp.bfloat16) for _ in range(2))
     )
     assert len(found) == 6

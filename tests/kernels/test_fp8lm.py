@@ -1,4 +1,4 @@
-"""The fused kernel of fp8lm_adamw without a GPU: when it is chosen, and what becomes of it on an H200."""
+"""The fused kernel of fp8lm_adamw without a GPU: when it is chosen, and its compilation for an H200."""
 
 import importlib.util
 import json
@@ -17,8 +17,8 @@ from tests.kernels import h200
 from tests.programs import triton_calls
 
 triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
-# Whether gradients are codes, dtype of the parameter, settings of the master weight, columns; registers at most. Of
-# rows that do not begin on whole words Triton 3.9 makes 253 of them, without spills.
+# Whether gradients are codes, dtype of the parameter, settings of the master weight, columns; maximum of registers. If
+# rows do not begin at whole words, Triton 3.9 needs 253 of them, without spills.
 CONFIGURATIONS = {
     "codes": (True, "bfloat16", {}, 4096, 128),
     "fp32 gradients": (False, "float32", {}, 4096, 128),
@@ -31,7 +31,7 @@ CONFIGURATIONS = {
 
 
 def arguments(codes=True, dtype="bfloat16", columns=4096):
-    """Abstract parameters, one too small for codes, and gradients as a reduction in 8 bits leaves them."""
+    """Returns abstract parameters, one of them too small for codes, and gradients as from an 8-bit reduction."""
     params = {"w": jax.ShapeDtypeStruct((2, 1023, columns), dtype), "b": jax.ShapeDtypeStruct((128,), dtype)}
     spec = fp8jax.QuantSpec("e4m3", layer_axes=1)
     whole = jax.eval_shape(lambda x: fp8jax.quantize(x, spec), params["w"]) if codes else params["w"]
@@ -70,7 +70,7 @@ def test_what_computes_a_step_is_told_and_an_explicit_kernel_does_not_run_on_cpu
 
 
 def assembled():
-    """Prints registers, bytes spilled and bytes of shared memory of each configuration."""
+    """Prints registers, spilled bytes and bytes of shared memory of each configuration."""
     results = {}
     for name, (codes, dtype, settings, columns, _) in CONFIGURATIONS.items():
         params, grads = arguments(codes, dtype, columns)
@@ -81,7 +81,7 @@ def assembled():
 
 
 def memory(form, codes, *masters):
-    """Prints bytes of temporaries and of the state, numbers of kernels and copies, for each master, for an H200."""
+    """Prints bytes of temporaries and of the state, and numbers of kernels and copies, for each master, for an H200."""
     print(json.dumps([of_master(form, codes, master) for master in masters]))
 
 
@@ -106,9 +106,9 @@ def in_own_process(call, platforms="cpu"):
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     env |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": platforms}
     command = [sys.executable, "-c", f"from tests.kernels import test_fp8lm; test_fp8lm.{call}"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
-"""The fused kernel of fp8lm_adamw in Triton's interpreter has the bits of its reference; in a process of its own.
+"""Compares the bits of the fused kernel of fp8lm_adamw in Triton's interpreter with its reference, in its own process.
 
-`TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m tests.kernels.test_fp8lm_interpreted` raises where they differ. The
-reference runs operation by operation, for XLA would fuse products and sums on CPUs.
+`TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m tests.kernels.test_fp8lm_interpreted` raises if they differ. The
+reference runs operation by operation, because XLA fuses multiply-adds on CPUs.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ from fp8jax.ops.dispatch import partition
 from fp8jax.ops.optimizers import fp8lm
 from fp8jax.ops.optimizers.leaf import Adam, Leaf, load, master_seed
 from fp8jax.ops.optimizers.step import step_leaves
-from tests.kernels.test_adamw_interpreted import part
+from tests.kernels.test_adamw_interpreted import subset
 
 SHAPES = {"whole": ((64, 96), 0), "stacked": ((3, 40, 96), 1), "odd": ((3, 17, 41), 1), "vector": ((5000,), 0)}
 # Shape, gradient, parameter, first moment, form, factor, and the master weight: fp16 codes, rounded to "nearest" or
-# "stochastic"; "own", the parameter; or a remainder's dtype.
+# "stochastic"; "own", the parameter; or the dtype of a remainder.
 CASES: list[Any] = [(shape, grad, "bfloat16", "e4m3", form, None, "nearest")
                     for shape in SHAPES for grad in ("e4m3", "float32") for form in ("step", "update")]  # fmt: skip
 SHAPES["tiny"] = (4, 20, 48), 1
-# In the middle, where "few" of all have every setting.
+# In the middle, where the subset "few" has every setting.
 CASES[11:11] = [
           ("stacked", "e5m2", "float32", "e5m2", "step", 0.3, "nearest"),
           ("stacked", "e4m3", "bfloat16", "e4m3", "step", None, "stochastic"),
@@ -44,8 +44,8 @@ CASES[11:11] = [
           ("stacked", "float32", "float32", "e4m3", "update", None, "own"),
           ("vector", "e4m3", "float32", "e4m3", "step", 0.25, "own"),
           ("tiny", "float32", "bfloat16", "e4m3", "step", None, "nearest")]  # fmt: skip
-# How an array of (6, 8, 64) is cut over devices (4, 2): each device has the bits of its part.
-CUTS = [("x", None, None), (None, "x", None), ("y", "x", None), (None, "y", "x"), (None, None, ("x", "y"))]
+# Shardings of an array (6, 8, 64) over devices (4, 2). Each device has the bits of its shard.
+SHARDINGS = [("x", None, None), (None, "x", None), ("y", "x", None), (None, "y", "x"), (None, None, ("x", "y"))]
 MASTERS = ["nearest", "stochastic", "int8", "own, stochastic"]
 ADAM = Adam(0.9, 0.95, 1e-8, 0.0, jnp.int32(3), 0.02, 0.1)
 
@@ -57,22 +57,22 @@ def test_interpreted_kernel_has_the_bits_of_the_reference(which):
     env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
     env["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "tests.kernels.test_fp8lm_interpreted", which]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    cuts = sum(len(cuts_of(master, which)) for master in MASTERS)
-    assert done.stdout.splitlines()[-1] == f"{len(part(CASES, which))} cases, {cuts} cuts"
+    completed = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    count = sum(len(shardings_of(master, which)) for master in MASTERS)
+    assert completed.stdout.splitlines()[-1] == f"{len(subset(CASES, which))} cases, {count} shardings"
 
 
 def prepare() -> None:
-    """Lets this process run the kernel in the interpreter, also under `jax.jit` and on several devices."""
+    """Replaces calls of the kernel by the interpreter in this process, also under `jax.jit` and on several devices."""
     from pallas_kernels.dispatch import call_triton
     from tests.kernels import test_adamw_interpreted as interpreted
     from tests.kernels import triton_interpreter as tools
 
-    alone = threading.Lock()  # The interpreter keeps the number of a program in a global; devices have threads.
-    several, sequential = partition.on_one_device, jax.custom_batching.sequential_vmap
+    alone = threading.Lock()  # The interpreter keeps the program id in a global; devices have threads.
+    on_one_device, sequential = partition.on_one_device, jax.custom_batching.sequential_vmap
     interpreted.prepare()
-    partition.on_one_device, jax.custom_batching.sequential_vmap = several, sequential
+    partition.on_one_device, jax.custom_batching.sequential_vmap = on_one_device, sequential
 
     def call(
         *args: Any, kernel: Any, out_shapes: Any, num_programs: int, aliases: dict[int, int], num_warps: int,
@@ -81,16 +81,18 @@ def prepare() -> None:
         arrays = [i for i, x in enumerate(args) if hasattr(x, "shape")]
 
         def host(*values: Any) -> list[np.ndarray]:
-            given = list(args)
+            arguments = list(args)
             for i, x in zip(arrays, values, strict=True):
-                given[i] = np.array(x)
-            aliased = {i: given[source] for source, i in aliases.items()}
-            # What is not written stays NaN.
-            made = [aliased.get(i, np.full(x.shape, np.nan, x.dtype)) for i, x in enumerate(out_shapes)]
-            given += [1] * len(aliased) + [x for i, x in enumerate(made) if i not in aliased]
+                arguments[i] = np.array(x)
+            aliased = {i: arguments[source] for source, i in aliases.items()}
+            # Elements that are not written stay NaN.
+            outputs = [aliased.get(i, np.full(x.shape, np.nan, x.dtype)) for i, x in enumerate(out_shapes)]
+            arguments += [1] * len(aliased) + [x for i, x in enumerate(outputs) if i not in aliased]
             with alone:
-                kernel[(num_programs,)](*(tools.Tensor(x) if isinstance(x, np.ndarray) else x for x in given), **static)
-            return made
+                kernel[(num_programs,)](
+                    *(tools.Tensor(x) if isinstance(x, np.ndarray) else x for x in arguments), **static
+                )
+            return outputs
 
         values = [args[i] for i in arrays]
         if any(isinstance(x, jax.core.Tracer) for x in values):
@@ -111,10 +113,10 @@ def leaf_of(shape: tuple[int, ...], depth: int, grad: str, weight: str, mu: str,
         for x, place in ((g, 5), (m, 300), (w, 700)):
             x.reshape(-1)[place : place + 4] = np.nan, np.inf, -np.inf, 1e-30
         g.reshape(-1)[1000:1003] = -0.0, 1e-20, -1e-22
-        # Under the next scale, of large gradients, these second moments are far below the smallest code.
+        # With the next scale, for large gradients, these second moments are far below the smallest code.
         g.reshape(-1)[1010:1030], v.reshape(-1)[1010:1030] = 0, 1e-13
         if shape == SHAPES["tiny"][0]:
-            # Second moments of the last layer decay below what fp32 has, where squares of gradients are, too.
+            # Second moments of the last layer decay below fp32's smallest number, like the squares of gradients.
             g[-1], m[-1], v[-1] = g[-1] * 1e-30, m[-1] * 1e-18, v[-1] * 1e-36
 
     def stored(x: Any, fmt: str, flush_to_zero: bool = True) -> Any:
@@ -125,7 +127,7 @@ def leaf_of(shape: tuple[int, ...], depth: int, grad: str, weight: str, mu: str,
     stored_values = stored(w, "fp16"), stored(m, mu), stored(np.abs(v), "fp16", flush_to_zero=False)
     largest = fp8lm.stack_amax(*stored_values)
     copies = w.copy()
-    if special:  # what somebody has changed, within and beyond the range of the next scale
+    if special:  # changed by the caller, within and beyond the range of the next scale
         copies.reshape(-1)[20:24] = 0.3, -1e4, 2.5e4, 7e-3
     return Leaf(gradient, jnp.asarray(copies).astype(weight), *stored_values[1:], stored_values[0], largest)
 
@@ -135,7 +137,7 @@ def step(form: str, leaf: Leaf, adam: Adam, impl: str) -> Any:
 
 
 def assert_equal(expected: Any, actual: Any) -> None:
-    """Bit for bit, but for the payload and sign of NaN."""
+    """Bit for bit, except for the payload and sign of NaN."""
     assert jax.tree.structure(expected) == jax.tree.structure(actual)
     for path, a in jax.tree_util.tree_leaves_with_path(expected):
         b = dict(jax.tree_util.tree_leaves_with_path(actual))[path]
@@ -178,18 +180,18 @@ def compare(decays: bool, shape: str, grad: str, weight: str, mu: str, form: Any
 
 
 def compare_gated(master: str) -> None:
-    """A step that is not taken writes nothing; one that is has the bits of one without a gate."""
+    """A skipped step writes nothing. An applied one has the bits of a step without the condition."""
     leaf = with_master(leaf_of((3, 40, 96), 1, "e4m3", "bfloat16", "e4m3", special=False), master)
-    plain, taken, left = (
+    unconditional, applied_step, skipped = (
         step("step", leaf, dataclasses.replace(ADAM, apply_if=applied), "triton")
         for applied in (None, jnp.array(True), jnp.array(False))
     )
-    assert_equal(plain, taken)
-    assert_equal(leaf.unchanged, left)
+    assert_equal(unconditional, applied_step)
+    assert_equal(leaf.unchanged, skipped)
 
 
 def compare_large(grad: str, master: str) -> None:
-    """Finite gradients whose squares overflow make no NaN; NaN and Inf of the gradient stay."""
+    """Finite gradients whose squares overflow never become NaN. NaN and Inf of the gradient remain."""
     leaf = leaf_of((3, 40, 96), 1, "float32", "bfloat16", "e4m3", special=False)
     x = np.array(leaf.grad)
     x[0, 3, 5:9], x[1], x[2, 1, 2:4] = (3e19, -1e30, 2.9e38, 1e25), 2e38, (np.nan, np.inf)
@@ -210,27 +212,27 @@ def compare_large(grad: str, master: str) -> None:
             assert not np.isnan(np.asarray(q.dequantize())[~bad]).any()
 
 
-def cuts_of(master: str, which: str) -> list[Any]:
+def shardings_of(master: str, which: str) -> list[Any]:
     if master == "nearest":
-        return CUTS if which == "all" else CUTS[2:4]
-    return CUTS[:2] if which == "all" else CUTS[:1] if master == "own, stochastic" else CUTS[1:2]
+        return SHARDINGS if which == "all" else SHARDINGS[2:4]
+    return SHARDINGS[:2] if which == "all" else SHARDINGS[:1] if master == "own, stochastic" else SHARDINGS[1:2]
 
 
-def compare_cuts(master: str, which: str) -> None:
-    """On the Explicit axes of a mesh each device updates its part, whose largest magnitudes are compared."""
+def compare_sharded(master: str, which: str) -> None:
+    """On Explicit axes of a mesh, each device updates its shard; amaxes are compared."""
     leaf = with_master(leaf_of((8, 8, 64), 1, "e4m3", "bfloat16", "e4m3", special=False), master)
     with jax.disable_jit():
         expected = step("step", leaf, ADAM, "triton")
-    for axes in cuts_of(master, which):
-        # A callback, which the interpreter is here, lives only where JAX lowers it: not in what XLA partitions itself.
+    for axes in shardings_of(master, which):
+        # A callback, here the interpreter, works only in programs that JAX lowers, not in those that XLA partitions.
         mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 
         def place(x: Any, mesh: Any = mesh, axes: Any = axes) -> Any:
             if x.ndim < 3:
                 return jax.device_put(x, jax.NamedSharding(mesh, jax.P()))
             lead = x.ndim - 3
-            cut = [axis if n in (8, 64) else None for axis, n in zip(axes, x.shape[lead:], strict=True)]
-            return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*[None] * lead, *cut)))
+            axis_names = [axis if n in (8, 64) else None for axis, n in zip(axes, x.shape[lead:], strict=True)]
+            return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*[None] * lead, *axis_names)))
 
         run = jax.jit(lambda leaf: step("step", leaf, ADAM, "triton"))
         with jax.set_mesh(mesh):
@@ -243,9 +245,9 @@ def compare_cuts(master: str, which: str) -> None:
 def main() -> None:
     prepare()
     with jax.disable_jit():
-        for i, case in enumerate(part(CASES, sys.argv[1])):
+        for i, case in enumerate(subset(CASES, sys.argv[1])):
             try:
-                # Of each two cases that are neighbours one has weight decay, with each form of the other settings.
+                # One of every two neighbouring cases has weight decay, with each form of the other settings.
                 compare(bool((i ^ i >> 1) & 1), *case)
             except Exception as error:
                 raise AssertionError(f"case {case}") from error
@@ -253,9 +255,9 @@ def main() -> None:
             compare_gated(master)
             compare_large("float32" if master == "int8" else "e5m2", master)
     for master in MASTERS:
-        compare_cuts(master, sys.argv[1])
-    cuts = sum(len(cuts_of(master, sys.argv[1])) for master in MASTERS)
-    print(f"{len(part(CASES, sys.argv[1]))} cases, {cuts} cuts")
+        compare_sharded(master, sys.argv[1])
+    count = sum(len(shardings_of(master, sys.argv[1])) for master in MASTERS)
+    print(f"{len(subset(CASES, sys.argv[1]))} cases, {count} shardings")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Norms and activations that are quantized where they are computed: their kernels compute what XLA does."""
+"""Kernels that quantize norms and activations while computing them, compared with XLA."""
 
 import json
 import os
@@ -19,10 +19,10 @@ pytest.importorskip("jax_triton")
 from tests.kernels.fused_interpreter import CASES, FEW, compare
 from tests.rows import few, slow
 
-# Bytes of shared memory that a program can have on the smallest GPU with FP8.
+# Bytes of shared memory of a program on the smallest GPU with FP8.
 SHARED = 99 << 10
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Largest numbers of registers a thread may take: with them three programs or more share a multiprocessor.
+# Maximum registers per thread: three programs or more then share a multiprocessor.
 REGISTERS = {
     "kept of silu": 64, "peaks": 64, "cotangents": 80, "silu again": 64, "silu": 48, "norm": 64,
     "silu again, peaks": 80, "silu again, cotangents": 80, "cotangents, sums": 112,
@@ -36,11 +36,11 @@ REGISTERS = {
 
 
 def python(*command, **env):
-    """What a process of its own prints last, as JSON."""
+    """Returns the last line that a process prints, as JSON."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | env
-    done = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def test_kernels_take_the_references_sample():
@@ -67,20 +67,20 @@ def test_an_activation_without_a_branch_in_the_kernels_does_not_compile():
     assert "needs a branch here" in "".join(traceback.format_exception(error.value))
 
 
-def check(case, made, share, most, far, bound=2e-3):
-    """Forward one matrix; lean, one for each product that reads it again; of an activation both cotangents."""
+def check(case, num_kernels, share, max_difference, distance, bound=2e-3):
+    """The forward pass quantizes one matrix; with recomputed activations, one per product, and both cotangents."""
     norm = case.startswith(("rms", "layer", "norm"))
     lean = "faithful" not in case
     gated = "False" not in case
     expected = {"norm, tokens": 0, "kept anyway": 1}.get(case)
     if case.endswith("ten bits") and "rows" not in case:
-        expected = 0  # the layers take no codes of these kernels
+        expected = 0  # the layers read no codes of these kernels
     expected = expected if expected is not None else 1 + (2 if norm else 1) * lean + (0 if norm else 1 + gated)
-    assert made == expected, case
-    narrow = "bf16" in case  # XLA rounds a 16-bit activation after each of its operations
-    assert share <= (0.04 if narrow else 2e-3), (case, share)
-    assert most <= 1, (case, most)
-    assert far <= (0.05 if narrow else bound), (case, far)
+    assert num_kernels == expected, case
+    is_bf16 = "bf16" in case  # XLA rounds a 16-bit activation after each of its operations
+    assert share <= (0.04 if is_bf16 else 2e-3), (case, share)
+    assert max_difference <= 1, (case, max_difference)
+    assert distance <= (0.05 if is_bf16 else bound), (case, distance)
 
 
 @pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.slow)])
@@ -92,7 +92,7 @@ def test_kernels_quantize_what_xla_computes_in_the_interpreter_and_write_nothing
 
 
 def count_wrong_of_odd_values(*which: str) -> dict[str, list[int]]:
-    """By case, how much of what kernels make of Inf, NaN, zeros and extremes differs from the reference's."""
+    """Returns, by case, how many results of kernels differ from the reference for Inf, NaN, zeros and extremes."""
     from fp8jax.ops.quantization import fused_reference
     from pallas_kernels.nonlinear import (
         activation_rows_triton,
@@ -106,20 +106,20 @@ def count_wrong_of_odd_values(*which: str) -> dict[str, list[int]]:
     from tests.kernels.triton_interpreter import prepare
 
     def by_rows(*args):
-        parts, _, made = fused_reference.encode_activation_residuals(*args[:4], result=(None, args[4]))
-        return parts, *made
+        parts, _, result = fused_reference.encode_activation_residuals(*args[:4], result=(None, args[4]))
+        return parts, *result
 
     prepare()
     coding, x = Coding("group", size=16, scale_dtype=jnp.bfloat16), odd_values()
     norm, silu, ones = Operation(has_scale=True), Operation(dtype=0), jnp.ones(80, jnp.bfloat16)
     differ, by_row = {}, jnp.exp2(jnp.arange(20.0) % 7 - 5)
-    plain = jax.random.normal(jax.random.key(1), x.shape)
-    # All of one shape, for which everything is compiled once.
-    cases = {"odd": (x, plain), "finite": (x.at[:3].set(x[-3:]), plain)}
-    # Codes that are not finite, and a result that is not where its cotangents are.
+    normal = jax.random.normal(jax.random.key(1), x.shape)
+    # All have one shape, which is compiled once.
+    cases = {"odd": (x, normal), "finite": (x.at[:3].set(x[-3:]), normal)}
+    # Codes that are not finite, and a result that is not finite while its cotangents are.
     cases |= {
-        "codes": (plain.astype(x.dtype), x.astype(jnp.float32)),
-        "result": (jnp.zeros_like(x), jnp.full(plain.shape, 1e30)),
+        "codes": (normal.astype(x.dtype), x.astype(jnp.float32)),
+        "result": (jnp.zeros_like(x), jnp.full(normal.shape, 1e30)),
     }
     for name in which:
         rows, inner = cases[name]
@@ -129,7 +129,9 @@ def count_wrong_of_odd_values(*which: str) -> dict[str, list[int]]:
         result_coding, exact = (scale, jnp.float8_e4m3fn), Operation(reads_arrays=True)
         # The largest values times a gradient overflow in XLA's order of factors.
         least = jnp.where(jnp.isfinite(rows), jnp.clip(rows, -1e30, 1e30), rows)
-        itself = quantize_recomputed_triton.Operands(least, up=least[::-1], gradient=jnp.tanh(plain).astype(rows.dtype))
+        itself = quantize_recomputed_triton.Operands(
+            least, up=least[::-1], gradient=jnp.tanh(normal).astype(rows.dtype)
+        )
         twice = (jnp.float32(0.02), jnp.float8_e4m3fn)
         both = quantize_recomputed_triton.Operands(gate, up=up)
         to_mend = (
@@ -196,12 +198,12 @@ def count_wrong_of_odd_values(*which: str) -> dict[str, list[int]]:
                 (fused_reference, fused_reference, fused_reference, fused_reference, by_rows),
             )
         ]
-        differ[name] = apart(*actual)
+        differ[name] = count_differing(*actual)
     return differ
 
 
 def odd_values() -> jax.Array:
-    """A row each of Inf, NaN, zeros and extremes, alone and as a whole group, and eleven ordinary ones."""
+    """One row each of Inf, NaN, zeros and extremes, alone and as a full group, and eleven ordinary rows."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(20, 80)), jnp.bfloat16)
     values = [np.inf, -np.inf, np.nan, 0.0, -0.0, 3.3e38, -3.3e38, 1e-30, -2e-38]
     for row, value in enumerate(values):
@@ -210,12 +212,12 @@ def odd_values() -> jax.Array:
 
 
 def unsigned(a: jax.Array) -> jax.Array:
-    """Inf or NaN, and the sign of a zero, follow from the order of factors: that of XLA is its own."""
+    """Inf or NaN, and the sign of a zero, depend on the order of factors, which XLA chooses."""
     return jnp.where(jnp.isfinite(a), a, jnp.nan).astype(jnp.float32) + 0.0
 
 
-def apart(*actual, least: float = 0.0) -> list[int]:
-    """Of each array, how many of its elements differ, by more than `least`."""
+def count_differing(*actual, least: float = 0.0) -> list[int]:
+    """Returns, for each array, how many of its elements differ by more than `least`."""
     result, expected = ([np.asarray(a, np.float32) for a in jax.tree.leaves(each)] for each in actual)
     close = [np.isclose(a, b, rtol=2e-5, atol=least, equal_nan=True) & (np.isnan(a) | (np.signbit(a) == np.signbit(b)))
              for a, b in zip(result, expected, strict=True)]  # fmt: skip
@@ -223,7 +225,7 @@ def apart(*actual, least: float = 0.0) -> list[int]:
 
 
 def count_wrong_in_ten_bits() -> dict[str, list[int]]:
-    """The same of what is kept in ten bits, of results that are written, and of cotangents from such codes.
+    """The same for int10 residuals, written results, and cotangents from such codes.
 
     The last of three groups of a row is half a group.
     """
@@ -261,12 +263,12 @@ def count_wrong_in_ten_bits() -> dict[str, list[int]]:
             )
         ]
         # SiLU's derivative, a difference of numbers near 1, is 0 at -1.28.
-        differ[name] = apart(*actual, least=1e-8)
+        differ[name] = count_differing(*actual, least=1e-8)
     return differ
 
 
 def unsigned_last(results: tuple) -> tuple:
-    """XLA on CPU has zeros for products of the smallest numbers."""
+    """XLA on CPUs flushes products of the smallest numbers to zero."""
     y = unsigned(results[-1])
     return *results[:-1], jnp.where(jnp.abs(y) < 1e-36, 0, y)
 
@@ -275,10 +277,10 @@ def unsigned_last(results: tuple) -> tuple:
     "which", [("odd", "codes"), pytest.param(("finite", "result"), marks=pytest.mark.slow)], ids=" ".join
 )
 def test_what_is_made_of_values_that_are_not_finite_is_the_references_in_the_interpreter(which):
-    """Codes of eight bits, and with the first cases those of ten."""
-    made, ten_bits = f"test_fused.count_wrong_of_odd_values{which}", "odd" in which
-    made += " | test_fused.count_wrong_in_ten_bits()" * ten_bits
-    code = f"import json; from tests.kernels import test_fused; print(json.dumps({made}))"
+    """8-bit codes, and int10 codes with the first cases."""
+    expression, ten_bits = f"test_fused.count_wrong_of_odd_values{which}", "odd" in which
+    expression += " | test_fused.count_wrong_in_ten_bits()" * ten_bits
+    code = f"import json; from tests.kernels import test_fused; print(json.dumps({expression}))"
     actual = python("-c", code, TRITON_INTERPRET="1")
     assert list(actual) == [*which, *["ten bits, odd", "ten bits, finite"] * ten_bits]
     assert not any(any(counts) for counts in actual.values()), actual
@@ -287,12 +289,12 @@ def test_what_is_made_of_values_that_are_not_finite_is_the_references_in_the_int
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", few(CASES, *FEW))
 def test_kernels_quantize_what_xla_computes_on_a_gpu(case):
-    # Of two in a thousand codes, the steps of e5m2 are a quarter.
-    check(case, *compare(*CASES[case](), whole=True, again="as it is" in case), bound=1.2e-2)
+    # Two in a thousand codes differ; the steps of e5m2 are a quarter.
+    check(case, *compare(*CASES[case](), in_one_program=True, with_references="as it is" in case), bound=1.2e-2)
 
 
 def registers(every: int) -> None:
-    """Prints `h200.assembled` of every so many kernels for Llama-7B's activations, and of norms of longer rows."""
+    """Prints `h200.assembled` of a sample of kernels for Llama-7B's activations, and of norms of longer rows."""
     from pallas_kernels.nonlinear import (
         activation_rows_triton,
         activation_triton,
@@ -330,7 +332,7 @@ def registers(every: int) -> None:
     pair = lambda *arrays: compute_amaxes(  # noqa: E731
         silu, (GATE, UP), Operands(**dict(zip(activation, arrays, strict=True))), **options
     )
-    ahead = lambda *arrays: quantize_recomputed_triton.quantize_and_predict(  # noqa: E731
+    quantize_and_predict = lambda *arrays: quantize_recomputed_triton.quantize_and_predict(  # noqa: E731
         silu, Operands(**dict(zip(activation, arrays, strict=True))), one, e4m3, **options
     )
     back = lambda *arrays: norm_triton.backward(norm, *arrays, jnp.bfloat16, **options)  # noqa: E731
@@ -361,7 +363,7 @@ def registers(every: int) -> None:
                                                 weight=w), y, one, one > 0, **options), narrow, inverse, weight, few),
         "peaks": (pair, *kept_of, wide),
         "cotangents": (quantized(silu, (GATE, UP), e5m2, activation, True, True), *kept_of, wide),
-        "silu again, peaks": (ahead, *kept_of, wide),
+        "silu again, peaks": (quantize_and_predict, *kept_of, wide),
         "silu again, cotangents": (
             quantized(silu, (GATE, UP), e5m2, activation, True, True, (one, e4m3)), *kept_of, wide),
         "silu again": (quantized(silu, (RESULT,), e4m3, activation[:4], False, True), *kept_of),
@@ -439,7 +441,7 @@ def registers(every: int) -> None:
 def test_kernels_compile_for_an_h200_without_spills(every):
     command = f"from tests.kernels import test_fused; test_fused.registers({every})"
     actual = python("-c", command, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
-    # Of rows of 16,384 fp32 values some are spilled; there are 64 registers for each of 1,024 threads.
+    # Rows of 16,384 fp32 values spill some registers; each of 1,024 threads has 64.
     limited = {name: actual[name] for name in actual if name in REGISTERS}
     assert len(limited) >= len(REGISTERS) // every
     assert {name for name, (used, spilled, _) in limited.items() if spilled or used > REGISTERS[name]} == set(), actual

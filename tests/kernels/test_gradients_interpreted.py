@@ -1,7 +1,7 @@
-"""In Triton's interpreter, beside float64: gradients of norms with their residual, who decays, and noise of copies.
+"""Compares kernels in Triton's interpreter with float64: gradients of norms, weight decay, and noise of copies.
 
-A process of its own, `TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m tests.kernels.test_gradients_interpreted`, which
-raises where a kernel is wrong.
+It needs its own process: `TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m tests.kernels.test_gradients_interpreted`
+raises if a kernel is wrong.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ def test_kernels_are_right_in_the_interpreter():
     paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     command = [sys.executable, "-m", "tests.kernels.test_gradients_interpreted"]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == "done"
+    completed = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert completed.stdout.splitlines()[-1] == "done"
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -35,7 +35,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def check_norm(m: int, n: int, wide: bool, dtype: Any, given: tuple[bool, bool, bool], residual: bool) -> None:
-    """The backward kernel on codes of any values; `given`: whether a norm has a scale, a bias and a mean."""
+    """Checks the backward kernel on arbitrary codes. `given`: whether a norm has a scale, a bias and a mean."""
     from pallas_kernels.nonlinear import norm_triton
     from pallas_kernels.nonlinear.operations_triton import Operation
     from pallas_kernels.quantization import quantize_triton
@@ -46,7 +46,7 @@ def check_norm(m: int, n: int, wide: bool, dtype: Any, given: tuple[bool, bool, 
     operation = Operation(has_scale=scaled, has_bias=biased, centered=centered, dtype=index)
     codes = jnp.asarray(normal(0, m, n) * 50, jnp.float8_e4m3fn)
     scales = jnp.asarray(np.exp(normal(1, m, n // 16)) / 50, scale_dtype)
-    # Each row has a size of its own, and what is added is as large as the gradient itself.
+    # Each row has its own magnitude, and the added gradient is as large as the norm's.
     inverse = jnp.asarray(np.exp(normal(2, m)))
     weight = jnp.asarray(1 + normal(3, n), dtype) if scaled else None
     dy, others = (
@@ -58,7 +58,7 @@ def check_norm(m: int, n: int, wide: bool, dtype: Any, given: tuple[bool, bool, 
     )
     *actual, amax = run(dy)
     assert float(amax) == np.abs(np.asarray(actual[0]).astype(np.float32)).max()
-    # Rows that are not finite have no say.
+    # Rows that are not finite are not compared.
     bad, *_, amax = run(dy.at[m - 1, 3].set(jnp.inf).at[0, 0].set(jnp.nan))
     magnitudes = np.abs(np.asarray(bad).astype(np.float32))
     assert not np.isfinite(magnitudes[[0, m - 1]]).any()
@@ -70,35 +70,35 @@ def check_norm(m: int, n: int, wide: bool, dtype: Any, given: tuple[bool, bool, 
     dx = t - normalized * (t * normalized).mean(1, keepdims=True) - (t.mean(1, keepdims=True) if centered else 0)
     dx = wide_(inverse)[:, None] * dx + (wide_(others) if residual else 0)
     expected = (dx, (wide_(dy) * normalized).sum(0) if scaled else None, wide_(dy).sum(0) if biased else None)
-    # Sums of n or m terms in fp32, whose rounding errors add up; then one rounding to the gradient's dtype.
+    # Sums of n or m terms in fp32, with accumulated rounding errors, and one rounding to the gradient's dtype.
     sizes = [np.abs(dx).max(1, keepdims=True), m * 4.0, m * 4.0]
     for result, exact, size, last in zip(actual, expected, sizes, (float(jnp.finfo(dtype).eps), 0, 0), strict=True):
         assert (result is None) == (exact is None)
         if exact is not None:
             assert result is not None
-            far = np.abs(wide_(result) - exact) - last / 2 * np.abs(exact)
-            assert (far <= 64 * 2.0**-24 * size * 4).all(), far.max()
+            excess = np.abs(wide_(result) - exact) - last / 2 * np.abs(exact)
+            assert (excess <= 64 * 2.0**-24 * size * 4).all(), excess.max()
 
 
 def check_norms() -> None:
-    """Whole and masked tiles, one row and two at a time, operands ahead of time or not, scales in pairs or alone."""
+    """Full and masked tiles, one row and two at a time, with and without prefetch, scales in pairs or alone."""
     from pallas_kernels.nonlinear import norm_triton
 
-    ahead = norm_triton.PREFETCH_BYTES
-    shapes = [(35, 48, 11), (34, 64, 8), (40, 80, 40)]  # rows, channels, and sums at least
+    prefetch_bytes = norm_triton.PREFETCH_BYTES
+    shapes = [(35, 48, 11), (34, 64, 8), (40, 80, 40)]  # rows, channels, and the minimum of partial sums
     kinds = [(True, False, False), (True, True, True), (False, False, False)]
     for (m, n, sums), given, residual, stages in itertools.product(shapes, kinds, (False, True), (False, True)):
         if not residual and (stages or given[1]):
             continue  # `tests.kernels.fused_interpreter` has these
-        norm_triton.MIN_SUMS, norm_triton.PREFETCH_BYTES = sums, ahead if stages else 0
+        norm_triton.MIN_SUMS, norm_triton.PREFETCH_BYTES = sums, prefetch_bytes if stages else 0
         for wide, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
             if (n == 80) <= wide:
                 check_norm(m, n, wide, dtype, given, residual)
-    norm_triton.PREFETCH_BYTES = ahead
+    norm_triton.PREFETCH_BYTES = prefetch_bytes
 
 
 def check_amaxes() -> None:
-    """Largest magnitudes of results and cotangents of tiles that are ragged in one direction, beside float64."""
+    """Compares amaxes of results and cotangents with float64, for tiles that are partial in one direction."""
     from pallas_kernels.nonlinear import operations_triton, quantize_recomputed_triton, sampled_amax_triton
 
     gate_kind, up_kind = quantize_recomputed_triton.GATE, quantize_recomputed_triton.UP
@@ -106,7 +106,7 @@ def check_amaxes() -> None:
     rows = sampled_amax_triton.SAMPLE_ROWS
     for (m, n), every in itertools.product(((64, 192), (33, 128), (70, 64), (97, 40)), (1, 2)):
         gate, up, dy = (normal(i, m, n) for i in range(3))
-        # The largest values lie in the last row and column, where a wrong mask reads beyond the matrix or too little.
+        # The largest values are in the last row and column, where a wrong mask reads too much or too little.
         for x in (up, dy):
             x[-1, -1] = 20
         arrays = [jnp.asarray(x) for x in (gate, up, dy)]
@@ -130,7 +130,7 @@ def check_amaxes() -> None:
 
 
 def check_decay(weight: Any, grad: Any) -> None:
-    """Parameters that decay and that do not in one tree, in both forms of the step, quantized or half so."""
+    """Parameters with and without weight decay in one tree, in both forms of the step, quantized or not."""
     from tests.kernels import adamw_cases
     from tests.kernels.adamw_cases import ADAM, decoded, stored
 
@@ -153,7 +153,7 @@ def check_decay(weight: Any, grad: Any) -> None:
             change = -0.25 * (direction + 0.5 * w * decays)
             expected = w + change if form == "step" else change
             actual = np.asarray(result[name]).astype(np.float64)
-            # The kernel computes roots and powers to 1e-5 of themselves.
+            # The kernel computes roots and powers with a relative error of 1e-5.
             bound = 1e-4 * (np.abs(w) + np.abs(change) + 1) + float(jnp.finfo(weight).eps) * np.abs(expected)
             assert (np.abs(actual - expected) <= bound).all(), (mask, form, name, np.max(np.abs(actual - expected)))
     result, *_ = adamw_cases.update(grads, mus, nus, None, adam, decays=False, impl="triton")
@@ -164,7 +164,7 @@ def check_decay(weight: Any, grad: Any) -> None:
 
 
 def check_noise() -> None:
-    """A symmetric matrix half way between codes: of its copy the codes were drawn anew, of another key all were."""
+    """A symmetric matrix halfway between codes: the codes of its copy have their own noise, and so does each key."""
     from fp8jax.ops.quantization import quantize
 
     x = np.random.default_rng(0).integers(-100, 100, (64, 64)) + 0.5

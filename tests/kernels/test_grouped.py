@@ -1,4 +1,5 @@
-"""Grouped matrix products: kernels against float64 NumPy, rows of other groups and of none, races, spills, errors."""
+"""Grouped matrix products: kernels against float64 NumPy, rows of other groups and of no group, races,
+spills, errors."""
 
 import dataclasses
 import importlib
@@ -60,7 +61,7 @@ class Case:
     """A product of rows, (T, K) by (G, N, K), or of tokens, (M, T) by (N, T)."""
 
     sizes: tuple[int, ...]
-    shape: tuple[int, int, int]  # T, N, K, or M, N and the tokens of no group
+    shape: tuple[int, int, int]  # T, N, K, or M, N and the tokens in no group
     tile: Tile = ALTERNATING
     left: Any = E4M3
     right: Any = E4M3
@@ -74,7 +75,7 @@ ROWS = [
     Case((100, 0, 1, 60, 35), (200, 64, 200), terms=ALL_SCALES),
     Case((100, 0, 1, 60, 0), (203, 75, 200), left=E5M2, out=BF16, terms=ALL_SCALES),
     Case((0, 203, 0), (203, 72, 130), Tile(128, 96, None, 3), right=E5M2, terms=("scale",)),
-    # A group of a tile's size that starts in the middle of 8 rows has two tiles.
+    # A group of the size of a tile that starts in the middle of 8 rows has two tiles.
     Case((7, 128, 128, 1), (264, 40, 128), terms=("column_scale",)),
     Case((60, 1, 0, 67), (130, 140, 1200), LEADING, out=BF16, terms=ALL_SCALES, fast=False),
     Case((5, 1, 1, 2), (9, 24, 1000), SHARED, fast=False),
@@ -86,13 +87,13 @@ FEW_ROWS = (ROWS[1], *ROWS[3:5], *ROWS[6:8])
 
 
 def row_arguments(case: Case) -> tuple[dict[str, jax.Array], np.ndarray]:
-    """Arguments of `grouped_matmul`, and its result in the rows of all groups."""
+    """Returns the arguments of `grouped_matmul`, and its result in the rows of all groups."""
     (t, n, k), groups = case.shape, len(case.sizes)
     a, b = draw(0, t, k, dtype=case.left), draw(1, groups, n, k, dtype=case.right)
     shapes = {"scale": (groups,), "row_scale": (t,), "column_scale": (groups, n)}
     scales = {name: jnp.asarray(np.random.default_rng(2).uniform(0.5, 2, shapes[name]), F32) for name in case.terms}
     group = np.repeat(np.arange(groups), case.sizes)
-    parts = zip(np.split(wide(a), np.cumsum(case.sizes)), wide(b), strict=False)  # the last part is of no group
+    parts = zip(np.split(wide(a), np.cumsum(case.sizes)), wide(b), strict=False)  # the last part is in no group
     expected = np.concatenate([part @ matrix.T for part, matrix in parts])
     expected = expected * wide(scales.get("scale", np.ones(groups)))[group][:, None]
     expected = expected * wide(scales.get("row_scale", np.ones(t)))[: len(group), None]
@@ -126,7 +127,10 @@ FEW_TOKENS = (TOKENS[0], *TOKENS[2:5])
 
 
 def token_arguments(case: Case) -> tuple[dict[str, Any], np.ndarray]:
-    """Arguments of `grouped_matmul_dw`, and its result; the right operand is not 0 after the end of a group."""
+    """Returns the arguments of `grouped_matmul_dw`, and its result.
+
+    The right operand is not 0 after the end of a group.
+    """
     (m, n, rest), groups = case.shape, len(case.sizes)
     starts, ranges, tokens = token_ranges(case.sizes)
     is_token = np.zeros(tokens + rest, bool)
@@ -184,14 +188,14 @@ def test_blocks_of_each_group_have_their_own_scales(case: Case) -> None:
 
 
 def token_ranges(sizes: tuple[int, ...]) -> tuple[np.ndarray, list[slice], int]:
-    """First token of each group, its tokens, and the length of the axis."""
+    """Returns the first token of each group, its number of tokens, and the length of the axis."""
     spans = [-(-size // 128) * 128 for size in sizes]
     starts = np.cumsum([0, *spans[:-1]])
     return starts, [slice(i, i + size) for i, size in zip(starts, sizes, strict=True)], sum(spans) + 128
 
 
 def spread(scale: np.ndarray, rows: int, by_block: bool) -> np.ndarray:
-    """Scales of 128 columns, of each row or of blocks of 128, as a matrix of single ones."""
+    """Broadcasts scales of 128 columns, per row or per block of 128, to a matrix."""
     return np.repeat(np.repeat(wide(scale), 128, 0)[:rows] if by_block else wide(scale), 128, 1)
 
 
@@ -229,7 +233,7 @@ def test_each_group_contracts_its_own_blocks_of_tokens(case: Case) -> None:
     assert not wide(out)[np.array(case.sizes) == 0].any()
 
 
-# Groups of blocks of 128 rows, N, K, share of fallback blocks and tile; of three groups, so that 3 is none.
+# Groups in blocks of 128 rows, N, K, fraction of fallback blocks, and tile. There are three groups, so 3 is none.
 INT8_BLOCKS: list[Any] = [
     ((0, 0, 2, 2, 3, 3), 140, 300, 0.4, Tile(128, 128, "N", 3, store_slots=4)),
     ((0, 1, 1, 2), 75, 256, 0.0, Tile(64, 64, "M", 2)),
@@ -238,7 +242,7 @@ INT8_BLOCKS: list[Any] = [
 
 
 def int8_arguments(groups: tuple[int, ...], n: int, k: int, rate: float) -> tuple[list[Any], Any, np.ndarray]:
-    """Operands, the residual, and the result in float64, NaN in rows of no group."""
+    """Returns operands, the residual, and the result in float64, NaN in rows of no group."""
     rng, t, steps = np.random.default_rng(0), 128 * len(groups), -(-k // 128)
     a, r = (rng.integers(-127, 128, (t, k)).astype(np.int8) for _ in range(2))
     b = rng.integers(-127, 128, (3, n, k)).astype(np.int8)
@@ -266,7 +270,7 @@ def test_int8_blocks_fall_back_in_each_group(groups: Any, n: int, k: int, rate: 
 
 @pytest.mark.parametrize("case", [Case((40, 90), (130, 64, 1024), SHARED), Case((1024, 0), (64, 64, 0), SHARED)])
 def test_sums_of_512_are_promoted(case: Case) -> None:
-    """Of eight slices whose sums are 2^24 and 1, a sum of fp32 loses what is added to the first one alone."""
+    """Eight slices have sums of 2^24 and 1. One fp32 sum would lose what is added to the first one."""
     a, b = (np.zeros((64 if case.shape[2] == 0 else 130, 1024)), np.zeros((64, 1024)))
     a[:, :128], b[:, :128] = 256, 512
     a[:, 128::128] = b[:, 128::128] = 1
@@ -281,7 +285,7 @@ def test_sums_of_512_are_promoted(case: Case) -> None:
 
 
 def test_rows_of_other_groups_and_of_none_change_nothing() -> None:
-    """Also not by NaN or Inf, though tiles overlap them. Sizes whose sum is more than T end with its rows."""
+    """Not even NaN or Inf, although tiles overlap such rows. Sizes whose sum exceeds T end with its rows."""
     case = Case((60, 3, 40), (140, 72, 136), terms=ALL_SCALES, out=BF16)
     arguments, expected = row_arguments(case)
     rest = jnp.asarray([np.nan, 448, -448, np.nan], F32).astype(E4M3)
@@ -307,7 +311,7 @@ def test_rows_of_other_groups_and_of_none_change_nothing() -> None:
     [((300, 0, 411), 3), ((1, 0, 700), 1000), ((0, 0, 0), 77), ((2048, 0, 0), 0), ((0, 5, 0), 0)],
 )
 def test_rows_of_no_group_are_zero_on_a_gpu(sizes: tuple[int, ...], first_row: int, dtype: Any) -> None:
-    """Whatever the operands, and the memory of the output, hold there."""
+    """For any operands, and any previous content of the output."""
     rows, columns = 2048, 1024
     end = first_row + sum(sizes)
     case = Case(sizes, (sum(sizes), columns, 520), left=dtype, right=dtype, terms=ALL_SCALES, out=BF16)
@@ -332,7 +336,7 @@ def test_rows_of_no_group_are_zero_on_a_gpu(sizes: tuple[int, ...], first_row: i
 
 @pytest.mark.parametrize("tile", few([ALTERNATING, SHARED], SHARED))
 def test_rows_before_the_first_group_are_zero(tile: Tile) -> None:
-    """In whole pieces of 64 rows, and in parts of such, whatever they hold."""
+    """Full pieces of 64 rows, and partial ones, with any previous content."""
     case = Case((30, 0, 40), (70, 75, 136), terms=ALL_SCALES, out=BF16)
     arguments, expected = row_arguments(case)
     for name in ("a", "row_scale"):
@@ -349,7 +353,7 @@ def test_rows_before_the_first_group_are_zero(tile: Tile) -> None:
 def test_the_table_of_tiles_has_each_row_of_each_group_once(block_rows: int) -> None:
     rng = np.random.default_rng(0)
     shapes = [rng.multinomial(rng.integers(0, 2000), rng.dirichlet(np.full(12, 0.3))) for _ in range(8)]
-    # Every group starts at the last of 8 rows, so that a group of as many rows as a tile has two.
+    # Every group starts at the last of 8 rows, so a group with the rows of one tile has two tiles.
     shapes += [np.array([7] + 11 * [block_rows]), np.zeros(12, int)]
     for sizes in shapes:
         tokens = int(sizes.sum()) + int(rng.integers(0, 3)) + 1
@@ -385,7 +389,7 @@ def test_transformations() -> None:
 
 
 def test_blocks_of_no_group_are_not_multiplied() -> None:
-    """The blocks that are come first, those with the most slices before the others."""
+    """Valid blocks are first, those with the most slices before the others."""
     groups, slices, tile = jnp.asarray([0, 3, 1, 3, 2]), jnp.asarray([4, 9, 6, 9, 5]), Tile(64, 128, num_stages=3)
     schedule = grouped_int8_mosaic._block_schedule((640, 300), 304, tile, slices, groups, 3)
     _, order, _, used = schedule.arrays
@@ -398,7 +402,7 @@ def test_tiles_have_few_columns_beyond_n() -> None:
     best = grouped_mosaic.best_tile
     assert [best(n, fast=True).cols for n in (1536, 1024, 2560, 2048)] == [192, 128, 160, 160]
     assert [best(n, fast=True, is_k_major=False).cols for n in (1536, 2560)] == [192, 128]
-    # The first of two warpgroups cannot lead in a group that has fewer slices than the lead.
+    # The first of two warpgroups cannot lead in a group with fewer slices than the lead.
     assert best(2048, fast=False).lead_slices > 0
     assert best(2048, fast=False, lead_slices=0).lead_slices == 0
     # Groups of 64 rows would fill a quarter of a large tile.
@@ -443,7 +447,7 @@ def test_errors_name_the_value_and_the_fix(call: Any, kind: type[Exception], tex
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", few(ROWS + TOKENS, *FEW_ROWS, *FEW_TOKENS), ids=str)
 def test_on_a_gpu(case: Case) -> None:
-    """In the chosen tile; tensor cores add FP8 products with 14 bits."""
+    """In the chosen tile. Tensor cores add FP8 products with 14 bits."""
     is_rows = any(case is x for x in ROWS)
     function, (arguments, expected) = (
         (grouped_matmul, row_arguments(case)) if is_rows else (grouped_matmul_dw, token_arguments(case))

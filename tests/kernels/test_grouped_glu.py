@@ -1,4 +1,4 @@
-"""The kernels of a GLU of groups beside their references; interpreted in `test_quantize.py`."""
+"""The kernels of a grouped GLU, compared with their references; `test_quantize.py` runs the interpreter."""
 
 import pytest
 

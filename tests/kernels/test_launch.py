@@ -1,4 +1,4 @@
-"""Triton kernels that XLA launches itself: what is written into programs, and when jax-triton's calls stay."""
+"""Triton kernels that XLA launches itself: the lowered programs, and when jax-triton's calls are used."""
 
 import dataclasses
 import logging
@@ -20,7 +20,7 @@ import triton
 from pallas_kernels.dispatch import call_triton, kernel_cache_triton, launch_triton
 from pallas_kernels.quantization import transpose_triton
 
-# Before, jax-triton's calls are what is taken where nothing else is asked for.
+# Before jax 0.11, the default is jax-triton's calls.
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA is given kernels from jax 0.11 on")
 TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 XLA, JAX_TRITON = f"custom_call @{launch_triton.TARGET}(", "custom_call @triton_kernel_call"
@@ -28,7 +28,7 @@ BYTES = jax.ShapeDtypeStruct((128, 256), jnp.uint8)
 X = jax.ShapeDtypeStruct((32,), jnp.float32)
 
 
-def turned(x):
+def transposed_copy(x):
     return transpose_triton.transpose(x, compute_capability=90)
 
 
@@ -41,14 +41,14 @@ def lowered(function, *shapes):
 
 
 def written(function, *shapes):
-    """What XLA is given of a program's only kernel: the attributes' text, and its PTX."""
+    """Returns XLA's call of a program's only kernel: the text of its attributes, and its PTX."""
     (call,) = re.findall(rf"{re.escape(XLA)}.*", lowered(function, *shapes))
     code = re.search(r'kernel_data = "(.*?)", kernel_type = "ptx"', call)[1]
     return call, re.sub(r"\\([0-9A-F]{2})", lambda of: chr(int(of[1], 16)), code)
 
 
 def compiled_ptx(function, *shapes):
-    """The PTX of a program's only kernel as Triton makes it, without lines."""
+    """Returns Triton's PTX of a program's only kernel, without line numbers."""
     compiled = []
     with pytest.MonkeyPatch.context() as patch:
         own = launch_triton.redeclare_parameters
@@ -60,7 +60,7 @@ def compiled_ptx(function, *shapes):
 
 
 def instructions(code, folder):
-    """Machine code of PTX on an H100, without addresses of parameters."""
+    """Returns the machine code of PTX on an H100, without addresses of parameters."""
     (folder / "k.ptx").write_text(re.sub(r"\.version [\d.]+", ".version 8.7", code))
     run = {"cwd": folder, "check": True, "capture_output": True, "text": True}
     subprocess.run([TOOLS / "ptxas", "-arch=sm_90a", "k.ptx", "-o", "k.cubin"], **run)
@@ -72,7 +72,7 @@ def instructions(code, folder):
 def test_xla_is_given_the_kernel_its_grid_and_its_memory(monkeypatch):
     own = launch_triton.capture_launch
     monkeypatch.setattr(launch_triton, "capture_launch", lambda lower: dataclasses.replace(own(lower), y=3, z=5))
-    call, code = written(turned, BYTES)
+    call, code = written(transposed_copy, BYTES)
     for name, value in {"block_x": 512, "block_y": 1, "block_z": 1, "grid_x": 2, "grid_y": 3, "grid_z": 5}.items():
         assert f"{name} = {value} : i32" in call
     assert "shared_mem_bytes = 16384 : i32" in call
@@ -94,13 +94,13 @@ def test_parameters_are_the_operands_then_integers_then_results():
     assert "(tensor<32xf32>, tensor<1xi32>) -> (tensor<32xf32>, tensor<32xf32>)" in call
 
 
-@pytest.mark.parametrize("program", [(turned, BYTES), (sums, X)], ids=["transpose", "add"])
+@pytest.mark.parametrize("program", [(transposed_copy, BYTES), (sums, X)], ids=["transpose", "add"])
 def test_the_machine_code_is_that_of_tritons_own_but_for_integers(program, tmp_path):
     ours, tritons = instructions(written(*program)[1], tmp_path), instructions(compiled_ptx(*program), tmp_path)
-    if program[0] is turned:
+    if program[0] is transposed_copy:
         assert ours == tritons
         return
-    # The integer is read from where the parameter leads.
+    # The integer is read from the address of the parameter.
     kind = lambda lines: sorted(re.sub(r"^@\S+ ", "", line).split()[0].rstrip(";") for line in lines)  # noqa: E731
     more = kind(ours)
     for name in kind(tritons):
@@ -148,16 +148,16 @@ def test_integers_lie_where_the_kernel_reads_them():
     ]
     assert "ld.global.nc.b64 %rd2, [%numbers+8];" in actual.code
     assert "_k_param_4" not in actual.code
-    of = [
+    parameters = [
         launch_triton.KernelParameter(*p)
         for p in (("array",), ("i32", -7), ("i64", 5 << 32 | 9), ("array",), ("u32", 1), ("u64", 3))
     ]
-    assert list(launch_triton.pack_integers(of)) == [-7, 0, 9, 5, 1, 0, 3, 0]
-    # Nothing is passed that nobody reads.
+    assert list(launch_triton.pack_integers(parameters)) == [-7, 0, 9, 5, 1, 0, 3, 0]
+    # Unread integers are not passed.
     unread = re.sub(r"ld\.param.*_k_param_[12]\];\n", "", CODE)
     assert not launch_triton.redeclare_parameters(unread, 64, KINDS, 1, (False,)).has_integers
     assert "numbers" not in launch_triton.redeclare_parameters(unread, 64, KINDS, 1, (False,)).code
-    # A result in an operand's place has a parameter, though the kernel has none.
+    # A result that aliases an operand has a parameter, although the kernel has none.
     assert ".param .u64 _k_unread_0,\n.param .u64 .ptr .global .align 1 _k_param_3\n)" in (
         launch_triton.redeclare_parameters(CODE, 64, KINDS, 1, (True, False)).code
     )
@@ -177,7 +177,7 @@ def test_integers_lie_where_the_kernel_reads_them():
         ({}, ("array", "fp32", "i64", "array"), 64),
         ({".param .u64 .ptr .global .align 1 _k_param_0": ".param .align 64 .b8 _k_param_0[128]"}, KINDS, 64),
         ({}, (*KINDS, "array", "array"), 64),
-        ({}, ("array", "i32", "i64", "array", "array"), 64),  # a result too many
+        ({}, ("array", "i32", "i64", "array", "array"), 64),  # one result too many
         ({"ld.param.b64 %rd3, [_k_param_3];\n": ""}, KINDS[:3], 64),  # or too few
     ],
     ids=str,
@@ -192,7 +192,7 @@ def test_code_of_another_form_is_left_alone(change, kinds, threads):
 
 @pytest.fixture
 def log(monkeypatch, caplog):
-    """Warnings; nothing has been tried or told before, nor is after."""
+    """Returns warnings. No failure is remembered from before or afterwards."""
     monkeypatch.delenv(launch_triton.VARIABLE, raising=False)
     monkeypatch.setattr(launch_triton, "_failure_reasons", [])
     launch_triton._warn_once.cache_clear()
@@ -204,11 +204,11 @@ def log(monkeypatch, caplog):
 def test_the_environment_says_who_launches(log, monkeypatch):
     for value, target in (("triton", JAX_TRITON), ("xla", XLA), ("", XLA)):
         monkeypatch.setenv(launch_triton.VARIABLE, value)
-        text = lowered(turned, BYTES)
+        text = lowered(transposed_copy, BYTES)
         assert [target in text, text.count("custom_call")] == [True, 1], value
     monkeypatch.setenv(launch_triton.VARIABLE, "cuda")
     with pytest.raises(ValueError, match="FP8JAX_KERNEL_CALLS='cuda'; use 'xla' or 'triton', or leave it unset"):
-        lowered(turned, BYTES)
+        lowered(transposed_copy, BYTES)
     assert not log.text
     monkeypatch.delenv(launch_triton.VARIABLE)
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
@@ -218,7 +218,7 @@ def test_the_environment_says_who_launches(log, monkeypatch):
 
 def test_where_xlas_call_fails_jax_tritons_is_taken_and_told_once(log, monkeypatch):
     launch_triton.check_launch(lambda: None)
-    assert XLA in lowered(turned, BYTES)
+    assert XLA in lowered(transposed_copy, BYTES)
 
     def broken():
         raise RuntimeError("no such target\nand more")
@@ -226,11 +226,11 @@ def test_where_xlas_call_fails_jax_tritons_is_taken_and_told_once(log, monkeypat
     monkeypatch.setenv(launch_triton.VARIABLE, "xla")
     launch_triton.check_launch(broken)
     monkeypatch.delenv(launch_triton.VARIABLE)
-    assert XLA in lowered(turned, BYTES), "who asks for it gets it"
+    assert XLA in lowered(transposed_copy, BYTES), "who asks for it gets it"
     for _ in range(2):
         launch_triton.check_launch(broken)
     assert len(launch_triton._failure_reasons) == 1, "not tried again"
-    assert JAX_TRITON in lowered(turned, BYTES)
+    assert JAX_TRITON in lowered(transposed_copy, BYTES)
     assert [r.getMessage() for r in log.records] == [
         "kernels are launched by jax-triton's calls: XLA's own calls of PTX fail (RuntimeError: no such target). "
         "The host needs more time per step"
@@ -248,7 +248,7 @@ def test_a_driver_that_keeps_nothing_is_not_asked_to_assemble_each_call(log, mon
     assert f"cannot keep assembled kernels in {tmp_path}/new/folder" in launch_triton.missing_driver_cache()
     monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")
     launch_triton.check_launch(lambda: pytest.fail("nothing is to be tried"))
-    assert JAX_TRITON in lowered(turned, BYTES)
+    assert JAX_TRITON in lowered(transposed_copy, BYTES)
     assert "CUDA_CACHE_DISABLE is set" in log.text
 
 
@@ -257,14 +257,14 @@ def test_a_kernel_of_another_form_keeps_jax_tritons_call(log, monkeypatch):
     monkeypatch.setattr(
         launch_triton.kernel_cache_triton, "kernel_parts", lambda kernel: [*(of := own(kernel))[:2], 2, *of[3:]]
     )  # clusters of two programs
-    assert JAX_TRITON in lowered(turned, BYTES)
+    assert JAX_TRITON in lowered(transposed_copy, BYTES)
     assert "the kernel _transpose is launched by jax-triton's call" in log.text
 
 
 def test_a_jax_triton_of_another_form_keeps_its_calls(log, monkeypatch):
     for broken in (lambda *_: b"", lambda *_: 1 / 0):
         monkeypatch.setattr(launch_triton.Launch, "to_proto", broken)
-        assert JAX_TRITON in lowered(turned, BYTES)
+        assert JAX_TRITON in lowered(transposed_copy, BYTES)
     reasons = [r.getMessage().partition(" asked for less ")[2] for r in log.records]
     assert reasons == ["(its lowering makes no single launch)", "(ZeroDivisionError: division by zero)"]
 
@@ -282,7 +282,7 @@ def test_what_a_compiled_program_runs_is_named():
 @pytest.mark.gpu
 def test_both_calls_give_the_same_bits(monkeypatch):
     x = np.arange(32, dtype=np.float32)
-    for who in ("xla", "triton"):
-        monkeypatch.setenv(launch_triton.VARIABLE, who)
+    for launcher in ("xla", "triton"):
+        monkeypatch.setenv(launch_triton.VARIABLE, launcher)
         call_triton._run_small_kernel()
         np.testing.assert_array_equal(x, np.arange(32))

@@ -32,7 +32,7 @@ Function = Callable[..., jax.Array]
 
 
 def tolerance(out_dtype: Any, accumulation: float = 0.0) -> float:
-    """Relative (Frobenius): half an ulp of the output, the sums' own error, and fp32 sums in the epilogue."""
+    """Returns the relative (Frobenius) error of half an ulp of the output, the sums, and fp32 sums in the epilogue."""
     return (2.0**-9 if out_dtype == BF16 else 0.0) + accumulation + 1e-6
 
 
@@ -129,7 +129,7 @@ def test_matmul(case: Plain, implementation: str) -> None:
 
 
 def test_sums_of_512_are_promoted() -> None:
-    """Of eight slices whose sums are 2^24 and 1, a sum of fp32 loses what is added to the first one alone."""
+    """Eight slices have sums of 2^24 and 1. One fp32 sum would lose what is added to the first one."""
     a, b = np.zeros((64, 1024)), np.zeros((64, 1024))
     a[:, :128], b[:, :128] = 256, 512
     a[:, 128::128] = b[:, 128::128] = 1
@@ -175,9 +175,9 @@ def test_matmul_block(shape: Any, by_column: bool, tile: Tile, out: Any, impleme
 
 def test_tiles_of_block_products_keep_the_gpu_busy() -> None:
     best = matmul_block_mosaic.best_tile
-    # 128 tiles of 128 rows keep more of 132 multiprocessors busy than 64 of 256.
+    # 128 tiles of 128 rows use more of 132 multiprocessors than 64 tiles of 256.
     assert best(512, 4096).block_rows == 128
-    # 192 tiles of 256 rows leave half of them idle in a second wave.
+    # 192 tiles of 256 rows leave half of the multiprocessors idle in a second wave.
     assert best(1024, 6144).block_rows == 128
     for shape in ((4096, 4096), (2048, 7168), (16384, 22016)):
         assert best(*shape).block_rows == 256
@@ -189,7 +189,7 @@ def test_tiles_follow_their_waves() -> None:
     assert best(2048, 7168, 4096).cols == 128  # 7 waves of 128 columns are shorter than 5 of 192
     assert best(4096, 7168, 16384).cols == 256
     assert best(2048, 7168, 4096) == Tile(128, 128, None, 6, cluster="N")
-    assert best(2048, 7168 - 128, 4096).cluster == "M"  # 55 columns of tiles, which are no pairs
+    assert best(2048, 7168 - 128, 4096).cluster == "M"  # 55 columns of tiles, an odd number
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_matmul_mx(shape: tuple[int, int, int], tile: Tile, implementation: str)
 
 
 def test_small_groups_keep_their_accuracy() -> None:
-    """Weights are non-zero only where the activations' groups are 2^-30 of their row's largest."""
+    """Weights are non-zero only for groups of activations that are 2^-30 of their row's largest."""
     a, b = draw(0, 64, 128, spread=120.0), jnp.where(jnp.arange(128) < 32, 0, draw(1, 64, 128).astype(F32)).astype(E4M3)
     exponent = jnp.asarray([[127, 97, 97, 97]] * 64, jnp.uint8)
     expected = wide(a) * np.repeat(np.exp2(wide(exponent) - 127), 32, 1) @ wide(b).T
@@ -262,7 +262,7 @@ def test_transformations() -> None:
 
 @pytest.mark.parametrize(("out", "n", "width"), [(BF16, 24, 128), (BF16, 64, 128), (F32, 32, 64), (F32, 40, 64)])
 def test_an_output_narrower_than_a_tile_has_room_for_a_store_beside_it(out: Any, n: int, width: int) -> None:
-    """Mosaic leaves out a dimension of one swizzle, so that what lies beside it would be stored over it."""
+    """Mosaic drops a dimension of one swizzle, so a store would overwrite the neighbouring array."""
     program = jax.make_jaxpr(lambda a, b: matmul_mosaic.matmul(a, b, out_dtype=out))(draw(0, 33, 80), draw(1, n, 80))
     name = {"bfloat16": "bf16", "float32": "f32"}[jnp.dtype(out).name]
     assert f"{name}[40,{width}]" in str(program)
@@ -337,7 +337,7 @@ def test_no_kernel_moves_the_scales_between_quantization_and_product() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_a_loop_that_saves_a_product_calls_its_kernel_once() -> None:
-    """XLA would let a second call write what is saved: forward, and both products backward, are three."""
+    """Without the save, XLA would call the kernel twice. The forward and two backward products are three calls."""
     pytest.importorskip("jax_triton")
     assert h200.report("tests.kernels.h200_programs:looped")["calls"].count("mosaic_gpu_v2") == 3
 

@@ -1,4 +1,4 @@
-"""INT8 products: kernels and references against NumPy's exact ones, races, spills, and how evenly tiles are dealt."""
+"""INT8 products: kernels and references against NumPy's exact ones, races, spills, and the balance of tiles."""
 
 import functools
 import importlib
@@ -57,19 +57,24 @@ def test_int8_blocks_with_residuals_equal_float64_on_a_gpu(shape: Any, rate: flo
 
 
 def drawn(m: int, n: int, k: int, terms: tuple[str, ...]) -> tuple[dict[str, jax.Array], np.ndarray]:
-    """Codes whose sums fp32 does not hold, what else a product has, and its result from exact integers.
+    """Returns codes whose sums exceed fp32's precision, other operands, and the result from exact integers.
 
-    Terms are of few bits, with which the epilogue multiplies in fp32 as float64 does, but for one rounding.
+    Terms have few bits, so the fp32 epilogue equals float64 except for one rounding.
     """
     rng = np.random.default_rng(m + n + k)
     a, b = (rng.integers(112, 128, (rows, k)) * rng.choice([1, 1, 1, -1], (rows, 1)) for rows in (m, n))
-    a[0], b[0] = -128, -128  # the largest sum, in one place
+    a[0], b[0] = -128, -128  # the largest sum, at one element
     sizes = {"scale": (), "row_scale": (m,), "column_scale": (n,)}
     values = {name: np.exp2(rng.integers(-2, 3, sizes[name])).astype(np.float32) for name in terms}
-    sums = a.astype(np.float64) @ b.astype(np.float64).T  # integers that float64 holds
+    sums = a.astype(np.float64) @ b.astype(np.float64).T  # integers that float64 represents exactly
     out = sums.astype(np.float32).astype(np.float64)  # are rounded once
-    of = {name: value.astype(np.float64) for name, value in values.items()}
-    out = out * of.get("scale", 1) * of.get("row_scale", np.ones(m))[:, None] * of.get("column_scale", np.ones(n))
+    values_fp64 = {name: value.astype(np.float64) for name, value in values.items()}
+    out = (
+        out
+        * values_fp64.get("scale", 1)
+        * values_fp64.get("row_scale", np.ones(m))[:, None]
+        * values_fp64.get("column_scale", np.ones(n))
+    )
     out = out.astype(np.float32).astype(np.float64)
     codes = {"a": jnp.asarray(a, jnp.int8), "b": jnp.asarray(b, jnp.int8)}
     return codes | {name: jnp.asarray(value) for name, value in values.items()}, out
@@ -147,7 +152,8 @@ def test_compiles_for_an_h200_without_spills() -> None:
 
 
 def makespan(counts: np.ndarray, columns: int, raster: int, blocks: int = 132) -> int:
-    """The most slices that a thread block multiplies, of rows of tiles with these counts, dealt as the kernel does."""
+    """Returns the most slices that a thread block multiplies, for rows of tiles with these counts in the kernel's
+    order."""
     order, load = np.argsort(-counts), np.zeros(blocks, int)
     for tile in range(len(counts) * columns):
         turn, seat = divmod(tile, blocks)

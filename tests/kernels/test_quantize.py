@@ -1,4 +1,4 @@
-"""The quantize kernel: bit for bit the quantizer's codes, without a GPU and on one."""
+"""The quantize kernel has the codes of the quantizer bit for bit, without a GPU and on one."""
 
 import importlib.util
 import json
@@ -27,25 +27,26 @@ triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reas
 def test_codes_equal_the_quantizers_in_the_interpreter_and_nothing_is_written_out_of_bounds():
     env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.kernels.triton_interpreter"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {}
+    completed = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert json.loads(completed.stdout.splitlines()[-1]) == {}
 
 
 def check(actual, expected, few=3e-4):
-    """Equal, but for few codes next to a tie.
+    """Codes are equal, except for a few next to a tie.
 
-    On some machines XLA converts through half precision, rounding twice. On a GPU its reciprocals are one ulp off.
+    On some machines XLA converts through half precision and rounds twice. Its reciprocals on GPUs have an error of one
+    ulp.
     """
     if expected.dtype.itemsize > 1:
         np.testing.assert_array_equal(actual, expected)
     else:
-        far = np.abs(actual.view(np.uint8).astype(int) - expected.view(np.uint8).astype(int))
-        assert far.max() <= 1
-        assert np.mean(far > 0) <= few
+        code_distances = np.abs(actual.view(np.uint8).astype(int) - expected.view(np.uint8).astype(int))
+        assert code_distances.max() <= 1
+        assert np.mean(code_distances > 0) <= few
 
 
-# Largest numbers of registers a thread may take: three programs or more share a multiprocessor.
+# Maximum registers per thread: three programs or more then share a multiprocessor.
 REGISTERS = {
     "rows of 4096": 64, "rows of 11008": 64, "maxima": 128, "tensor": 64, "tensor, e5m2": 64, "stochastic": 128,
     "tensor, three matrices": 64,
@@ -60,9 +61,9 @@ REGISTERS = {
 
 
 def registers(every: int) -> None:
-    """Prints registers and bytes spilled of every so many kernels for Llama-7B's activations.
+    """Prints registers and spilled bytes of a sample of kernels for Llama-7B's activations.
 
-    They are compiled for an H200, unless the name says what else.
+    They are compiled for an H200, unless the name has another GPU.
     """
     from pallas_kernels.losses import logits_triton
     from pallas_kernels.optimizers import next_moment_triton
@@ -182,9 +183,11 @@ def registers(every: int) -> None:
 def test_kernels_compile_without_spills(every, tmp_path):
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "WORK": str(tmp_path)}
     command = [sys.executable, "-c", f"from tests.kernels import test_quantize; test_quantize.registers({every})"]
-    done = subprocess.run(command, env=env | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    actual = json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(
+        command, env=env | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}, capture_output=True, text=True
+    )
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    actual = json.loads(completed.stdout.splitlines()[-1])
     assert len(actual) == -(-len(REGISTERS) // every)
     assert {name for name, (used, spilled, _) in actual.items() if spilled or used > REGISTERS[name]} == set(), actual
 
@@ -192,7 +195,7 @@ def test_kernels_compile_without_spills(every, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", few(cases.CASES, *cases.CASES[1::2]), ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
 def test_codes_equal_the_quantizers_on_a_gpu(case):
-    # Of 255 integers, and values that are multiples of few numbers, more lie next to a tie.
+    # With 255 integers, and multiples of a few numbers, more values are next to a tie.
     for expected, actual in zip(cases.arrays(case, "xla"), cases.arrays(case, "triton"), strict=True):
         check(actual, expected, 1e-3 if "int8" in f"{case.rows}" else 3e-4)
 
@@ -216,10 +219,10 @@ def test_blocks_and_their_residuals_equal_the_references_on_a_gpu(case):
     assert not any(actual.values()), actual
 
 
-BOTH_STOCHASTIC = next(c for c in cases.GIVEN if c.rows == c.columns == "e5m2+stochastic")
+BOTH_STOCHASTIC = next(c for c in cases.GIVEN_SCALE_CASES if c.rows == c.columns == "e5m2+stochastic")
 
 
-@pytest.mark.parametrize("case", cases.GIVEN, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
+@pytest.mark.parametrize("case", cases.GIVEN_SCALE_CASES, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
 def test_under_given_scales_finite_values_saturate_and_others_stay_visible(case):
     assert not any(cases.wrong_under_given_scales(case, "xla"))
 
@@ -234,9 +237,11 @@ def test_no_two_places_are_rounded_up_by_the_same_noise_on_a_gpu():
 
 
 @pytest.mark.gpu
-# Of those that are rounded stochastically, one has both copies.
+# One of the stochastically rounded cases has both copies.
 @pytest.mark.parametrize(
-    "case", few(cases.GIVEN, *cases.GIVEN[::3], BOTH_STOCHASTIC), ids=lambda c: f"{c.rows} {c.columns} {c.shape}"
+    "case",
+    few(cases.GIVEN_SCALE_CASES, *cases.GIVEN_SCALE_CASES[::3], BOTH_STOCHASTIC),
+    ids=lambda c: f"{c.rows} {c.columns} {c.shape}",
 )
 def test_under_given_scales_they_do_on_a_gpu(case):
     assert not any(cases.wrong_under_given_scales(case, "triton"))

@@ -1,4 +1,4 @@
-"""Codes of groups of rows against NumPy; the kernel is interpreted in `test_quantize.py`."""
+"""Codes of groups of rows, compared with NumPy; `test_quantize.py` interprets the kernel."""
 
 from typing import Any
 
@@ -46,16 +46,16 @@ def test_errors_name_the_value_and_the_fix(changes: dict[str, Any], text: str) -
 
 def test_codes_under_jit_and_vmap() -> None:
     case = cases.CASES[1]
-    given = cases.arguments(case)
-    sizes = given.pop("sizes")
+    arguments = cases.arguments(case)
+    sizes = arguments.pop("sizes")
 
     def run(x: jax.Array, sizes: jax.Array) -> Any:
-        settings = {key: value for key, value in given.items() if key != "x"}
+        settings = {key: value for key, value in arguments.items() if key != "x"}
         tokens = cases.make_tokens(sizes, case.num_rows)
         return quantize_groups(x, tokens, rows=case.rows, columns=case.columns, **settings)
 
-    once = run(given["x"], sizes)
-    twice = jax.jit(jax.vmap(run))(jnp.stack([given["x"]] * 2), jnp.stack([sizes] * 2))
+    once = run(arguments["x"], sizes)
+    twice = jax.jit(jax.vmap(run))(jnp.stack([arguments["x"]] * 2), jnp.stack([sizes] * 2))
     for expected, actual in zip(once, twice, strict=True):
         # By values: a NaN of e5m2 may have other bits under jit.
         np.testing.assert_array_equal(np.asarray(actual[1], np.float32), np.asarray(expected, np.float32))

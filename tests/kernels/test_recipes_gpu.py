@@ -1,4 +1,4 @@
-"""On a GPU the kernels of every recipe give what XLA alone gives: losses and gradients, steps of optimizers."""
+"""On a GPU, the kernels of every recipe give the losses, gradients and optimizer steps of XLA."""
 
 import dataclasses
 
@@ -23,14 +23,14 @@ RECIPES = [name for name in fp8jax.recipes.NAMES if name not in ("bf16", "coat_o
 
 
 def distance(a, b):
-    """Of two trees, relative to the second one."""
+    """Returns the distance of two trees, relative to the second one."""
     norm = lambda tree: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))  # noqa: E731
     a, b = (jax.tree.map(lambda x: np.asarray(x, np.float64), tree) for tree in (a, b))
     return norm(jax.tree.map(np.subtract, a, b)) / norm(b)
 
 
 def gradients(name, kernels):
-    """Loss, gradients, and whether a kernel of ours computed any of it."""
+    """Returns loss, gradients, and whether a kernel of ours ran."""
     with choice.target(kernels=kernels), choice.record_choices() as choices:
         task = Task(SHAPE, optax.sgd(0.1), fp8jax.recipes.get(name), remat=False, seed=0)
         state = jax.jit(task.init)()
@@ -48,7 +48,7 @@ def test_kernels_of_a_recipe_give_what_xla_gives(name):
     plain = gradients("bf16", False)[1]
     assert (ran, other) == (True, False)
     assert loss == pytest.approx(expected, rel=2e-3)
-    # Codes at a tie fall either way, so that gradients differ by up to the noise of 8 bits; that is no larger.
+    # Codes at a tie round either way, so gradients differ by at most the noise of 8 bits.
     noise = distance(reference, plain)
     assert distance(actual, plain) < 1.2 * noise + 0.01
     assert distance(actual, reference) < 1.5 * noise + 0.01
@@ -61,7 +61,7 @@ def test_the_step_of_fp8lm_is_near_its_reference(case):
     leaf = lm.with_master(lm.leaf_of(*lm.SHAPES[shape], grad, weight, mu), master)
     adam = dataclasses.replace(lm.ADAM, grad_scale=factor)
     expected, actual = (lm.step(form, leaf, adam, impl) for impl in ("xla", "triton"))
-    # Of a master by parts the high one: the other wraps around where that is another.
+    # Of a split master weight, the high part: the remainder wraps around if the high parts differ.
     high = lambda x: x.high if isinstance(x, MasterWeight) else x  # noqa: E731
     expected, actual = (
         jax.tree.map(high, x, is_leaf=lambda x: isinstance(x, MasterWeight)) for x in (expected, actual)
@@ -71,7 +71,7 @@ def test_the_step_of_fp8lm_is_near_its_reference(case):
         x, y = (np.asarray(z).astype(np.float32) for z in (a, b))
         np.testing.assert_array_equal(np.isnan(x), np.isnan(y), err_msg=str(path))
         finite = np.isfinite(x)
-        # One code apart at most, subnormal ones of e4m3 2^-9, of e5m2 less, and few of them.
+        # Codes differ by at most one (subnormal e4m3 codes by 2^-9, those of e5m2 by less), and only a few differ.
         np.testing.assert_allclose(x[finite], y[finite], rtol=0.26, atol=2.0**-9, err_msg=str(path))
         # Updates and weights in fp32 also differ by the order of a sum or a fused product.
         assert np.mean(~np.isclose(x[finite], y[finite], rtol=2.0**-20, atol=0.0)) < 0.01, path

@@ -1,4 +1,4 @@
-"""Triton kernels that are called directly refuse what they cannot compute, before they are compiled."""
+"""Triton kernels that are called directly reject unsupported arguments before compilation."""
 
 import functools
 
@@ -30,7 +30,7 @@ def ones(*shape, dtype=F32):
 
 
 def adamw(weight, grad=F32, mu=F8, dither=None, size=128, **settings):
-    """A step of 4 x 256 elements; moments in codes, or for "fp32" and "bf16" in values."""
+    """A step of 4 x 256 elements. Moments are codes, or values for "fp32" and "bf16"."""
 
     def moment(dtype):
         values = ones(4, 256, dtype=dtype)

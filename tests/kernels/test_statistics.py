@@ -33,22 +33,22 @@ def test_moments_are_those_in_float64_on_a_gpu(case):
 
 @pytest.mark.parametrize("spec", ["e4m3:token", "e4m3:group16+expand"])
 def test_rows_that_are_masked_out_are_in_no_statistic(spec):
-    """Of the other rows alone the statistics are the same; the rows left out are the largest, and hold NaN."""
+    """The other rows alone have the same statistics. The masked rows are the largest, and contain NaN."""
     x = jax.random.normal(jax.random.key(0), (16, 64)) * 10.0 ** jnp.linspace(-3, 0, 64)
     mask = jnp.arange(16)[:, None] % 3 > 0
     x = jnp.where(mask, x, 1e6 * x).at[0, 0].set(jnp.nan).at[1, 5].set(jnp.inf).at[2, :7].set(1e-9)
-    x = x.at[3].set(jnp.linspace(1, 1.01, 64))  # exponents are largest where the range is small
-    kept = x[mask[:, 0]]
-    names, want = statistics.compare(kept, None, fp8jax.quantize(kept, spec), bits=8, impl="xla")
-    found, got = statistics.compare(x, None, fp8jax.quantize(x, spec), bits=8, row_mask=mask, impl="xla")
+    x = x.at[3].set(jnp.linspace(1, 1.01, 64))  # exponents are largest if the range is small
+    selected = x[mask[:, 0]]
+    names, expected = statistics.compare(selected, None, fp8jax.quantize(selected, spec), bits=8, impl="xla")
+    found, actual = statistics.compare(x, None, fp8jax.quantize(x, spec), bits=8, row_mask=mask, impl="xla")
     assert found == names
-    for name, a, b in zip(names, np.asarray(want), np.asarray(got), strict=True):
+    for name, a, b in zip(names, np.asarray(expected), np.asarray(actual), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(("spec", "axis_type"), [("e4m3", "Explicit"), ("e4m3:group16+expand", "Auto")])
 def test_shards_have_the_statistics_of_the_whole(spec, axis_type, monkeypatch):
-    """The kernel, here the reference, sees shards; magnitudes differ by shard."""
+    """The kernel, here its reference, sees shards of different magnitudes."""
     from pallas_kernels.quantization import statistics_triton
 
     x = jax.random.normal(jax.random.key(0), (16, 64)) * 10.0 ** jnp.arange(-8.0, 8)[:, None]

@@ -1,4 +1,4 @@
-"""Compiled Triton kernels on disk: a second process compiles none; what is damaged is made again."""
+"""Compiled Triton kernels on disk: a second process compiles none, and damaged files are compiled again."""
 
 import importlib.util
 import json
@@ -17,7 +17,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def lower():
-    """Prints the lowered programs of two kernels for CUDA, and how often Triton compiled; in a process of its own."""
+    """Prints the lowered programs of two kernels for CUDA, and the number of Triton's compilations, in its
+    own process."""
     from jax_triton import triton_lib
 
     from pallas_kernels.dispatch import call_triton
@@ -36,9 +37,9 @@ def lower():
 def in_process(folder):
     env = os.environ | {"FP8JAX_KERNEL_CACHE": str(folder), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", "from tests.kernels import test_stored; test_stored.lower()"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return *json.loads(done.stdout.splitlines()[-1]), done.stderr
+    completed = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return *json.loads(completed.stdout.splitlines()[-1]), completed.stderr
 
 
 def test_a_second_process_compiles_only_what_is_damaged(tmp_path):
@@ -121,16 +122,16 @@ def test_what_a_kernel_depends_on_is_in_its_key(monkeypatch, tmp_path, caplog):
     from pallas_kernels.dispatch import kernel_cache_triton
 
     monkeypatch.setenv("FP8JAX_KERNEL_CACHE", str(tmp_path))
-    made = []
+    keys = []
 
     def make():
-        made.append({"number": len(made)})
-        return made[-1]
+        keys.append({"number": len(keys)})
+        return keys[-1]
 
     for parts in (("source", 90), ("source", 80), ("other", 90), ("source", 90)):
         kernel_cache_triton.load_or_compile(parts, make)
     assert kernel_cache_triton.load_or_compile(("source", 90), make) == {"number": 0}
-    assert len(made) == 3
+    assert len(keys) == 3
     modules = kernel_cache_triton.triton, kernel_cache_triton.jax_triton, kernel_cache_triton.jaxlib.version
     for number, module in enumerate(modules, 3):
         monkeypatch.setattr(module, "__version__", "0")
@@ -140,7 +141,7 @@ def test_what_a_kernel_depends_on_is_in_its_key(monkeypatch, tmp_path, caplog):
         for path in tmp_path.iterdir():
             path.write_text(content)
         with caplog.at_level(logging.WARNING, "fp8jax"):
-            number = len(made)
+            number = len(keys)
             assert kernel_cache_triton.load_or_compile(("source", 90), make) == {"number": number}
         assert "is damaged" in caplog.text
         assert kernel_cache_triton.load_or_compile(("source", 90), make) == {"number": number}

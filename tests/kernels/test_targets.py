@@ -1,4 +1,4 @@
-"""What XLA makes of quantized products for GPUs of several kinds, and what of them is reported."""
+"""XLA's compilation of quantized products for several GPU models, and its report."""
 
 import functools
 import math
@@ -30,7 +30,7 @@ def products(actual: dict[str, Any]) -> list[Product]:
 
 
 def check(actual: dict[str, Any]) -> None:
-    """Every product of codes is one of 8 or 16 bits, and none a loop."""
+    """Every product of codes has 8 or 16 bits, and none is a loop."""
     for kind, programs in actual.items():
         for name, program in programs.items():
             listed, by_kernel = products(program), program["kernels"].get("multiply", 0)
@@ -76,14 +76,14 @@ def test_a_gradient_that_two_products_read_is_decoded_once_and_no_codes_to_fp32(
 
 
 def test_codes_that_are_read_where_they_are_made_are_rounded_all_the_same(plain: dict[str, Any]) -> None:
-    """XLA takes a cast to fewer bits and back for excess precision, and computes on with the value before."""
+    """XLA treats a cast to fewer bits and back as excess precision, and uses the unrounded value."""
     for kind, programs in plain.items():
         for spec, dtype in NARROW.items():
             assert dtype in programs[spec]["dtypes"], (kind, spec, programs[spec]["dtypes"])
 
 
 def test_an_fp8_path_that_is_broken_is_reported(few: dict[str, Any]) -> None:
-    """Of a program that was written for cuBLASLt, since XLA_FLAGS were changed too late."""
+    """A program was written for cuBLASLt, but XLA_FLAGS were changed too late."""
     report = few["h200"]["te_current"]
     assert len(report["warnings"]) == 3
     for line in report["warnings"]:
@@ -99,7 +99,7 @@ def test_weights_in_shards_are_gathered_as_codes_and_each_gpu_gets_its_part_of_t
     for name, program in actual.items():
         sums = [tuple(c[:3]) for c in program["sums"] if c[2] > 4096]
         assert sums == [("reduce-scatter", "bf16", 2 * 512 * 256), *own], name
-        if not name.endswith(targets.WITHOUT):
+        if not name.endswith(targets.WITHOUT_KERNELS):
             kernels = {product[0] for product in program["products"]}
             assert kernels & {"__gpu$xla.gpu.ptx", "triton_kernel_call_ffi"}, name
             assert any("mosaic" in kernel or "matmul$f8" in kernel for kernel in kernels), name
@@ -109,10 +109,10 @@ def test_weights_in_shards_are_gathered_as_codes_and_each_gpu_gets_its_part_of_t
         assert all(dtype in ("u8", "s8", "f8e4m3fn") for dtype, _ in gathered), (name, gathered)
 
 
-# Calls of kernels that make the operands of a linear.
+# Calls of kernels that compute the operands of a linear layer.
 QUANTIZERS = {"mxfp8": {"quantize": 5}, "nvfp4": {"nvfp4": 5, "transformed_amax": 2}}
-# Products of the plan: of a linear three; of seven linears (Llama) or two (Linen) in each of four blocks, of which
-# nvfp4 leaves the first and the last.
+# Products of the plan: three per linear layer. There are seven (Llama) or two (Linen) in each of four blocks. nvfp4
+# leaves out the first and last block.
 BLOCK_SCALED = {"mxfp8": 3, "nvfp4": 3} | {
     f"{recipe} {model}": 3 * linears * blocks
     for recipe, blocks in (("mxfp8", 4), ("nvfp4", 2))
@@ -137,7 +137,7 @@ def test_block_scaled_products_are_one_call_of_cudnn_on_a_b200(function: str) ->
             assert sum(program["kernels"].values()) == sum(QUANTIZERS[name].values()), (name, program["kernels"])
         if name == "mxfp8":
             assert not program["written"], name
-        if name.endswith("linen"):  # weights in bf16, of the edge blocks alone
+        if name.endswith("linen"):  # bf16 weights, only in the edge blocks
             edges = 4 - BLOCK_SCALED[name] // 6
             assert [program["written"].get(shape, 0) for shape in ("128,256", "256,128")] == [edges] * 2, name
         if function == "block_scaled_sharded":
@@ -167,7 +167,7 @@ def test_the_nvfp4_kernel_makes_its_codes_alone(
 
 @pytest.mark.slow
 def test_rows_of_int8_are_multiplied_by_the_kernel_on_hopper_alone() -> None:
-    """Sharded, too: codes travel, and where a contraction is cut its sums, in 16 bits."""
+    """Also with sharding: codes are sent. If the contraction is sharded, its sums are sent in 16 bits."""
     actual = targets.report("switchback", ["a100", "h200"], targets.FP8)
     for kind, operation in (("a100", "__cublas$lt$matmul"), ("h200", "mosaic_gpu_v2")):
         gathers, sums = {"tokens": [["s8", [512, 256]]] * 2, "inputs": []}, {"tokens": "f32", "inputs": "bf16"}
@@ -179,7 +179,7 @@ def test_rows_of_int8_are_multiplied_by_the_kernel_on_hopper_alone() -> None:
             large = [(c[0], c[1]) for c in program["sums"] if c[2] >= 2 * 512 * 256]
             assert large == [("all-reduce", sums[name])], (kind, name)
         assert len(actual[kind]) == 2
-    # Sums of int32 stay in the kernel; only vectors of scales are prepared for it.
+    # Sums in int32 stay in the kernel. XLA prepares only vectors of scales for it.
     assert {shape for program in actual["h200"].values() for shape in program["wide"]} <= {"512,1", "1024,1"}
 
 
@@ -253,18 +253,21 @@ def test_experts_in_int8_blocks_are_multiplied_by_their_kernels_and_others_are_r
 @pytest.mark.parametrize("kind", ["h200", "a100"])
 def test_codes_of_ten_bits_are_packed_and_unpacked_where_norms_and_activations_are_computed(kind: str) -> None:
     actual = {name: programs["block"] for name, programs in targets.report("ten_bits", [kind, "t4"]).items()}
-    # Packed rows of 512 and of 1,280 codes, and their high bits alone, which XLA makes first.
+    # Packed rows of 512 and of 1,280 codes, and only their high bits, which XLA computes first.
     packed = {f"1024,{n // 4 * part}" for n in (512, 1280) for part in (5, 1)}
     once = {"forward": 1, "backward": 1, "encode_residuals": 1, "cotangents": 1}
     others = {"fallback", "quantize", "transpose", "multiply"}
     assert {k: n for k, n in actual[kind]["kernels"].items() if k not in others} == once
     assert not packed & {*actual[kind]["bytes"]}
-    assert packed & {*actual["t4"]["bytes"]}  # for which no such kernel is
+    assert packed & {*actual["t4"]["bytes"]}  # without such a kernel
 
 
 @pytest.mark.slow
 def test_telemetry_needs_little_more_memory() -> None:
-    """Four blocks with saved codes. Tensors kept for their statistics would be several times as large as the codes."""
+    """Four blocks with saved codes.
+
+    Tensors that are kept for statistics would be several times as large as the codes.
+    """
     (actual,) = targets.report("observed", ["h200"]).values()
     sizes = {name: program["temporaries"] for name, program in actual.items()}
     assert sizes["observed"] < 1.3 * sizes["plain"], sizes

@@ -1,4 +1,4 @@
-"""What norms and activations keep in ten bits: their kernels compiled for GPUs, and on one beside their references."""
+"""int10 residuals of norms and activations: kernels compiled for GPUs, and compared with their references on one."""
 
 import json
 
@@ -17,8 +17,8 @@ from tests.rows import slow
 pytest.importorskip("jax_triton")
 
 ROWS = 16384
-# Largest numbers of registers a thread may take, compiled for an H200; for GPUs before, an eighth more. Of norms with
-# Triton 3.9, which gives those of 2,048 channels 88, and Triton 3.6 64; neither spills.
+# Maximum registers per thread for an H200, and an eighth more for older GPUs. For norms of 2,048 channels, Triton 3.9
+# needs 88 and Triton 3.6 needs 64, without spills.
 REGISTERS = {
     "rms norm of 2048": 96, "layer norm of 4096": 96, "rms norm of 8192": 80, "rms norm of 2048, backward": 128,
     "layer norm of 2048, backward": 168, "rms norm of 8192, backward": 128, "kept of silu": 64, "kept of gelu": 48,
@@ -27,7 +27,7 @@ REGISTERS = {
 
 
 def registers(arch: str, every: int) -> None:
-    """Prints `h200.assembled` of every so many kernels for a model of 1b: norms of 2,048 channels, MLPs of 5,632."""
+    """Prints `h200.assembled` of a sample of kernels for a 1b model: norms of 2,048 channels, MLPs of 5,632."""
     from pallas_kernels.nonlinear import activation_triton, cotangents_triton, norm_triton, quantize_recomputed_triton
     from pallas_kernels.nonlinear.operations_triton import Operation
     from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, UP, Operands
@@ -49,8 +49,8 @@ def registers(arch: str, every: int) -> None:
     def stored(n):
         return array(n // 4 * 5, jnp.uint8), array(n // 128)
 
-    def of(*arrays, count):
-        """Operands from `count` pairs of codes and scales and a gradient."""
+    def operands(*arrays, count):
+        """Returns operands from `count` pairs of codes and scales and a gradient."""
         return Operands(*arrays[: 2 * count], gradient=arrays[-1])
 
     def forward(operation, biased=False):
@@ -82,18 +82,19 @@ def registers(arch: str, every: int) -> None:
             lambda g: activation_triton.encode_activation_residuals(gelu, g, None, coding, result=itself, **options),
             wide),
         "cotangents of silu": (
-            lambda *a: cotangents_triton.cotangents(silu, of(*a, count=3), **options), *codes, *codes, *codes, wide),
+            lambda *a: cotangents_triton.cotangents(silu, operands(*a, count=3), **options),
+            *codes, *codes, *codes, wide),
         "cotangents of gelu": (
-            lambda *a: cotangents_triton.cotangents(gelu, of(*a, count=1), **options), *codes, wide),
+            lambda *a: cotangents_triton.cotangents(gelu, operands(*a, count=1), **options), *codes, wide),
     }  # fmt: skip
     if arch != "sm_80":
         programs |= {
             "silu again, peaks": (
-                lambda *a: quantize_recomputed_triton.quantize_and_predict(lean, of(*a, count=2), one, e4m3,
+                lambda *a: quantize_recomputed_triton.quantize_and_predict(lean, operands(*a, count=2), one, e4m3,
                     **options), *codes, *codes, wide),
             "cotangents' codes": (
                 lambda *a: quantize_recomputed_triton.quantize(
-                    lean, (GATE, UP), of(*a, count=2), (one, one), e4m3, rows=True, columns=True, **options),
+                    lean, (GATE, UP), operands(*a, count=2), (one, one), e4m3, rows=True, columns=True, **options),
                 *codes, *codes, wide),
         }  # fmt: skip
     chosen = list(programs.items())[::every]
@@ -111,7 +112,7 @@ def test_kernels_compile_without_spills(arch, every):
 
 
 def accesses():
-    """Prints how many accesses of eight bytes the kernels of SiLU's context have, by channels."""
+    """Prints the number of eight-byte accesses of the kernels of SiLU's context, by channels."""
     from pallas_kernels.nonlinear import activation_triton, cotangents_triton
     from pallas_kernels.nonlinear.operations_triton import Operation
     from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands
@@ -142,7 +143,7 @@ def accesses():
 
 @pytest.mark.skipif(h200.missing() is not None, reason="the group compile is not installed")
 def test_rows_of_codes_that_begin_at_multiples_of_four_are_accessed_four_bytes_at_a_time():
-    """Packed rows of 1,648 channels have 2,060 bytes: on an H200 stores of eight bytes were misaligned there."""
+    """Packed rows of 1,648 channels have 2,060 bytes: eight-byte stores were misaligned on an H200."""
     command = "from tests.kernels import test_ten_bits; test_ten_bits.accesses()"
     counts = python("-c", command, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
     assert min(counts["1632"]) > 0
@@ -150,25 +151,25 @@ def test_rows_of_codes_that_begin_at_multiples_of_four_are_accessed_four_bytes_a
 
 
 def values(seed, *shape):
-    """bf16, a hundredth of them thirty times as large."""
+    """bf16 values; one in a hundred is thirty times as large."""
     keys = jax.random.split(jax.random.key(seed))
     x = jax.random.normal(keys[0], shape)
     return jnp.where(jax.random.uniform(keys[1], shape) < 0.01, 30 * x, x).astype(jnp.bfloat16)
 
 
-def alike(actual, expected, share=0.0):
-    """Arrays in bf16: sums and approximate functions may round a value to the next one, and a share of them further."""
+def assert_close(actual, expected, share=0.0):
+    """Arrays in bf16. Sums and approximate functions may round to the next value, and a fraction of them further."""
     a, b = (np.asarray(x, np.float32) for x in (actual, expected))
     assert np.isfinite(b).all()
-    # Where terms cancel, a step is of these.
+    # If terms cancel, the step is that of the terms.
     step = 2.0**-7 * (np.abs(b) + 1e-3 * np.abs(b).max())
     assert np.mean(np.abs(a - b) > step) <= share
     assert np.mean(a != b) < 1e-2
     assert relative(a, b) < 1e-3
 
 
-def stored_alike(part, x, share=3e-4):
-    """Codes and scales as those of an array, but for a share of them: XLA on a GPU may not round reciprocals."""
+def assert_codes_close(part, x, share=3e-4):
+    """Codes and scales are equal, except for a fraction: XLA on GPUs may not round reciprocals correctly."""
     q = quantize(x, QuantSpec("int10", "group", 128, scale_format="bf16"))
     for actual, expected in zip(part, (q.codes, q.scale), strict=True):
         assert actual.shape == expected.shape
@@ -194,21 +195,21 @@ def test_a_norm_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(centered
 
     actual, expected = forward(fused_kernels), forward(fused_reference)
     if centered:
-        # Of a difference to a mean, whose last bit depends on the order of the sum, a code may be the next.
+        # The code of a difference from the mean may be the next one, because the order of the sum is different.
         assert (
             max(np.mean(np.asarray(a) != np.asarray(b)) for a, b in zip(actual[:2], expected[:2], strict=True)) < 1e-3
         )
     else:
-        stored_alike(actual[:2], x)
+        assert_codes_close(actual[:2], x)
     np.testing.assert_allclose(np.asarray(actual[2]), np.asarray(expected[2]), rtol=1e-5)
-    alike(actual[-1], expected[-1])
+    assert_close(actual[-1], expected[-1])
 
     def backward(on):
         run = jax.jit(lambda *a: on.backward(operation, *a[:3], weight, a[3], jnp.bfloat16, a[4]))
         return run(*expected[:3], dy, others)
 
     (dx, *sums, amax), (want_dx, *want_sums, _) = backward(fused_kernels), backward(fused_reference)
-    alike(dx, want_dx)
+    assert_close(dx, want_dx)
     assert float(amax) == np.abs(np.asarray(dx).astype(np.float32)).max()
     for a, b in zip(sums, want_sums, strict=True):
         assert (a is None) == (b is None)
@@ -231,19 +232,19 @@ def test_an_activation_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(g
         lambda g, u: fused_kernels.encode_activation_residuals(operation, g, u, coding, result=(None, g.dtype))
     )
     parts, _, y = keep(gate, up if gated else None)
-    # One by one: in a program XLA rounds values in between or not.
+    # One operation at a time: within a program, XLA may or may not round intermediate values.
     activated = fused_reference.ACTIVATIONS[activation](gate.astype(jnp.float32))
-    stored_alike(parts[0], gate)
+    assert_codes_close(parts[0], gate)
     if gated:
-        stored_alike(parts[1], up)
-        stored_alike(parts[2], activated.astype(jnp.bfloat16), 2e-3)
+        assert_codes_close(parts[1], up)
+        assert_codes_close(parts[2], activated.astype(jnp.bfloat16), 2e-3)
     else:
         assert parts[1:] == [None, None]
-    alike(y, (activated * up.astype(jnp.float32) if gated else activated).astype(jnp.bfloat16))
+    assert_close(y, (activated * up.astype(jnp.float32) if gated else activated).astype(jnp.bfloat16))
     arrays = [a for part in parts for a in (part or (None, None))]
 
     def back(on):
         return jax.jit(lambda *a: on.cotangents(operation, Operands(*a[:-1], gradient=a[-1])))(*arrays, dy)
 
     for a, b in zip(back(fused_kernels), back(fused_reference), strict=True):
-        alike(a, b)
+        assert_close(a, b)

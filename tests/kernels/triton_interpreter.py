@@ -1,10 +1,9 @@
 """Runs the quantize kernel in Triton's interpreter, on NumPy arrays, with guards around every output.
 
-A process of its own, since Triton decides when a kernel is defined: `TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m
-tests.kernels.triton_interpreter` prints one line of JSON, the cases in which the kernel differs from the reference
-or, under given scales, from NumPy.
-What the interpreter cannot do itself is done by ml_dtypes (its conversions to 8 bits round wrongly), and by
-`tests.kernels.ptx` (inline assembly, and multiplication with addition, which it rounds twice).
+It needs its own process, because Triton selects the interpreter when a kernel is defined: `TRITON_INTERPRET=1
+JAX_PLATFORMS=cpu python -m tests.kernels.triton_interpreter`. It prints one line of JSON: the cases in which the kernel
+differs from the reference or, with given scales, from NumPy. ml_dtypes replaces the interpreter's conversions to 8
+bits, which round wrongly. `tests.kernels.ptx` runs inline assembly and fused multiply-adds.
 """
 
 import json
@@ -43,7 +42,7 @@ NAMES |= {
 
 
 class Tensor:
-    """An array with what the interpreter asks of a tensor."""
+    """An array with the attributes that the interpreter reads from a tensor."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array, self.dtype, self.device = array, NAMES[array.dtype], "cpu"
@@ -59,7 +58,7 @@ class Tensor:
 
 def convert(values: np.ndarray, source: Any, target: Any, _: Any) -> np.ndarray:
     x, dtype = np.frombuffer(values.tobytes(), DTYPES[source.name]).astype(np.float32), np.dtype(DTYPES[target.name])
-    if target.name.startswith("fp8"):  # as the hardware's conversion, which saturates
+    if target.name.startswith("fp8"):  # saturates, like the hardware's conversion
         x = np.clip(x, -float(ml_dtypes.finfo(dtype).max), float(ml_dtypes.finfo(dtype).max))
     return x.astype(dtype).view(f"u{dtype.itemsize}").reshape(values.shape)
 
@@ -70,9 +69,9 @@ def create_fma(_: Any, x: Any, y: Any, z: Any) -> Any:
 
 def create_inline_asm(_: Any, text: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> Any:
     dtypes = map(interpreter._get_np_dtype, types)
-    made = ptx.run(text, constraints, [value.data for value in values], list(dtypes), pack)
-    made = [interpreter.TensorHandle(x, dtype.scalar) for x, dtype in zip(made, types, strict=True)]
-    return SimpleNamespace(get_result=made.__getitem__)
+    results = ptx.run(text, constraints, [value.data for value in values], list(dtypes), pack)
+    results = [interpreter.TensorHandle(x, dtype.scalar) for x, dtype in zip(results, types, strict=True)]
+    return SimpleNamespace(get_result=results.__getitem__)
 
 
 def call(
@@ -102,16 +101,16 @@ def call_any(
     compute_capability: int | None = None,
     **static: Any,
 ) -> Any:
-    """`call_triton.call`, with guards around what it writes."""
-    given = [x if isinstance(x, int) else np.array(x) for x in inputs]
+    """`call_triton.call`, with guards around its outputs."""
+    arguments = [x if isinstance(x, int) else np.array(x) for x in inputs]
     buffers = [
         np.full(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize + 2 * GUARD, 0xA5, np.uint8) for s in out_shapes
     ]
     outputs = [b[GUARD:-GUARD].view(s.dtype).reshape(s.shape) for b, s in zip(buffers, out_shapes, strict=True)]
     for source, i in (aliases or {}).items():
-        outputs[i][:] = given[source]
-        given[source] = outputs[i]
-    operands = (x if isinstance(x, int) else Tensor(x) for x in given)
+        outputs[i][:] = arguments[source]
+        arguments[source] = outputs[i]
+    operands = (x if isinstance(x, int) else Tensor(x) for x in arguments)
     kernel[(num_programs,)](*operands, *map(Tensor, outputs), **static)
     for buffer in buffers:
         if not (buffer[:GUARD] == 0xA5).all() or not (buffer[-GUARD:] == 0xA5).all():
@@ -120,11 +119,11 @@ def call_any(
 
 
 def patch_once() -> None:
-    """Lets this process replace the functions of triton.language once, for good.
+    """Replaces the functions of triton.language once, for the whole process.
 
-    The interpreter looks through all of the language at every call of a device function, which takes a third of its
-    time; and it puts the language back after each kernel. A reduction by a function of a kernel it does element by
-    element, which for the largest value, or NaN, takes half of the rest.
+    The interpreter scans the language at every call of a device function, a third of its time, and restores it after
+    each kernel. It computes a reduction by a custom function element by element, half of the remaining time; here,
+    NumPy computes maxima.
     """
     patch, reduce, done = interpreter._patch_lang, interpreter.ReduceOps.apply_impl, set()
 
@@ -147,10 +146,7 @@ def patch_once() -> None:
 
 
 def types_once() -> None:
-    """Makes what the types of all tensors of a shape have in common once: anew for each it takes half of the time.
-
-    And looks for no overflow of integers: what is found is told nobody but a debugger.
-    """
+    """Computes the common parts of the tensor types of a shape once, and omits checks for integer overflow."""
     core, of_values, of_dtype = tl.core, tl.core._type_for_tuple_values, interpreter._get_np_dtype
     block, tensor = core.block_type.__init__, core.tensor.__init__
     tuples, blocks, shapes, dtypes = {}, {}, {}, {}
@@ -187,7 +183,7 @@ def types_once() -> None:
 
 
 def arithmetic() -> None:
-    """Lets this process compute in the interpreter what that cannot, and NaN with the bits that a GPU gives them."""
+    """Adds missing arithmetic to the interpreter, and gives NaN the bits of a GPU."""
     binary_op = interpreter.InterpreterBuilder.binary_op
 
     def of_registers(*args: Any) -> Any:
@@ -203,7 +199,7 @@ def arithmetic() -> None:
 
 
 def prepare() -> None:
-    """Lets this process, which is to do nothing else, run kernels in the interpreter."""
+    """Prepares this process to run kernels in the interpreter; it can then do nothing else."""
     patch_once()
     jax.custom_batching.sequential_vmap = lambda function: function
     partition.on_one_device, partition._mapped_kernel = lambda: True, lambda function, takes_stacks: function
@@ -241,7 +237,7 @@ def main() -> None:
             if differ:
                 wrong[f"fallback {shape}: {name}"] = [differ]
     for widths, scale in (((128, 384, 128), None), ((256, 128), 1.7)):
-        if any(differ := cases.wrong_apart(widths, scale)):
+        if any(differ := cases.wrong_packed(widths, scale)):
             wrong[f"{widths} side by side"] = differ
     for rows, columns, has_scale in cases.STACKS:
         if any(differ := cases.wrong_stack(rows, columns, has_scale)):
@@ -260,16 +256,16 @@ def main() -> None:
     for case in cases.CASES[::3]:
         if any(cases.wrong_sums(case, "triton")):
             wrong[f"sums of {case}"] = cases.wrong_sums(case, "triton")
-    given = [(str(case), cases.wrong_under_given_scales(case, "triton")) for case in cases.GIVEN]
-    given += [(f"{name} computed", cases.wrong_where_computed(name)) for name in ("e4m3", "e5m2")]
-    for name, differ in given:
+    differences = [(str(case), cases.wrong_under_given_scales(case, "triton")) for case in cases.GIVEN_SCALE_CASES]
+    differences += [(f"{name} computed", cases.wrong_where_computed(name)) for name in ("e4m3", "e5m2")]
+    for name, differ in differences:
         if any(differ):
             wrong[name] = differ
     for case in logits_cases.CASES:
         wrong |= {f"logits {case}: {name}": [n] for name, n in logits_cases.wrong(case, "triton").items() if n}
     for group_case in group_cases.CASES:
         wrong |= {f"{group_case}: {name}": [n] for name, n in group_cases.wrong(group_case, "triton").items() if n}
-    statistics_triton._MAX_PARTS = 2  # parts of several tiles, as of a large matrix
+    statistics_triton._MAX_PARTS = 2  # parts of several tiles, as in a large matrix
     for statistics_case in statistics_cases.CASES:
         if differ := statistics_cases.wrong(statistics_case):
             wrong[str(statistics_case)] = differ

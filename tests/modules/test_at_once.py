@@ -72,8 +72,8 @@ def block(recipe=None):
 
 def three(layer, params, x):
     def run(params, x):
-        y, back = jax.vjp(layer, params, x)
-        return y, back(normal(1, *y.shape).astype(y.dtype))
+        y, vjp_fn = jax.vjp(layer, params, x)
+        return y, vjp_fn(normal(1, *y.shape).astype(y.dtype))
 
     return [np.asarray(a, np.float64) for a in jax.tree.leaves(jax.jit(run)(params, x))]
 

@@ -268,18 +268,18 @@ def test_threads_do_not_see_each_other():
         inputs = [X * (i + 1) for i in range(4)]
         want = [written(x) for x in inputs]
         for _ in range(3):
-            got, start = [None] * len(inputs), threading.Barrier(len(inputs))
+            actual, start = [None] * len(inputs), threading.Barrier(len(inputs))
 
-            def run(i: int, got=got, start=start) -> None:
+            def run(i: int, actual=actual, start=start) -> None:
                 start.wait()
-                got[i] = quantized(inputs[i])
+                actual[i] = quantized(inputs[i])
 
-            threads = [threading.Thread(target=run, args=(i,)) for i in range(len(got))]
+            threads = [threading.Thread(target=run, args=(i,)) for i in range(len(actual))]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            for y, expected in zip(got, want, strict=True):
+            for y, expected in zip(actual, want, strict=True):
                 assert_same(y, expected)
     finally:
         sys.setswitchinterval(before)

@@ -38,8 +38,8 @@ def grads(x, w, dy, threshold, key):
     def run(x, w):
         return fp8jax.scaled_linear(x, w, fp8jax.init_scaling(LINEAR)._replace(x=threshold), recipe=LINEAR, key=key)
 
-    y, back, observed = jax.vjp(run, x, w, has_aux=True)
-    return y, *back(dy), observed
+    y, vjp_fn, observed = jax.vjp(run, x, w, has_aux=True)
+    return y, *vjp_fn(dy), observed
 
 
 def test_the_forward_product_is_that_of_the_pair_and_both_gradients_are_unbiased():
@@ -67,8 +67,8 @@ def test_a_linear_saves_int8_codes_of_its_input_and_nothing_wider():
     def run(x, w):
         return fp8jax.scaled_linear(x, w, fp8jax.init_scaling(LINEAR), recipe=LINEAR, key=jax.random.key(0))[0]
 
-    _, back = jax.vjp(run, x, WEIGHT.astype(jnp.bfloat16))
-    saved = [leaf for leaf in jax.tree.leaves(back) if hasattr(leaf, "dtype") and leaf.size == x.size]
+    _, vjp_fn = jax.vjp(run, x, WEIGHT.astype(jnp.bfloat16))
+    saved = [leaf for leaf in jax.tree.leaves(vjp_fn) if hasattr(leaf, "dtype") and leaf.size == x.size]
     assert [leaf.dtype.itemsize for leaf in saved] == [1]
 
 

@@ -156,8 +156,8 @@ def test_a_margin_widens_every_scale_that_a_history_gives():
     def gradients(part, factors=(1.0, 1.0, 1.0)):
         a, b, c = factors
         f = lambda x, w: fp8jax.scaled_linear(a * x, b * w, state, jnp.zeros([]), recipe=part)[0]  # noqa: E731
-        y, back = jax.vjp(f, X, w)
-        return [np.asarray(v) for v in (y, *back(c * DY))]
+        y, vjp_fn = jax.vjp(f, X, w)
+        return [np.asarray(v) for v in (y, *vjp_fn(c * DY))]
 
     # Two powers of two above: four times larger values do not saturate yet, and without the margin they do.
     for i in range(3):
@@ -171,8 +171,8 @@ def test_a_margin_widens_every_scale_that_a_history_gives():
 
 def _exact(w, factors):
     a, b, c = factors
-    y, back = jax.vjp(lambda x, w: (a * x) @ (b * w), X, w)
-    return y, *back(c * DY)
+    y, vjp_fn = jax.vjp(lambda x, w: (a * x) @ (b * w), X, w)
+    return y, *vjp_fn(c * DY)
 
 
 def test_the_bias_of_a_layer_with_delayed_scaling_is_added_and_has_its_gradient():
@@ -180,11 +180,11 @@ def test_the_bias_of_a_layer_with_delayed_scaling_is_added_and_has_its_gradient(
     layer = functools.partial(fp8jax.scaled_linear, recipe=PART)
     for dtype in (jnp.float32, jnp.bfloat16):
         given = X.astype(dtype), w.astype(dtype), fp8jax.init_scaling(PART), jnp.zeros([])
-        y, back = jax.vjp(lambda b, given=given: layer(*given, bias=b)[0], BIAS)
+        y, vjp_fn = jax.vjp(lambda b, given=given: layer(*given, bias=b)[0], BIAS)
         plain = layer(*given)[0]
         assert y.dtype == dtype
         np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(plain + BIAS.astype(dtype), np.float32))
-        (db,) = back(DY.astype(dtype))
+        (db,) = vjp_fn(DY.astype(dtype))
         expected = np.asarray(DY.astype(dtype), np.float64).sum(0)
         assert db.dtype == jnp.float32
         np.testing.assert_allclose(

@@ -51,10 +51,10 @@ def test_a_norm_has_its_epsilon_and_gradients_of_each_parameter(norm, case):
     (f, params), (plain, same) = case(norm, 0.5, COAT), case(norm, 0.5, None)
     jax.tree.map(np.testing.assert_array_equal, params, same)
     x = 0.3 * X
-    y, back = jax.vjp(f, params, x)
+    y, vjp_fn = jax.vjp(f, params, x)
     expected, exact = jax.vjp(plain, params, x)
     assert relative(y, expected) < 1e-5
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(back(DY)), jax.tree.leaves(exact(DY)), strict=True):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(vjp_fn(DY)), jax.tree.leaves(exact(DY)), strict=True):
         # The input is kept in e4m3; the layer behind the norm has no gradients here.
         assert not (a.any() or b.any()) or relative(a, b) < 0.06, path
 
@@ -71,8 +71,8 @@ def test_biases_of_linen_layers_have_their_gradients(layer):
     params = shaken(model.init(jax.random.key(0), X))["params"]
 
     def gradients(model):
-        y, back = jax.vjp(lambda p: model.apply({"params": p}, X), params)
-        return back(jax.random.normal(jax.random.key(3), y.shape))[0]
+        y, vjp_fn = jax.vjp(lambda p: model.apply({"params": p}, X), params)
+        return vjp_fn(jax.random.normal(jax.random.key(3), y.shape))[0]
 
     actual, expected = gradients(fp8jax.linen.quantize(model, TE)), gradients(model)
     np.testing.assert_allclose(actual["bias"], expected["bias"], rtol=1e-5, atol=1e-5)

@@ -31,8 +31,8 @@ def problem() -> tuple[jax.Array, ...]:
 def compiled(recipe: Linear):
     def run(x, w, dy):
         key = jax.random.key(1) if recipe.is_stochastic else None
-        y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe, key=key), x, w)
-        return y, *back(dy)
+        y, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe, key=key), x, w)
+        return y, *vjp_fn(dy)
 
     return jax.jit(run)
 
@@ -133,8 +133,8 @@ def grouped(name: str):
     def run(x, w, dy):
         key = jax.random.key(1) if LINEAR[name].is_stochastic else None
         multiply = functools.partial(fp8jax.ragged_dot, group_sizes=jnp.asarray(SIZES), recipe=LINEAR[name], key=key)
-        y, back = jax.vjp(multiply, x, w)
-        return y, *back(dy)
+        y, vjp_fn = jax.vjp(multiply, x, w)
+        return y, *vjp_fn(dy)
 
     return (x, w, dy), jax.jit(run)(x, w, dy)
 
@@ -169,8 +169,8 @@ def test_one_group_is_a_dense_product_rotated_before_wgrad(linear):
                 return fp8jax.linear(x, w, recipe=linear)
             return fp8jax.ragged_dot(x, w[None], jnp.asarray(sizes), recipe=linear)
 
-        y, back = jax.vjp(multiply, x, w)
-        return y, *back(dy)
+        y, vjp_fn = jax.vjp(multiply, x, w)
+        return y, *vjp_fn(dy)
 
     dense, actual = jax.jit(functools.partial(run, linear))(), jax.jit(functools.partial(run, linear, 128))()
     assert all(relative(a, b) < 5e-3 for a, b in zip(actual, dense, strict=True))

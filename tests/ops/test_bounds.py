@@ -194,8 +194,8 @@ def test_a_layer_under_bounds_is_as_exact_as_under_largest_values():
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(part, x, p):
-        y, back = jax.vjp(functools.partial(whole, part), x, p)
-        return y, back(dy)
+        y, vjp_fn = jax.vjp(functools.partial(whole, part), x, p)
+        return y, vjp_fn(dy)
 
     def values(part):
         return jax.tree.leaves(run(part, x, p))

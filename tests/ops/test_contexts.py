@@ -64,10 +64,10 @@ def test_layer_norm_is_exact_forward_and_that_of_the_stored_input_backward(param
     bias = normal(2, CHANNELS) if "bias" in parameters else None
     dy = normal(3, *x.shape)
     f = lambda x, s, b: layer_norm(x, s, b, recipe=context, eps=eps)  # noqa: E731
-    y, back = jax.vjp(f, x, scale, bias)
+    y, vjp_fn = jax.vjp(f, x, scale, bias)
     residual_context = context if context.residual else None
     expected = reference_norm(x, scale, bias, eps, True, dy, residual_context)
-    for operand, actual, want in zip((x, x, scale, bias), (y, *back(dy)), expected, strict=True):
+    for operand, actual, want in zip((x, x, scale, bias), (y, *vjp_fn(dy)), expected, strict=True):
         assert (actual is None) == (operand is None)
         if actual is not None:
             near(actual, want)
@@ -79,10 +79,10 @@ def test_layer_norm_is_exact_forward_and_that_of_the_stored_input_backward(param
 def test_rms_norm_is_exact_forward_and_that_of_the_stored_input_backward(scaled, eps, context):
     x, dy = normal(0, TOKENS, CHANNELS), normal(3, TOKENS, CHANNELS)
     scale = 1 + 0.3 * normal(1, CHANNELS) if scaled else None
-    y, back = jax.vjp(lambda x, s: rms_norm(x, s, recipe=context, eps=eps), x, scale)
+    y, vjp_fn = jax.vjp(lambda x, s: rms_norm(x, s, recipe=context, eps=eps), x, scale)
     residual_context = context if context.residual else None
     expected = reference_norm(x, scale, None, eps, False, dy, residual_context)[:3]
-    for operand, actual, want in zip((x, x, scale), (y, *back(dy)), expected, strict=True):
+    for operand, actual, want in zip((x, x, scale), (y, *vjp_fn(dy)), expected, strict=True):
         assert (actual is None) == (operand is None)
         if actual is not None:
             near(actual, want)
@@ -112,17 +112,17 @@ def reference_activation(name, x):
 def test_activations_have_the_gradient_of_the_stored_input(name, context):
     x, u, dy = (3 * normal(i, TOKENS, CHANNELS) for i in range(3))
     keep = (lambda a: stored(a, context)) if context.residual else np.asarray
-    y, back = jax.vjp(lambda x: activation(x, recipe=context, activation=name), x)
+    y, vjp_fn = jax.vjp(lambda x: activation(x, recipe=context, activation=name), x)
     steps = 256 if name == "gelu_tanh" else 64  # XLA's tanh is a ratio of polynomials, off by 2^-17 near its ends
     near(y, reference_activation(name, x)[0], steps)
-    near(back(dy)[0], np.asarray(dy) * reference_activation(name, keep(x))[1], steps)
+    near(vjp_fn(dy)[0], np.asarray(dy) * reference_activation(name, keep(x))[1], steps)
 
-    y, back = jax.vjp(lambda x, u: glu(x, u, recipe=context, activation=name), x, u)
+    y, vjp_fn = jax.vjp(lambda x, u: glu(x, u, recipe=context, activation=name), x, u)
     value, slope = reference_activation(name, keep(x))
     exact = reference_activation(name, x)[0]
     activated = value if context.recompute_activations else keep(exact)
     near(y, exact * np.asarray(u), steps)
-    for actual, expected in zip(back(dy), (dy * keep(u) * slope, dy * activated), strict=True):
+    for actual, expected in zip(vjp_fn(dy), (dy * keep(u) * slope, dy * activated), strict=True):
         # An activation in fp32 may lie on the other side of a rounding boundary than one in float64.
         assert relative(actual, expected) < 1e-3
 
@@ -145,11 +145,11 @@ def test_gradients_are_as_near_the_exact_ones_as_the_format_allows(context):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
 def test_dtypes_are_those_of_the_arguments(dtype):
     x, scale = normal(0, TOKENS, CHANNELS, dtype=dtype), jnp.ones(CHANNELS)
-    y, back = jax.vjp(lambda x, s: rms_norm(x, s, recipe=LEAN, dtype=jnp.bfloat16), x, scale)
-    dx, ds = back(y)
+    y, vjp_fn = jax.vjp(lambda x, s: rms_norm(x, s, recipe=LEAN, dtype=jnp.bfloat16), x, scale)
+    dx, ds = vjp_fn(y)
     assert (y.dtype, dx.dtype, ds.dtype) == (jnp.bfloat16, dtype, jnp.float32)
-    y, back = jax.vjp(lambda x: glu(x, x, recipe=LEAN), x)
-    assert (y.dtype, back(y)[0].dtype) == (dtype, dtype)
+    y, vjp_fn = jax.vjp(lambda x: glu(x, x, recipe=LEAN), x)
+    assert (y.dtype, vjp_fn(y)[0].dtype) == (dtype, dtype)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(jax.nn.silu(x) * x))
 
 
@@ -163,8 +163,8 @@ def test_what_is_not_finite_stays_visible(context, bad):
         "gelu": lambda x: activation(x, recipe=context, activation="gelu"),
     }
     for name, f in ops.items():
-        y, back = jax.vjp(f, x)
-        for array in (y, *back(jnp.ones_like(y))):
+        y, vjp_fn = jax.vjp(f, x)
+        for array in (y, *vjp_fn(jnp.ones_like(y))):
             row = np.asarray(array)
             assert not np.isfinite(row[3, 5]) or name == "gelu", name
             assert np.isfinite(np.delete(row, 3, 0)).all(), name

@@ -384,9 +384,9 @@ def test_a_head_has_one_scale_an_operand_whatever_the_chunks(variant, axis):
     d_rows, d_columns = (in_codes(d, dtype, steepest / WHERE.sum()) for dtype in (e4m3, e5m2))
     expected = d_rows @ w.T, np.einsum("btd,btv->dv", x, d_columns), d.sum((0, 1))
 
-    how = {"where": jnp.asarray(WHERE), "recipe": fp8jax.recipes.HEAD, "vocabulary_axis": axis, **options}
+    kwargs = {"where": jnp.asarray(WHERE), "recipe": fp8jax.recipes.HEAD, "vocabulary_axis": axis, **options}
     for tokens in (None,) if steep else (None, 5):
-        call = functools.partial(loss, tokens_per_chunk=tokens, **how)
+        call = functools.partial(loss, tokens_per_chunk=tokens, **kwargs)
         table = W if axis else W.T
         value, (dx, dw, db) = jax.value_and_grad(call, (0, 1, 2))(*floats(inputs, table, BIAS))
         each = in_float64(x, w, BIAS, **options)[WHERE]

@@ -45,8 +45,8 @@ def test_empty_operands_have_empty_or_zero_results_and_zero_gradients(name):
         results = []
         for m, k, n in SIZES.values():
             operands = [jnp.ones(shape) for shape in ((m, k), (k, n), (3, m, k), (3, k, n), (k,))]
-            values, back = jax.vjp(lambda *operands: list(outputs(recipe, *operands)), *operands)
-            results.append((values, back(jax.tree.map(jnp.ones_like, values))))
+            values, vjp_fn = jax.vjp(lambda *operands: list(outputs(recipe, *operands)), *operands)
+            results.append((values, vjp_fn(jax.tree.map(jnp.ones_like, values))))
         return results
 
     for case, (m, k, n), (values, grads) in zip(SIZES, SIZES.values(), gradients(), strict=True):

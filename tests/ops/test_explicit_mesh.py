@@ -87,9 +87,9 @@ def test_a_mesh_changes_no_code_and_no_sharding(name):
 
     @functools.partial(jax.jit, static_argnums=3)
     def run(params, x, target, explicit):
-        y, back = jax.vjp(lambda params, x: perceptron(params, x, recipe, explicit), params, x)
-        codes = [leaf for leaf in jax.tree.leaves(back) if leaf.dtype == jnp.uint8]
-        return (y, back(target)), codes
+        y, vjp_fn = jax.vjp(lambda params, x: perceptron(params, x, recipe, explicit), params, x)
+        codes = [leaf for leaf in jax.tree.leaves(vjp_fn) if leaf.dtype == jnp.uint8]
+        return (y, vjp_fn(target)), codes
 
     expected, want_codes = run(params, x, target, False)
     with jax.set_mesh(mesh()):
@@ -212,8 +212,8 @@ def test_results_and_gradients_lie_where_plain_ones_do(layout):
 
     def types(recipe):
         def run(x, w):
-            y, back = jax.vjp(lambda x, w: f(x, w, recipe, out), x, w)
-            return y, *back(y)
+            y, vjp_fn = jax.vjp(lambda x, w: f(x, w, recipe, out), x, w)
+            return y, *vjp_fn(y)
 
         try:
             return [(t.shape, t.sharding.spec) for t in jax.eval_shape(run, x, w)]
@@ -234,8 +234,8 @@ def test_values_are_those_of_one_device(layout):
 
     @functools.partial(jax.jit, static_argnums=2)
     def run(x, w, out):
-        y, back = jax.vjp(lambda x, w: f(x, w, recipe, out), x, w)
-        return y, *back(y)
+        y, vjp_fn = jax.vjp(lambda x, w: f(x, w, recipe, out), x, w)
+        return y, *vjp_fn(y)
 
     expected = run(x, w, None)
     with jax.set_mesh(mesh()):

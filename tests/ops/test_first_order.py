@@ -224,9 +224,9 @@ def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypat
         def f(x):
             return jnp.sum(fp8jax.linear(fp8jax.rms_norm(x, recipe="coat"), W["up"], recipe="coat"))
 
-        y, back = jax.vjp(f, x)
+        y, vjp_fn = jax.vjp(f, x)
         noted.clear()
-        return back(y)
+        return vjp_fn(y)
 
     program(X)
     assert any(noted[0] is x for x in lookups)

@@ -96,10 +96,10 @@ def test_exact_products_apply_each_power_of_two():
 
 def test_the_gradients_of_moss_mx_are_near():
     dy = jax.random.normal(KEY, (64, 160))
-    y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe="moss_mx"), X, W)
+    y, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe="moss_mx"), X, W)
     x, w, g = (np.asarray(a, np.float64) for a in (X, W, dy))
     # The input of the weight's gradient is rounded twice.
-    for actual, expected, roundings in zip((y, *back(dy)), (x @ w, g @ w.T, x.T @ g), (2, 2, 3), strict=True):
+    for actual, expected, roundings in zip((y, *vjp_fn(dy)), (x @ w, g @ w.T, x.T @ g), (2, 2, 3), strict=True):
         error = np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
         assert 0.02 < error < roundings**0.5 * 2**-4 / 3**0.5 * 1.2
 

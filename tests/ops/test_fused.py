@@ -46,8 +46,8 @@ def results(f, *args):
     """Returns results and gradients under jit, in float64."""
 
     def both(*args):
-        y, back = jax.vjp(f, *args)
-        return y, back(jax.tree.map(lambda a: normal(a.size, *a.shape, dtype=a.dtype), y))
+        y, vjp_fn = jax.vjp(f, *args)
+        return y, vjp_fn(jax.tree.map(lambda a: normal(a.size, *a.shape, dtype=a.dtype), y))
 
     return [np.asarray(a, np.float64) for a in jax.tree.leaves(jax.jit(both)(*args))]
 

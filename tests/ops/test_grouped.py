@@ -100,11 +100,11 @@ def of_tokens(name):
     return run
 
 
-def test_places_of_rows_are_those_of_their_group_and_others_have_none():
+def test_positions_of_rows_are_those_of_their_group_and_others_have_none():
     """Groups 1 and 2 of sizes 1, 5 and 3 in 11 rows: row 0 is before them, rows 9 and 10 are after them."""
     groups = Groups.from_sizes(jnp.array([1, 5, 3]), 11, jnp.int32(1), 2)
     places = PaddedTokens.from_groups(groups, 11, alignment=4)
-    assert places.places[1:9].tolist() == [0, 1, 2, 3, 4, 8, 9, 10]
+    assert places.row_positions[1:9].tolist() == [0, 1, 2, 3, 4, 8, 9, 10]
     assert places.is_in_group.tolist() == [False, *[True] * 8, False, False]
     assert places.rows[:12].tolist() == [1, 2, 3, 4, 5, 11, 11, 11, 6, 7, 8, 11]
 

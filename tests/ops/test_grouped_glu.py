@@ -75,14 +75,14 @@ def test_a_layer_and_its_gradients_are_those_in_16_bits_but_for_rounding(recipe,
     with target(capability=90) if on_gpu else contextlib.nullcontext():
         run = layer(fp8jax.recipes.get(recipe), jnp.asarray(SIZES), jnp.asarray(index), jnp.asarray(rows))
         y, grads = jax.jit(lambda *a: (run(*a), jax.vjp(run, *a)[1](ct)))(*operands)
-    want, back = jax.vjp(oracle(index, rows), *operands)
+    want, vjp_fn = jax.vjp(oracle(index, rows), *operands)
     first, others = slice(SIZES[0] // K), slice(SIZES[0] // K, None)
-    for actual, expected in zip((y, *grads), (want, *back(ct)), strict=True):
+    for actual, expected in zip((y, *grads), (want, *vjp_fn(ct)), strict=True):
         assert np.isfinite(np.asarray(actual)).all()
         assert 0.005 < error(actual, expected) < 0.15
-    for actual, expected in ((y, want), (grads[0], back(ct)[0])):
+    for actual, expected in ((y, want), (grads[0], vjp_fn(ct)[0])):
         assert error(actual[first], expected[first]) < 2 * error(actual[others], expected[others])
-    dw, expected = grads[2], back(ct)[2]
+    dw, expected = grads[2], vjp_fn(ct)[2]
     assert error(dw[0], expected[0]) < 2 * error(dw[3], expected[3])
 
 

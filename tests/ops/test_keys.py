@@ -47,8 +47,8 @@ def independent(*arrays) -> bool:
 def rounded(recipe, key, x=HALVES, dy=HALVES):
     """Returns the saved input and dy as rounded for dgrad and wgrad, in units of int8 codes."""
     x, dy = x[None], dy[None]
-    _, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe, key=key), x, jnp.eye(N))
-    dx, dw = (np.asarray(a, np.float64) for a in back(dy))
+    _, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe, key=key), x, jnp.eye(N))
+    dx, dw = (np.asarray(a, np.float64) for a in vjp_fn(dy))
     # The first value of dy and of x is 127, a code.
     return dw[:, 0] / 127, dx[0], dw[0] / 127
 
@@ -99,8 +99,8 @@ def test_layers_that_share_an_input_share_its_codes_and_not_the_noise_of_another
     w, part = jnp.eye(N), dataclasses.replace(ALL, dy="int8", dy_wgrad="int8")
 
     def saved(x, key):
-        _, back = jax.vjp(lambda a, b: [fp8jax.linear(x, m, recipe=part, key=key) for m in (a, b)], w, w)
-        return [np.asarray(dw[:, 0]) / 127 for dw in back([HALVES[None]] * 2)]
+        _, vjp_fn = jax.vjp(lambda a, b: [fp8jax.linear(x, m, recipe=part, key=key) for m in (a, b)], w, w)
+        return [np.asarray(dw[:, 0]) / 127 for dw in vjp_fn([HALVES[None]] * 2)]
 
     first, second = saved(HALVES[None], KEY)
     np.testing.assert_array_equal(first, second)
@@ -223,7 +223,7 @@ def test_layers_of_a_transformer_hand_their_key_on():
     for name, f in functions.items():
         # Of what comes before the product only the linear map of its gradient is seen, which is the same each time.
         keys = KEY, KEY, jax.random.key(6)
-        back = [jax.vjp(lambda x, f=f, key=key: f(x, key), x)[1] for key in keys]
-        first, again, other = (np.asarray(pull(HALVES[None])[0]) for pull in back)
+        vjp_fn = [jax.vjp(lambda x, f=f, key=key: f(x, key), x)[1] for key in keys]
+        first, again, other = (np.asarray(pull(HALVES[None])[0]) for pull in vjp_fn)
         np.testing.assert_array_equal(first, again)
         assert (first != other).mean() > 0.3, name

@@ -31,8 +31,8 @@ def problem():
 
 def gradients(linear):
     x, w, target = problem()
-    y, back = jax.vjp(linear, x, w)
-    return y, *back(target)
+    y, vjp_fn = jax.vjp(linear, x, w)
+    return y, *vjp_fn(target)
 
 
 def expected_error(*specs) -> float:
@@ -93,9 +93,9 @@ def test_the_bias_is_added_and_differentiated():
     x, w, target = problem()
     b = jnp.arange(OUTPUTS, dtype=jnp.float32)
     recipe = fp8jax.recipes.te_current()
-    y, back = jax.vjp(lambda b: fp8jax.linear(x, w, recipe=recipe, bias=b), b)
+    y, vjp_fn = jax.vjp(lambda b: fp8jax.linear(x, w, recipe=recipe, bias=b), b)
     np.testing.assert_allclose(np.asarray(y), np.asarray(fp8jax.linear(x, w, recipe=recipe) + b), rtol=1e-6)
-    np.testing.assert_allclose(np.asarray(back(target)[0]), np.asarray(target.sum((0, 1))), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(vjp_fn(target)[0]), np.asarray(target.sum((0, 1))), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", few(QUANTIZED, "deepseek", "jetfire"))
@@ -107,8 +107,8 @@ def test_a_biass_gradient_is_the_sum_of_all_gradients_in_fp32(name):
 
     @jax.jit
     def both(x, w, b):
-        y, back = jax.vjp(linear, x, w, b)
-        return y, back(target)
+        y, vjp_fn = jax.vjp(linear, x, w, b)
+        return y, vjp_fn(target)
 
     (y, (*others, db)), (z, (*plain, _)) = both(x, w, b), both(x, w, None)
     assert db.dtype == jnp.float32
@@ -122,10 +122,10 @@ def test_a_bias_of_heads_is_that_of_the_flat_product():
     x, w, target = problem()
     b = jnp.arange(OUTPUTS, dtype=jnp.float32)
     heads, numbers = w.reshape(INPUTS, 4, -1), (((2,), (0,)), ((), ()))
-    y, back = jax.vjp(lambda b: fp8jax.dot_general(x, heads, numbers, recipe="te_current", bias=b), b)
+    y, vjp_fn = jax.vjp(lambda b: fp8jax.dot_general(x, heads, numbers, recipe="te_current", bias=b), b)
     expected = fp8jax.linear(x, w, recipe="te_current", bias=b)
     assert np.array_equal(np.asarray(y.reshape(expected.shape)), np.asarray(expected))
-    (db,) = back(target.reshape(y.shape))
+    (db,) = vjp_fn(target.reshape(y.shape))
     np.testing.assert_allclose(np.asarray(db), np.asarray(target, np.float64).sum((0, 1)), rtol=1e-5, atol=1e-5)
     plain = fp8jax.dot_general(x, heads, numbers, recipe="bf16", bias=b)
     np.testing.assert_allclose(np.asarray(plain.reshape(expected.shape)), np.asarray(x @ w + b), rtol=2e-2, atol=2e-1)
@@ -138,8 +138,8 @@ def test_a_bias_of_heads_is_that_of_the_flat_product():
 def test_results_and_gradients_keep_the_dtypes(dtype):
     x, w, _ = problem()
     recipe = fp8jax.recipes.deepseek()
-    y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe), x.astype(dtype), w)
-    dx, dw = back(y)
+    y, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe), x.astype(dtype), w)
+    dx, dw = vjp_fn(y)
     assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
 
 

@@ -25,8 +25,8 @@ VARIANTS = {"plain": {}, "smoothed": {"label_smoothing": 0.5}, "z_loss": {"z_los
 
 
 def gradients(x, w, **options):
-    how = {"recipe": fp8jax.recipes.HEAD, "where": WHERE, "tokens_per_chunk": 10, **options}
-    return jax.value_and_grad(lambda x, w: fp8jax.linear_cross_entropy(x, w, LABELS, **how), (0, 1))(x, w)
+    kwargs = {"recipe": fp8jax.recipes.HEAD, "where": WHERE, "tokens_per_chunk": 10, **options}
+    return jax.value_and_grad(lambda x, w: fp8jax.linear_cross_entropy(x, w, LABELS, **kwargs), (0, 1))(x, w)
 
 
 def from_facts(recorded, z, _, facts, *args):

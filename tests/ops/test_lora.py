@@ -47,8 +47,8 @@ def float64(w, x=X, dy=DY, adapter=ADAPTER):
 
 
 def ours(w, recipe, adapter=ADAPTER, x=X, dy=DY):
-    y, back = jax.vjp(lambda x, a: fp8jax.lora.linear(x, w, a, recipe=recipe, key=KEY), x, adapter)
-    dx, d = back(dy)
+    y, vjp_fn = jax.vjp(lambda x, a: fp8jax.lora.linear(x, w, a, recipe=recipe, key=KEY), x, adapter)
+    dx, d = vjp_fn(dy)
     return y.reshape(-1, y.shape[-1]), dx.reshape(-1, dx.shape[-1]), d.a, d.b
 
 

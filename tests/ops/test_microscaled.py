@@ -87,12 +87,12 @@ def test_tokens_without_gradient_take_no_range_from_others():
 
 def test_of_a_token_far_below_the_others_nothing_else_is_lost_and_what_is_no_number_shows():
     x, w, dy = problem(octaves=0.0)
-    _, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=MOSS), x, w)
-    dx, dw = back(dy.at[3].multiply(2.0**-40))
+    _, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=MOSS), x, w)
+    dx, dw = vjp_fn(dy.at[3].multiply(2.0**-40))
     expected = x.T @ dy.at[3].set(0)
     assert relative(dw, expected) < 0.05
     assert relative(dx[3], 2.0**-40 * dy[3] @ w.T) < 0.05
-    dx, dw = back(dy.at[3, 5].set(jnp.nan))
+    dx, dw = vjp_fn(dy.at[3, 5].set(jnp.nan))
     assert np.isnan(dx[3]).all()
     assert np.isfinite(np.delete(np.asarray(dx), 3, 0)).all()
     assert np.isnan(dw[:, 5]).all()
@@ -146,8 +146,8 @@ def test_shared_scales_cost_the_weights_gradient_less_than_a_second_quantization
     x, w, dy = problem(octaves=1.0)
     errors = {}
     for name, part in ARMS.items():
-        _, back = jax.vjp(functools.partial(fp8jax.linear, recipe=part), x, w)
-        dx, dw = back(dy)
+        _, vjp_fn = jax.vjp(functools.partial(fp8jax.linear, recipe=part), x, w)
+        dx, dw = vjp_fn(dy)
         errors[name] = relative(dx, dy @ w.T), relative(dw, x.T @ dy)
     assert errors["shared"][1] < 0.9 * errors["quantized again"][1]
     assert errors["shared"][1] < 0.75 * errors["e5m2"][1]
@@ -187,8 +187,8 @@ def test_codes_do_not_depend_on_the_mesh():
 
     @jax.jit
     def three(x, w, dy):
-        y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=MOSS), x, w)
-        return y, *back(dy)
+        y, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=MOSS), x, w)
+        return y, *vjp_fn(dy)
 
     expected = three(x, w, dy)
     for shape, names in (((8,), ("data",)), ((4, 2), ("data", "model"))):

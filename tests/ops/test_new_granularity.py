@@ -63,8 +63,8 @@ def test_codes_and_all_three_products_have_its_scales(kind, scales):
     assert q.scale.shape == scales
     np.testing.assert_allclose(q.dequantize(), decoded(X, f"e4m3:{kind}"), rtol=1e-6)
     dy = jax.random.normal(jax.random.key(2), (10, 48))
-    y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe(kind)), X, W)
-    dx, dw = back(dy)
+    y, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe(kind)), X, W)
+    dx, dw = vjp_fn(dy)
     e4m3, e5m2 = (lambda x, name=name: decoded(x, f"{name}:{kind}") for name in ("e4m3", "e5m2"))
     np.testing.assert_allclose(y, e4m3(X) @ e4m3(W.T).T, rtol=1e-4, atol=1e-4 * np.abs(y).max())
     np.testing.assert_allclose(dx, e5m2(dy) @ e4m3(W).T, rtol=1e-4, atol=1e-4 * np.abs(dx).max())

@@ -95,16 +95,16 @@ def computed(part, x, w, dy, largest, prequantized):
     x, w, dy = map(jnp.asarray, (x, w, dy))
     if not part.stateful_strategies:
         quantized = fp8jax.quantize_weight(w, recipe=part) if prequantized else None
-        y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=part, quantized=quantized), x, w)
-        return y, *back(dy)
+        y, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=part, quantized=quantized), x, w)
+        return y, *vjp_fn(dy)
     state = fp8jax.init_scaling(part, w)
     histories = {name: jnp.array([value, 0], jnp.float32) for name, value in largest.items()}
     state = state._replace(**histories | ({"w": jnp.float32(largest["w"])} if part.needs_weight_bounds else {}))
     scale = fp8jax.weight_scale(w, state, recipe=part)
     quantized = fp8jax.quantize_weight(w, recipe=part, scale=scale) if prequantized else None
     run = lambda x, w: fp8jax.scaled_linear(x, w, state, jnp.zeros([]), recipe=part, quantized=quantized)[0]  # noqa: E731
-    y, back = jax.vjp(run, x, w)
-    return y, *back(dy)
+    y, vjp_fn = jax.vjp(run, x, w)
+    return y, *vjp_fn(dy)
 
 
 def check(part, largest, prequantized):
@@ -153,8 +153,8 @@ def test_of_mixed_dtypes_each_result_is_rounded_to_its_own_alone(forms, form):
     low = {"x and dy": (True, False, True), "w": (False, True, False)}[form]
     arrays = [a.astype(ml_dtypes.bfloat16) if cast else a for a, cast in zip(problem(), low, strict=True)]
     part = Linear(**forms)
-    y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=part), *map(jnp.asarray, arrays[:2]))
-    actual = y, *back(jnp.asarray(arrays[2]))
+    y, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=part), *map(jnp.asarray, arrays[:2]))
+    actual = y, *vjp_fn(jnp.asarray(arrays[2]))
     if not part.is_quantized:  # one operand in bf16 makes the product one of bf16
         arrays = [a.astype(ml_dtypes.bfloat16) for a in arrays]
     wide = [a.astype(np.float32) for a in arrays]

@@ -40,7 +40,7 @@ MIXED = fp8jax.recipes.Linear("e4m3", "e4m3", "e4m3", "e5m2", "e5m2", "e5m2", x_
 
 @pytest.mark.parametrize("recipe", ["te_current", MIXED], ids=["te_current", "mixed"])
 def test_each_group_by_its_own_matrix(recipe):
-    y, back = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, SIZES, recipe=recipe), X, W)
+    y, vjp_fn = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, SIZES, recipe=recipe), X, W)
     dy, part = jax.random.normal(jax.random.key(2), y.shape), fp8jax.recipes.linear_part(recipe)
     kinds = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": E5M2}
     by = lambda x, operand: rounded(np.asarray(x), kinds[part.spec(operand).format])  # noqa: E731
@@ -50,7 +50,7 @@ def test_each_group_by_its_own_matrix(recipe):
     g, g_wgrad = (by_group(np.asarray(dy), lambda m, o=o: by(m, o)) for o in ("dy", "dy_wgrad"))
     expected = np.stack([x[i] @ forward[e] for i, e in enumerate(OF)] + [np.zeros(OUTPUTS)])
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
-    dx, dw = back(dy)
+    dx, dw = vjp_fn(dy)
     expected = np.stack([g[i] @ backward[e].T for i, e in enumerate(OF)] + [np.zeros(INPUTS)])
     np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
     expected = np.stack([x_wgrad[:9][e == OF].T @ g_wgrad[:9][e == OF] for e in range(3)])

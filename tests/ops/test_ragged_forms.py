@@ -44,8 +44,8 @@ def gradients(function):
     """The product, and its gradients under the cotangent DY."""
 
     def run(x, w, dy):
-        y, back = jax.vjp(function, x, w)
-        return (y, *back(dy))
+        y, vjp_fn = jax.vjp(function, x, w)
+        return (y, *vjp_fn(dy))
 
     return run
 
@@ -203,10 +203,10 @@ def test_codes_of_experts_are_given_once_for_all_calls(recipe, transposed):
 def test_the_result_has_the_dtype_that_is_asked_for():
     x, w = jnp.asarray(X, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
     for recipe in ("coat", "bf16"):
-        y, back = jax.vjp(lambda x, w, r=recipe: dot(r, preferred_element_type=jnp.float32)(x, w, SIZES), x, w)
+        y, vjp_fn = jax.vjp(lambda x, w, r=recipe: dot(r, preferred_element_type=jnp.float32)(x, w, SIZES), x, w)
         assert y.dtype == jnp.float32
         assert np.any(y != y.astype(jnp.bfloat16).astype(jnp.float32))
-        assert [g.dtype for g in back(y)] == [jnp.bfloat16] * 2
+        assert [g.dtype for g in vjp_fn(y)] == [jnp.bfloat16] * 2
 
 
 @pytest.mark.parametrize(("numbers", "w_shape"), [

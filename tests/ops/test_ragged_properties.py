@@ -32,8 +32,8 @@ def product_and_gradients(recipe):
 
     @jax.jit
     def run(x, w, dy, sizes):
-        y, back = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe=recipe, key=key), x, w)
-        return y, *back(dy)
+        y, vjp_fn = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe=recipe, key=key), x, w)
+        return y, *vjp_fn(dy)
 
     return lambda x, w, dy, sizes: [np.asarray(a) for a in run(x, w, dy, np.asarray(sizes, np.int32))]
 

@@ -64,10 +64,10 @@ def test_codes_and_scales_are_saved_and_no_16_bit_copy(spec, saved, loop):
 
 def test_values_are_those_of_the_codes_and_gradients_pass_unchanged():
     h, dy = draw(3, 24, 48, dtype=jnp.float32), draw(4, 24, 48, dtype=jnp.float32)
-    y, back = jax.vjp(lambda h: fp8jax.save_quantized(h, "h"), h)
+    y, vjp_fn = jax.vjp(lambda h: fp8jax.save_quantized(h, "h"), h)
     spec = dataclasses.replace(fp8jax.QuantSpec.parse("e4m3:group16"), scale_format="bf16")
     np.testing.assert_array_equal(y, fp8jax.quantize(h, spec).dequantize())
-    np.testing.assert_array_equal(back(dy)[0], dy)
+    np.testing.assert_array_equal(vjp_fn(dy)[0], dy)
     # Any order, forward and reverse, as of the value itself.
     cube = lambda h: jnp.sum(fp8jax.save_quantized(h, "h") ** 3)  # noqa: E731
     np.testing.assert_array_equal(jax.grad(lambda h: jnp.sum(jax.grad(cube)(h)))(h), 6 * y)

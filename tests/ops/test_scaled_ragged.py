@@ -46,8 +46,8 @@ def make_step(recipe, sizes=SIZES):
         run = lambda x, w, slot: fp8jax.scaled_ragged_dot(  # noqa: E731
             x, w, jnp.asarray(sizes), state, slot, recipe=recipe, key=jax.random.key(0)
         )
-        y, back, stats = jax.vjp(run, x, w, slot, has_aux=True)
-        dx, dw, amax = back(dy)
+        y, vjp_fn, stats = jax.vjp(run, x, w, slot, has_aux=True)
+        dx, dw, amax = vjp_fn(dy)
         return y, dx, dw, stats._replace(dy=amax)
 
     return step
@@ -149,8 +149,8 @@ def test_an_expert_of_small_values_has_the_error_of_others(name, what):
         y, dx, dw, _ = make_step(recipe, sizes)(x, w, dy, init(recipe))
     else:
         run = lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe=recipe)  # noqa: E731
-        y, back = jax.vjp(run, x, w)
-        dx, dw = back(dy)
+        y, vjp_fn = jax.vjp(run, x, w)
+        dx, dw = vjp_fn(dy)
     x, w, dy = (m.astype(np.float64) for m in (x, w, dy))
     for actual, expected in (
         (y, lambda e: x[: len(group)][group == e] @ w[e]),
@@ -174,8 +174,8 @@ def test_devices_observe_their_own_tokens(check):
 
     def inside(x, dy, sizes, slot):
         run = lambda w, slot: fp8jax.scaled_ragged_dot(x, w, sizes, state, slot, recipe=DELAYED)  # noqa: E731
-        _, back, stats = jax.vjp(run, jnp.asarray(W), slot, has_aux=True)
-        dw, amax = back(dy)
+        _, vjp_fn, stats = jax.vjp(run, jnp.asarray(W), slot, has_aux=True)
+        dw, amax = vjp_fn(dy)
         return (dw if check else lax.psum(dw, "data")), stats.x[None], amax[None]
 
     specs = {"in_specs": (P("data"), P("data"), P("data"), P("data")), "out_specs": (P(), P("data"), P("data"))}
@@ -219,11 +219,11 @@ def test_a_frozen_stack_has_the_result_of_its_values_and_no_gradient():
     for w, options in ((frozen, {}), (frozen.T, {"dimension_numbers": numbers})):
         for recipe, limit in (("bf16", 0.02), ("te_current", 0.06)):
             run = lambda x, w=w, o=options, r=recipe: fp8jax.ragged_dot(x, w, sizes, recipe=r, **o)  # noqa: E731
-            y, back = jax.vjp(run, jnp.asarray(x))
+            y, vjp_fn = jax.vjp(run, jnp.asarray(x))
             assert relative(y[:ROWS], expected[0]) < limit
-            assert relative(back(jnp.asarray(dy))[0][:ROWS], expected[1]) < limit
+            assert relative(vjp_fn(jnp.asarray(dy))[0][:ROWS], expected[1]) < limit
             assert not np.asarray(y)[ROWS:].any()
-            saved = [leaf for leaf in jax.tree.leaves(back) if getattr(leaf, "size", 0) >= min(x.size, W.size)]
+            saved = [leaf for leaf in jax.tree.leaves(vjp_fn) if getattr(leaf, "size", 0) >= min(x.size, W.size)]
             assert {(str(leaf.dtype), leaf.shape[0]) for leaf in saved} == {("uint8", GROUPS)}
 
 

@@ -20,8 +20,8 @@ def products(recipe, quantized=False):
     """Returns y, dx and dw of 1x1 matrices. Each number determines its scale, so it is the largest code."""
     x, w, dy = (jnp.full((1, 1), v) for v in (M, N, K))
     prequantized = fp8jax.quantize_weight(w, recipe=recipe) if quantized else None
-    y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe, quantized=prequantized), x, w)
-    return np.array([float(a[0, 0]) for a in (y, *back(dy))])
+    y, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe, quantized=prequantized), x, w)
+    return np.array([float(a[0, 0]) for a in (y, *vjp_fn(dy))])
 
 
 def up(v):
@@ -53,10 +53,10 @@ def test_every_operand_has_the_scale_of_its_own_history(saved):
         largest = dict(zip(("x", "w", "dy"), (f * v for f, v in zip(wide, (M, N, K), strict=True)), strict=True))
         state = state._replace(**{name: jnp.array([v, 0], jnp.float32) for name, v in largest.items()})
         x, w, dy = (jnp.full((1, 1), v) for v in (M, N, K))
-        y, back = jax.vjp(
+        y, vjp_fn = jax.vjp(
             lambda x, w, state=state: fp8jax.scaled_linear(x, w, state, jnp.zeros([]), recipe=part)[0], x, w
         )
-        actual = np.array([float(a[0, 0]) for a in (y, *back(dy))])
+        actual = np.array([float(a[0, 0]) for a in (y, *vjp_fn(dy))])
         exact = np.array([float(a) * float(b) for a, b in ((M, N), (K, N), (M, K))])
         np.testing.assert_allclose(actual, exact * np.where(clipped, 0.25, 1), rtol=1e-6)
 
@@ -90,6 +90,6 @@ def test_rounding_of_an_input_that_is_saved_in_another_format_is_that_of_both():
     cases = [("same", "e4m3", 26.0), ("e5m2", "e4m3", 24.0), ("same", "e5m2", 24.0), ("e4m3:group1", "e4m3", 26.0)]
     for saved, x_wgrad, expected in cases:
         part = dataclasses.replace(PART, x_residual=saved, x_wgrad=x_wgrad)
-        y, back = jax.vjp(lambda w, part=part: fp8jax.linear(x, w, recipe=part), w)
-        assert float(back(dy)[0][1, 0]) == pytest.approx(expected, rel=1e-6)
+        y, vjp_fn = jax.vjp(lambda w, part=part: fp8jax.linear(x, w, recipe=part), w)
+        assert float(vjp_fn(dy)[0][1, 0]) == pytest.approx(expected, rel=1e-6)
         assert float(y[0, 1]) == pytest.approx(26.0, rel=1e-6)

@@ -44,8 +44,8 @@ def program(name):
     key = jax.random.key(1) if linear.is_stochastic else None
 
     def products(x, w, dy, sizes):
-        y, back = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe=linear, key=key), x, w)
-        return (y, *back(dy))
+        y, vjp_fn = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe=linear, key=key), x, w)
+        return (y, *vjp_fn(dy))
 
     compiled = jax.jit(products)
     return lambda x, dy, sizes=SIZES: [np.asarray(a) for a in compiled(x, W, dy, jnp.asarray(sizes, jnp.int32))]
@@ -104,8 +104,8 @@ def many_groups(name):
 
     @jax.jit
     def products(x, w, dy, sizes):
-        y, back = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe=linear, key=key), x, w)
-        return (y, *back(dy))
+        y, vjp_fn = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe=linear, key=key), x, w)
+        return (y, *vjp_fn(dy))
 
     return products
 
@@ -199,8 +199,8 @@ def test_empty_buffers_and_more_groups_than_rows(shape):
     rows, groups, inputs, outputs = shape
     sizes = jnp.zeros(groups, jnp.int32).at[-1:].set(min(rows, 2))
     x, w = jnp.ones((rows, inputs)), jnp.ones((groups, inputs, outputs))
-    y, back = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe="deepseek"), x, w)
-    dx, dw = back(jnp.ones_like(y))
+    y, vjp_fn = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe="deepseek"), x, w)
+    dx, dw = vjp_fn(jnp.ones_like(y))
     assert (y.shape, dx.shape, dw.shape) == ((rows, outputs), x.shape, w.shape)
     np.testing.assert_allclose(y[:2], jnp.full_like(y[:2], inputs if groups else 0), rtol=1e-2)
 

@@ -104,9 +104,11 @@ def test_scales_fit_weights_and_moments_for_any_sign_and_decay(size, rate, decay
     params, codes = {"w": (size * w).astype(jnp.bfloat16)}, fp8jax.quantize(g, "e4m3")
     new, state = jax.jit(tx.step)({"w": codes}, tx.init(params), params, grad_scale=jnp.float32(grad_scale))
     before, g = np.asarray(params["w"], np.float64), grad_scale * values(codes)
-    want = before - rate * (g / (np.abs(g) + EPS) + decay * before)
-    np.testing.assert_allclose(values(state.master["w"]), want, rtol=2e-3, atol=2e-3 * np.abs(want).max())
-    np.testing.assert_allclose(np.asarray(new["w"], np.float64), want, rtol=6e-3, atol=6e-3 * np.abs(want).max())
+    expected = before - rate * (g / (np.abs(g) + EPS) + decay * before)
+    np.testing.assert_allclose(values(state.master["w"]), expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        np.asarray(new["w"], np.float64), expected, rtol=6e-3, atol=6e-3 * np.abs(expected).max()
+    )
     np.testing.assert_allclose(values(state.mu["w"]), (1 - B1) * g, rtol=0.07, atol=1e-3 * np.abs(g).max())
     np.testing.assert_allclose(values(state.nu["w"]), (1 - B2) * g**2, rtol=2e-3, atol=1e-6 * (g**2).max())
 

@@ -32,8 +32,8 @@ def operations(fn, rules="te_current", params=P, x=X):
     return [node.operation for node in graph.walk_nested() if node.operation is not None]
 
 
-def biases(fn, **how):
-    return [o.bias is not None for o in operations(fn, **how) if isinstance(o, ProductOperation)]
+def biases(fn, **kwargs):
+    return [o.bias is not None for o in operations(fn, **kwargs) if isinstance(o, ProductOperation)]
 
 
 def sine(fn):
@@ -147,7 +147,7 @@ def test_an_input_that_several_products_read_has_the_sum_of_their_gradients(reci
     fn = lambda p, x: x @ p["w"].astype(x.dtype) + x @ p["u"].astype(x.dtype) + x @ p["t"].astype(x.dtype)  # noqa: E731
     params = {"w": P["w"], "u": P["w"][::-1] / 2, "t": -P["w"] / 3}
     fast = fp8jax.transform(fn, recipe)
-    how = {"states": fast.init(params, X)} if recipe != "coat" else {}
-    run = lambda x, p: fast(p, x, **how)  # noqa: E731
+    kwargs = {"states": fast.init(params, X)} if recipe != "coat" else {}
+    run = lambda x, p: fast(p, x, **kwargs)  # noqa: E731
     actual, expected = (jax.grad(sine(f))(X, params) for f in (run, lambda x, p: fn(p, x)))
     assert relative(actual, expected) < 0.15

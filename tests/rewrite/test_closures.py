@@ -61,8 +61,8 @@ def test_a_batch_that_a_loss_closes_over_is_data(loss, batch, same):
     assert len(closed.explain(p).quantized) > 2
     if loss is scanned:  # it takes as long to compile as all others together
         return
-    actual, want = jax.jit(jax.value_and_grad(closed))(p), jax.jit(jax.value_and_grad(given))(p, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), actual, want)
+    actual, expected = jax.jit(jax.value_and_grad(closed))(p), jax.jit(jax.value_and_grad(given))(p, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), actual, expected)
 
 
 def test_a_batch_of_a_trace_around_and_labels_as_an_argument():
@@ -203,9 +203,9 @@ def test_packed_projections_of_two_parameters_are_one_product():
     (packed, _) = fast.explain(p, X).quantized
     assert (packed.path, packed.concatenated, packed.shape) == ("up", ("down",), (WIDTH, 2 * INNER))
     assert count(fast, "dot_general", p, X) == 2
-    want = jax.grad(loss)(p, X)
+    expected = jax.grad(loss)(p, X)
     for name, actual in jax.grad(fast)(p, X).items():
-        assert np.linalg.norm(actual - want[name]) <= 0.1 * np.linalg.norm(want[name]), name
+        assert np.linalg.norm(actual - expected[name]) <= 0.1 * np.linalg.norm(expected[name]), name
 
 
 def test_rules_for_stacked_parameters():

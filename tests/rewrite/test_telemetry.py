@@ -377,7 +377,7 @@ def test_an_error_in_a_layer_leaves_its_name_to_nothing_else():
     with pytest.raises(RuntimeError), observations.at_layer("a", ()):
         raise RuntimeError
     with observations.is_observing(True):
-        assert observations.current_place("b").layer == "b"
+        assert observations.current_layer_scope("b").layer == "b"
 
 
 def test_a_differentiated_call_is_refused():

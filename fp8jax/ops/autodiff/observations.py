@@ -1,8 +1,8 @@
 """Observations: statistics of the tensors of a step, which `fp8jax.telemetry` returns.
 
 An operation adds `observe` to an array that it returns. This is an identity primitive with statistics as further
-operands. It exists only in functions that `fp8jax.telemetry` traces: elsewhere `current_place` is None, and programs do
-not change. The flag is part of the key of JAX's caches.
+operands. It exists only in functions that `fp8jax.telemetry` traces. Elsewhere `current_layer_scope` is None, and
+programs do not change. The flag is part of the key of JAX's caches.
 
 Each statistic is a sum, the logarithm of a sum, or a maximum. The statistics of microbatches, devices and several
 products of a weight are then merged exactly. `summarize` computes ratios from the merged ones.
@@ -31,8 +31,8 @@ from fp8jax.ops.quantization.fallback import FallbackTensor
 is_observing: Any = jax.make_user_context(False)
 
 
-class Place(NamedTuple):
-    """The place of an observation.
+class LayerScope(NamedTuple):
+    """The layer that observations belong to, and its loops.
 
     Attributes:
         layer: the path of the layer or parameter.
@@ -44,28 +44,28 @@ class Place(NamedTuple):
     layer_axes: tuple[int | None, ...] = ()
 
 
-class _CurrentPlace(threading.local):
-    place = Place()
+class _CurrentScope(threading.local):
+    scope = LayerScope()
 
 
-_current = _CurrentPlace()
+_current = _CurrentScope()
 
 
 @contextlib.contextmanager
 def at_layer(layer: str, layer_axes: tuple[int | None, ...]) -> Iterator[None]:
-    """A context in which observations are made at this place."""
-    previous, _current.place = _current.place, Place(layer, layer_axes)
+    """Return a context whose observations belong to this layer."""
+    previous, _current.scope = _current.scope, LayerScope(layer, layer_axes)
     try:
         yield
     finally:
-        _current.place = previous
+        _current.scope = previous
 
 
-def current_place(default_layer: str) -> Place | None:
-    """The place of observations, or None if there are none; `default_layer` names a layer outside of `at_layer`."""
+def current_layer_scope(default_layer: str) -> LayerScope | None:
+    """The scope of observations, or None if there are none; `default_layer` names a layer outside of `at_layer`."""
     if not is_observing.value:
         return None
-    return _current.place if _current.place.layer else _current.place._replace(layer=default_layer)
+    return _current.scope if _current.scope.layer else _current.scope._replace(layer=default_layer)
 
 
 class Observation(NamedTuple):
@@ -178,15 +178,15 @@ def summarize(observation: Observation) -> dict[str, Array]:
     if "log_noise" in merged:
         signal, noise = merged["log_signal"], merged["log_noise"]
         found["snr_db"] = 10 / math.log(10) * (signal - jnp.maximum(noise, signal + math.log(1e-20)))
-    for name, part, whole in (
+    for name, numerator, denominator in (
         ("saturated", "saturated", "size"),
         ("lost", "lost", "nonzero"),
         ("nonfinite", "nonfinite", "size"),
         ("fallback_rate", "fallback", "blocks"),
         ("expansion", "exponents", "groups"),
     ):
-        if part in merged:
-            found[name] = merged[part] / jnp.maximum(merged[whole], 1)
+        if numerator in merged:
+            found[name] = merged[numerator] / jnp.maximum(merged[denominator], 1)
     if "log_update" in merged:
         # A parameter of zeros counts as one of the smallest norm.
         weight = jnp.maximum(merged["log_weight"], math.log(formats.TINY))
@@ -201,21 +201,23 @@ def summarize(observation: Observation) -> dict[str, Array]:
     return found
 
 
-def observe(y: Array, place: Place | None, role: str, observation: Observation) -> Array:
+def observe(y: Array, layer_scope: LayerScope | None, role: str, observation: Observation) -> Array:
     """`y`, unchanged; the observation leaves the program with it.
 
     Args:
         y: an array that the program needs. It has its own tangent.
-        place: where it is made; None observes nothing.
+        layer_scope: the layer of the observation; None observes nothing.
     """
-    if place is None:
+    if layer_scope is None:
         return y
-    return OBSERVE.bind(y, lax.stop_gradient(observation.values), place=place, role=role, names=observation.names)
+    return OBSERVE.bind(
+        y, lax.stop_gradient(observation.values), layer_scope=layer_scope, role=role, names=observation.names
+    )
 
 
 def observe_codes(
     y: Array,
-    place: Place | None,
+    layer_scope: LayerScope | None,
     role: str,
     x: Any,
     codes: Any,
@@ -229,10 +231,10 @@ def observe_codes(
         x: the tensor, or a tuple of the matrices that it consists of, side by side.
         codes, is_transposed, row_mask: as of `compare`.
     """
-    if place is None:
+    if layer_scope is None:
         return y
     x = jnp.concatenate(jax.tree.leaves(x), -1) if isinstance(x, tuple) else x
-    return observe(y, place, role, compare(x, codes, is_transposed=is_transposed, row_mask=row_mask))
+    return observe(y, layer_scope, role, compare(x, codes, is_transposed=is_transposed, row_mask=row_mask))
 
 
 def _batch(operands: Any, dims: Any, **params: Any) -> tuple[Array, Any]:

@@ -302,14 +302,14 @@ def has_codes(linear_recipe: Linear | None) -> bool:
     if linear_recipe is None:
         return False
     specs = [linear_recipe.spec(operand) for operand in ("x", "w", "dy", "dy_wgrad")]
-    plain = all(
+    is_per_tensor_fp8 = all(
         s is not None and formats.get(s.format).is_fp8 and s.granularity == "tensor" and s.rounding == "nearest"
         for s in specs
     )
-    same = linear_recipe.spec("x") == linear_recipe.spec("x_residual") == linear_recipe.spec(
+    shares_operands = linear_recipe.spec("x") == linear_recipe.spec("x_residual") == linear_recipe.spec(
         "x_wgrad"
     ) and linear_recipe.spec("w") == linear_recipe.spec("w_dgrad")
-    return plain and same and linear_recipe.rotation is None
+    return is_per_tensor_fp8 and shares_operands and linear_recipe.rotation is None
 
 
 def quantize_head(x: Array, w: Array, axis: int, linear_recipe: Linear, max_cotangent: Array | None) -> HeadCodes:

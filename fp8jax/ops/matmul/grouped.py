@@ -316,7 +316,7 @@ def _loop_over_blocks(
     row_scale: Array | None,
     column_scale: Array | None,
 ) -> Array:
-    """Return `grouped_matmul_dw` for groups that are places [starts, ends) of the axis, in whole aligned blocks."""
+    """Return `grouped_matmul_dw` for groups at the positions [starts, ends) of the axis, in whole aligned blocks."""
     m, n = (x.values.shape[1] if isinstance(x, UnpaddedRows) else x.shape[0] for x in (a, b))
     length, groups = rows.shape[0], starts.shape[0]
     if 0 in (m, n, length, groups):

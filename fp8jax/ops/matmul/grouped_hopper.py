@@ -221,7 +221,7 @@ def _multiply_int8_blocks(x: QTensor | FallbackTensor, w: QTensor, groups: Group
     y = grouped_int8_block_matmul(
         codes, w.codes, scale, w.scale, tokens.block_groups, residual=residual, out_dtype=dtype
     )
-    return jnp.take(y, tokens.places, axis=0, mode="fill", fill_value=0)
+    return jnp.take(y, tokens.row_positions, axis=0, mode="fill", fill_value=0)
 
 
 def _row_scales(x: QTensor, w: QTensor) -> tuple[Array | None, Array | None, Array | None]:
@@ -246,7 +246,7 @@ def multiply_tokens(
     row_scale: Array | None,
     column_scale: Array | None,
 ) -> Array:
-    """Return `grouped_matmul_dw` by a kernel, for groups of places within these bounds; all but arrays are static."""
+    """Return `grouped_matmul_dw` by a kernel, for groups between these positions; all but arrays are static."""
     from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul_dw
     from pallas_kernels.matmul.grouped_int8_mosaic import grouped_int8_block_matmul_dw
     from pallas_kernels.matmul.grouped_mosaic import grouped_matmul_dw

@@ -247,16 +247,16 @@ def _to_fp16(x: Any) -> tuple[Array, Array]:
         return (_decode_unscaled(x) * relative).astype(jnp.float16), unit
     if isinstance(x, Array) and x.dtype == jnp.float16:
         return x, jnp.ones((1, 1), jnp.float32)
-    wide = x.astype(jnp.float32) if isinstance(x, Array) else x.dequantize()
-    largest = jnp.max(jnp.abs(wide), axis=1, keepdims=True)
+    values = x.astype(jnp.float32) if isinstance(x, Array) else x.dequantize()
+    largest = jnp.max(jnp.abs(values), axis=1, keepdims=True)
     unit = jnp.where(largest > 0, largest, 1)
-    return (wide / unit).astype(jnp.float16), unit
+    return (values / unit).astype(jnp.float16), unit
 
 
 def _dot_fp32_sums(a: Array, b: Array, dtype: DTypeLike) -> Array:
     """Return a product with fp32 sums. If the result has 16 bits, devices send partial sums in 16 bits."""
-    narrow = a.dtype == b.dtype == jnp.dtype(dtype) == jnp.bfloat16
-    return dot_general(a, b, _K_MAJOR, preferred_element_type=dtype if narrow else jnp.float32).astype(dtype)
+    is_bf16 = a.dtype == b.dtype == jnp.dtype(dtype) == jnp.bfloat16
+    return dot_general(a, b, _K_MAJOR, preferred_element_type=dtype if is_bf16 else jnp.float32).astype(dtype)
 
 
 def reference_matmul(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Array:
@@ -266,8 +266,8 @@ def reference_matmul(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Ar
     if _are_block_scaled(a, b):
         return _dot_block_scaled(dtype, a, b)
     if not (isinstance(a, QTensor) and isinstance(b, QTensor) and has_matmul_codes(a) and has_matmul_codes(b)):
-        wide = _dense_dtype(a, b)
-        a, b = (x.dequantize(wide) if isinstance(x, QTensor) else x.astype(wide) for x in (a, b))
+        dense_dtype = _dense_dtype(a, b)
+        a, b = (x.dequantize(dense_dtype) if isinstance(x, QTensor) else x.astype(dense_dtype) for x in (a, b))
         return _dot_fp32_sums(a, b, dtype)
     size = math.gcd(*(contraction_length(q) for q in (a, b)))
     if size == 0:
@@ -278,8 +278,8 @@ def reference_matmul(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Ar
 
 def has_matmul_codes(q: QTensor) -> bool:
     """Return whether matrix units support the codes directly."""
-    along = {"channel": 1, "token": 0, "group": 0, "mx": 0, "nv": 0}.get(q.spec.granularity)
-    if along is not None and q.spec.axis % 2 == along:
+    contracted_axis = {"channel": 1, "token": 0, "group": 0, "mx": 0, "nv": 0}.get(q.spec.granularity)
+    if contracted_axis is not None and q.spec.axis % 2 == contracted_axis:
         raise ValueError(
             f"{q.spec} along axis {q.spec.axis} has a scale for each contracted index, which a product of codes "
             "cannot apply"

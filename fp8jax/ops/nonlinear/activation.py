@@ -15,7 +15,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.autodiff.checkpointing import ACTIVATION, with_checkpoint_name
-from fp8jax.ops.autodiff.observations import current_place, observe_codes
+from fp8jax.ops.autodiff.observations import current_layer_scope, observe_codes
 from fp8jax.ops.autodiff.residuals import (
     NO_FACTS,
     ArrayFacts,
@@ -306,7 +306,7 @@ def activate(
     y, _ = with_saved_vjp(recomputable, inputs, residuals, y, name="an activation")
     for x, codes_of_x in zip((g, u, activated), residuals, strict=True):
         if context.spec is not None and codes_of_x is not None:
-            y = observe_codes(y, current_place(name), "context", x, codes_of_x)
+            y = observe_codes(y, current_layer_scope(name), "context", x, codes_of_x)
     facts = fused_outputs.make_array_facts(context, recomputable, residuals, fused_output, consumer, scale, codes)
     y = derivatives.check_differentiable_dtypes("an activation", y, *inputs)
     return y, facts

@@ -20,7 +20,7 @@ from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.autodiff.checkpointing import ACTIVATION, with_checkpoint_name
-from fp8jax.ops.autodiff.observations import current_place, observe_codes
+from fp8jax.ops.autodiff.observations import current_layer_scope, observe_codes
 from fp8jax.ops.autodiff.residuals import (
     NO_FACTS,
     ArrayFacts,
@@ -102,10 +102,10 @@ def grouped_glu(
     residuals = with_checkpoint_name(residuals, ACTIVATION) if spec is not None else residuals
     backward = GroupedGluBackward(activation, jnp.dtype(gate_up.dtype), linear, operation)
     y, _ = with_saved_vjp(backward, (gate_up, weights), residuals, y, name="a GLU of groups")
-    place = current_place(f"{activation} of groups")
-    if place is not None and spec is not None:
+    layer_scope = current_layer_scope(f"{activation} of groups")
+    if layer_scope is not None and spec is not None:
         row_mask = _padded(groups, gate_up).is_in_group[:, None]
-        y = observe_codes(y, place, "context", values, residual, row_mask=row_mask)
+        y = observe_codes(y, layer_scope, "context", values, residual, row_mask=row_mask)
     y = derivatives.check_differentiable_dtypes("a GLU of groups", y, gate_up)
     return y, ArrayFacts(recompute_rule=(backward, residuals), codes=codes)
 

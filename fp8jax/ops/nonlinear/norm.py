@@ -15,7 +15,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.autodiff.checkpointing import NORM, PRODUCT_AUX, with_checkpoint_name
-from fp8jax.ops.autodiff.observations import current_place, observe_codes
+from fp8jax.ops.autodiff.observations import current_layer_scope, observe_codes
 from fp8jax.ops.autodiff.residuals import (
     NO_FACTS,
     ArrayFacts,
@@ -261,9 +261,9 @@ def _normalize_and_save(
         recomputable, (x, scale, bias), residuals, y, returns_input=returns_input, name="a norm"
     )
     facts = fused_outputs.make_array_facts(context, recomputable, residuals, fused_output, consumer, out_scale, codes)
-    if context.spec is not None and (place := current_place("norm")) is not None:
+    if context.spec is not None and (layer_scope := current_layer_scope("norm")) is not None:
         saved = statistics(value, eps, centered=True)[0] if centered else value
-        y = observe_codes(y, place, "context", saved, residuals.codes)
+        y = observe_codes(y, layer_scope, "context", saved, residuals.codes)
     return y, passthrough, facts
 
 

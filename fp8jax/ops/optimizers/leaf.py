@@ -343,23 +343,23 @@ def suppress_dead_elements(
         traced_adam = dataclasses.replace(adam, **scalar_values)
         count = jnp.asarray(traced_adam.count, jnp.float32)
 
-        def peak(x: Array) -> Array:
+        def group_amax(x: Array) -> Array:
             return blocks.reduce(formats.where(jnp.isfinite(x), jnp.abs(x), 0), shape, jnp.max, 0.0)
 
         correction, previous_correction = (1 - traced_adam.b2**n for n in (count, jnp.maximum(count - 1, 1)))
-        m_peak, v_peak = peak(m), peak(v)
+        m_amax, v_amax = group_amax(m), group_amax(v)
         direction_bound = (
-            m_peak
+            m_amax
             / (1 - traced_adam.b1**count)
-            / (jnp.sqrt(v_peak / correction + traced_adam.eps_root) + traced_adam.eps)
+            / (jnp.sqrt(v_amax / correction + traced_adam.eps_root) + traced_adam.eps)
         )
-        direction_bound, v_peak = (blocks.broadcast_blocks(x, m.shape, shape) for x in (direction_bound, v_peak))
+        direction_bound, v_amax = (blocks.broadcast_blocks(x, m.shape, shape) for x in (direction_bound, v_amax))
         magnitude = jnp.abs(d)
         is_silent = (jnp.abs(g) < formats.TINY) & (magnitude < DEAD_V_RATIO * direction_bound) & (v > 0)
         before_decay = v * (correction / previous_correction / jnp.maximum(traced_adam.b2, np.float32(formats.TINY)))
-        low = jnp.maximum(before_decay, DEAD_V_LOW * v_peak)
-        dead_v = jnp.where(before_decay < DEAD_V_MID * v_peak, low, DEAD_V_HIGH * v_peak)
-        dead_v = jnp.where(before_decay < DEAD_V_HIGH * v_peak, dead_v, v)
+        floored = jnp.maximum(before_decay, DEAD_V_LOW * v_amax)
+        dead_v = jnp.where(before_decay < DEAD_V_MID * v_amax, floored, DEAD_V_HIGH * v_amax)
+        dead_v = jnp.where(before_decay < DEAD_V_HIGH * v_amax, dead_v, v)
         return jnp.where(magnitude < DEAD_M_RATIO * direction_bound, 0, m), jnp.where(is_silent, dead_v, v)
 
     g = grad.astype(jnp.float32) if adam.grad_scale is None else grad.astype(jnp.float32) * adam.grad_scale

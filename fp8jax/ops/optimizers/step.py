@@ -16,7 +16,7 @@ from jax import Array, lax
 from fp8jax.core import noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.autodiff.observations import Place, compare, compare_update, current_place, observe
+from fp8jax.ops.autodiff.observations import LayerScope, compare, compare_update, current_layer_scope, observe
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import (
     Choice,
@@ -159,9 +159,9 @@ def step_tree(
     ]
     if key is not None and all(leaf.weight_seed is None for leaf in leaves):
         raise ValueError("key applies only to stochastic rounding of bf16 parameters, and there are none; omit it")
-    place = current_place("")
+    layer_scope = current_layer_scope("")
     before: list[dict[str, Array]] = []
-    if place is not None:
+    if layer_scope is not None:
         # A kernel overwrites parameters and moments: what the statistics need of them is computed when the gradient is
         # there, and before the kernel runs. Otherwise XLA would copy all of them when the step starts.
         leaves = [lax.optimization_barrier(leaf) for leaf in leaves]
@@ -169,10 +169,10 @@ def step_tree(
         leaves = [dataclasses.replace(leaf, grad=grad) for leaf, (grad, _) in zip(leaves, pairs, strict=True)]
         before = [arrays for _, arrays in pairs]
     results = step_leaves(optimizer, adam, leaves, impl)
-    if place is not None:
+    if layer_scope is not None:
         layer_axes = () if tree_slice.layer is None else (0,)
-        places = [place._replace(layer=tree_slice.path(path), layer_axes=layer_axes) for path, _ in paths_and_mus]
-        results = [_observe_step(*each) for each in zip(places, leaves, before, results, strict=True)]
+        scopes = [layer_scope._replace(layer=tree_slice.path(path), layer_axes=layer_axes) for path, _ in paths_and_mus]
+        results = [_observe_step(*each) for each in zip(scopes, leaves, before, results, strict=True)]
     return StepResult(*(treedef.unflatten([result[i] for result in results]) for i in range(len(StepResult._fields))))
 
 
@@ -192,16 +192,16 @@ def _parameter(weight: Any) -> Array:
     return weight.high if isinstance(weight, MasterWeight) else weight  # type: ignore[no-any-return]
 
 
-def _observe_step(place: Place, leaf: Leaf, before: dict[str, Array], result: StepResult) -> StepResult:
+def _observe_step(layer_scope: LayerScope, leaf: Leaf, before: dict[str, Array], result: StepResult) -> StepResult:
     """The result of a step, with observations of the moments in codes and of the parameter's change."""
     mu = result.mu
     tie, untie = (mu.codes, mu.with_codes) if isinstance(mu, QTensor) else (mu, lambda x: x)
     for role, new in (("m", mu), ("v", result.nu)):
         if role in before:
-            tie = observe(tie, place, role, compare(before[role], new))
+            tie = observe(tie, layer_scope, role, compare(before[role], new))
     # Negated as the parameter before the step; the sign of a change does not matter.
     found = compare_update(before["update"], -_parameter(result.weight), is_change=not leaf.in_place)
-    tie = observe(tie, place, "update", found)
+    tie = observe(tie, layer_scope, "update", found)
     return result._replace(mu=untie(tie))
 
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, derivatives, formats
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.scaling import Stateful, Threshold
-from fp8jax.ops.autodiff.observations import Observation, current_place, observe
+from fp8jax.ops.autodiff.observations import Observation, current_layer_scope, observe
 from fp8jax.ops.autodiff.residuals import NO_INPUT_FACTS, ArrayFacts, InputFacts
 from fp8jax.ops.dispatch.sharding import (
     OutSharding,
@@ -464,8 +464,8 @@ def scaled_linear(
         bias=bias,
     )
     if isinstance(threshold, Threshold) and x_source is not None:
-        place = current_place(f"linear {'x'.join(map(str, w.shape))}")
-        y = observe(y, place, "x", Observation.from_scalars({"fallback_threshold": operand_state(state, "x")}))
+        layer_scope = current_layer_scope(f"linear {'x'.join(map(str, w.shape))}")
+        y = observe(y, layer_scope, "x", Observation.from_scalars({"fallback_threshold": operand_state(state, "x")}))
         stats["x"] = threshold.count_fallbacks(x_source.fallback_tensor.fallback_mask)
     stats |= {
         n: strategies[n].collect_stats(operand_state(state, n), values[n])

@@ -24,7 +24,7 @@ from fp8jax.core.blocks import expand_to_rank
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.ops.autodiff.checkpointing import PRODUCT
-from fp8jax.ops.autodiff.observations import Place, current_place, observe_codes
+from fp8jax.ops.autodiff.observations import LayerScope, current_layer_scope, observe_codes
 from fp8jax.ops.autodiff.residuals import ArrayFacts, CotangentFacts, attach_facts, pop_facts
 from fp8jax.ops.dispatch.choice import cast_varying_over, match_varying_axes, record_residual, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, OutSharding, merge_spec, product_sharding, reshape
@@ -158,7 +158,7 @@ class ProductConfig(NamedTuple):
     out_spec: tuple[Any, ...] | None
     name: str
     split_sizes: tuple[int, ...] | None
-    place: Place | None
+    layer_scope: LayerScope | None
 
 
 class Operands(NamedTuple):
@@ -255,7 +255,7 @@ def recipe_dot(
         out_spec=out_spec,
         name=name,
         split_sizes=split_sizes,
-        place=current_place(f"linear {'x'.join(map(str, w.shape))}"),
+        layer_scope=current_layer_scope(f"linear {'x'.join(map(str, w.shape))}"),
     )
     operands = Operands(
         x=value,
@@ -321,9 +321,9 @@ def _forward(config: ProductConfig, operands: Operands) -> tuple[Any, Residuals]
     )
 
     ys = _matmuls(config, operands.x, operands.bias, x_operand, w_operand)
-    ys[0] = observe_codes(ys[0], config.place, "x", x, x_operand)
+    ys[0] = observe_codes(ys[0], config.layer_scope, "x", x, x_operand)
     if w is not None:
-        ys[0] = observe_codes(ys[0], config.place, "w", w, w_operand, is_transposed=True)
+        ys[0] = observe_codes(ys[0], config.layer_scope, "w", w, w_operand, is_transposed=True)
     if guard is not None:
         ys = derivatives.differentiable_once(config.name, ys, guard)
     return ys[0] if config.split_sizes is None else tuple(ys), residuals
@@ -407,7 +407,7 @@ def _gradients(
     )
     dx = reshape(dx, (*batch_shape, dx.shape[-1]), x_kind.spec)
     if isinstance(residuals.w, FrozenSource):
-        dx = observe_codes(dx, config.place, "dy", dy, dy_rows)
+        dx = observe_codes(dx, config.layer_scope, "dy", dy, dy_rows)
     dx_facts = CotangentFacts(
         array=dx,
         spec=recipe.spec("dy") if dy_amax is None else None,
@@ -427,10 +427,15 @@ def _gradients(
         )
         is_row_operand = isinstance(dy_rows, QTensor)
         dw = observe_codes(
-            dw, config.place, "dy", dy, dy_rows if is_row_operand else dy_columns, is_transposed=not is_row_operand
+            dw,
+            config.layer_scope,
+            "dy",
+            dy,
+            dy_rows if is_row_operand else dy_columns,
+            is_transposed=not is_row_operand,
         )
         has_both_layouts = isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS
-        if has_both_layouts or config.place is not None:
+        if has_both_layouts or config.layer_scope is not None:
             # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
             dx, dw = lax.optimization_barrier((dx, dw))
 

@@ -16,7 +16,7 @@ from fp8jax.core.qtensor import QTensor, from_bytes, to_bytes
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT, PRODUCT_AUX, with_checkpoint_name
-from fp8jax.ops.autodiff.observations import Observation, current_place, observe, observe_codes
+from fp8jax.ops.autodiff.observations import Observation, current_layer_scope, observe, observe_codes
 from fp8jax.ops.autodiff.residuals import (
     ALREADY_SAVED,
     ArrayFacts,
@@ -258,12 +258,12 @@ def multiply_rows(
     if isinstance(w_source, StepWeight):
         w_source = dataclasses.replace(w_source, values=cast_varying_over(w_source.values, axes))
     token = derivatives.second_order_guard(config.name, x, trained_w)
-    place = current_place(f"ragged_dot {'x'.join(map(str, w.shape))}")
-    config = config._replace(place=place)
+    layer_scope = current_layer_scope(f"ragged_dot {'x'.join(map(str, w.shape))}")
+    config = config._replace(layer_scope=layer_scope)
     result: Array = _ragged_product(config, x, trained_w, source, w_source, groups, dy_key, scales, token)
     if scaling is not None and scaling.thresholds is not None:
         observation = Observation.from_scalars({"fallback_threshold": jnp.max(scaling.thresholds)})
-        result = observe(result, place, "x", observation)
+        result = observe(result, layer_scope, "x", observation)
     return result, counts
 
 
@@ -310,11 +310,11 @@ def _forward(
     w_operand = w_source.forward(w, w_side)
     y = multiply_groups("forward", x_operand, w_operand, groups, recipe, config.dtype)
     y = checkpoint_name(y, PRODUCT)
-    if config.place is not None:
-        y = observe_codes(y, config.place, "x", x, x_operand, row_mask=tokens.is_in_group[:, None])
+    if config.layer_scope is not None:
+        y = observe_codes(y, config.layer_scope, "x", x, x_operand, row_mask=tokens.is_in_group[:, None])
         if w is not None:
             w_codes = w_operand.quantize() if isinstance(w_operand, DeferredMatrices) else w_operand
-            observe_matrix = functools.partial(observe_codes, y, config.place, "w", is_transposed=True)
+            observe_matrix = functools.partial(observe_codes, y, config.layer_scope, "w", is_transposed=True)
             y = jax.vmap(observe_matrix, out_axes=None)(w, w_codes)
     y = derivatives.differentiable_once(config.name, y, token)
     w_residual, x_residual = w_source.residual(w, w_operand, w_side), None if w_kind is None else source.residual
@@ -347,8 +347,8 @@ def _gradients(
     dy_rows, make_dy_columns = _gradient_operands(recipe, dy, dy_facts, tokens, residuals.key, scale)
     matrices = w.dgrad_codes() if isinstance(w, FrozenSource) else w.operand(weight_side(recipe), None)
     dx = multiply_groups("dgrad", dy_rows, matrices, residuals.groups, recipe, residuals.x_kind.dtype)
-    if config.place is not None:
-        dx = observe_codes(dx, config.place, "dy", dy, dy_rows, row_mask=tokens.is_in_group[:, None])
+    if config.layer_scope is not None:
+        dx = observe_codes(dx, config.layer_scope, "dy", dy, dy_rows, row_mask=tokens.is_in_group[:, None])
     if not isinstance(w, StepWeight) or residuals.w_kind is None:
         return (dx, None, None, None, None, None, None, None), None
     assert residuals.x is not None

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import derivatives
 from fp8jax.core.groups import Groups, PaddedTokens
 from fp8jax.core.recipe import Linear
-from fp8jax.ops.autodiff.observations import Place
+from fp8jax.ops.autodiff.observations import LayerScope
 from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
 from fp8jax.ops.matmul.grouped import grouped_matmul, grouped_matmul_dw
 from fp8jax.ops.matmul.matmul import Operand
@@ -30,7 +30,7 @@ class RaggedConfig(NamedTuple):
     dtype: Any
     transposed: bool
     name: str
-    place: Place | None = None
+    layer_scope: LayerScope | None = None
 
 
 def multiply_tokens(config: RaggedConfig, a: Array, b: Array, groups: Groups, key: Array | None) -> Array:

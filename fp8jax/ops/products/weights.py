@@ -192,8 +192,8 @@ class FrozenSource:
         w = from_bytes(self.codes)
         if w.spec.granularity == "token" and not w.spec.expand:
             dy = (dy.astype(jnp.float32) * w.scale.astype(jnp.float32).T).astype(dy.dtype)
-            plain = dataclasses.replace(w.spec, granularity="tensor", scale_format="fp32")
-            w = dataclasses.replace(w, scale=jnp.ones((1, 1), jnp.float32), spec=plain)
+            per_tensor = dataclasses.replace(w.spec, granularity="tensor", scale_format="fp32")
+            w = dataclasses.replace(w, scale=jnp.ones((1, 1), jnp.float32), spec=per_tensor)
         if w.spec.granularity not in TRANSPOSABLE or w.spec.expand:
             return dy, w.dequantize(jnp.float32 if dy.dtype == jnp.float32 else jnp.bfloat16).T, dy
         rows = encode(dy, recipe.spec("dy"), recipe.stateless_strategy("dy"), key=key)

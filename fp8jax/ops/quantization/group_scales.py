@@ -186,7 +186,7 @@ def quantize_columns(
         strategy, tokens, key, scale: as in `quantize_rows`.
         dtype: of decoded values; None is fp32.
         rotation: length of the transformation of each group's rows (`fp8jax.ops.quantization.rotation`), with zeros in
-            the places that are filled up; or None. Not for granularity "tensor".
+            padding; or None. Not for granularity "tensor".
     """
     dtype = jnp.float32 if dtype is None else dtype
     is_nearest = spec is not None and spec.rounding == "nearest" and rotation is None
@@ -251,7 +251,7 @@ def _block_amax(x: Array, size: tuple[int, int]) -> Array:
 
 
 def _padded_block_amax(x: Array, size: int, tokens: PaddedTokens) -> Array:
-    """Return the largest finite magnitudes of blocks of `size` places and columns, (length / size, columns / size)."""
+    """Return the largest finite magnitudes of blocks of `size` by `size`, (length / size, columns / size)."""
     return tokens.reduce_blocks(_block_amax(x, (1, size)), size)
 
 

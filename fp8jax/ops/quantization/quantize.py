@@ -407,8 +407,8 @@ def _kernel(
 def _takes_stacks(config: _QuantizeConfig, x: PackedMatrix, scale: Array | None, amax: Array | None) -> bool:
     """Return whether one launch quantizes a stack of these matrices, such as those of experts."""
     kinds = {spec.granularity for spec in config.specs if spec is not None}
-    plain = not (config.sums or config.is_stochastic or isinstance(x, tuple)) and amax is None
-    return plain and kinds <= {"tensor", "group", "block"} and (scale is None or scale.size == 1)
+    is_supported = not (config.sums or config.is_stochastic or isinstance(x, tuple)) and amax is None
+    return is_supported and kinds <= {"tensor", "group", "block"} and (scale is None or scale.size == 1)
 
 
 def _quantize_shard(
@@ -561,8 +561,8 @@ def _tensor_amax(x: Array, integers: bool) -> Array:
 
 def _is_scale_in_kernel(spec: QuantSpec, config: _QuantizeConfig) -> bool:
     """Return whether the kernel computes the tensor's scale from its amax, which saves a launch."""
-    plain = spec.granularity == "tensor" and spec.scale_format == "fp32" and not config.has_integers
-    return plain and config.strategy.amax_rounding is not None
+    is_fp32_per_tensor = spec.granularity == "tensor" and spec.scale_format == "fp32" and not config.has_integers
+    return is_fp32_per_tensor and config.strategy.amax_rounding is not None
 
 
 def _outer_granularity(spec: QuantSpec) -> str:
