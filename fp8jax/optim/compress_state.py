@@ -307,8 +307,10 @@ def _make_plan(
         if leaf.shape != shape or not (isinstance(leaf, QTensor) or jnp.issubdtype(leaf.dtype, jnp.floating)):
             continue
         name = jax.tree_util.keystr(path[:param_start], simple=True, separator=".")
-        key = next((k for k in rules if fnmatch.fnmatchcase("." + name, "*." + k)), None)
         last = name.rpartition(".")[2]
+        if last in storage.FACTORED_MOMENTS:
+            continue
+        key = next((k for k in rules if fnmatch.fnmatchcase("." + name, "*." + k)), None)
         if key is None and last not in default_storage:
             raise ValueError(
                 f"compress_state does not know the field {name!r} of the state; pass its storage, such as "
