@@ -341,6 +341,17 @@ def test_works_in_and_around_the_wrappers_of_optax(wrapper):
     assert "leaf" in jax.tree.leaves(mapped)
 
 
+def test_flatten_belongs_around():
+    """Inside, no moment has the shape of a parameter, and none would be compressed."""
+    p = params()
+    with pytest.raises(ValueError, match=r"0.*mu is one array of all parameters.*optax.flatten\(fp8jax.compress_state"):
+        OURS(optax.flatten(optax.adam(1e-2))).init(p)
+    tx = optax.flatten(OURS(optax.adam(1e-2)))
+    state = jax.jit(tx.update)(p, tx.init(p), p)[1][0]
+    assert state.mu.shape == (16 * 256 + 1,)
+    assert state.mu.spec.format == state.nu.spec.format == "e4m3"
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("kind", ["muon", "adafactor"])
 def test_abstract_parameters_and_dtypes(kind, dtype):
