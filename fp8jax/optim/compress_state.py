@@ -1,6 +1,7 @@
 """The storage of `compressed_adamw` around the moments of any optax transformation."""
 
 import fnmatch
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -102,7 +103,7 @@ def compress_state(
     Raises:
         ValueError: an argument is out of range or unknown; or at `init`, a key matches no moment, or a leaf shaped like
             its parameter has a name that is neither in optax's list nor in `moments`; or `moments` rounds the moments
-            of a variance.
+            of a variance; or `tx` is `optax.flatten(...)`, which joins the moments of all parameters.
         TypeError: `tx` is not a transformation; or at `init`, its moments are quantized already, or a parameter has 8
             bits; or at `update`, the gradient of a real parameter is complex.
 
@@ -287,6 +288,7 @@ def _make_plan(
     params_by_path = {
         path: x for path, x in jax.tree_util.tree_leaves_with_path(params) if jnp.issubdtype(x.dtype, jnp.floating)
     }
+    total_size = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     paths, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=storage.is_quantized)
     variance_paths = [
         path for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variance) if _is_variance(node)
@@ -304,11 +306,18 @@ def _make_plan(
             )
         param_path = () if param_start is None else path[param_start:]
         leaves.append(_StateLeaf(path, leaf, param, jax.tree_util.keystr(param_path, simple=True, separator="/")))
+        if param is None and leaf.shape == (total_size,) and getattr(path[-1], "name", None) in default_storage:
+            raise ValueError(
+                f"the moment {jax.tree_util.keystr(path)} is one array of all parameters, as inside of optax.flatten, "
+                "which compress_state cannot quantize. Use optax.flatten(fp8jax.compress_state(...)) instead"
+            )
         if leaf.shape != shape or not (isinstance(leaf, QTensor) or jnp.issubdtype(leaf.dtype, jnp.floating)):
             continue
         name = jax.tree_util.keystr(path[:param_start], simple=True, separator=".")
-        key = next((k for k in rules if fnmatch.fnmatchcase("." + name, "*." + k)), None)
         last = name.rpartition(".")[2]
+        if last in storage.FACTORED_MOMENTS:
+            continue
+        key = next((k for k in rules if fnmatch.fnmatchcase("." + name, "*." + k)), None)
         if key is None and last not in default_storage:
             raise ValueError(
                 f"compress_state does not know the field {name!r} of the state; pass its storage, such as "

@@ -26,8 +26,9 @@ SECOND_MOMENTS = ("nu", "nu_max", "v", "n", "exp_avg_sq", "sum_of_squares", "e_g
 # Stored in fp32 by default. A sum that is rounded to nearest stops to grow once its terms are below half a step. A
 # maximum that is rounded up stays up. Adadelta's averages depend on each other, so their errors feed back.
 MONOTONE_ACCUMULATORS = ("sum_of_squares", "nu_max", "e_g", "e_x")
-# Includes those with another shape than their parameters.
-SECOND_MOMENT_FIELDS = (*SECOND_MOMENTS, "v_row", "v_col")
+# Adafactor's rows and columns are no copies of the parameters, even where their placeholders have the shape of one.
+FACTORED_MOMENTS = ("v_row", "v_col")
+SECOND_MOMENT_FIELDS = (*SECOND_MOMENTS, *FACTORED_MOMENTS)
 _ROLES = dict.fromkeys(FIRST_MOMENTS, "mu") | dict.fromkeys(SECOND_MOMENT_FIELDS, "nu")
 
 # Largest share of scales and exponents, relative to the bytes of the codes.

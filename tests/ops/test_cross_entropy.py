@@ -452,9 +452,18 @@ BAD = {
     "where must have the shape": {"where": jnp.ones(3, bool)},
     "where must be bool": {"where": jnp.ones(TOKENS)},
     "bias must have the shape": {"bias": jnp.ones(3)},
+    "bias must be a float": {"bias": jnp.ones(VOCABULARY, jnp.complex64)},
+    "the output head is empty: w has the shape .16, 0.": {"w": jnp.ones((CHANNELS, 0))},
+    "the output head is empty: w has the shape .0, 8.": {"x": jnp.ones((*TOKENS, 0)), "w": jnp.ones((0, 8))},
     "softcap must be above 0": {"softcap": 0.0},
+    "softcap must be finite": {"softcap": np.inf},
+    "softcap must be a number": {"softcap": "30"},
     "label_smoothing must be in": {"label_smoothing": 1.5},
-    "z_loss must be at least 0": {"z_loss": -1.0},
+    "z_loss must be finite and at least 0, got -1": {"z_loss": -1.0},
+    "z_loss must be finite and at least 0, got inf": {"z_loss": np.inf},
+    "z_loss must be finite and at least 0, got nan": {"z_loss": np.nan},
+    "ignore_label must be None or a static integer": {"ignore_label": 0.5},
+    "tokens_per_chunk must be None or a static integer": {"tokens_per_chunk": 2.5},
     "tokens_per_chunk must be at least 1": {"tokens_per_chunk": 0},
     "reduction must be": {"reduction": "average"},
     "vocabulary_axis must be": {"vocabulary_axis": 2},
@@ -467,3 +476,32 @@ def test_bad_arguments_are_refused(message):
     arguments = {"x": floats(X)[0], "w": floats(W)[0], "labels": jnp.asarray(LABELS)} | BAD[message]
     with pytest.raises((ValueError, TypeError), match=message):
         fp8jax.linear_cross_entropy(arguments.pop("x"), arguments.pop("w"), arguments.pop("labels"), **arguments)
+
+
+@pytest.mark.parametrize("name", ["softcap", "label_smoothing", "z_loss", "ignore_label", "tokens_per_chunk"])
+def test_options_are_static(name):
+    """A traced one is refused by its name. A number of NumPy or JAX counts as a number of Python."""
+    x, w = floats(X, W)
+    with pytest.raises(TypeError, match=f"{name} must be .*static"):
+        jax.jit(lambda option: loss(x, w, **{name: option}))(1)
+    expected = loss(x, w, **{name: 1})
+    assert loss(x, w, **{name: np.int32(1)}) == loss(x, w, **{name: jnp.int32(1)}) == expected
+    assert jax.jit(lambda x: loss(x, w, **{name: np.int32(1)}))(x) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("recipe", [None, "te_current", "fast"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("narrow", ["x", "w"])
+def test_gradients_in_8_bits_are_refused(recipe, reduction, narrow):
+    """The loss itself may have such operands, except where each chunk has its own scales."""
+    dtypes = [jnp.float8_e4m3fn if name == narrow else jnp.float32 for name in ("x", "w")]
+    x, w = (a.astype(dtype) for a, dtype in zip(floats(X, W), dtypes, strict=True))
+
+    def total(x, w):
+        return loss(x, w, recipe=recipe, reduction=reduction).sum()
+
+    if recipe != "fast":
+        wide = total(x.astype(jnp.float32), w.astype(jnp.float32))
+        np.testing.assert_allclose(total(x, w), wide, rtol=0.05)
+    with pytest.raises(ValueError, match="gradients in 8 bits would be 0 or NaN"):
+        jax.grad(total)(x, w)

@@ -212,6 +212,21 @@ def test_factored_rows_counts_and_small_leaves_stay_as_they_are():
     assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(size)) < 1.05 * 256 * 256 + 100
 
 
+@pytest.mark.parametrize("moments", [None, {"*": "bf16"}])
+def test_placeholders_of_adafactor_are_no_moments(moments):
+    """Where nothing is factored, rows and columns are placeholders of shape (1,), which is also that of a parameter."""
+    p = {"gain": jnp.ones(1), "w": jnp.ones((256, 256)), "b": jnp.ones(3)}
+    tx = OURS(optax.adafactor(1e-3), moments)
+    state, exact = tx.init(p), optax.adafactor(1e-3).init(p)
+    for name in ("v_row", "v_col"):
+        rows = getattr(state[0], name), getattr(exact[0], name)
+        chex.assert_trees_all_equal(*rows)
+        chex.assert_trees_all_equal_shapes_and_dtypes(*rows)
+    assert state[0].v["gain"].dtype == (jnp.float32 if moments is None else jnp.bfloat16)
+    new = jax.jit(tx.update)(p, state, p)[1]
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
+
+
 def test_specs_go_by_name_by_pattern_and_in_order():
     p = {"w": jnp.ones((64, 128)), "v": jnp.ones((1, 64, 128))}
     muon = optax.contrib.muon(1e-3)
@@ -324,6 +339,17 @@ def test_works_in_and_around_the_wrappers_of_optax(wrapper):
     assert min(agree) > 0.97, agree
     mapped = optax.tree.map_params(tx, lambda _: "leaf", state)
     assert "leaf" in jax.tree.leaves(mapped)
+
+
+def test_flatten_belongs_around():
+    """Inside, no moment has the shape of a parameter, and none would be compressed."""
+    p = params()
+    with pytest.raises(ValueError, match=r"0.*mu is one array of all parameters.*optax.flatten\(fp8jax.compress_state"):
+        OURS(optax.flatten(optax.adam(1e-2))).init(p)
+    tx = optax.flatten(OURS(optax.adam(1e-2)))
+    state = jax.jit(tx.update)(p, tx.init(p), p)[1][0]
+    assert state.mu.shape == (16 * 256 + 1,)
+    assert state.mu.spec.format == state.nu.spec.format == "e4m3"
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)

@@ -6,6 +6,8 @@ A scalar loss computes its gradients in the forward pass, chunk by chunk, as in 
 
 import dataclasses
 import functools
+import numbers
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -61,8 +63,39 @@ def check_operands(
             raise ValueError(f"{name} must have the shape of x without channels, {x.shape[:-1]}, got {array.shape}")
     if where is not None and where.dtype != jnp.bool_:
         raise TypeError(f"where must be bool, not {where.dtype}")
-    if bias is not None and bias.shape != (w.shape[vocabulary_axis % 2],):
-        raise ValueError(f"bias must have the shape {(w.shape[vocabulary_axis % 2],)}, not {bias.shape}")
+    vocabulary = w.shape[vocabulary_axis % 2]
+    if w.size == 0:
+        raise ValueError(f"the output head is empty: w has the shape {w.shape}, without channels or a vocabulary")
+    if bias is not None and bias.shape != (vocabulary,):
+        raise ValueError(f"bias must have the shape {(vocabulary,)}, not {bias.shape}")
+    if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"bias must be a float, not {bias.dtype}")
+
+
+def to_static_number(name: str, value: Any, low: float, high: float = np.inf) -> float:
+    """Return an argument of `fp8jax.linear_cross_entropy` that is a number, as a float.
+
+    Raises:
+        TypeError: it is no number, or traced.
+        ValueError: it is outside of [low, high], or not finite.
+    """
+    if isinstance(value, jax.core.Tracer) or not isinstance(value, (numbers.Real, np.ndarray, Array)):
+        raise TypeError(
+            f"{name} must be a number, got {value!r}. It is static: pass a Python float, and name it in "
+            "static_argnames if it is an argument of jax.jit"
+        )
+    if not (low <= value <= high and np.isfinite(value)):
+        expected = f"finite and at least {low:g}" if high == np.inf else f"in [{low:g}, {high:g}]"
+        raise ValueError(f"{name} must be {expected}, got {value}")
+    return float(value)
+
+
+def to_static_integer(name: str, value: Any) -> int:
+    """Return an argument of `fp8jax.linear_cross_entropy` that is an integer; TypeError if it is none, or traced."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be None or a static integer, got {value!r}") from None
 
 
 def is_ignored(labels: Array, ignore_label: int) -> Array:
@@ -198,9 +231,9 @@ def linear_cross_entropy(
         where: bool (...), the tokens that count; None counts all. Values of other tokens, NaN too, have no effect.
         ignore_label: tokens with this label do not count, by default -100 as in PyTorch and Hugging Face. None, or a
             value that the dtype of `labels` cannot represent, ignores no label.
-        softcap: above 0.
+        softcap: above 0, finite. This and the other numbers are static.
         label_smoothing: in [0, 1].
-        z_loss: at least 0.
+        z_loss: at least 0, finite.
         reduction: "mean" over the counted tokens (0 if there are none), "sum", or "none".
         tokens_per_chunk: tokens per chunk and device. None limits logits and cotangents to 1.5 GiB (quantized: 2 GiB
             and 8,192 tokens), with at most 16 chunks.
@@ -214,18 +247,19 @@ def linear_cross_entropy(
         fp32, () or, for "none", (...); 0 for tokens that do not count. It has gradients for `x`, `w` and `bias`.
 
     Raises:
-        ValueError: shapes do not match, or an argument is out of range.
-        TypeError: labels are not integers, or `x` and `w` not floating.
+        ValueError: shapes do not match, or an argument is out of range; or an 8-bit array is differentiated.
+        TypeError: labels are not integers, or `x`, `w` and `bias` not floating; or an option is no number, or traced.
     """
     check_operands(x, w, labels, bias, where, vocabulary_axis)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be above 0, got {softcap}; use None for no softcap")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    if not z_loss >= 0:
-        raise ValueError(f"z_loss must be at least 0, got {z_loss}")
+    softcap = None if softcap is None else to_static_number("softcap", softcap, 0)
+    if softcap == 0:
+        raise ValueError("softcap must be above 0, got 0; use None for no softcap")
+    label_smoothing = to_static_number("label_smoothing", label_smoothing, 0, 1)
+    z_loss = to_static_number("z_loss", z_loss, 0)
+    ignore_label = None if ignore_label is None else to_static_integer("ignore_label", ignore_label)
+    tokens_per_chunk = None if tokens_per_chunk is None else to_static_integer("tokens_per_chunk", tokens_per_chunk)
     if tokens_per_chunk is not None and tokens_per_chunk < 1:
         raise ValueError(f"tokens_per_chunk must be at least 1, got {tokens_per_chunk}")
     if isinstance(resolved := recipe if recipe is None else resolve(recipe), Recipe) and resolved.head.is_quantized:
@@ -246,7 +280,8 @@ def linear_cross_entropy(
         return jnp.zeros(labels.shape if reduction == "none" else (), jnp.float32)
     if reduction == "none":
         x, w, bias, labels, guard = _check_and_guard(config, x, w, bias, labels, is_counted)
-        return _per_token(config, x, w, bias, key, labels, is_counted, guard)
+        losses = _per_token(config, x, w, bias, key, labels, is_counted, guard)
+        return derivatives.check_differentiable_dtypes("linear_cross_entropy", losses, x, w, bias)
     weights = is_counted.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(weights), 1.0) if reduction == "mean" else jnp.float32(1)
     if x.dtype == jnp.float16:
@@ -287,7 +322,8 @@ def _weighted_sum_of_losses(
     config: _LossConfig, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array, weights: Array
 ) -> Array:
     x, w, bias, labels, guard = _check_and_guard(config, x, w, bias, labels, weights != 0)
-    return _sum(config, x, w, bias, key, labels, weights, guard)
+    total = _sum(config, x, w, bias, key, labels, weights, guard)
+    return derivatives.check_differentiable_dtypes("linear_cross_entropy", total, x, w, bias)
 
 
 def _check_and_guard(
