@@ -69,15 +69,17 @@ def test_times_are_a_call_and_gaps_those_without_any_kernel():
 
 
 def test_collectives_count_where_no_other_kernel_runs():
-    # The first collective covers the second half of the matmul and 2 us more, the second is alone; gaps of 1 and 3 us.
+    # The first collective covers the second half of the matmul and 2 us more. The second covers a third, and no other
+    # kernel. There are gaps of 1 and 3 us.
     recorded = [
         ("nvjet_sm90_tst_x", 0e3, 10e3),
         ("ncclDevKernel_AllReduce", 5e3, 12e3),
         ("ncclDevKernel_AllReduce", 13e3, 17e3),
+        ("ncclDevKernel_AllGather", 14e3, 16e3),
         ("_quantize", 20e3, 21e3),
     ]
     two = Profile(tuple(KernelTime(*kernel) for kernel in recorded), 1)
-    assert two.overlapped == pytest.approx(5e-6)
+    assert two.collectives == pytest.approx((6e-6, 5e-6))
     by_kind = two.by_kind()
     assert by_kind[COLLECTIVES] == pytest.approx(6e-6)
     assert by_kind["gaps"] == pytest.approx(4e-6)
