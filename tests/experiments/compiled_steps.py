@@ -80,7 +80,7 @@ def main() -> None:
         patches.enter_context(mock.patch.object(jax.nn, "dot_product_attention", attend))
         patches.enter_context(mock.patch.object(mesh, "SMALLEST", 1024))
         patches.enter_context(choice.target(capability=90))
-        target = (h200.HERE / "h200.txtpb").read_text()
+        target = (h200.FOLDER / "h200.txtpb").read_text()
         for argument in sys.argv[1:]:
             name, data, fsdp, tensor, gradients, form, *rest = argument.split(":")
             comm, sizes = [part for part in (gradients, form) if part], (int(data), int(fsdp), int(tensor))
