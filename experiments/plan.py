@@ -1,4 +1,4 @@
-"""Predicts memory and communication of a training step: python -m experiments.plan --model 13b
+"""Predicts memory and communication of a training step, as in "python -m experiments.plan --model 13b".
 
 It needs the packages of the extra cuda13 or cuda12, but no GPU, and creates no arrays. Residuals are counted in the
 program that JAX differentiates for a Hopper GPU with flash attention.
@@ -30,9 +30,8 @@ from fp8jax.ops.losses.cross_entropy import num_chunks
 # Bytes for each entry of the logits where most of them live at once: their gradient in fp32, and its cast to bf16. Read
 # from the program of a bf16 model of two layers, compiled for an H200; no measured memory was used.
 LOGITS = 4 + 2
-# What XLA's arrangement of arrays leaves empty, as a share of activations and logits: of recipes whose contexts save
-# operations, and of bf16 that recomputes. Measured on `1b` on one H200 (8 x 2048 tokens: 1.21 of 12.14 GB, 5.08 of
-# 16.87 GB); of other recipes nothing.
+# Gaps between arrays in XLA's memory, as a fraction of activations and logits: with a context, and with rematerialized
+# bf16. Measured for `1b` on one H200 (8 x 2048 tokens: 1.21 of 12.14 GB, 5.08 of 16.87 GB). Other recipes have none.
 CONTEXT_GAPS, BF16_GAPS = 0.10, 0.30
 
 
@@ -211,7 +210,7 @@ def of(
             crossings.append(Collective("ragged-all-to-all", "f32", 4 * rows, expert, 2 * times))
     # The last hidden state before and after its norm, and the head's matrix, in bf16; in chunks, its gradient in fp32.
     chunked = recipe.head.is_quantized or in_chunks("auto", tokens, llama.vocab)
-    # Of a head of codes logits, their gradient and its codes take as many bytes together.
+    # With an 8-bit head, logits, their gradient and its codes need as many bytes in all.
     at_once = tokens / num_chunks(int(tokens), llama.vocab, recipe.head.is_quantized) if chunked else tokens
     loss_bytes = at_once * LOGITS * llama.vocab + tokens * 2 * 2 * llama.dim
     loss_bytes += 4 * llama.vocab * llama.dim if chunked else 0

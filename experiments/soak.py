@@ -365,7 +365,9 @@ def _open_files(pid: int) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the cases, prints their table, and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--kills",
         type=int,

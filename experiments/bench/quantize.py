@@ -39,9 +39,7 @@ class Quantization:
     def reads(self) -> int:
         """Number of passes over the matrix."""
         specs = [s for s in (self.rows, self.columns) if s and s != "same"]
-        is_single_pass_kernel = (
-            self.columns is None and "token" in f"{self.rows}"
-        )  # the kernel for rows has whole rows on chip
+        is_single_pass_kernel = self.columns is None and "token" in f"{self.rows}"  # this kernel reads each row once
         return (
             1
             if self.has_given_scale or is_single_pass_kernel or all("group" in s or "block" in s for s in specs)

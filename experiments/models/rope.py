@@ -11,13 +11,13 @@ import jax.numpy as jnp
 class RopeScaling:
     """Llama 3.1's scaling of rotary frequencies for long contexts.
 
-    A frequency with fewer than `low` turns in `original_length` positions is divided by `factor`. A frequency with more
-    than `high` turns is unchanged. Frequencies between are interpolated by their number of turns.
+    A frequency with fewer than `low` periods in `original_length` positions is divided by `factor`. One with more than
+    `high` periods is unchanged. Frequencies between are interpolated by their number of periods.
 
     Attributes:
         factor: divisor of low frequencies.
-        low: number of turns up to which a frequency is divided.
-        high: number of turns from which a frequency is unchanged.
+        low: number of periods up to which a frequency is divided.
+        high: number of periods from which a frequency is unchanged.
         original_length: context length of pretraining.
     """
 
@@ -33,8 +33,8 @@ class RopeScaling:
 
     def __call__(self, frequency_c: jax.Array) -> jax.Array:
         """Scales frequencies in radians per position."""
-        wavelengths = self.original_length * frequency_c / (2 * math.pi)
-        stays = jnp.clip((wavelengths - self.low) / (self.high - self.low), 0, 1)
+        num_periods = self.original_length * frequency_c / (2 * math.pi)
+        stays = jnp.clip((num_periods - self.low) / (self.high - self.low), 0, 1)
         return frequency_c * (stays + (1 - stays) / self.factor)
 
 

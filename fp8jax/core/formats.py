@@ -35,7 +35,7 @@ def bitcast(x: Array, dtype: DTypeLike) -> Array:
 def copysign(magnitude: Array, signed: Array) -> Array:
     """`jnp.copysign(magnitude, signed)`, computed on bits.
 
-    Where XLA selects between a value and its negative, a GPU gives +0 for some -0.
+    If XLA selects between a value and its negative, a GPU returns +0 for some -0.
     """
     dtype = magnitude.dtype
     integer = jnp.dtype(f"int{8 * dtype.itemsize}")

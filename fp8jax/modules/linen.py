@@ -43,7 +43,7 @@ class LinenClassConfig(NamedTuple):
 def quantize(module: Model, rules: Rules) -> Model:
     """Returns a copy of a model that computes its matmuls with parameters by a recipe.
 
-    `init` and `apply` are called as before. Parameters keep their names, shapes and values: checkpoints fit both ways.
+    `init` and `apply` are called as before. Parameters keep their names, shapes and values: checkpoints load both ways.
     Each method called from outside is lifted to a function of variables, random keys and arguments, and transformed by
     `fp8jax.transform`. This covers layers of Flax and your own, in setup or compact, under `nn.scan`, `nn.remat`,
     `nn.vmap` and `nn.jit`. With a `Context`, norms and activations are replaced too.

@@ -296,7 +296,7 @@ def update_weight_amax_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...]
 
 
 def set_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array], only_trained: bool) -> None:
-    """Gives layers the bounds of an optimizer, in place; with `only_trained` other weights than its own keep theirs.
+    """Set the bounds of layers to those of an optimizer, in place; `only_trained` skips weights that it does not have.
 
     Raises:
         ValueError: the model has no layer with automatic weight scaling, or the optimizer belongs to another model.

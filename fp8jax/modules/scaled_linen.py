@@ -166,7 +166,7 @@ def update_weight_amax_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[
 def with_bounds(
     scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array], only_trained: bool
 ) -> dict[str, Any]:
-    """The collection with the bounds of an optimizer; with `only_trained` other weights than its own keep theirs.
+    """The collection with the bounds of an optimizer; `only_trained` skips weights that it does not have.
 
     Raises:
         ValueError: the model has no layer with automatic weight scaling, or the optimizer does not track its weight.

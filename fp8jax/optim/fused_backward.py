@@ -105,7 +105,7 @@ class FusedBlockState:
         if norm is not None:
             return dataclasses.replace(self, grad_scale=clip_factor(max_norm, norm), max_norms=None)
         limit, previous_norm = jnp.asarray(max_norm, jnp.float32), jnp.asarray(previous_norm, jnp.float32)
-        # A norm that overflowed gives no share.
+        # The share is unknown if a norm overflowed.
         is_known = (self.squares != 0) & jnp.isfinite(self.squares) & jnp.isfinite(previous_norm)
         share = jnp.sqrt(self.squares) / previous_norm
         limits = limit * jnp.where(is_known, jnp.minimum(share, 1.0), 1.0)

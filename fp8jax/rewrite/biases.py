@@ -60,6 +60,6 @@ def _broadcast_vector(value: Value, shape: tuple[int, ...], num_leading: int) ->
 
 
 def has_explicit_sharding(value: Value) -> bool:
-    """Whether an array lies on Explicit mesh axes. There the sum determines the sharding of its result."""
+    """Whether an array is sharded over Explicit mesh axes. There the sum determines the sharding of its result."""
     sharding: Any = getattr(value.aval, "sharding", None)
     return bool(sharding is not None and sharding.mesh.explicit_axes)

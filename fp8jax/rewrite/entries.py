@@ -154,7 +154,7 @@ class WeightMatmul:
     aliases: tuple[str, ...]
     enclosing: tuple[tuple[Node, Graph], ...]
     choice: LayerChoice = _UNKNOWN
-    operation_node: Node | None = None  # where the operation stands, if not in the product's own place
+    operation_node: Node | None = None  # the node that the operation replaces, if not the product's own
     is_unsupported: bool = False  # the rules ask for a recipe that this product cannot have
     is_stacked: bool = False  # the matrices of experts are side by side, along the first axis of the operand
     concatenated: tuple[str, ...] = ()  # the layers of further parameters in the matrix

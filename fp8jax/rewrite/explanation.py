@@ -1,4 +1,4 @@
-"""What `explain` returns: what a plan quantizes, what it leaves as written, and what that saves and gains."""
+"""The result of `explain`: what a plan quantizes, what it leaves as written, and what that saves and gains."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ class Explanation:
 
     Attributes:
         rows: the products, norms and activations in the program's order, then layers without a product.
-        unquantized_note: the share of FLOPs in 16 bits that the rules want in fewer, with reasons; "" if there is none.
+        unquantized_note: the FLOPs in 16 bits that the rules select, with reasons; "" if there are none.
         notes: what a user should look at.
         exchange_note: the bytes that devices send to each other's experts; "" if they send none.
         inspect: compiles the program for `program`; None if there is nothing to compile.

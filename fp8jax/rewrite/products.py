@@ -85,7 +85,7 @@ def path_list(paths: tuple[str, ...]) -> str:
 
 
 def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:
-    """Unchoose matmuls that ask for a precision; return the error to raise at a run, or ""."""
+    """Deselect matmuls that request a precision; return the error to raise at a run, or ""."""
     rejected: list[tuple[WeightMatmul, Any]] = []
     for p in products:
         precision = p.node.eqn.params.get("precision")

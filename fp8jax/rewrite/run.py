@@ -238,12 +238,12 @@ class Interpreter:
     def _split_use_inputs(
         self, bodies: Sequence[Schedule], is_counted: bool
     ) -> tuple[dict[Any, UseInputs], dict[Any, UseInputs]]:
-        """The inputs of the uses in `bodies`: those that all turns and devices share, and those with a row for each."""
+        """Inputs of the uses in `bodies`: those that iterations and devices share, and those with a row for each."""
         shared: dict[Any, UseInputs] = {}
         rows: dict[Any, UseInputs] = {}
         for use in dict.fromkeys(use for body in bodies for use in body.uses if use.key in self.use_inputs):
             state, slots, weight = self.use_inputs[use.key]
-            # Each turn and device has its own slots. It has its own state and codes if it has its own parameter.
+            # Each iteration and device has its own slots, and its own state and codes if it has its own parameter.
             has_layer_axis = is_counted and use.levels[self._loop_depth].has_layer_axis
             shared[use.key] = UseInputs(
                 state=None if has_layer_axis else state,
@@ -261,11 +261,11 @@ class Interpreter:
         """`layout_policy` of the programs of an equation."""
         is_unrolled = primitives.is_unrolled(eqn, self.layout_policy is LayoutPolicy.BOTH_ALWAYS)
         if is_unrolled and on_cuda() and on_one_device():
-            # XLA copies the row of a stacked weight in each turn of such a loop. With both layouts, the backward pass
-            # does not read that copy, which has up to four bytes per parameter.
+            # XLA copies the row of a stacked weight in each iteration. With both layouts, the backward pass does not
+            # read that copy, which has up to four bytes per parameter.
             return LayoutPolicy.BOTH_ALWAYS
         if eqn.primitive.name in ("scan", "while"):
-            return LayoutPolicy.EACH_WHEN_READ  # the loop would stack the codes of all turns
+            return LayoutPolicy.EACH_WHEN_READ  # the loop would stack the codes of all iterations
         return LayoutPolicy.BOTH_FOR_GRADIENT if self.layout_policy is LayoutPolicy.BOTH_ALWAYS else self.layout_policy
 
     def _body_facts(self, body: Graph) -> dict[int, ArrayFacts]:

@@ -19,7 +19,7 @@ from fp8jax.rewrite.transform import Transformed, transform
 
 # Presets in the order in which they are tried: scales of the current tensor, scales of groups of 128, 16 bits.
 _REMEDIES: tuple[str | None, ...] = ("te_current", "deepseek", None)
-# Of the tensors that rules concern.
+# Roles of the tensors that rules can change.
 _ROLES = ("x", "w", "dy", "context")
 
 
@@ -138,7 +138,7 @@ def _measure(fn: Callable, params: Any, args: Sequence[Any], rules: Sequence[Any
 
 
 def _to_scalars(results: Any) -> tuple[Array, Array]:
-    """What is differentiated, and the loss: the result if it is a scalar, else a random projection and NaN."""
+    """Return a scalar to differentiate, and the loss: the scalar result, or else a random projection and NaN."""
     floats = [x for x in jax.tree.leaves(results) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
     if len(floats) == 1 and floats[0].size == 1:
         loss = jnp.sum(floats[0]).astype(jnp.float32)

@@ -38,8 +38,8 @@ def test_codes_and_exponents_are_the_papers(name):
     q.validate()
     expected = exponents(x, name)
     actual = np.asarray(q.expansion, np.float64)[:, 0]
-    np.testing.assert_allclose(actual, expected, rtol=2.0**-8)  # bf16 holds 8 bits
-    # Q(f(x)) with k as it is stored; at a tie fp32 may take the neighbour.
+    np.testing.assert_allclose(actual, expected, rtol=2.0**-8)  # bf16 has 8 bits
+    # Q(f(x)) with the stored k. At a tie, fp32 may round to the neighbour.
     top = float(ml_dtypes.finfo(DTYPES[name]).max)
     size = np.abs(np.asarray(x, np.float64))
     y = top * (size / size.max(-1, keepdims=True)) ** actual[:, None]
@@ -122,12 +122,12 @@ def test_a_state_has_one_storage_key_and_is_converted_not_reinterpreted():
     with pytest.raises(ValueError, match="convert_state"):
         papers.update({"w": groups(rows=4)}, state, params)
     assert papers.init(params).mu["w"].storage_key == state.mu["w"].storage_key
-    # A checkpoint's arrays in the other's place decode alike.
+    # Codes and scales of another checkpoint decode in the same way.
     target = jax.tree.structure(papers.init(params))
     restored = jax.tree.unflatten(target, jax.tree.leaves(state))
     np.testing.assert_array_equal(restored.nu["w"].dequantize(), state.nu["w"].dequantize())
     converted = fp8jax.convert_state(state, papers, params)
-    # Codes are kept, not rounded again.
+    # Codes are used unchanged, not rounded again.
     np.testing.assert_array_equal(converted.mu["w"].dequantize(), state.mu["w"].dequantize())
     assert converted.mu["w"].spec.expand == "coat"
     papers.update({"w": groups(rows=4)}, converted, params)

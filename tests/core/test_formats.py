@@ -109,7 +109,7 @@ def test_the_largest_noise_takes_no_representable_value_up(fmt):
     """Also in fp16 and int10: their sums with noise are rounded up in fp32, the largest beyond the format."""
     grid = np.arange(2**16, dtype=np.uint16).view(fmt.dtype) if fmt.is_float else np.arange(-fmt.max, fmt.max + 1)
     grid = grid.astype(np.float32)
-    # Where bf16's steps are subnormal in fp32, which XLA takes for 0, it has fewer codes.
+    # bf16's steps may be subnormal in fp32, which XLA flushes to 0: it then has fewer codes.
     grid = grid[np.isfinite(grid) & ((np.abs(grid) >= 2.0**-119) | (grid == 0))]
     for noise in (0.0, 1 - 2.0**-17, 1 - 2.0**-24):
         samples = fmt.encode(jnp.asarray(grid), noise=jnp.full(grid.shape, noise, jnp.float32))

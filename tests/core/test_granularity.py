@@ -219,7 +219,7 @@ def test_stochastic_rounding_of_nvfp4_is_unbiased_within_the_range_of_its_groups
     step = np.where(np.abs(x[0]) > 2 * unit, np.where(np.abs(x[0]) > 4 * unit, 2, 1), 0.5) * unit
     error = np.asarray(q.dequantize(), np.float64).mean(0) - np.asarray(x[0])
     assert inside.sum() > 58
-    # Five standard deviations of a step that is taken or not.
+    # Five standard deviations of a Bernoulli variable.
     assert (np.abs(error)[inside] <= 5 * 0.5 * step[inside] / np.sqrt(4000)).all()
 
 
@@ -232,7 +232,7 @@ def test_microscaled_groups_of_zeros_and_of_all_magnitudes_decode():
     for spec in ("e4m3:mx32", "e4m3:mx32+token", "e4m3:mx32+ocp"):
         q = fp8jax.quantize(jnp.asarray(x), spec)
         actual = np.asarray(q.dequantize())
-        # Zeros leave the largest power of a row to others; OCP knows no such.
+        # The largest power of a row ignores zeros; OCP has no such rule.
         assert set(np.asarray(q.microscale)[[0, 3]].ravel().tolist()) == {127 if "ocp" in spec else 1}
         assert np.isfinite(actual).all()
         np.testing.assert_array_equal(actual[[0, 3]], 0)

@@ -13,7 +13,7 @@ from fp8jax.core import masters
 from fp8jax.core.recipe import Weights
 
 COUNT = 64
-# Of the formats of high parts: dtype, smallest normal exponent, largest exponent, mantissa bits.
+# By format of the high part: dtype, smallest normal exponent, largest exponent, mantissa bits.
 FORMATS = {"bf16": (jnp.bfloat16, -126, 127, 7), "fp16": (jnp.float16, -14, 15, 10)}
 PARTS = [(high, rest) for high in masters.HIGH_FORMATS for rest in masters.REMAINDER_DTYPES]
 
@@ -32,7 +32,7 @@ def oracle(x, high, rest):
     master = np.rint(x / step) * step  # numpy rounds ties to even
     step = unit(master, lowest, mantissa)
     near = np.floor(master / step + 0.5) * step  # ties away from zero
-    below = unit(np.nextafter(near, 0), lowest, mantissa + bits)  # of masters under the high part
+    below = unit(np.nextafter(near, 0), lowest, mantissa + bits)  # of masters below the high part
     left = (master - near) / np.where(master < near, below, unit(near, lowest, mantissa + bits))
     infinite = master >= top
     master, left = np.where(infinite, np.inf, master), np.where(infinite, 0, left)

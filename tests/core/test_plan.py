@@ -96,7 +96,7 @@ def test_bytes_an_element_are_those_of_a_large_array(text, scale_format):
     spec = fp8jax.QuantSpec.parse(text)
     fields = {name: getattr(spec, name) for name in ("format", "granularity", "group_size", "expand", "outer_scale")}
     spec = fp8jax.QuantSpec(**fields, scale_format=scale_format)
-    # So long that scales of rows and of the tensor hardly count.
+    # So long that scales of rows and of the tensor are negligible.
     size = 2**15
     codes = {"int10": 1.25, "e2m1": 0.5}.get(spec.format, 1)
     length = spec.group_size or size
@@ -105,7 +105,7 @@ def test_bytes_an_element_are_those_of_a_large_array(text, scale_format):
     micro = {"mx": 1 / length, "nv": 1 / length, "nvblock": 1 / length**2}.get(spec.granularity, 0)
     expected = codes + scales * each + micro
     assert spec.bytes_per_element == pytest.approx(expected, rel=5e-4)
-    # What `quantize` makes has as many.
+    # `quantize` returns as many bytes.
     q = jax.eval_shape(lambda x: fp8jax.quantize(x, spec), jnp.ones((64, 256)))
     assert q.nbytes == spec.nbytes((64, 256))
     assert q.nbytes >= expected * 64 * 256 * (1 - 5e-4)

@@ -52,7 +52,7 @@ _NV, _NV_SR, _NV_BLOCK = (
     ("e2m1", kind, 16, rounding) for kind, rounding in (("nv", "nearest"), ("nv", "stochastic"), ("nvblock", "nearest"))
 )
 _MXFP8_PAPER, _NVFP4_PAPER = "arXiv 2506.08027", "arXiv 2509.25149"
-# What products read and layers keep, as it is asked for, with one entry an operand.
+# Formats of products and residuals, one entry per operand.
 LINEAR = {
     "bf16": (all_of(SIXTEEN_BITS, SIXTEEN_BITS), "the baseline"),
     "coat_optimizer": (all_of(SIXTEEN_BITS, SIXTEEN_BITS), f"{COAT}, Table 13"),
@@ -91,7 +91,7 @@ LINEAR = {
     "fp8_lm": (_TE, f"{FP8LM}, section 2.3 and appendix A: one scale a tensor, e4m3 forward, e5m2 backward"),
     "fp8_lm_two_phase": (_TE, f"{FP8LM}, as fp8_lm"),
 }  # fmt: skip
-# Other settings by their path in the recipe, with what says so.
+# Other settings by their path in the recipe, with their source.
 SETTINGS = {
     "coat_optimizer": {
         ("optimizer.mu", "e4m3"): f"{COAT}, Table 1", ("optimizer.nu", "e4m3"): f"{COAT}, Table 1",
@@ -146,7 +146,7 @@ SETTINGS = {
         ("comm.gradients", "e4m3"): f"{FP8LM}, section 2.1",
     },
 }  # fmt: skip
-# What those leave unsaid: no part of the recipe in 8 bits.
+# No other part of the recipe has 8 bits.
 UNSAID = {
     "weights.master": "fp32", "weights.compute": "bf16",
     "optimizer.mu": "fp32", "optimizer.nu": "fp32", "optimizer.group_size": None, "optimizer.expand": False,

@@ -73,7 +73,7 @@ def test_quantize_equals_the_float64_formula(spec, shape):
     q.validate()
     expected = oracle(x, q.spec)
     actual = np.asarray(q.dequantize(), np.float64)
-    # fp32 arithmetic may tip a value that lies within its error of a tie to the neighbouring code.
+    # The fp32 error may round a value near a tie to the neighbouring code.
     step = 2.0 ** -formats.get(q.spec.format).mantissa_bits
     assert (np.abs(actual - expected) <= 1e-5 * np.abs(expected) + 1e-30).mean() > 0.999
     assert (np.abs(actual - expected) <= step * 16 * np.abs(expected) + 1e-30).all()

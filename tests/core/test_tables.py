@@ -37,7 +37,7 @@ def test_a_narrow_one_loses_nothing(width):
     for row in ROWS[1:]:
         for cell in row[3:]:
             assert cell == "-" or "".join(cell.split()) in joined
-    # What rows share is written once, below both.
+    # Values that all rows share are written once, below both.
     assert text.count("the recipe") == 1
     order = [text.index(part) for part in ("blocks/0/", "blocks/1/", "the recipe", "head")]
     assert order == sorted(order)

@@ -57,8 +57,8 @@ def without_maxima(program: str) -> str:
     computations, _ = computations_of(program)
     largest = {name for name, lines in computations.items() if any(line.op == "maximum" for line in lines)}
     compared = re.compile(r"all-reduce(?:-start)?\(.*to_apply=%?([\w.$-]+).*custom_partitioning")
-    kept = lambda line: (match := compared.search(line)) is None or match[1] not in largest  # noqa: E731
-    return "\n".join(line for line in program.splitlines() if kept(line))
+    is_kept = lambda line: (match := compared.search(line)) is None or match[1] not in largest  # noqa: E731
+    return "\n".join(line for line in program.splitlines() if is_kept(line))
 
 
 def totals(actual: Any) -> list[tuple[str, str, int, int]]:
@@ -80,7 +80,7 @@ def main() -> None:
         patches.enter_context(mock.patch.object(jax.nn, "dot_product_attention", attend))
         patches.enter_context(mock.patch.object(mesh, "SMALLEST", 1024))
         patches.enter_context(choice.target(capability=90))
-        target = (h200.HERE / "h200.txtpb").read_text()
+        target = (h200.FOLDER / "h200.txtpb").read_text()
         for argument in sys.argv[1:]:
             name, data, fsdp, tensor, gradients, form, *rest = argument.split(":")
             comm, sizes = [part for part in (gradients, form) if part], (int(data), int(fsdp), int(tensor))

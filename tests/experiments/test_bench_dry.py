@@ -165,7 +165,11 @@ def test_an_observed_step_adds_statistics_to_the_same_loss(name):
         losses[arm] = steps()
     loss, statistics = losses["observed:coat"]
     assert float(loss) == float(losses["coat"])
-    actual = [float(of["x"]["snr_db"].min()) for of in statistics.values() if "x" in of]
+    actual = [
+        float(layer_statistics["x"]["snr_db"].min())
+        for layer_statistics in statistics.values()
+        if "x" in layer_statistics
+    ]
     assert len(actual) >= 14  # Two layers of seven products.
     assert all(15 < snr < 45 for snr in actual)
 

@@ -19,9 +19,9 @@ SMALL = LlamaConfig(vocab=8, dim=48, layers=1, heads=2, kv_heads=2, mlp_dim=128)
 def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
     lean = bench_arms.LEAN
-    held = f"{lean}, {layer.PREQUANTIZED}"
-    arms = layer.arms(16, SMALL, (lean, held))
-    assert list(arms) == [layer.BF16, layer.BF16_REMATERIALIZED, layer.BF16_FUNCTIONS, lean, held]
+    prequantized = f"{lean}, {layer.PREQUANTIZED}"
+    arms = layer.arms(16, SMALL, (lean, prequantized))
+    assert list(arms) == [layer.BF16, layer.BF16_REMATERIALIZED, layer.BF16_FUNCTIONS, lean, prequantized]
     results = (jax.tree.leaves(jax.jit(a.three)(*a.operands)) for a in arms.values())
     for plain, again, functions, a, b in zip(*results, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
@@ -29,7 +29,7 @@ def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch)
         errors = [np.linalg.norm(exact - z) / np.linalg.norm(exact) for z in others]
         assert max(errors[:2]) < 0.005
         assert max(errors[:2]) < errors[2] < 0.4
-    assert arms[lean].saved == pytest.approx(arms[held].saved)
+    assert arms[lean].saved == pytest.approx(arms[prequantized].saved)
     assert arms[layer.BF16].saved > 3 * arms[lean].saved
     assert 1.2 * arms[lean].saved < arms[layer.BF16_REMATERIALIZED].saved < arms[layer.BF16].saved / 2
     actual = {(r["impl"], r["baseline"]): r for r in layer.saved_rows("case", arms)}
@@ -42,18 +42,20 @@ def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch)
 def test_the_layer_as_functions_is_that_of_the_model(monkeypatch):
     monkeypatch.setattr(layer, "attend", lambda q, k, v, is_causal: dot_product_attention(q, k, v, is_causal=is_causal))
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
-    held = f"{bench_arms.LEAN}, {layer.BOUNDED}, {layer.PREQUANTIZED}"
-    arms = layer.arms(16, SMALL, (held, f"{held}, {layer.FUNCTIONS}"))
+    prequantized = f"{bench_arms.LEAN}, {layer.BOUNDED}, {layer.PREQUANTIZED}"
+    arms = layer.arms(16, SMALL, (prequantized, f"{prequantized}, {layer.FUNCTIONS}"))
     actual = {name: jax.tree.leaves(jax.jit(arm.three)(*arm.operands)) for name, arm in arms.items()}
     assert set(actual) - {layer.BF16, layer.BF16_REMATERIALIZED, layer.BF16_FUNCTIONS} == {
-        held,
-        f"{held}, {layer.FUNCTIONS}",
+        prequantized,
+        f"{prequantized}, {layer.FUNCTIONS}",
     }
-    for leaves in zip(*(actual[name] for name in (layer.BF16, held, f"{held}, {layer.FUNCTIONS}")), strict=True):
+    for leaves in zip(
+        *(actual[name] for name in (layer.BF16, prequantized, f"{prequantized}, {layer.FUNCTIONS}")), strict=True
+    ):
         exact, model, functions = (np.asarray(leaf, np.float64) for leaf in leaves)
         # One rounding less can change a scale, and with it the e5m2 codes of a whole gradient.
         assert 0 < np.linalg.norm(functions - exact) < 1.2 * np.linalg.norm(model - exact)
-    assert arms[held].saved == arms[f"{held}, {layer.FUNCTIONS}"].saved
+    assert arms[prequantized].saved == arms[f"{prequantized}, {layer.FUNCTIONS}"].saved
 
 
 @pytest.mark.slow
@@ -70,14 +72,14 @@ def test_a_layer_with_fallback_has_thresholds_that_its_inputs_settled(monkeypatc
 
 
 def test_times_are_compared_with_bf16_in_its_forms_and_held_weights_are_counted():
-    held = f"a, {layer.PREQUANTIZED}"
+    prequantized = f"a, {layer.PREQUANTIZED}"
     arms = (
         layer.BF16,
         layer.BF16_REMATERIALIZED,
         layer.BF16_FUNCTIONS,
         "a",
-        held,
-        f"{held}, {layer.FUNCTIONS}",
+        prequantized,
+        f"{prequantized}, {layer.FUNCTIONS}",
         layer.WEIGHTS,
     )
     times = {name: timing.Seconds([i + 1.0, i + 2.0, i + 9.0]) for i, name in enumerate(arms)}
@@ -87,10 +89,10 @@ def test_times_are_compared_with_bf16_in_its_forms_and_held_weights_are_counted(
     assert actual["a", "time"]["quartiles"] == [4500, 8500]
     assert actual["a", f"time, {layer.BF16_REMATERIALIZED}"]["ratio"] == 3 / 5
     assert ("a", f"time, {layer.BF16_FUNCTIONS}") not in actual
-    assert actual[f"{held}, {layer.FUNCTIONS}", f"time, {layer.BF16_FUNCTIONS}"]["ratio"] == 4 / 7
-    assert actual[held, "time, 1 microbatch"]["value"] == 1e3 * (6 + 8)
-    assert actual[held, "time, 4 microbatches"]["value"] == 1e3 * (6 + 8 / 4)
-    assert actual[held, "time, 4 microbatches"]["ratio"] == 2 / 8
+    assert actual[f"{prequantized}, {layer.FUNCTIONS}", f"time, {layer.BF16_FUNCTIONS}"]["ratio"] == 4 / 7
+    assert actual[prequantized, "time, 1 microbatch"]["value"] == 1e3 * (6 + 8)
+    assert actual[prequantized, "time, 4 microbatches"]["value"] == 1e3 * (6 + 8 / 4)
+    assert actual[prequantized, "time, 4 microbatches"]["ratio"] == 2 / 8
     assert ("a", "time, 4 microbatches") not in actual
     assert actual[layer.WEIGHTS, "time once a step"]["value"] == 8e3
 
@@ -99,8 +101,8 @@ def test_weights_are_quantized_as_arms_hold_them():
     arms = layer.arms(16, SMALL, (f"{bench_arms.LEAN}, {layer.PREQUANTIZED}",))
     make, kernels = layer.weights(arms[layer.BF16])
     codes = sorted(x.size for x in jax.tree.leaves(jax.eval_shape(make, *kernels)) if x.ndim == 2 and x.size > 1)
-    held = sorted(
+    dtypes = sorted(
         x.size for x in jax.tree.leaves(arms[f"{bench_arms.LEAN}, {layer.PREQUANTIZED}"].operands[1]) if x.size > 1
     )
-    assert codes == held
+    assert codes == dtypes
     assert len(codes) == 2 * 7

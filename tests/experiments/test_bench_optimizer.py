@@ -48,8 +48,8 @@ def test_arms_run_in_turns_and_leave_nothing_behind(monkeypatch, tmp_path):
         return fp8jax.fp8lm_adamw(*args, impl="xla", **settings)
 
     ours.fp8lm_adamw = fp8lm_adamw
-    left = lambda *_: live.append(sum(x.nbytes for x in jax.live_arrays() if id(x) not in before))  # noqa: E731
-    monkeypatch.setattr(optimizer.Bench, "torch", left)
+    record_live_bytes = lambda *_: live.append(sum(x.nbytes for x in jax.live_arrays() if id(x) not in before))  # noqa: E731
+    monkeypatch.setattr(optimizer.Bench, "torch", record_live_bytes)
     monkeypatch.setattr(timing, "need_gpu", lambda: None)
     optimizer.main(["--rows", "2", "--out", str(tmp_path)])
 

@@ -56,8 +56,8 @@ class PlantedParts(PlantedTensor):
 
 def test_bytes_of_a_state_are_those_of_its_tensors():
     torch = types.SimpleNamespace(Tensor=PlantedTensor)
-    held = types.SimpleNamespace(codes=PlantedTensor(7, 1), scale=PlantedTensor(3, 2), data=None, signed=True)
-    for state, size in ((PlantedTensor(6, 4), 24), (PlantedParts(0, 0), 18), (held, 13), (3, 0), (None, 0)):
+    quantized = types.SimpleNamespace(codes=PlantedTensor(7, 1), scale=PlantedTensor(3, 2), data=None, signed=True)
+    for state, size in ((PlantedTensor(6, 4), 24), (PlantedParts(0, 0), 18), (quantized, 13), (3, 0), (None, 0)):
         assert peers._bytes(torch, state) == size
 
 

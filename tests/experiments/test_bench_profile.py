@@ -37,8 +37,8 @@ def plane(name, **lines):
         name, start, duration = of
         return types.SimpleNamespace(name=name, start_ns=start, duration_ns=duration)
 
-    made = [types.SimpleNamespace(name=line, events=[event(e) for e in events]) for line, events in lines.items()]
-    return types.SimpleNamespace(name=name, lines=made)
+    xla_lines = [types.SimpleNamespace(name=line, events=[event(e) for e in events]) for line, events in lines.items()]
+    return types.SimpleNamespace(name=name, lines=xla_lines)
 
 
 def test_kernels_are_those_of_the_streams_of_the_first_gpu():
@@ -57,12 +57,12 @@ def test_times_are_a_call_and_gaps_those_without_any_kernel():
         ("_quantize", 8e3, 10e3),
         ("wrapped_add", 15e3, 16e3),
     ]
-    of = Profile(tuple(KernelTime(*kernel) for kernel in recorded[::-1]), 2)
-    assert of.gaps == pytest.approx(2e-6)
-    assert of.by_kind() == pytest.approx(
+    profile_ = Profile(tuple(KernelTime(*kernel) for kernel in recorded[::-1]), 2)
+    assert profile_.gaps == pytest.approx(2e-6)
+    assert profile_.by_kind() == pytest.approx(
         {COLLECTIVES: 0, EIGHT: 0, SIXTEEN: 2.5e-6, ATTENTION: 0, OURS: 1.5e-6, XLA: 0.5e-6, "gaps": 2e-6}
     )
-    names, seconds, launches = zip(*of.by_name(), strict=True)
+    names, seconds, launches = zip(*profile_.by_name(), strict=True)
     assert names == ("nvjet_sm90_tst_x", "_quantize", "wrapped_add")
     assert seconds == pytest.approx((2.5e-6, 1.5e-6, 0.5e-6))
     assert launches == (0.5, 1, 0.5)

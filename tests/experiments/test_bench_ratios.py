@@ -77,8 +77,8 @@ def test_adapters_are_compared_with_those_of_16_bits(monkeypatch):
     monkeypatch.setattr(lora.driver, "memory", lambda name: (0.0, {lora.BASELINE: 40.0}.get(name, 25.0)))
     times = {lora.BASELINE: 3.0, lora.ARMS[1]: 2.0}
     monkeypatch.setattr(lora.timing, "in_turns", lambda arms, *_: {name: Seconds([times[name]]) for name in arms})
-    how = SimpleNamespace(arm=[lora.ARMS[1]], batch=1, length=8, rank=2, unroll=1, rounds=1, steps=1)
-    actual = {(r["impl"], r["metric"]): (r["value"], r["ratio"]) for r in lora.measure(how)}
+    options = SimpleNamespace(arm=[lora.ARMS[1]], batch=1, length=8, rank=2, unroll=1, rounds=1, steps=1)
+    actual = {(r["impl"], r["metric"]): (r["value"], r["ratio"]) for r in lora.measure(options)}
     assert actual == {
         (lora.BASELINE, "step"): (3000, 1), (lora.BASELINE, "needs"): (40, 1),
         (lora.ARMS[1], "step"): (2000, 1.5), (lora.ARMS[1], "needs"): (25, 1.6),

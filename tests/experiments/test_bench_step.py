@@ -197,13 +197,13 @@ def test_steps_with_blocks_that_fall_back_begin_with_thresholds_that_have_settle
     arm.program = lambda *operands: (runs.append(True), program(*operands))[1]
     arm.start()
     assert len(runs) == step.SETTLING
-    settled = jax.tree.leaves(jax.tree.map(np.array, jax.device_get(arm.state.model_state)))
+    adapted = jax.tree.leaves(jax.tree.map(np.array, jax.device_get(arm.state.model_state)))
     assert int(arm.state.step) == 0
-    assert any((a != b).any() for a, b in zip(first, settled, strict=True))
+    assert any((a != b).any() for a, b in zip(first, adapted, strict=True))
     arm()
     arm.stop()
     arm.start()
-    for a, b in zip(jax.tree.leaves(jax.device_get(arm.state.model_state)), settled, strict=True):
+    for a, b in zip(jax.tree.leaves(jax.device_get(arm.state.model_state)), adapted, strict=True):
         np.testing.assert_array_equal(a, b)
     assert len(runs) == step.SETTLING + 1
     arm.decides, arm.settled = False, None
@@ -266,10 +266,10 @@ def test_torch_arm_is_the_same_model():
         "head.weight": lambda p: p["head"]["kernel"].T,
     }
     for i, part in itertools.product(range(LLAMA.layers), ("attention", "mlp")):
-        here = f"layers.{i}."
-        names[f"{here}{part}_norm.weight"] = lambda p, i=i, part=part: p["layers"][f"{part}_norm"]["scale"][i]
+        prefix = f"layers.{i}."
+        names[f"{prefix}{part}_norm.weight"] = lambda p, i=i, part=part: p["layers"][f"{part}_norm"]["scale"][i]
         for name in ("q", "k", "v", "out") if part == "attention" else ("gate", "up", "down"):
-            names[f"{here}{name}.weight"] = lambda p, i=i, k=name, part=part: p["layers"][part][k]["kernel"][i].T
+            names[f"{prefix}{name}.weight"] = lambda p, i=i, k=name, part=part: p["layers"][part][k]["kernel"][i].T
     own = dict(theirs.named_parameters())
     assert own.keys() == names.keys()
     values = nnx.to_pure_dict(params)

@@ -354,9 +354,9 @@ def test_the_plan_is_shown_before_the_state_is_made(argv, out, monkeypatch):
     monkeypatch.setattr(report, "memory_table", note)
     before = sum(x.nbytes for x in jax.live_arrays())
     assert cli.main([*argv, *BF16, "--run", "planned", "--sample-tokens", "0"]) == 0
-    ((size, held),) = calls
+    ((size, live_bytes),) = calls
     assert size > 100_000
-    assert held < size / 2
+    assert live_bytes < size / 2
 
 
 def test_a_second_process_is_kept_out_and_told_who_is_in(argv, copy, capsys):

@@ -144,15 +144,15 @@ def test_saved_state_may_be_donated_at_once(tmp_path):
 
 
 def test_saved_state_may_be_overwritten_at_once(tmp_path, monkeypatch):
-    given = []
+    saved_states = []
     with Checkpoints(tmp_path, 1) as checkpoints:
         monkeypatch.setattr(
-            checkpoints._orbax, "save_checkpointables_async", lambda _, x, **__: given.append(x["state"])
+            checkpoints._orbax, "save_checkpointables_async", lambda _, x, **__: saved_states.append(x["state"])
         )
         state = {"w": np.arange(4.0)}
         checkpoints.save(1, state, loader={}, config={})
         state["w"][:] = -1
-    np.testing.assert_array_equal(given[0]["w"], np.arange(4.0))
+    np.testing.assert_array_equal(saved_states[0]["w"], np.arange(4.0))
 
 
 def test_a_flipped_byte_in_any_file_is_found(tmp_path):

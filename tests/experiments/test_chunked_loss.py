@@ -167,18 +167,18 @@ def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("abc def " * 3000)
     flags = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path), "--recipe", "bf16", "--model", "5m",
              "--batch", "8", "--seq-len", "64", "--microbatches", "2"]  # fmt: skip
-    for i, (how, limit, expected) in enumerate(
+    for i, (logits, limit, expected) in enumerate(
         [("chunked", 2**31, True), ("whole", 1, False), ("auto", 2**31, False), ("auto", 4 * 4 * 64 * 256 - 1, True),
          ("auto", 4 * 4 * 64 * 256, False)]
     ):  # fmt: skip
         monkeypatch.setattr(form, "WHOLE_BYTES", limit)
-        assert cli.main([*flags, "--run", str(i), "--logits", how, "--mesh", "data=1"]) == 2
-        assert recorded["chunked"] == expected, (how, limit)
+        assert cli.main([*flags, "--run", str(i), "--logits", logits, "--mesh", "data=1"]) == 2
+        assert recorded["chunked"] == expected, (logits, limit)
     assert not recorded["recipe"].head.is_quantized
     others = {"seed": 5, "balance_coefficient": 0.25, "z_coefficient": 0.5, "unroll": 2, "on_bad_step": "skip",
               "max_loss_jump": 6.0}  # fmt: skip
-    given = [word for name, value in others.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    flags = [*flags, *given, "--model", "moe-50m", "--head", "fp8", "--run", "others", "--mesh", "data=1"]
+    flags_ = [word for name, value in others.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [*flags, *flags_, "--model", "moe-50m", "--head", "fp8", "--run", "others", "--mesh", "data=1"]
     assert cli.main(flags) == 2
     assert recorded["recipe"].head == fp8jax.recipes.HEAD
     assert recorded | others == recorded

@@ -95,12 +95,12 @@ BESIDE = {
 def test_each_field_may_be_as_far_as_its_bound(section, name):
     kind = {"data": config.Data, "run": config.Run, "optim": config.Optim, "lora": config.Lora}[section]
     fits, beyond = BOUNDS[section, name]
-    made = [Config(**{section: kind(**(BESIDE[section] | {name: value}))}) for value in (fits, beyond)]
-    made[0].validate()
+    configs = [Config(**{section: kind(**(BESIDE[section] | {name: value}))}) for value in (fits, beyond)]
+    configs[0].validate()
     Config(optim=config.Optim(steps=10, warmup=5, schedule="wsd", decay=0.5)).validate()
     Config(run=config.Run(**(BESIDE["run"] | {"process_id": 0}))).validate()
     with pytest.raises(UserError, match=f"{config.flag(name)}"):
-        made[1].validate()
+        configs[1].validate()
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,10 @@ def report(steps):
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "0",
         "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
-        "PYTHONPATH": os.pathsep.join([str(h200.HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(h200.FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-m", "tests.experiments.compiled_steps", *steps]
-    completed = subprocess.run(command, env=env, capture_output=True, text=True, cwd=h200.HERE.parents[1])
+    completed = subprocess.run(command, env=env, capture_output=True, text=True, cwd=h200.FOLDER.parents[1])
     assert not completed.returncode, completed.stderr[-3000:]
     (printed,) = (line.removeprefix(h200.MARK) for line in completed.stdout.splitlines() if line.startswith(h200.MARK))
     return json.loads(printed)

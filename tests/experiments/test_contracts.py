@@ -67,10 +67,10 @@ RECIPES = {
 
 def spy():
     """A small step against the gradient, which is saved as it is: clipping or moments would hide its size."""
-    keep = optax.GradientTransformationExtraArgs(
+    record_gradient = optax.GradientTransformationExtraArgs(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, state, params=None, **_: (grads, grads)
     )
-    return optax.chain(keep, optax.scale(-RATE))
+    return optax.chain(record_gradient, optax.scale(-RATE))
 
 
 def build(name, devices=None):
@@ -95,7 +95,7 @@ def start(name):
     state = jax.jit(build(name).init)()
     rng = np.random.default_rng(1)
 
-    def seen(path, x):
+    def observed_statistic(path, x):
         label = jax.tree_util.keystr(path)
         name = getattr(path[-1], "key", None)
         if name in SIZES:
@@ -103,7 +103,7 @@ def start(name):
         # Weights for which products and gradients have the magnitude of their inputs.
         return 4 * x if name in ("kernel", "embedding", "automatic_w") or "bounds" in label else x
 
-    state = jax.tree_util.tree_map_with_path(seen, state)
+    state = jax.tree_util.tree_map_with_path(observed_statistic, state)
     return jax.device_get(state)
 
 
@@ -132,8 +132,8 @@ def together(name):
 
 
 def gradients(state):
-    kept = state.opt_state[0]
-    return kept if isinstance(kept, dict) else kept[0]
+    saved_gradient = state.opt_state[0]
+    return saved_gradient if isinstance(saved_gradient, dict) else saved_gradient[0]
 
 
 @pytest.mark.parametrize("name", few(RECIPES, "delayed"))
@@ -171,8 +171,8 @@ def test_what_scalings_observe_is_of_all_parts(name):
             used, blocks = np.array(parts) % 1 * 1024, np.floor(parts)
             shares, share = used / blocks, used.sum(0) / blocks.sum(0)
             each = shares.reshape(-1, MICROBATCHES, *share.shape).mean(1)
-            kept = (share >= rates[0]) & (share <= rates[1])
-            crossed |= bool(np.any(kept & (each[0] < rates[0]) & (np.max(each, 0) > rates[1])))
+            is_in_range = (share >= rates[0]) & (share <= rates[1])
+            crossed |= bool(np.any(is_in_range & (each[0] < rates[0]) & (np.max(each, 0) > rates[1])))
             expected = np.where(share > rates[1], factor, np.where(share < rates[0], 1 / factor, 1))
             np.testing.assert_allclose(x, old * expected, rtol=1e-6, err_msg=label)
         elif kind == "automatic_w":

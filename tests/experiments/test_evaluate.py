@@ -129,11 +129,11 @@ def test_without_data_the_text_is_what_training_held_back(trained, finished, cor
     actual = evaluate.evaluate(Evaluation(finished, "bf16"), report.make_console())["validation split"]
     row = table_row(capsys.readouterr().out, "validation split")
     texts = [path.read_text() for path in corpus.glob("*.txt")]
-    held = data.read_corpus([str(corpus)], 0.05).valid
-    size = len("".join(held))
+    valid_text = data.read_corpus([str(corpus)], 0.05).valid
+    size = len("".join(valid_text))
     assert size < 0.1 * sum(map(len, texts))
     # One token per byte; the separator before the first document is not scored.
-    assert actual.tokens == size + len(held) - 1
+    assert actual.tokens == size + len(valid_text) - 1
     expected = [actual.loss, math.exp(actual.loss), actual.nll / math.log(2) / actual.tokens]
     assert row == [f"{actual.tokens:,}", f"{actual.tokens:,}", *(f"{x:.4f}" for x in expected)]
 

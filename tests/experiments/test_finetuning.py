@@ -89,8 +89,8 @@ def test_answers_are_the_assistant_s_messages_with_their_end(checkpoint):
         inside = bool(answer)
         if answer:
             runs[-1].append(int(i))
-    said = [tokenizer.model.decode(run, skip_special_tokens=False) for run in runs]
-    assert said == ["It is 4.<|im_end|>\n", "6, of course.<|im_end|>\n"]
+    answers = [tokenizer.model.decode(run, skip_special_tokens=False) for run in runs]
+    assert answers == ["It is 4.<|im_end|>\n", "6, of course.<|im_end|>\n"]
 
 
 def test_text_and_answers_are_transformers_own(checkpoint):
@@ -243,8 +243,8 @@ def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, 
     for part, name in (("attention", "q"), ("mlp", "down")):
         stored = params["layers"][part][name]["kernel"]
         assert isinstance(stored, fp8jax.FrozenWeight)
-        held = base["layers"][part][name]["held"]
-        for one, other in zip((held[0], held[1]), jax.tree.leaves(stored), strict=True):
+        leaves = base["layers"][part][name]["held"]
+        for one, other in zip((leaves[0], leaves[1]), jax.tree.leaves(stored), strict=True):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     assert (np.asarray(base["layers"]["attention"]["q"]["bias"], np.float32) == 0.5).all()
     np.testing.assert_array_equal(

@@ -25,11 +25,11 @@ def test_every_arm_names_known_storages():
 
 def test_storage_has_a_scale_for_each_layer_and_keeps_second_moments_from_zero():
     tree = {"layers": jnp.array([[1.0, 2.0], [1e-8, 2e-8]]), "head": jnp.array([1.0, 1e-8])}
-    how = fp8_lm_precision.STORAGES
-    stored = fp8_lm_precision.store(how["e4m3, scaled"], tree)
+    storages = fp8_lm_precision.STORAGES
+    stored = fp8_lm_precision.store(storages["e4m3, scaled"], tree)
     np.testing.assert_allclose(stored["layers"], tree["layers"], rtol=0.07)
     assert stored["head"].tolist() == [1.0, 0.0]
-    assert fp8_lm_precision.store(how["e4m3, no zeros"], tree)["head"][1] > 0
+    assert fp8_lm_precision.store(storages["e4m3, no zeros"], tree)["head"][1] > 0
     assert fp8_lm_precision.store("bf16", {"a": jnp.float32(1 + 2**-9)})["a"] == 1.0
     # On a GPU, XLA removes a cast to bf16 and back.
     assert "reduce_precision" in str(jax.make_jaxpr(lambda x: fp8_lm_precision.store("bf16", {"a": x}))(1.0))

@@ -24,22 +24,22 @@ TINY = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
 
 
 def checkpoint(folder, case):
-    made = cases.golden(case)
-    return cases.write(folder, made["config"], made["shapes"]), made
+    golden = cases.golden(case)
+    return cases.write(folder, golden["config"], golden["shapes"]), golden
 
 
 @pytest.mark.parametrize("case", few(cases.CASES, "llama31", "gpt2"))
 def test_greedy_tokens_are_those_of_transformers(case, tmp_path):
-    folder, made = checkpoint(tmp_path, case)
-    prompt = np.asarray(made["tokens"])[:1, :7]
-    texts = sampling.extend(load(folder).model(jnp.float32), prompt, len(made["greedy"]))
-    assert texts == [made["greedy"]]
+    folder, golden = checkpoint(tmp_path, case)
+    prompt = np.asarray(golden["tokens"])[:1, :7]
+    texts = sampling.extend(load(folder).model(jnp.float32), prompt, len(golden["greedy"]))
+    assert texts == [golden["greedy"]]
 
 
 @pytest.mark.parametrize("case", [slow("llama31"), "mistral_window", slow("qwen3"), slow("olmo2"), "gpt2"])
 def test_cached_logits_are_those_of_the_whole_text(case, tmp_path):
-    folder, made = checkpoint(tmp_path, case)
-    model, tokens = load(folder).model(jnp.float32), jnp.asarray(made["tokens"])
+    folder, golden = checkpoint(tmp_path, case)
+    model, tokens = load(folder).model(jnp.float32), jnp.asarray(golden["tokens"])
     expected, cache = np.asarray(model(tokens)), model.cache(2, 25)
     graphdef, state = nnx.split(model)
     state = nnx.to_pure_dict(state)

@@ -89,14 +89,14 @@ def test_two_processes_stop_together_and_one_goes_on_with_the_same_bits(argv, ou
     """Moments are codes. The run of four processes below has amax histories."""
     flags = [*argv, *MANY, "--recipe", "coat_optimizer", "--mesh", "fsdp=2", "--run"]
     command = [*flags, "parts"]
-    codes, said, complaints = end(start(2, command, stop=(1, 3, signal.SIGTERM)))
-    assert codes == [143, 143], (codes, complaints, said[0][-3000:])
+    codes, outputs, complaints = end(start(2, command, stop=(1, 3, signal.SIGTERM)))
+    assert codes == [143, 143], (codes, complaints, outputs[0][-3000:])
     stopped = int(re.search(r"stopped by SIGTERM: step (\d+) is saved", complaints[0])[1])
     # The signal before a step is an input of that step, which is read one step later.
     assert 3 <= stopped <= 4
     assert "stopped" not in complaints[1]
-    assert "on 2 devices (CPU) in 2 processes" in said[0]
-    assert "Training" not in said[1]
+    assert "on 2 devices (CPU) in 2 processes" in outputs[0]
+    assert "Training" not in outputs[1]
     monkeypatch.setattr(mesh, "SMALLEST", 1024)
     assert cli.main(command) == 0
     assert f"resuming from step {stopped}" in capsys.readouterr().out
@@ -127,11 +127,11 @@ def test_two_processes_leave_out_the_same_bad_steps_as_one(argv, out, policy):
     results = {}
     for count in (1, 2):
         name = f"{policy}_by_{count}"
-        codes, said, complaints = end(start(count, [*flags, name], 2 // count, bad="2,5"))
-        assert codes == [0] * count, (codes, complaints, said[0][-3000:])
+        codes, outputs, complaints = end(start(count, [*flags, name], 2 // count, bad="2,5"))
+        assert codes == [0] * count, (codes, complaints, outputs[0][-3000:])
         rows = [json.loads(line) for line in (out / name / "mixed" / "metrics.jsonl").read_text().splitlines()]
         assert [row["bad_steps"] for row in rows if "loss" in row] == [0, 0, 1, 1, 2, 2]
-        decisions = [line for line in said[0].splitlines() if "loss nan" in line]
+        decisions = [line for line in outputs[0].splitlines() if "loss nan" in line]
         results[count] = losses(out / name / "mixed"), decisions
     check_close(results[2][0], results[1][0])
     assert results[2][1] == results[1][1]
@@ -175,9 +175,9 @@ def test_one_of_four_dies_the_others_end_and_the_restart_resumes(argv, out, whic
     command = [*argv, *MANY, "--run", run, "--mesh", "data=2,fsdp=2"]
     check_dies(start(4, command, stop=(which, at, signal.SIGKILL)), which)
     if at:
-        codes, said, complaints = end(start(4, command))
+        codes, outputs, complaints = end(start(4, command))
         assert codes == [0] * 4, complaints
-        assert "resuming from step 4" in said[0]
+        assert "resuming from step 4" in outputs[0]
         assert sorted(losses(out / run / "mixed")["loss"]) == [1, 2, 3, 4, 5, 6]
 
 
@@ -203,10 +203,10 @@ def test_a_damaged_checkpoint_is_set_aside_by_all(argv, out):
     raw = bytearray(largest.read_bytes())
     raw[len(raw) // 2] ^= 0x55
     largest.write_bytes(raw)
-    codes, said, complaints = end(start(2, command))
+    codes, outputs, complaints = end(start(2, command))
     assert codes == [0, 0], complaints
-    assert "is damaged" in said[0]
-    assert "resuming from step 4" in said[0]
+    assert "is damaged" in outputs[0]
+    assert "resuming from step 4" in outputs[0]
     assert (folder / "damaged-6").is_dir()
 
 
@@ -260,16 +260,16 @@ def test_a_process_whose_peer_died_before_it_joined_ends_as_if_it_died_later(mon
 
 
 def test_jax_is_told_who_joins_and_how_long_it_may_wait(monkeypatch):
-    given, where = {}, {"coordinator_address": "127.0.0.1:7"}
+    arguments, addresses = {}, {"coordinator_address": "127.0.0.1:7"}
     stop, settings = signals.StopSignals(), config.Run(coordinator="auto", patience=30)
     monkeypatch.setattr(hosts, "_find_process", lambda _: hosts._Process("node0:9", 1, 4, [2, 3]))
-    monkeypatch.setattr(hosts, "_relay", lambda place, silence, who: where)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: given.update(kwargs, notice=stop.notice))
+    monkeypatch.setattr(hosts, "_relay", lambda place, silence, who: addresses)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: arguments.update(kwargs, notice=stop.notice))
     hosts.join(settings, stop)
-    assert "after 30 s (--patience); a second signal ends it now" in given.pop("notice")
+    assert "after 30 s (--patience); a second signal ends it now" in arguments.pop("notice")
     assert stop.notice == ""
     times = {"initialization_timeout": 90, "heartbeat_timeout_seconds": 40, "shutdown_timeout_seconds": 30}
-    assert given == where | times | {"num_processes": 4, "process_id": 1, "local_device_ids": [2, 3]}
+    assert arguments == addresses | times | {"num_processes": 4, "process_id": 1, "local_device_ids": [2, 3]}
 
     def fail(text):
         def initialize(**_):
@@ -285,17 +285,17 @@ def test_jax_is_told_who_joins_and_how_long_it_may_wait(monkeypatch):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_process_reaches_the_coordinator_through_its_relay_and_ends_with_it(monkeypatch, number):
-    ended, seen = threading.Event(), []
+    ended, end_arguments = threading.Event(), []
     monkeypatch.setattr(hosts, "_relayed", None)
-    monkeypatch.setattr(hosts, "end", lambda *args: seen.extend(args) or ended.set())
-    where = hosts._relay(hosts._Process(f"localhost:{port()}", number, 2), 60, "process")
-    assert set(where) == {"coordinator_address", *([] if number else ["coordinator_bind_address"])}
-    assert len(set(where.values())) == len(where)
-    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in where.values())
+    monkeypatch.setattr(hosts, "end", lambda *args: end_arguments.extend(args) or ended.set())
+    addresses = hosts._relay(hosts._Process(f"localhost:{port()}", number, 2), 60, "process")
+    assert set(addresses) == {"coordinator_address", *([] if number else ["coordinator_bind_address"])}
+    assert len(set(addresses.values())) == len(addresses)
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in addresses.values())
     hosts._relayed.stdin.close()
     assert ended.wait(60)
-    assert seen[:2] == [hosts.OTHER_PROCESS_GONE, False]
-    assert f"process {number} of 2 ends: another one has ended, or cannot be reached (its relay" in seen[2]
+    assert end_arguments[:2] == [hosts.OTHER_PROCESS_GONE, False]
+    assert f"process {number} of 2 ends: another one has ended, or cannot be reached (its relay" in end_arguments[2]
 
 
 @pytest.mark.parametrize(
@@ -317,12 +317,12 @@ def test_impossible_processes_are_refused(argv, capsys, flags, message):
 @pytest.fixture
 def gathered(monkeypatch):
     """Gathers values of processes that run one after the other: each reads those before it, and its own."""
-    given = []
+    messages = []
     monkeypatch.setattr(hosts, "several", lambda: True)
     monkeypatch.setattr(
-        hosts.multihost_utils, "process_allgather", lambda x: given.append(np.array(x)) or np.stack(given)
+        hosts.multihost_utils, "process_allgather", lambda x: messages.append(np.array(x)) or np.stack(messages)
     )
-    return given
+    return messages
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,17 @@ from tests.rows import few
 
 
 def checkpoint(folder, case, **kwargs):
-    made = cases.golden(case)
-    return cases.write(folder, made["config"], made["shapes"], **kwargs), made
+    golden = cases.golden(case)
+    return cases.write(folder, golden["config"], golden["shapes"], **kwargs), golden
 
 
 @pytest.mark.parametrize("case", few(cases.CASES, "llama31"))
 def test_logits_are_those_of_transformers(case, tmp_path):
-    folder, made = checkpoint(tmp_path, case, shards=3)
+    folder, golden = checkpoint(tmp_path, case, shards=3)
     model = load(folder).model(jnp.float32)
     with jax.default_matmul_precision("highest"):
-        logits = np.asarray(model(jnp.asarray(made["tokens"])))
-    expected = np.asarray(made["logits"])
+        logits = np.asarray(model(jnp.asarray(golden["tokens"])))
+    expected = np.asarray(golden["logits"])
     assert np.linalg.norm(logits - expected) < 1e-5 * np.linalg.norm(expected)
 
 
@@ -50,8 +50,8 @@ def test_parameters_keep_the_bits_of_the_files_or_are_cast(case, dtype, tmp_path
 
 
 def test_values_beyond_float16_are_no_infinities(tmp_path):
-    folder, made = checkpoint(tmp_path, "llama3")
-    weights = {n: cases.draw(n, tuple(s)) for n, s in made["shapes"].items()}
+    folder, golden = checkpoint(tmp_path, "llama3")
+    weights = {n: cases.draw(n, tuple(s)) for n, s in golden["shapes"].items()}
     weights["model.norm.weight"][3] = 7e4
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(
@@ -77,12 +77,17 @@ def test_parameters_lie_on_a_mesh_as_in_training(tmp_path, monkeypatch):
 
 
 def test_tensors_are_read_one_at_a_time(tmp_path):
-    made = cases.golden("llama3")
-    config = made["config"] | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": None}
+    golden = cases.golden("llama3")
+    config = golden["config"] | {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "head_dim": None,
+    }
     sizes = {32: 256, 48: 1024, 16: 128}
     shapes = {
         name.replace(".0.", f".{i}."): [sizes.get(n, n) for n in shape]
-        for name, shape in made["shapes"].items()
+        for name, shape in golden["shapes"].items()
         for i in range(4)
         if ".1." not in name
     }
@@ -131,8 +136,8 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_not_understood_is_refused_by_name(name, tmp_path):
     change, message = BROKEN[name]
-    folder, made = checkpoint(tmp_path, "llama3")
-    (folder / "config.json").write_text(json.dumps(made["config"] | change))
+    folder, golden = checkpoint(tmp_path, "llama3")
+    (folder / "config.json").write_text(json.dumps(golden["config"] | change))
     with pytest.raises(UserError, match=message):
         load(folder)
 
@@ -149,14 +154,14 @@ def test_what_is_not_understood_is_refused_by_name(name, tmp_path):
     ],
 )
 def test_settings_of_a_family_that_change_its_mathematics_are_refused(case, change, message, tmp_path):
-    folder, made = checkpoint(tmp_path, case)
-    (folder / "config.json").write_text(json.dumps(made["config"] | change))
+    folder, golden = checkpoint(tmp_path, case)
+    (folder / "config.json").write_text(json.dumps(golden["config"] | change))
     with pytest.raises(UserError, match=message):
         load(folder)
 
 
 def test_fields_that_published_files_have_besides_are_of_no_matter(tmp_path):
-    folder, made = checkpoint(tmp_path, "llama3")
+    folder, golden = checkpoint(tmp_path, "llama3")
     plain = load(folder).config
     besides = {"rope_interleaved": False, "use_mrope": False, "is_llama_config": True, "max_sequence_length": 64}
     besides |= {
@@ -167,7 +172,7 @@ def test_fields_that_published_files_have_besides_are_of_no_matter(tmp_path):
         "transformers.js_config": {},
         "unknown": None,  # has no effect
     }
-    (folder / "config.json").write_text(json.dumps(made["config"] | besides))
+    (folder / "config.json").write_text(json.dumps(golden["config"] | besides))
     assert load(folder).config == plain
 
 
@@ -192,24 +197,24 @@ def test_a_file_that_shrank_since_it_was_opened_is_named(tmp_path):
 
 
 def test_both_spellings_of_rotary_settings_are_read(tmp_path):
-    folder, made = checkpoint(tmp_path, "llama31")
+    folder, golden = checkpoint(tmp_path, "llama31")
     new = load(folder).config
-    rope = dict(made["config"].pop("rope_parameters"))
+    rope = dict(golden["config"].pop("rope_parameters"))
     for key in ("rope_type", "type"):
         old = {"rope_theta": rope["rope_theta"], "rope_scaling": {key: "llama3", **cases._SCALING}}
-        (folder / "config.json").write_text(json.dumps(made["config"] | old))
+        (folder / "config.json").write_text(json.dumps(golden["config"] | old))
         assert load(folder).config == new
 
 
 def test_buffers_of_old_files_and_a_tied_head_are_no_leftovers(tmp_path):
-    folder, made = checkpoint(tmp_path, "llama32")
-    weights = {n: cases.draw(n, tuple(s)) for n, s in made["shapes"].items()}
+    folder, golden = checkpoint(tmp_path, "llama32")
+    weights = {n: cases.draw(n, tuple(s)) for n, s in golden["shapes"].items()}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     save_file(weights, folder / "model.safetensors")
     assert load(folder).config.tied
-    folder, made = checkpoint(tmp_path / "gpt2", "gpt2")
-    weights = {n.removeprefix("transformer."): cases.draw(n, tuple(s)) for n, s in made["shapes"].items()}
+    folder, golden = checkpoint(tmp_path / "gpt2", "gpt2")
+    weights = {n.removeprefix("transformer."): cases.draw(n, tuple(s)) for n, s in golden["shapes"].items()}
     weights |= {"h.1.attn.bias": np.ones((1, 1, 64, 64), np.float32)}
     expected = load(folder).params
     save_file(weights, folder / "model.safetensors")
@@ -217,9 +222,9 @@ def test_buffers_of_old_files_and_a_tied_head_are_no_leftovers(tmp_path):
 
 
 def test_files_of_the_bare_model_with_a_head_and_of_two_dtypes_are_read(tmp_path):
-    folder, made = checkpoint(tmp_path, "llama3")
+    folder, golden = checkpoint(tmp_path, "llama3")
     expected = load(folder).params
-    weights = {n.removeprefix("model."): cases.draw(n, tuple(s)) for n, s in made["shapes"].items()}
+    weights = {n.removeprefix("model."): cases.draw(n, tuple(s)) for n, s in golden["shapes"].items()}
     assert "lm_head.weight" in weights
     for dtype, wide in ((np.float32, 0), (np.float16, 0), (np.float16, 1)):
         # One layer's matrix is in fp32, the other's in the dtype of all other tensors: no value is rounded.

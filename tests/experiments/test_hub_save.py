@@ -29,8 +29,8 @@ WIDE = LlamaConfig(vocab=40, dim=256, layers=2, heads=4, kv_heads=2, mlp_dim=320
 
 
 def checkpoint(folder, case, **kwargs):
-    made = cases.golden(case)
-    return cases.write(folder, made["config"], made["shapes"], **kwargs)
+    golden = cases.golden(case)
+    return cases.write(folder, golden["config"], golden["shapes"], **kwargs)
 
 
 def stored(folder):
@@ -100,11 +100,11 @@ def test_files_are_as_large_as_asked_and_hold_what_the_index_says(tmp_path):
     save(tmp_path / "out", WIDE, params(WIDE), dtype=ml_dtypes.bfloat16, shard_bytes=300_000)
     index = json.loads((tmp_path / "out" / files.INDEX).read_text())
     for path in (tmp_path / "out").glob("*.safetensors"):
-        held = load_file(path)
-        assert sum(x.nbytes for x in held.values()) <= 300_000
-        assert {name for name, file in index["weight_map"].items() if file == path.name} == set(held)
-    held = sorted({*index["weight_map"].values()})
-    assert held == [f"model-{i:05d}-of-{len(held):05d}.safetensors" for i in range(1, len(held) + 1)]
+        stored = load_file(path)
+        assert sum(x.nbytes for x in stored.values()) <= 300_000
+        assert {name for name, file in index["weight_map"].items() if file == path.name} == set(stored)
+    stored = sorted({*index["weight_map"].values()})
+    assert stored == [f"model-{i:05d}-of-{len(stored):05d}.safetensors" for i in range(1, len(stored) + 1)]
     total = sum(x.size for x in jax.tree.leaves(params(WIDE)))
     assert index["metadata"]["total_size"] == 2 * total
 
@@ -148,9 +148,12 @@ def test_a_matrix_of_which_some_layers_are_codes_is_read_as_values(eight_folder,
     name = "model.layers.1.mlp.up_proj.weight"
     weights[name] = (weights[name].astype(np.float32) * weights.pop(f"{name}_scale")).astype(ml_dtypes.bfloat16)
     save_file(weights, folder / "model.safetensors")
-    held, values = load(folder, codes=True).params["layers"]["mlp"], load(eight_folder).params["layers"]["mlp"]
-    np.testing.assert_array_equal(held["up"]["kernel"], values["up"]["kernel"])
-    assert isinstance(held["down"]["kernel"], FrozenWeight)
+    quantized_params, values = (
+        load(folder, codes=True).params["layers"]["mlp"],
+        load(eight_folder).params["layers"]["mlp"],
+    )
+    np.testing.assert_array_equal(quantized_params["up"]["kernel"], values["up"]["kernel"])
+    assert isinstance(quantized_params["down"]["kernel"], FrozenWeight)
 
 
 def test_what_cannot_be_written_is_an_error_and_leaves_no_folder(tmp_path, monkeypatch):
@@ -226,8 +229,8 @@ def test_codes_in_files_are_those_of_the_weights(name, tmp_path):
 @pytest.mark.parametrize("name", few(FORMATS, "deepseek"))
 def test_codes_come_back_bit_for_bit(name, tmp_path):
     save(tmp_path / "out", WIDE, params(WIDE), eight=eight_bits(name), dtype=ml_dtypes.bfloat16)
-    held, values = load(tmp_path / "out", codes=True).params, load(tmp_path / "out", dtype=jnp.float32).params
-    frozen = held["layers"]["attention"]["q"]["kernel"]
+    frozen_params, values = load(tmp_path / "out", codes=True).params, load(tmp_path / "out", dtype=jnp.float32).params
+    frozen = frozen_params["layers"]["attention"]["q"]["kernel"]
     assert frozen.codes.spec == fp8jax.QuantSpec.parse(quantized.SPECS["block" if name == "deepseek" else name])
     theirs = files.tensors(tmp_path / "out")
     for i in range(2):
@@ -269,10 +272,10 @@ def test_codes_are_those_of_the_forward_product_of_a_recipe(name, tmp_path):
     w = 0.1 * np.random.default_rng(1).normal(size=(256, 128)).astype(np.float32)
     layer = nnx.Linear(256, 128, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     layer.kernel[...] = jnp.asarray(w)
-    given = fp8jax.nnx.quantize(nnx.Sequential(layer), recipe)(jnp.eye(256, dtype=jnp.bfloat16))
+    product = fp8jax.nnx.quantize(nnx.Sequential(layer), recipe)(jnp.eye(256, dtype=jnp.bfloat16))
     q = quantized.encode(jnp.asarray(w), eight.encoding)
     values = q.dequantize().T
-    np.testing.assert_array_equal(np.asarray(given), np.asarray(values.astype(jnp.bfloat16)))
+    np.testing.assert_array_equal(np.asarray(product), np.asarray(values.astype(jnp.bfloat16)))
     assert len(np.unique(np.asarray(values))) > 100
 
 

@@ -16,13 +16,13 @@ pytestmark = pytest.mark.slow
 
 def started(folder, case, recipe):
     """Returns the program of a recipe, its state with a checkpoint's parameters, and tokens."""
-    made = cases.golden(case)
-    loaded = load(cases.write(folder, made["config"], made["shapes"]), dtype=jnp.float32)
+    golden = cases.golden(case)
+    loaded = load(cases.write(folder, golden["config"], golden["shapes"]), dtype=jnp.float32)
     recipe = fp8jax.recipes.get(recipe)
     task = Task(loaded.config, fp8jax.optimizer(recipe, 1e-3), recipe, remat=False, seed=0)
     state = jax.eval_shape(task.init)
     assert jax.tree.map(lambda x: x.shape, state.params) == jax.tree.map(lambda x: x.shape, loaded.params)
-    return task, loaded.params, jnp.asarray(made["tokens"])
+    return task, loaded.params, jnp.asarray(golden["tokens"])
 
 
 @pytest.mark.parametrize("case", ["llama31", "mistral_window", "qwen2", "qwen3", "olmo2", "gpt2"])

@@ -111,8 +111,8 @@ def test_whole_parameters_are_never_there_at_once():
     for layers in (4, 24):
         llama = dataclasses.replace(LLAMA, layers=layers)
         step, state, _ = compiled("te_current", "e4m3", remat=True, llama=llama)
-        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params["layers"]))
-        sizes[layers] = step.memory_analysis().temp_size_in_bytes, held
+        param_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params["layers"]))
+        sizes[layers] = step.memory_analysis().temp_size_in_bytes, param_bytes
     (few, small), (many, large) = sizes[4], sizes[24]
     assert math.isclose(large / small, 6, rel_tol=0.01)
     assert many - few < 0.1 * (large - small)

@@ -142,11 +142,11 @@ def test_rows_of_a_batch_do_not_see_each_other():
 def test_rope_rotates_by_position_times_frequency():
     length, channels, theta = 9, 6, 100.0
     x = np.random.default_rng(1).normal(size=(1, length, 1, channels))
-    turned = llama.apply_rope(jnp.asarray(x, jnp.float32), *llama.rope_tables(length, channels, theta))
+    rotated = llama.apply_rope(jnp.asarray(x, jnp.float32), *llama.rope_tables(length, channels, theta))
     as_complex = x[0, :, 0, :3] + 1j * x[0, :, 0, 3:]
     angle = np.arange(length)[:, None] / theta ** (np.arange(0, channels, 2) / channels)
     expected = as_complex * np.exp(1j * angle)
-    actual = np.asarray(turned)[0, :, 0, :3] + 1j * np.asarray(turned)[0, :, 0, 3:]
+    actual = np.asarray(rotated)[0, :, 0, :3] + 1j * np.asarray(rotated)[0, :, 0, 3:]
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 

@@ -48,7 +48,7 @@ def trained(task, steps=4, **settings):
 )
 def test_adapters_learn_beside_any_base(base, recipe):
     task = build(Lora(8, base=base, lora_targets=".*/(q|v|up)"), recipe)
-    state, held, losses = trained(task, 8)
+    state, base_, losses = trained(task, 8)
     assert losses[-1] < losses[0] - 0.1
     names = {"/".join(str(k.key) for k in path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)}
     assert names == {f"layers/{x}/lora_{y}" for x in ("attention/q", "attention/v", "mlp/up") for y in "ab"}
@@ -56,11 +56,11 @@ def test_adapters_learn_beside_any_base(base, recipe):
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
     assert sorted(x.shape for x in moments) == sorted(2 * [x.shape for x in jax.tree.leaves(state.params)])
     size = 1 if base != "bf16" else 2
-    layers = [x for x in jax.tree.leaves(held["layers"]) if x.ndim == 3 and x.size > 100]
+    layers = [x for x in jax.tree.leaves(base_["layers"]) if x.ndim == 3 and x.size > 100]
     assert {x.dtype.itemsize for x in layers} == {size}
     assert sum(x.size for x in layers) == 2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 96)
-    assert held["layers"]["mlp_norm"]["scale"].dtype == jnp.float32
-    assert held["embed"]["embedding"].dtype == jnp.bfloat16
+    assert base_["layers"]["mlp_norm"]["scale"].dtype == jnp.float32
+    assert base_["embed"]["embedding"].dtype == jnp.bfloat16
 
 
 def test_a_step_keeps_no_wide_copy_of_the_base_nor_codes_of_inputs_for_it():
@@ -80,9 +80,9 @@ def test_the_first_loss_is_the_base_s_own_and_merging_changes_nothing():
     task = Task(llama, optax.adamw(2e-2), fp8jax.recipes.te_current(), remat=False, seed=5, lora=lora)
     plain = Task(llama, task.tx, fp8jax.recipes.bf16(), remat=False, seed=5)
     params = jax.jit(plain.init)().params
-    made, loss = jax.jit(task.base), jax.jit(plain.loss)
+    make_base, loss = jax.jit(task.base), jax.jit(plain.loss)
     # With the same parameters; e4m3 rounds them and the inputs.
-    for actual, expected in zip(*map(jax.tree.leaves, (made(params), made())), strict=True):
+    for actual, expected in zip(*map(jax.tree.leaves, (make_base(params), make_base())), strict=True):
         # Scales in another program may differ in the last bit.
         np.testing.assert_allclose(np.asarray(actual, np.float32), np.asarray(expected, np.float32), rtol=2e-7)
     for name in "qkv":
@@ -156,20 +156,24 @@ def test_a_run_stops_resumes_exactly_and_is_evaluated(argv, out, capsys):
 )
 def test_a_base_lies_in_shards_and_adapters_train_alike(base, many, parts, argv, out, monkeypatch, capsys):
     monkeypatch.setattr(mesh, "SMALLEST", 1)
-    losses, held, made = {}, {}, cli.with_base
+    losses, bases, with_base = {}, {}, cli.with_base
     for where in ("data=1", many):
-        keep = lambda step, loss, weights, where=where: (held.update({where: weights}), made(step, loss, weights))[1]  # noqa: E731
-        monkeypatch.setattr(cli, "with_base", keep)
+
+        def record_base(step, loss, weights, where=where):
+            bases[where] = weights
+            return with_base(step, loss, weights)
+
+        monkeypatch.setattr(cli, "with_base", record_base)
         run = f"shards_{where[-1]}_{base[-3:]}"
         flags = ["--recipe", "te_current", "--lora-rank", "4", "--mesh", where, "--run", run, "--base", base]
         assert cli.main([*argv, *flags]) == 0
         losses[where] = json.loads((out / run / "te_current" / "result.json").read_text())["result"]["valid_loss"]
     assert losses[many] == pytest.approx(losses["data=1"], rel=2e-3)
-    matrices = [x for x in jax.tree.leaves(held[many]["layers"]) if x.ndim == 3 and min(x.shape[1:]) > 1]
+    matrices = [x for x in jax.tree.leaves(bases[many]["layers"]) if x.ndim == 3 and min(x.shape[1:]) > 1]
     assert len(matrices) == 7
     assert all(x.addressable_shards[0].data.size * parts == x.size for x in matrices)
-    for one, other in zip(*(jax.tree.leaves(held[where]) for where in losses), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for actual, expected in zip(*(jax.tree.leaves(bases[where]) for where in losses), strict=True):
+        np.testing.assert_array_equal(actual, expected)
     assert "error" not in capsys.readouterr().err
 
 

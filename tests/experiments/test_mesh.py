@@ -278,15 +278,15 @@ def test_scales_of_blocks_are_cut_no_further_than_their_codes():
 
 def test_the_line_about_the_mesh_says_which_recipes_gather_all_parameters_before_a_step():
     recipes = [fp8jax.recipes.coat(), fp8jax.recipes.fp8_lm()]
-    said = mesh.describe(mesh.make(2, 2), recipes)
-    assert said.endswith("and its moments; each gathers all parameters before a step with fp8_lm in bf16")
+    description = mesh.describe(mesh.make(2, 2), recipes)
+    assert description.endswith("and its moments; each gathers all parameters before a step with fp8_lm in bf16")
     assert "gathers" not in mesh.describe(mesh.make(2, 2), [*recipes[:1], fp8jax.recipes.fp8_lm_two_phase()])
     assert "gathers" not in mesh.describe(mesh.make(2, 1), recipes)
-    said = mesh.describe(mesh.make(2, 1, tensor=2), recipes)
-    assert said.startswith(
+    description = mesh.describe(mesh.make(2, 1, tensor=2), recipes)
+    assert description.startswith(
         "data=2,fsdp=1,tensor=2: each device takes 1 of 2 parts of a batch, with 1 of 2 parts of each"
     )
-    assert said.endswith("and has 1 of 2 parts of each large matrix and its moments")
+    assert description.endswith("and has 1 of 2 parts of each large matrix and its moments")
     assert "has 1 of 4 parts of each large matrix" in mesh.describe(mesh.make(1, 2, tensor=2), recipes[:1])
     assert "data=2,fsdp=1,expert=2: each device takes 1 of 4 parts of a batch, with 1 of 2 parts of the experts" in (
         mesh.describe(mesh.make(2, 1, expert=2))

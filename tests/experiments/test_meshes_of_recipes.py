@@ -97,8 +97,8 @@ def test_a_step_on_many_devices_is_that_of_one(name, where, kind):
         if x.dtype.itemsize > 1:
             np.testing.assert_array_less(relative(x, y) if y.any() else np.abs(x).max(initial=0), forward)
     assert metrics["healthy"]
-    for metric, near in (("loss", forward), ("grad_norm", backward)):
-        np.testing.assert_allclose(metrics[metric], want_metrics[metric], rtol=near)
+    for metric, tolerance in (("loss", forward), ("grad_norm", backward)):
+        np.testing.assert_allclose(metrics[metric], want_metrics[metric], rtol=tolerance)
     coded = {"is_leaf": lambda x: isinstance(x, fp8jax.QTensor)}
     actual = jax.tree_util.tree_leaves_with_path(jax.device_get(after), **coded)
     for (path, x), y in zip(actual, jax.tree.leaves(expected, **coded), strict=True):

@@ -29,7 +29,7 @@ def test_parts_share_the_codes_of_the_weights(name):
     recipe = fp8jax.recipes.get(name)
     state = jax.eval_shape(make(recipe, 1).init)
     weights = {leaf.shape[1:] for leaf in jax.tree.leaves(state.params["layers"]) if leaf.ndim == 3}
-    made = {
+    counts = {
         n: outputs(make(recipe, n).gradients, jnp.float8_e4m3fn, state.params, state.model_state, TOKENS)
         for n in (1, 2)
     }
@@ -40,9 +40,9 @@ def test_parts_share_the_codes_of_the_weights(name):
         )
 
     # Seven linear layers: in the loop over layers for each microbatch, or before the microbatches for all layers.
-    assert count(made[1], ()) >= 7
-    assert count(made[2], ()) == 0
-    assert count(made[2], (SHAPE.layers,)) == 7
+    assert count(counts[1], ()) >= 7
+    assert count(counts[2], ()) == 0
+    assert count(counts[2], (SHAPE.layers,)) == 7
 
 
 def test_a_context_without_quantized_linears_is_used():

@@ -43,8 +43,8 @@ FP32 = fp8jax.Recipe(
 def layer(config=TINY, dtype=jnp.float32, recipe=None, sharing=None):
     """Returns random parameters of a layer of experts, and a function of these and tokens."""
     products = None if recipe is None else RecipeProducts(fp8jax.recipes.get(recipe), sharing)
-    made = moe.MoE(config, dtype=dtype, param_dtype=jnp.float32, rngs=nnx.Rngs(0), products=products)
-    graph, params = nnx.split(made, nnx.Param)
+    moe_layer = moe.MoE(config, dtype=dtype, param_dtype=jnp.float32, rngs=nnx.Rngs(0), products=products)
+    graph, params = nnx.split(moe_layer, nnx.Param)
     rng = np.random.default_rng(0)
     draw = lambda x: rng.normal(size=x.shape).astype(np.float32) / x.shape[-2] ** 0.5  # noqa: E731
     return jax.tree.map(draw, nnx.to_pure_dict(params)), lambda params, x: nnx.merge(graph, params)(x)
@@ -185,12 +185,15 @@ def test_losses_of_routers_enter_gradients_by_their_coefficients():
     There is one layer, so no other layer's choices change: the z-loss has no jumps.
     """
     config, rng = dataclasses.replace(TINY, layers=1), np.random.default_rng(1)
-    without, task = (task_of(FP32, config, balance_coefficient=0.0, z_coefficient=z) for z in (0.0, 0.5))
+    task_without_losses, task = (task_of(FP32, config, balance_coefficient=0.0, z_coefficient=z) for z in (0.0, 0.5))
     params, model_state = (state := drawn(task)).params, state.model_state
     direction = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) * np.abs(x).max(), params)
     with jax.default_matmul_precision("highest"):
         run = jax.jit(task.gradients)
-        plain, grads = jax.jit(without.gradients)(params, model_state, BATCH)[1], run(params, model_state, BATCH)[1]
+        plain, grads = (
+            jax.jit(task_without_losses.gradients)(params, model_state, BATCH)[1],
+            run(params, model_state, BATCH)[1],
+        )
         moved = [jax.tree.map(lambda x, d, s=s: x + s * d, params, direction) for s in (1e-3, -1e-3)]
         first, second = (float(run(p, model_state, BATCH)[0]["z_loss"]) for p in moved)
     added = jax.tree.map(lambda a, b, d: float(np.sum((a - b) * np.asarray(d))), grads, plain, direction)
@@ -379,9 +382,9 @@ def test_a_plan_counts_states_of_experts_and_what_a_layer_keeps():
     config, recipe = sizes.get("moe-50m", 256), fp8jax.recipes.coat()
     state = jax.eval_shape(task_of(recipe, config).init)
     planned = plan.of(config, recipe, {}, 1024).memory
-    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.params, state.opt_state)))
+    state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.params, state.opt_state)))
     stated = sum(size for part, size in planned.items() if part in ("parameters", "first moments", "second moments"))
-    assert stated == pytest.approx(held, rel=0.01)
+    assert stated == pytest.approx(state_bytes, rel=0.01)
     dense = dataclasses.replace(config, experts=0, experts_per_token=0)
     rows = (config.experts_per_token - 1) * 2 * config.mlp_dim
     more = plan.saved_per_token(config, recipe, False) - plan.saved_per_token(dense, recipe, False)

@@ -35,18 +35,18 @@ def found(rows):
     pieces = {}
     for tokens, answers, segments in rows:
         for number in range(1, segments.max() + 1):
-            here = segments == number
-            assert (np.diff(np.flatnonzero(here)) == 1).all()
-            pieces[tuple(tokens[here])] = answers[here]
+            is_document = segments == number
+            assert (np.diff(np.flatnonzero(is_document)) == 1).all()
+            pieces[tuple(tokens[is_document])] = answers[is_document]
     return pieces
 
 
 def test_each_document_is_whole_in_one_row_of_one_split():
-    given = documents()
-    packed = packing.pack(given, 0.2, 20, keep_whole=True)
+    corpus = documents()
+    packed = packing.pack(corpus, 0.2, 20, keep_whole=True)
     train, valid = found(packed.train), found(packed.valid)
     assert not set(train) & set(valid)
-    expected = {tuple(d.ids): d.answers for d in given if d.answers[1:].any()}
+    expected = {tuple(d.ids): d.answers for d in corpus if d.answers[1:].any()}
     both = train | valid
     assert both.keys() == expected.keys()
     for ids, answers in both.items():
@@ -55,16 +55,16 @@ def test_each_document_is_whole_in_one_row_of_one_split():
     size = sum(map(len, valid)) / sum(map(len, both))
     assert 0.15 < size < 0.35
     assert packed.filled > 0.85
-    assert packed.left_out == len(given) - len(expected)
+    assert packed.left_out == len(corpus) - len(expected)
     assert (packed.train[:, 1][packed.train[:, 2] == 0] == 0).all()
     assert packed.answers == sum(a.sum() for a in train.values())
 
 
 def test_rows_are_filled_to_their_ends_and_splits_are_as_large_as_asked():
     rng = np.random.default_rng(0)
-    given = [Document(rng.integers(0, 40, 5), np.ones(5, np.int8)) for _ in range(8)]  # 0 is a valid token
+    corpus = [Document(rng.integers(0, 40, 5), np.ones(5, np.int8)) for _ in range(8)]  # 0 is a valid token
     for share, train in ((0.5, 4), (0.75, 2), (0.99, 1)):
-        packed = packing.pack(given, share, 9, keep_whole=True)
+        packed = packing.pack(corpus, share, 9, keep_whole=True)
         assert (len(packed.train), len(packed.valid)) == (-(-train // 2), -(-(8 - train) // 2))
         assert packed.filled == (1.0 if train % 2 == 0 else 0.5)
 
@@ -83,10 +83,10 @@ def test_long_documents_are_cut_or_go_on():
 
 
 def test_the_order_of_documents_and_their_copies_do_not_matter():
-    given = documents()
-    one, other = (packing.pack(d, 0.2, 20, keep_whole=True) for d in (given, [*given[::-1], given[3]]))
+    corpus = documents()
+    one, other = (packing.pack(d, 0.2, 20, keep_whole=True) for d in (corpus, [*corpus[::-1], corpus[3]]))
     assert one.fingerprint == other.fingerprint
-    changed = [Document(given[0].ids, 1 - given[0].answers), *given[1:]]
+    changed = [Document(corpus[0].ids, 1 - corpus[0].answers), *corpus[1:]]
     assert packing.pack(changed, 0.2, 20, keep_whole=True).fingerprint != one.fingerprint
     for part in ("train", "valid"):
         assert dataclasses.replace(one, **{part: getattr(one, part)[::-1]}).fingerprint != one.fingerprint
@@ -94,8 +94,8 @@ def test_the_order_of_documents_and_their_copies_do_not_matter():
 
 def test_fingerprints_tell_where_splits_end_and_what_arrays_are():
     x = np.arange(8, dtype=np.uint16)
-    alike = [(x, x[:0]), (x[:4], x[4:]), (x.reshape(2, 4), x[:0]), (x.view(np.int16), x[:0])]
-    assert len({packing.fingerprint_of(*splits) for splits in alike}) == len(alike)
+    variants = [(x, x[:0]), (x[:4], x[4:]), (x.reshape(2, 4), x[:0]), (x.view(np.int16), x[:0])]
+    assert len({packing.fingerprint_of(*splits) for splits in variants}) == len(variants)
 
 
 def test_where_too_many_rows_are_open_the_oldest_one_is_closed():
@@ -132,10 +132,10 @@ def test_no_token_sees_another_document(window):
     different = 0
     for row, logits, without in zip(rows, together, crossing, strict=True):
         for number in range(1, row[2].max() + 1):
-            here = row[2] == number
-            alone = by_itself(run, row, here)
-            assert relative(logits[here], alone) < 2e-5
-            different += relative(without[here], alone) > 1e-3
+            is_document = row[2] == number
+            alone = by_itself(run, row, is_document)
+            assert relative(logits[is_document], alone) < 2e-5
+            different += relative(without[is_document], alone) > 1e-3
     assert different > 1
 
 
@@ -151,9 +151,9 @@ def test_the_loss_is_the_mean_over_answers_and_gradients_are_its():
     run = jax.jit(lambda ids: each.model(params, {})(ids))
     for row in rows:
         for number in range(1, row[2].max() + 1):
-            here = row[2] == number
-            ids, answers = row[0][here], row[1][here]
-            logits = np.float64(by_itself(run, row, here)[:-1])
+            is_document = row[2] == number
+            ids, answers = row[0][is_document], row[1][is_document]
+            logits = np.float64(by_itself(run, row, is_document)[:-1])
             losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(ids) - 1), ids[1:]]
             total, count = total + (losses * answers[1:]).sum(), count + answers[1:].sum()
     assert float(loss(params, {}, rows)) == pytest.approx(total / count, rel=1e-5)

@@ -118,12 +118,12 @@ def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypa
                       rows=mesh.batches(devices))  # fmt: skip
     state, calls = jax.jit(task.init)(), []
 
-    def noted(x):
+    def record(x):
         key = linear.key_from_data(x)
         jax.debug.callback(lambda *actual: calls.append(actual), jax.lax.axis_index("data"), jax.random.key_data(key))
         return key
 
-    monkeypatch.setattr("fp8jax.rewrite.run.key_from_data", noted)
+    monkeypatch.setattr("fp8jax.rewrite.run.key_from_data", record)
     args = task.gradients, recipe, devices, state.params, state.model_state
     run = jax.jit(lambda tokens: parallel.gradients(*args, tokens, ())[0]["loss"])
     for _ in range(2):

@@ -34,13 +34,13 @@ def found(differences, seeds=5, noise=0.0005):
 def test_gaps_are_paired_with_students_t_of_the_seeds():
     runs = found({"coat": 0.001})
     ours, base = ({s: run[TRAINING] for s, run in runs[name].items()} for name in ("coat", BASE))
-    of = parity.gap(ours, base, 0.99)
+    gap = parity.gap(ours, base, 0.99)
     x, y = np.array(list(ours.values())), np.array(list(base.values()))
     expected = stats.ttest_1samp(x / y - 1, 0)
-    assert of.p == pytest.approx(expected.pvalue)
-    assert (of.value - of.half, of.value + of.half) == pytest.approx(tuple(expected.confidence_interval(0.99)))
+    assert gap.p == pytest.approx(expected.pvalue)
+    assert (gap.value - gap.half, gap.value + gap.half) == pytest.approx(tuple(expected.confidence_interval(0.99)))
     # Seeds that one of the two lacks are ignored. One seed has no variance.
-    assert parity.gap(ours | {7: 99.0}, base, 0.99) == of
+    assert parity.gap(ours | {7: 99.0}, base, 0.99) == gap
     assert parity.gap({0: 1.0}, base, 0.99) == (
         (pytest.approx(1 / base[0] - 1),),
         pytest.approx(1 / base[0] - 1),
@@ -107,10 +107,13 @@ def test_the_page_has_what_was_stated_and_a_mix_is_refused(tmp_path, capsys):
     assert "Confidence intervals of 99.50% each" in notes
     assert "fp8_lm ran on 2 devices" in notes
     assert (tmp_path / "d" / "recipe_parity.png").exists()
-    for how in ({"text": "u"}, {"device": "e"}):
-        written(tmp_path, coat=0.0, **how)
+    for change in ({"text": "u"}, {"device": "e"}):
+        written(tmp_path, coat=0.0, **change)
         assert parity.main(["--judge", "--results", str(tmp_path)]) == 2
-        assert f"have different values of {next(iter(how))}, {next(iter(how.values()))} and" in capsys.readouterr().err
+        assert (
+            f"have different values of {next(iter(change))}, {next(iter(change.values()))} and"
+            in capsys.readouterr().err
+        )
 
 
 def test_an_arm_that_another_process_trains_is_left_to_it(corpus, tmp_path, monkeypatch, capsys):

@@ -24,7 +24,7 @@ def star():
 
     Returns the process of each, and a client that has got a reply through it.
     """
-    server, made = socket.create_server(("127.0.0.1", 0)), []
+    server, processes = socket.create_server(("127.0.0.1", 0)), []
     relay._thread(relay._accept, server, answer)
 
     def start(*patience):
@@ -33,16 +33,16 @@ def star():
         for number, seconds in enumerate(patience):
             command = [sys.executable, "-I", "-S", relay.__file__, number, "localhost", port, server.getsockname()[1]]
             process = subprocess.Popen([*map(str, command), str(seconds)], stdin=-1, stdout=-1, text=True, bufsize=1)
-            made.append(process)
-            said, where = process.stdout.readline().split()
-            assert said == "port"
-            client = socket.create_connection(("localhost", int(where)), timeout=60)
+            processes.append(process)
+            word, local_port = process.stdout.readline().split()
+            assert word == "port"
+            client = socket.create_connection(("localhost", int(local_port)), timeout=60)
             assert reply(client, b"from %d" % number) == b"FROM %d" % number
             yield process, client
         time.sleep(0.5)  # until all have joined
 
     def kill():
-        for process in made:
+        for process in processes:
             process.kill()
 
     # Reading from a silent relay then ends, and the test fails.
@@ -97,7 +97,7 @@ def test_a_process_that_was_heard_and_is_silent_is_gone(star):
 
 
 def test_a_port_that_is_taken_is_an_error():
-    with socket.create_server(("", 0)) as taken:
-        command = [sys.executable, relay.__file__, "0", "localhost", str(taken.getsockname()[1]), "1", "1"]
+    with socket.create_server(("", 0)) as bound_socket:
+        command = [sys.executable, relay.__file__, "0", "localhost", str(bound_socket.getsockname()[1]), "1", "1"]
         completed = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert completed.stdout.startswith("error Address already in use")

@@ -112,17 +112,17 @@ path.write_text(json.dumps(dict(rows=[dict(commit="abcdef1234", device="H9")])))
 def test_jobs_of_a_host_with_four_gpus_run_side_by_side(job, planted, monkeypatch, capsys, tmp_path):
     """The multi-GPU job alone and first, then two of two GPUs together, then four of one; each sees its GPUs."""
     monkeypatch.setattr(runner, "gpus", lambda: ("NVIDIA H9 80GB", ["2", "3", "5", "7"]))
-    there = tmp_path / "there"
-    there.mkdir()
+    folder = tmp_path / "there"
+    folder.mkdir()
     jobs = [
-        job(name, gpus=gpus, code=SEEN.format(there=str(there), name=name, fellows=fellows, card=card))
+        job(name, gpus=gpus, code=SEEN.format(there=str(folder), name=name, fellows=fellows, card=card))
         for name, gpus, fellows, card in (
             ("n1", 1, 7, ""), ("n2", 1, 7, ""), ("n3", 1, 7, ""), ("n4", 1, 7, ""),
             ("two1", 2, 3, "x2"), ("two2", 2, 3, "x2"), ("four", 4, 1, "x4"), ("eight", 8, 1, "x8"),
         )
     ]  # fmt: skip
     assert planted(jobs) == 0, capsys.readouterr().out
-    reported = {path.name[5:]: json.loads(path.read_text()) for path in there.glob("told_*")}
+    reported = {path.name[5:]: json.loads(path.read_text()) for path in folder.glob("told_*")}
     assert reported["four"][0] == "2,3,5,7"
     assert reported["four"][1] == ["begin_four"]
     assert {reported[name][0] for name in ("two1", "two2")} == {"2,3", "5,7"}
@@ -151,23 +151,23 @@ folder.mkdir(parents=True, exist_ok=True)
 
 def test_studies_train_on_a_text_two_on_a_gpu(job, planted, monkeypatch, capsys, tmp_path):
     """The job of two GPUs has a different share on each. Two wait for each other, with only one GPU."""
-    there = tmp_path / "there"
-    there.mkdir()
+    folder = tmp_path / "there"
+    folder.mkdir()
 
     def studies(*of):
         jobs = [
-            job(name, gpus=gpus, code=TRAINS.format(there=str(there), name=name, fellows=fellows))
+            job(name, gpus=gpus, code=TRAINS.format(there=str(folder), name=name, fellows=fellows))
             for name, gpus, fellows in of
         ]
         monkeypatch.setattr(runner, "TRAINED", [dataclasses.replace(j, command=(*j.command, "--out")) for j in jobs])
 
-    reported = lambda name: json.loads((there / f"told_{name}").read_text())  # noqa: E731
+    reported = lambda name: json.loads((folder / f"told_{name}").read_text())  # noqa: E731
     studies(("a", 1, 2), ("b", 1, 2), ("wide", 2, 0))
     planted([])
     actual = planted([job("timed")], "--data", "x.txt", "y.txt")
     assert actual == 0, capsys.readouterr().out
     assert reported("a") == [["0", "0.45"], ["--data", "x.txt", "y.txt", "--out", str(tmp_path / "results")]]
-    assert {path.name for path in there.glob("told*")} == {"told_a", "told_b"}
+    assert {path.name for path in folder.glob("told*")} == {"told_a", "told_b"}
 
     monkeypatch.setattr(runner, "gpus", lambda: ("NVIDIA H9 80GB", ["4", "6"]))
     studies(("c", 1, 5), ("wide", 2, 5), ("d", 1, 5), ("e", 1, 0))
@@ -175,7 +175,7 @@ def test_studies_train_on_a_text_two_on_a_gpu(job, planted, monkeypatch, capsys,
     assert sorted(reported("wide")[0][0].split(",")) == ["4", "6"]
     assert {reported(name)[0][0] for name in "cd"} == {"4", "6"}
     # Existing runs do not end a study: it finds the missing seeds itself.
-    (there / "told_e").unlink()
+    (folder / "told_e").unlink()
     (tmp_path / "results" / "h9").mkdir(exist_ok=True)
     content = json.dumps({"rows": [{"commit": "abcdef1234", "device": "H9"}]})
     (tmp_path / "results" / "h9" / "e.json").write_text(content)

@@ -176,17 +176,17 @@ def split(texts, ran):
     """Returns the held-out documents, by the letters in the validation batches, and the others."""
     documents = {path.read_text() for path in texts.glob("*.txt")}
     letters = set(np.unique(ran[0].valid).tolist()) - {0}
-    held = {text for text in documents if letters & set(text.encode())}
-    return held, documents - held
+    held_out = {text for text in documents if letters & set(text.encode())}
+    return held_out, documents - held_out
 
 
 def test_validation_text_is_a_quarter_and_no_batch_of_training_holds_any_of_it(texts, ran):
-    held, others = split(texts, ran)
-    share = sum(map(len, held)) / sum(map(len, held | others))
+    held_out, others = split(texts, ran)
+    share = sum(map(len, held_out)) / sum(map(len, held_out | others))
     assert 0.25 <= share <= 0.375  # whole documents until they are a quarter, at most half of one more
     recorded = set(np.concatenate(ran[0].read).ravel().tolist()) - {0}
-    assert not recorded & set("".join(held).encode())
-    assert len(others) > len(held) > 1
+    assert not recorded & set("".join(held_out).encode())
+    assert len(others) > len(held_out) > 1
 
 
 def test_batches_are_the_seeds_windows_of_the_training_text(texts, ran):
@@ -309,23 +309,23 @@ def test_every_optimizer_clips_gradients_by_their_common_norm(recipe, b1, b2):
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_bounds_of_weights_follow_the_settings_of_the_optimizer(plain, monkeypatch):
-    given = {}
+    limits = {}
     for module in (fp8jax, from_recipe):
         for name in {"max_adam_step", "with_weight_bounds", "track_weight_amax"} & vars(module).keys():
             real = getattr(module, name)
-            monkeypatch.setattr(module, name, lambda *a, name=name, real=real: given.update({name: a}) or real(*a))
+            monkeypatch.setattr(module, name, lambda *a, name=name, real=real: limits.update({name: a}) or real(*a))
     linear = dataclasses.replace(fp8jax.recipes.moss().linear, weight_amax_interval=7)
     recipe = dataclasses.replace(fp8jax.recipes.fp8_lm() if plain else fp8jax.recipes.moss(), linear=linear)
     # b1 is above b2 and its square below: the limit is known.
     optimizer.make_optimizer(config.Config(optim=config.Optim(b1=0.95, b2=0.92, weight_decay=0.3)), recipe)
-    assert given["max_adam_step"][1:] == (0.95, 0.92, 0.3)
-    assert (given["track_weight_amax"][0] if plain else given["with_weight_bounds"][2]) == 7
-    assert ("with_weight_bounds" in given) != plain
-    given.clear()
+    assert limits["max_adam_step"][1:] == (0.95, 0.92, 0.3)
+    assert (limits["track_weight_amax"][0] if plain else limits["with_weight_bounds"][2]) == 7
+    assert ("with_weight_bounds" in limits) != plain
+    limits.clear()
     optimizer.make_optimizer(config.Config(optim=config.Optim(b1=0.97, b2=0.92)), recipe)
-    assert given == {"track_weight_amax": (7, None)}
+    assert limits == {"track_weight_amax": (7, None)}
     noisy = dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, master="bf16+stochastic"))
     if not plain:
-        given.clear()
+        limits.clear()
         optimizer.make_optimizer(config.Config(optim=config.Optim(b1=0.95, b2=0.92)), noisy)
-        assert set(given) == {"max_adam_step", "track_weight_amax"}
+        assert set(limits) == {"max_adam_step", "track_weight_amax"}

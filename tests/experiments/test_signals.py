@@ -34,9 +34,9 @@ def test_a_signal_while_modules_are_imported_ends_with_a_line(tmp_path, signum):
     # Python has started, and imports take seconds from here on.
     time.sleep(0.5)
     process.send_signal(signum)
-    said, complaint = process.communicate(timeout=60)
+    output, complaint = process.communicate(timeout=60)
     name = signal.Signals(signum).name
-    assert (process.returncode, said) == (128 + signum, "")
+    assert (process.returncode, output) == (128 + signum, "")
     again = f"python -m experiments.train --run 'a b' --out {tmp_path}"
     assert complaint == f"stopped by {name}: no step was lost. To resume: {again}\n"
     assert list(tmp_path.iterdir()) == []

@@ -77,12 +77,12 @@ def test_records_of_plain_text_are_packed_whole_and_conversations_need_a_templat
     config = parse("--run r --seq-len 8 --valid-fraction 0.5".split())  # noqa: SIM905
     texts = tuple(f"text {i}" for i in range(8))
     corpus = Corpus(texts, (), 1, (), tuple(TextRecord(f"f:{i}", text) for i, text in enumerate(texts)))
-    own, given = packing.pack, []
+    original, calls = packing.pack, []
     monkeypatch.setattr(
-        packing, "pack", lambda actual, *how, **more: given.append((how, more)) or own(actual, *how, **more)
+        packing, "pack", lambda actual, *how, **more: calls.append((how, more)) or original(actual, *how, **more)
     )
     actual = start.encode(config, corpus, Bytes())
-    assert given == [((0.5, 8), {"keep_whole": False})]
+    assert calls == [((0.5, 8), {"keep_whole": False})]
     assert actual.documents == len(texts)
     rows = np.concatenate([actual.train, actual.valid])
     first = rows[0][0][rows[0][2] == 1]
@@ -104,15 +104,15 @@ class Letters:
 def test_texts_and_conversations_are_packed_together(monkeypatch):
     """Only whole conversations are never split."""
     config = parse("--run r --seq-len 8 --valid-fraction 0.5".split())  # noqa: SIM905
-    given = []
-    monkeypatch.setattr(packing, "pack", lambda actual, *_, keep_whole: given.append((actual, keep_whole)))
+    calls = []
+    monkeypatch.setattr(packing, "pack", lambda actual, *_, keep_whole: calls.append((actual, keep_whole)))
     monkeypatch.setattr(chat, "Template", lambda folder: folder)
     monkeypatch.setattr(start, "conversation", lambda record, template, model: (record.where, template))
     text, talk = TextRecord("f:1", "ab"), TextRecord("f:2", None, ({"role": "user", "content": "a"},))
     spelled = CheckpointTokenizer(Path("made"), 300, Letters(), 1, 2)
     for texts in (("ab",), ()):
         start.encode(config, Corpus(texts, (), 1, (), (*[text] * len(texts), talk)), spelled)
-    (both, parted), (talks, whole) = given
+    (both, parted), (talks, whole) = calls
     assert (both[0].ids.tolist(), both[1:], parted) == ([1, 97, 98, 2], [("f:2", Path("made"))], False)
     assert (talks, whole) == ([("f:2", Path("made"))], True)
 
@@ -137,9 +137,9 @@ def test_a_checkpoint_says_what_begins_and_ends_texts_and_how_many_there_are(tmp
     tokenizers = pytest.importorskip("tokenizers")
     cases = {}
     for name in ("llama3", "gpt2"):
-        made = hub_cases.golden(name)
+        golden = hub_cases.golden(name)
         (tmp_path / name).mkdir()
-        cases[name] = hub_cases.write(tmp_path / name, made["config"], made["shapes"])
+        cases[name] = hub_cases.write(tmp_path / name, golden["config"], golden["shapes"])
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 3, "</s>": 5, "a": 6, "<u>": 7}, "<u>"))
     model.save(str(cases["llama3"] / "tokenizer.json"))
     (cases["llama3"] / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))

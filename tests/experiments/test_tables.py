@@ -110,8 +110,8 @@ def test_each_table_of_papers_toml_has_figures_in_each_section():
     results = report.read(ROOT / "results")
     for name, content in figures.read("papers.toml").items():
         for bench, expression, _ in figures.FIGURE.findall(content["text"]):
-            made = [len(figures.evaluate(result, expression)) for result in results.get(bench, {}).values()]
-            assert max(made, default=0) <= 1, (name, expression)
+            counts = [len(figures.evaluate(result, expression)) for result in results.get(bench, {}).values()]
+            assert max(counts, default=0) <= 1, (name, expression)
         headings, filled = content["text"].count("### "), report.view(content, results)
         assert filled.count("|\n| ") >= headings, name
 
@@ -185,7 +185,7 @@ def test_rows_are_short_and_stand_by_question_and_by_paper():
 
 def test_rows_in_which_a_rival_errs_less_are_in_the_section_of_losses():
     tables = figures.tables()
-    lost = {row.ours for row in tables[-1].rows}
+    rows_lost = {row.ours for row in tables[-1].rows}
     results, worse = report.read(ROOT / "results")["peers"], dict[str, str]()
     for row in next(table for table in tables if table.title.startswith("Update error of 8-bit")).rows:
         for result in results.values():
@@ -193,7 +193,7 @@ def test_rows_in_which_a_rival_errs_less_are_in_the_section_of_losses():
             if any(float(rival) < float(figures.filled(row.ours, result)) for rival in rivals):
                 worse[row.ours] = row.what
     assert worse
-    assert [what for ours, what in worse.items() if ours not in lost] == []
+    assert [what for ours, what in worse.items() if ours not in rows_lost] == []
 
 
 @pytest.mark.parametrize(
@@ -324,12 +324,12 @@ def test_every_headline_names_rows_of_its_file_and_every_file_has_a_command():
         of_cards = results[row.bench].values()
         for template in filter(None, (row.ours, row.rival)):
             assert any(figures.filled(template, result) for result in of_cards), row
-    made = {job.name for each in (*runner.JOBS.values(), runner.DERIVED, runner.TRAINED) for job in each} | {
+    job_names = {job.name for each in (*runner.JOBS.values(), runner.DERIVED, runner.TRAINED) for job in each} | {
         *jobs.SETTLED
     }
-    assert {*results} <= made, "a file that no command makes"
-    assert made >= {row.bench for row in rows}
-    assert made >= {
+    assert {*results} <= job_names, "a file that no command makes"
+    assert job_names >= {row.bench for row in rows}
+    assert job_names >= {
         bench for text in figures.read("docs.toml").values() for bench, _, _ in figures.FIGURE.findall(text)
     }
 

@@ -159,10 +159,12 @@ def test_adapters_are_those_of_one_device_beside_parts_of_the_base(where, llama,
     np.testing.assert_allclose(loss, want, rtol=order(64))
     for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
         assert relative(g, w) < 4 * order(TOKENS.size), jax.tree_util.keystr(path)
-    held = [x for x in jax.tree.leaves(arguments[1]["layers"]) if x.ndim == 3 and x.shape[1] * x.shape[2] >= 64 * 32]
+    base_matrices = [
+        x for x in jax.tree.leaves(arguments[1]["layers"]) if x.ndim == 3 and x.shape[1] * x.shape[2] >= 64 * 32
+    ]
     parts = MESHES[where][1] * MESHES[where][2]
-    assert len(held) == (6 if llama is GPT else 7)
-    assert all(x.addressable_shards[0].data.size * parts == x.size for x in held)
+    assert len(base_matrices) == (6 if llama is GPT else 7)
+    assert all(x.addressable_shards[0].data.size * parts == x.size for x in base_matrices)
 
 
 def test_parameters_outside_of_layers_travel_in_the_dtype_of_computation():

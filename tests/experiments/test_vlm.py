@@ -111,10 +111,10 @@ def trained(recipe: fp8jax.Recipe | None) -> tuple[float, float, float]:
         return optax.apply_updates(params, updates), state, loss
 
     state = tx.init(params)
-    held = [pairs(1_000 + i, 32) for i in range(4)]
+    held_out = [pairs(1_000 + i, 32) for i in range(4)]
 
     def evaluate(roll: int = 0) -> float:
-        return float(np.mean([step(params, state, x, np.roll(captions, roll, 0))[2] for x, captions in held]))
+        return float(np.mean([step(params, state, x, np.roll(captions, roll, 0))[2] for x, captions in held_out]))
 
     before = evaluate()
     for i in range(90):

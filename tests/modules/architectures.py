@@ -2,7 +2,7 @@
 
 `MiniGPT` is that of the JAX AI Stack's tutorial on language models in Flax NNX (nnx.MultiHeadAttention, ReLU, norms
 after the residual sums, its own output layer). `Nanodo` is that of google-deepmind/nanodo in Flax Linen
-(nn.DenseGeneral projections, GELU, pre-norms, logits from `Embed.attend`). Both are written anew, without dropout.
+(nn.DenseGeneral projections, GELU, pre-norms, logits from `Embed.attend`). Both are our own code, without dropout.
 """
 
 import functools

@@ -28,7 +28,7 @@ RECIPES = {"moss": fp8jax.recipes.moss(), "te_current": fp8jax.recipes.te_curren
 # k, v, gate and up; with those of `down` the largest magnitudes of the cotangents of gate and up, and last their codes.
 CALLS = {
     "moss": {"forward": 2, "encode_activation_residuals": 1, "quantize": 6, "quantize_and_predict": 1, "backward": 2},
-    "te_current": {"forward": 2, "peaks": 1, "quantize": 3 + 6, "quantize_and_predict": 1, "backward": 2},
+    "te_current": {"forward": 2, "compute_amaxes": 1, "quantize": 3 + 6, "quantize_and_predict": 1, "backward": 2},
 }
 
 
@@ -37,7 +37,7 @@ def kernels(monkeypatch):
     """Switches the kernels on or off; returns how often each has run."""
     monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     counted = collections.Counter()
-    names = ("quantize", "peaks", "quantize_and_predict", "encode_activation_residuals", "forward", "backward")
+    names = ("quantize", "compute_amaxes", "quantize_and_predict", "encode_activation_residuals", "forward", "backward")
 
     def counting(name):
         return lambda *a, **k: counted.update([name]) or getattr(fused_outputs.fused_reference, name)(*a, **k)

@@ -96,7 +96,7 @@ def test_no_weight_is_reduced_outside_of_the_branch(run):
     kernels = {w.shape[-2:] for w in jax.tree.leaves(states[0].params["layers"]) if w.ndim == 3}
     shapes = kernels | {shape[::-1] for shape in kernels}
     jaxpr = jax.make_jaxpr(program.step)(states[0], TOKENS)
-    # Measuring is in a conditional, of a model's call in one more for each, and nothing else reads one to its maximum.
+    # Measuring is conditional, with one more condition around a model's call. Nothing else computes the weight's amax.
     depths = list(reductions(jaxpr.jaxpr, shapes))
     assert set(depths) == {1, 2}
     assert depths.count(2) >= 7
@@ -112,7 +112,7 @@ def test_microbatches_evaluation_and_resuming_read_the_bounds(run):
     for (bound, largest), (whole, _) in zip(layers(parts).values(), layers(states[1]).values(), strict=True):
         assert (largest <= bound).all()
         np.testing.assert_allclose(bound, whole, rtol=1e-6)
-    # What is written and read again goes on with the same bits.
+    # A saved and restored run continues with the same bits.
     resumed = jax.tree.map(lambda x: jnp.asarray(np.array(x)), states[2])
     for _ in range(2):
         resumed, _ = step(resumed, TOKENS)

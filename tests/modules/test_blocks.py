@@ -179,7 +179,7 @@ class Decoder(nnx.Module):
 
 
 MASK = jnp.arange(12).reshape(2, 6) % 5 > 0
-# Of both norms their input, which q, k and v, and gate and up, make again; of the perceptron gate and up.
+# The input of both norms, from which the inputs of q, k and v, and of gate and up, are recomputed; gate and up.
 LEAN = {WIDTH: 2, INNER: 2}
 
 
@@ -187,7 +187,7 @@ LEAN = {WIDTH: 2, INNER: 2}
 def test_a_perceptron_in_a_block_with_attention_masks_and_dropout_keeps_gate_and_up_in_codes(deterministic):
     model = Decoder(nnx.Rngs(0))
     quantized, written = both(model)
-    # What attention keeps is kept once, unless something stands between it and the layer that reads it.
+    # Attention's residual is saved once, unless an operation separates it from the layer that reads it.
     assert codes(quantized, X, deterministic=deterministic) == LEAN
     assert codes(quantized, X, MASK, deterministic=deterministic) == {WIDTH: 3, INNER: 2}
     assert codes(written, X, MASK, deterministic=deterministic) == {WIDTH: 3, INNER: 1}
@@ -196,7 +196,7 @@ def test_a_perceptron_in_a_block_with_attention_masks_and_dropout_keeps_gate_and
         relative(quantized(X, MASK, deterministic=deterministic), written(X, MASK, deterministic=deterministic)) < 0.01
     )
     report = fp8jax.explain(model, COAT, X, MASK, deterministic=deterministic)
-    # What is traced aside, to recognise them, is no part of the program.
+    # The separate trace that recognizes them is not in the program.
     counted = Counter(name for name, _ in report.program.choices)
     assert (counted["norm"], counted["activation"]) == (2, 1)
     (part,) = [part for part in report.context_entries if not part.kind.endswith("Norm")]

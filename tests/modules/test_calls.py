@@ -104,7 +104,7 @@ def test_settings_that_compare_as_equal_are_told_apart():
     assert before != static_fingerprint(setting, "a")
     with pytest.raises(TypeError, match="unhashable"):
         static_fingerprint(Setting([1]))
-    # What is compared by value, and functions, are not looked into.
+    # Functions, and arguments that are compared by value, are not searched.
     assert static_fingerprint(ByValue([1])) == static_fingerprint(ByValue([2]))
     function = lambda x: x  # noqa: E731
     function.of = [1]

@@ -72,7 +72,7 @@ def test_norms_compute_what_they_did_and_keep_one_copy_of_their_input_in_codes(n
     y, expected = quantized.norm(x), model.norm(x)
     assert y.dtype == expected.dtype
     assert isinstance(quantized.norm, type(model.norm))
-    # Variances are taken of the centered input here, of squares there: a bf16 result may round the other way.
+    # Here the variance is of the centered input, there of squares: a bf16 result may round either way.
     np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(expected, np.float32), rtol=2.0**-8, atol=1e-5)
     assert codes(quantized, x) == {WIDTH: 1}
     assert codes(fp8jax.nnx.quantize(model, FAITHFUL), x) == {WIDTH: 2}
@@ -131,7 +131,7 @@ def test_rules_choose_for_norms_by_their_path_and_for_activations_by_the_layer_t
     assert saved_arrays(fp8jax.Rule(".*", LINEAR_ONLY)) == {}
     with pytest.raises(ValueError, match="no layer is left for 'norms' to match; the layers are mlp/a, mlp/b, mlp/c"):
         fp8jax.nnx.quantize(Block(), [fp8jax.Rule("norms", COAT), everything])
-    # A recipe may say nothing but what norms and activations keep.
+    # A recipe may have only contexts of norms and activations.
     only = fp8jax.nnx.quantize(Block(), fp8jax.Recipe("contexts", context=COAT.context))
     assert codes(only, inputs()) == {WIDTH: 1, INNER: 2}
 
@@ -172,10 +172,10 @@ def test_a_projection_keeps_no_copy_of_what_attention_keeps_and_codes_of_all_els
         assert codes(quantized, x) == saved_arrays
         linear = fp8jax.nnx.quantize(model, LINEAR_ONLY)
         np.testing.assert_array_equal(np.asarray(quantized(x)), np.asarray(linear(x)))
-        # The same codes of the same values, kept or made again.
+        # Saved and recomputed values have the same codes.
         for a, b in zip(*(jax.tree.leaves(gradients(m, x)) for m in (quantized, linear)), strict=True):
             np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-2, atol=2e-3)
-    # A result of attention that is computed on with is another array, of which codes are kept.
+    # If another operation reads attention's result, it is another array, which is saved as codes.
     quantized = fp8jax.nnx.quantize(Attention(flash), COAT)
     graph, params = nnx.split(quantized, nnx.Param)
     saved_arrays = residuals(lambda p, x: nnx.merge(graph, p)(x, 2.0, again=True), params, x)
@@ -225,10 +225,10 @@ def test_a_whole_llama_has_nearly_the_gradients_of_bf16(remat, monkeypatch):
     exact, linear, faithful, lean = (
         loss_and_gradient(m) for m in (model, *(fp8jax.nnx.quantize(model, r) for r in (LINEAR_ONLY, FAITHFUL, COAT)))
     )
-    # Forward nothing is quantized but the operands of products.
+    # In the forward pass, only operands of products are quantized.
     assert float(linear[0]) == pytest.approx(float(lean[0]), rel=1e-4) == pytest.approx(float(faithful[0]), rel=1e-4)
     errors = [relative(g[1], exact[1]) for g in (linear, faithful, lean)]
-    # What contexts add to the error of the products is of the size of its own scatter.
+    # Contexts add an error of the size of the products' standard deviation.
     assert 0.95 * errors[0] < errors[1] < 1.5 * errors[0]
     assert 0.95 * errors[0] < errors[2] < 1.5 * errors[0]
 
@@ -250,7 +250,7 @@ def test_identical_recomputations_of_one_input_are_one_in_the_compiled_program()
         assert f"f8e4m3fn[{WIDTH},{WIDTH}]" in text
         return len(re.findall(rf"f8e4m3fn\[({TOKENS},{WIDTH}|{WIDTH},{TOKENS})\]\S* convert\(", text))
 
-    # The input of the norm, the operand forward, and the operand made again.
+    # The input of the norm, the forward operand, and the recomputed operand.
     assert conversions(3) == conversions(1) >= 3
 
 

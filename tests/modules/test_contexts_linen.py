@@ -150,7 +150,7 @@ def test_activations_between_layers_of_linen_keep_codes(model, text, stacked):
     saved = residuals(quantized.apply, variables, HALF)
     codes = [s for d, s in saved if d == "uint8"]
     gates = 1 if isinstance(model, Plain) else 2
-    # The layers' input; gate and up; nothing for the last layer, which makes its input again.
+    # The layers' input; gate and up; the last layer recomputes its input.
     assert sorted(codes) == sorted([(*stacked, TOKENS, WIDTH)] + [(*stacked, TOKENS, INNER)] * gates), saved
     assert not [s for d, s in saved if d == "bfloat16" and s == (*stacked, TOKENS, INNER)], saved
     linear = fp8jax.linen.quantize(model, LINEAR_ONLY)
@@ -166,7 +166,7 @@ def test_what_is_no_activation_between_layers_of_linen_is_left_alone():
     assert fp8jax.explain(model, COAT, HALF).context_entries == ()
     codes = [s for d, s in residuals(fp8jax.linen.quantize(model, COAT).apply, variables, HALF) if d == "uint8"]
     assert codes == [(TOKENS, WIDTH), (TOKENS, INNER)]
-    # Dropout between them: what is kept is what the layer reads.
+    # Dropout between them: the input of the layer is saved.
     dropped = Swiglu(rate=0.5)
     variables = dropped.init(jax.random.key(0), HALF)
     copy = fp8jax.linen.quantize(dropped, COAT)
@@ -211,7 +211,7 @@ def test_perceptrons_that_are_shared_jitted_or_written_into_a_block_are_recognis
     quantized, linear = (fp8jax.linen.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
     for _ in range(2):  # the second time nn.jit may have the trace
         codes = [s for d, s in residuals(quantized.apply, variables, HALF) if d == "uint8"]
-        # Of the perceptron twice input, gate and up; the input of the norm, which its reader makes again; of "wide".
+        # For the MLP twice input, gate and up; the input of the norm, whose reader recomputes its own; of "wide".
         assert sorted(codes) == sorted([(TOKENS, WIDTH)] * 3 + [(TOKENS, INNER)] * 5)
     assert relative(quantized.apply(variables, HALF), linear.apply(variables, HALF)) < 1e-6
     grads = {m: _gradients(m, variables, HALF) for m in (model, linear, quantized)}

@@ -11,7 +11,7 @@ import fp8jax
 
 TE, X, KEY = fp8jax.recipes.te_current(), jnp.ones((2, 16)), jax.random.key(0)
 DEFAULT, HIGHEST = lax.Precision.DEFAULT, lax.Precision.HIGHEST
-# MaxText's DenseGeneral gives the second of them, and a jaxpr has it as a parameter.
+# MaxText's DenseGeneral passes the second one, which is a parameter of the jaxpr's equation.
 SPELLINGS = (
     *(None, (DEFAULT, DEFAULT), DEFAULT, "default", "fastest", "bfloat16"),
     *((None, DEFAULT), ("default", "fastest"), lax.DotAlgorithmPreset.DEFAULT),

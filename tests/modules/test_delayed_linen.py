@@ -131,7 +131,7 @@ def test_a_loop_around_a_part_is_told_which_axes_to_write(recipe, names):
     axes = re.escape(f'Pass variable_axes={{"params": 0, {names}}} to it')
     with pytest.raises(ValueError, match=message + axes):
         Around(part).init(KEY, X)
-    # What it says works.
+    # The fix in the message works.
     model = Around(part, ("params", *re.findall(r"fp8jax_\w+", names)))
     variables = model.init(KEY, X)
     assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(variables))

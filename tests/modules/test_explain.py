@@ -125,7 +125,7 @@ def test_what_cpu_makes_of_the_products():
         report = fp8jax.explain(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), recipe, jnp.ones((8, 64)))
         dtypes = {name for p in report.program.compiled for name in p.operands}
         if jax.default_backend() == "cpu" and recipe is TE:
-            # Nothing on a CPU multiplies fp8: the program says so. (The input's gradient is not asked for.)
+            # No instruction on a CPU multiplies fp8, and the program says so. (The input's gradient is unused.)
             assert not dtypes & names
             assert "fp8jax asked for 2 products, 0 of them multiply codes of 8 or 4 bits" in str(report.program)
             assert "WARNING: 1 products of e4m3 x e5m2 run in fp32: XLA has no such product for cpu" in str(

@@ -93,7 +93,7 @@ def test_a_model_that_returns_a_norm_written_by_hand_is_no_norm():
             h = self.up(x)
             return h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6) * self.outnorm[...]
 
-    # No product reads it: there is nothing to keep it for.
+    # No product reads it, so it has no residual.
     assert fp8jax.explain(Ends(), COAT, X).context_entries == ()
 
 

@@ -54,7 +54,7 @@ def test_it_fits_and_loses_nothing(name, monkeypatch):
         assert max(map(len, str(report).splitlines())) <= columns
         folded = report.details
         assert max(map(len, folded.splitlines())) <= columns
-        # What stands in the wide table stands in the narrow one, too: broken after "/", "," or "_", without "-".
+        # The narrow table has the content of the wide one, wrapped after "/", "," or "_" without "-".
         lost = [word for word in whole.split() if word != "-" and word not in folded]
         assert all(piece in folded for word in lost for piece in re.findall(r"[^/,_]*[/,_]|[^/,_]+", word))
 

@@ -96,7 +96,7 @@ READ = {
     "attention": (lambda f, x, b: jax.nn.softmax(f("a", x) @ f("b", x).T) @ x, {}),
     "the largest": (lambda f, x, b: jnp.max(f("a", x), axis=0), {}),
     "a choice among largest": (lambda f, x, b: jnp.argmax(jnp.max(f("a", x), -1)), {}),
-    "swapped in a loop": (swapped_in_a_loop, {"a": HEAD}),  # as it is in the first turn
+    "swapped in a loop": (swapped_in_a_loop, {"a": HEAD}),  # as in the first iteration
     "normalized": (lambda f, x, b: (y := f("a", x)) / jnp.linalg.norm(y), {}),
     "exp": (lambda f, x, b: jnp.exp(f("a", x)), {}),
 }
@@ -161,7 +161,7 @@ def test_heads_and_routers_of_linen_stay_in_16_bits(name):
     report = fp8jax.explain(model, TE, x)
     assert {layer.path: layer.reason for layer in report.skipped_layers}[path] == why
     assert len(report.quantized_layers) == products
-    # A rule asks for all.
+    # A rule selects all layers.
     assert eight(fp8jax.linen.quantize(model, fp8jax.Rule(".*", TE)).apply, variables, x) == products + 1
     assert path in {layer.path for layer in fp8jax.explain(model, fp8jax.Rule(".*", TE), x).quantized_layers}
 
@@ -446,7 +446,7 @@ def test_a_head_has_a_state_of_its_own_recipe(name):
     assert any(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), before, after)))
     variables = jax.eval_shape(fp8jax.linen.quantize(LinenHead(), rules).init, KEY, X)
     assert set(variables["fp8jax_scaling"]) == {"head"}
-    # A head that only its result shows has a state if a rule gives it one. The state of another recipe is not read.
+    # A head that is recognized only by its result has a state if a rule selects it. Another recipe's state is not read.
     others = dataclasses.replace(part, amax_history_length=7, threshold_update_factor=1.1)
     for base in (fp8jax.recipes.coat_fast(head=part), fp8jax.Recipe("base", linear=others, head=part)):
         with pytest.raises(ValueError, match=r"has no state for .* scaling of last/kernel: the recipe was chosen by"):

@@ -57,7 +57,7 @@ def test_the_forward_product_is_that_of_the_pair_and_both_gradients_are_unbiased
     for actual, expected in zip(each, exact, strict=True):
         mean, spread = np.mean(actual, 0), np.std(actual, 0)
         assert (spread > 0).mean() > 0.9
-        # Of 3,000 means few are four deviations from what they estimate, and none five and a half.
+        # Of 3,000 means, a few have a deviation of four standard deviations, and none of five and a half.
         assert np.abs((mean - expected) / (spread / 10 + 1e-6)).max() < 5.5
 
 
@@ -85,7 +85,7 @@ def test_a_threshold_follows_algorithm_2():
     ):
         state = part.update(state, jnp.array([used, count], jnp.float32))
         np.testing.assert_allclose(state, expected, rtol=1e-6)
-    for _ in range(400):  # nothing falls back, as of zeros: it stays a number that can grow again
+    for _ in range(400):  # no block falls back, as with zeros: the threshold stays positive and can grow again
         state = part.update(state, jnp.array([0.0, 8.0]))
     assert part.update(state, jnp.array([8.0, 8.0])) > state > 0
     for wrong in ((0.3, 0.1, 1.3), (-0.1, 0.3, 1.3), (0.1, 0.3, 1.0)):
@@ -100,7 +100,7 @@ def variables(model):
 def test_nnx_counts_all_microbatches_and_evaluation_reads_only():
     layer = fp8jax.nnx.quantize(nnx.Linear(64, 48, rngs=nnx.Rngs(0)), LINEAR)
     run = nnx.jit(nnx.grad(lambda layer, x: jnp.sum(layer(x))))
-    for large in (0, 5):  # 5 of 12 blocks: more than 30 %, as no microbatch alone says
+    for large in (0, 5):  # 5 of 12 blocks: more than 30 %, unlike in each microbatch
         run(layer, outliers(large=large))
     assert variables(layer) == {"threshold_x": 1.0, "seen_x": pytest.approx([12, 12])}
     layer.eval()

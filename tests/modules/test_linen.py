@@ -74,7 +74,7 @@ def variables(how="loop"):
     return jax.jit(Stack(how).init)(KEY, X)
 
 
-# Of a block: six linears and two attention products, with two gradients each; remat runs all but the last again.
+# Per block: six linear layers and two attention products, with two gradients each; remat repeats all but the last.
 PLAIN, REMAT = (18, 6), (23, 8)
 
 
@@ -82,7 +82,7 @@ PLAIN, REMAT = (18, 6), (23, 8)
 def test_all_linears_are_quantized_under_transformations(how):
     plain = Stack(how)
     model = fp8jax.linen.quantize(plain, TE)
-    # The plain model first: no transformation may keep its trace for the quantized one, nor the other way round.
+    # The plain model first: neither model may reuse the trace of the other.
     before = jax.jit(plain.apply)(variables(how), X)
     eight, wide = REMAT if "remat" in how else PLAIN
     written = 1 if "scan" in how else LAYERS
@@ -125,7 +125,7 @@ def test_init_and_parameters_are_those_of_the_plain_model(how):
 def test_linears_that_read_one_input_save_its_codes_once(dtype):
     model = fp8jax.linen.quantize(Stack("scan", dtype), TE)
     codes = [shape for d, shape in residuals(lambda v: model.apply(v, X), variables("scan")) if d == "uint8"]
-    # Of query, key and value together; of out; of up; of down.
+    # Query, key and value together; out; up; down.
     assert sorted(codes) == sorted([(LAYERS, 12, WIDTH)] * 3 + [(LAYERS, 12, 2 * WIDTH)])
 
 
@@ -163,7 +163,7 @@ class Parts(nn.Module):
 def test_shared_layers_vmap_and_methods():
     model, v = fp8jax.linen.quantize(Parts(), TE), Parts().init(KEY, X)
     jax.tree.map(np.testing.assert_array_equal, v, model.init(KEY, X))
-    # What the model returns stays in 16 bits.
+    # The model's output stays in 16 bits.
     assert eight_and_wide(model.apply, v, X) == (3, 1)
     y = model.apply(v, X)
     np.testing.assert_array_equal(y, model.bind(v)(X))

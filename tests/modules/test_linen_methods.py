@@ -142,7 +142,7 @@ def test_parts_in_fields_of_a_model_that_is_not_bound_are_quantized_by_the_same_
     # A part may be a part of another model.
     other = Outer(model.inner, [nn.Dense(WIDTH), nn.Dense(WIDTH)], {"last": nn.Dense(WIDTH)})
     assert eight(lambda x: other.apply(variables, x), X) == 1
-    # What is no part of the tree of parameters stays what it is.
+    # Fields outside of the parameter tree stay unchanged.
     assert isinstance(model.clone(inner=nn.Dense(WIDTH)).inner, nn.Dense)
 
 
@@ -232,7 +232,7 @@ def test_outside_of_programs_a_call_is_planned_once(monkeypatch):
     changed, count = call()
     assert count == 1
     np.testing.assert_array_equal(changed[0], program(2 * X))
-    # So have those that may write into other collections.
+    # So do functions that may write to other collections.
     result, written = model.apply(variables, X, mutable=["results"])
     np.testing.assert_array_equal(written["results"]["x"][0], result[0])
     # Keys are drawn as they are by the model as written.
@@ -243,7 +243,7 @@ def test_outside_of_programs_a_call_is_planned_once(monkeypatch):
     bound, plain = (m.bind(variables, rngs=keys[0]["rngs"]) for m in (model, Configured(config)))
     for _ in range(2):
         np.testing.assert_array_equal(bound(X, True)[0] == 0, plain(X, True)[0] == 0)
-    # Who looks into a call sees it each time.
+    # A function that inspects a call sees it each time.
     for _ in range(2):
         _, recorded = model.apply(variables, X, capture_intermediates=True, mutable=["intermediates"])
         assert "Dense_0" in recorded["intermediates"]

@@ -160,7 +160,7 @@ def test_kernels_that_quantize_what_they_compute_keep_the_same(recipe, monkeypat
     pytest.importorskip("jax_triton")
     plain = per_layer(recipe, *SHAPES[0])
     programs = []
-    monkeypatch.setitem(globals(), "residual_bytes", residual_bytes.__wrapped__)  # counted anew
+    monkeypatch.setitem(globals(), "residual_bytes", residual_bytes.__wrapped__)  # counted independently
     monkeypatch.setattr(fused_outputs, "on_cuda", lambda: True)
     monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     monkeypatch.setattr(
@@ -205,10 +205,10 @@ def test_int8_fallback_keeps_ten_bits_of_operations_and_eight_of_linear_layers(r
     if kernels:
         pytest.importorskip("jax_triton")
         monkeypatch.setattr(fused_outputs, "run", lambda *args, run=fused_outputs.run: ran.append(args) or run(*args))
-        monkeypatch.setitem(globals(), "residual_bytes", residual_bytes.__wrapped__)  # counted anew
+        monkeypatch.setitem(globals(), "residual_bytes", residual_bytes.__wrapped__)  # counted independently
         monkeypatch.setattr(fused_outputs, "on_cuda", lambda: True)
         monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
-    batch, length, width = 1, 128, 384  # whole blocks of 128
+    batch, length, width = 1, 128, 384  # full blocks of 128
     inner, lean = width * 8 // 3, "lean" in recipe
     context = INT8.context.spec
     operations = [width, width, inner, inner, *([] if lean else [inner])]

@@ -66,7 +66,7 @@ class Linen:
         self.model = fp8jax.linen.quantize(nn.Dense(5), PART)
         self.variables = self.model.init(jax.random.key(0), X)
         self.kernel = self.variables["params"]["kernel"]
-        # What initializing the parameters sees is no step.
+        # Initialization of parameters is no step.
         assert not any(leaf.any() for leaf in jax.tree.leaves(self.variables["fp8jax_scaling"]))
         self.seen = []
 
@@ -109,7 +109,7 @@ def test_the_largest_magnitude_of_all_microbatches_enters_the_history(make):
             expected = np.resize([*histories[name], 0, 0, 0], 3)
             np.testing.assert_allclose(actual[name], expected, rtol=1e-6)
         assert (actual["seen_x"], actual["seen_w"]) == (0, 0)
-    # Evaluation sees nothing, and a step that saw nothing larger keeps the history's largest as its scale.
+    # Evaluation records nothing. A step without a larger amax keeps the history's largest as its scale.
     before = layer.evaluate(1000.0)
     layer.microbatch(1.0, 1.0, 1.0)
     actual = layer.advance()
@@ -142,7 +142,9 @@ def test_scales_of_the_weight_follow_its_history_also_where_it_is_quantized_for_
     recorded = layer.layer.dot_general.seen_x
     assert recorded[...] == 0
     result = nnx.jit(lambda prequantized, x: prequantized(x))(prequantized, X)
-    np.testing.assert_allclose(recorded[...], largest(X), rtol=1e-6)  # the model advances by what copies have seen
+    np.testing.assert_allclose(
+        recorded[...], largest(X), rtol=1e-6
+    )  # the model advances by the statistics of its copies
     np.testing.assert_array_equal(result, layer.layer(X))
 
 

@@ -320,7 +320,7 @@ def test_statistics_arrive_in_the_loop_of_the_readme(accumulated):
         np.testing.assert_allclose(history[:2], largest * np.array(factors), rtol=0.08 if operand == "dy" else 1e-6)
         assert not history[2:].any()
     assert not any(np.asarray(v[...]).any() for v in (state.seen_x, state.seen_w, state.slot))
-    # Gradients hold no statistics: their norm is that of parameters.
+    # Gradients contain no statistics: their norm is that of parameters.
     expected = np.sqrt(sum((g**2).sum() for g in (parts[0].T @ dys[0], dys[0].sum(0))))
     np.testing.assert_allclose(norm, expected, rtol=0.05)
 

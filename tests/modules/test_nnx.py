@@ -107,7 +107,7 @@ def saved_codes(model) -> Counter:
 def test_linears_that_read_one_input_save_its_codes_once(name, dtype):
     layers, width = CONFIG.layers, CONFIG.dim
     model = fp8jax.nnx.quantize(llama(dtype=dtype), fp8jax.recipes.get(name))
-    # Of q, k and v together; of out; of gate and up together; of down.
+    # q, k and v together; out; gate and up together; down.
     assert saved_codes(model) == {(layers, TOKENS, width): 3, (layers, TOKENS, CONFIG.mlp_dim): 1}
 
 
@@ -225,7 +225,7 @@ def losses_of_training(name):
     return [float(step(model, optimizer)) for _ in range(8)]
 
 
-# One that keeps all kinds of codes here, the others where there is time.
+# One recipe with all kinds of codes always runs, the others in slow runs.
 SOME = ("coat",)
 TRAINED = [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in QUANTIZED]
 

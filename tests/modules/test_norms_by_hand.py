@@ -49,7 +49,7 @@ def with_backward(x, scale):
 
 with_backward.defvjp(lambda x, scale: (rms(x, scale), x), lambda x, dy: (dy, dy[0, 0]))
 NORMS = (rms, rms_in_fp32, rms_by_power, layer, layer_as_flax_does)
-# What is no norm of the last axis, or no longer one where a layer reads it.
+# These are no norms of the last axis, or are modified before a layer reads them.
 OTHERS = {
     "unit length": lambda x, scale: x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True)) * scale,
     "over tokens": lambda x, scale: x * jax.lax.rsqrt(jnp.mean(x**2, axis=-2, keepdims=True)) * scale,
@@ -167,7 +167,7 @@ def test_loops_and_rules_leave_the_norm_in_the_list():
     rules = [fp8jax.Rule("gate", None), fp8jax.Rule(".*", COAT)]
     for model in perceptrons(rms, True):
         assert normed(model, rules) == [""], type(model)
-        # Of a recipe that keeps no codes of norms there is nothing to say.
+        # Without a context, there is no note about norms.
         assert normed(model, fp8jax.recipes.te_current()) == []
 
 

@@ -78,7 +78,7 @@ def test_a_layer_runs_under_a_change(name, change):
         np.testing.assert_allclose(np.asarray(model(X)), expected, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(linen.apply(variables, X), other, rtol=1e-5, atol=1e-5)
     with CHANGES[change](lambda original, *args, **kwargs: 2 * original(*args, **kwargs)):
-        # Layers of Flax hold the function itself: a name that is another one does not reach them.
+        # Layers of Flax refer to the function object: replacing the module's attribute does not change them.
         assert (np.asarray(model(X)) != expected).any() == (change == "code")
         assert (np.asarray(linen.apply(variables, X)) != other).any() or change != "code"
     np.testing.assert_array_equal(np.asarray(model(X)), expected)

@@ -55,7 +55,7 @@ def test_a_norm_has_its_epsilon_and_gradients_of_each_parameter(norm, case):
     expected, exact = jax.vjp(plain, params, x)
     assert relative(y, expected) < 1e-5
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(vjp_fn(DY)), jax.tree.leaves(exact(DY)), strict=True):
-        # The input is kept in e4m3; the layer behind the norm has no gradients here.
+        # The input is saved in e4m3; the layer after the norm has no gradients here.
         assert not (a.any() or b.any()) or relative(a, b) < 0.06, path
 
 

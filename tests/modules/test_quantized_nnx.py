@@ -165,7 +165,7 @@ def test_a_part_called_from_outside_is_quantized():
     ):
         assert eight(quantized, call) == products
     np.testing.assert_allclose(quantized.encode(X), quantized(X), rtol=1e-5, atol=1e-5)
-    # Its layers have the paths of the whole model.
+    # Its layers have the paths in the full model.
     rules = [fp8jax.Rule("layers/0/.*", None), TE]
     quantized = settled(fp8jax.nnx.quantize(model(), rules))
     assert [eight(quantized, lambda m, x, i=i: m.layers[i](x)) for i in range(2)] == [0, 3]
@@ -470,7 +470,7 @@ def test_layers_of_each_kind_hold_their_weights_where_both_products_read_codes()
     wide = HEADS * WIDTH
     shapes = {name: (WIDTH, WIDTH) for name in ("linear", "bf16", "stack")}
     assert recorded == shapes | {"heads": (WIDTH, wide), "merged": (wide, WIDTH)}
-    fp8jax.nnx.quantize_weights(quantized, lambda *_: None)  # nothing is held, as was asked for
+    fp8jax.nnx.quantize_weights(quantized, lambda *_: None)  # nothing is prequantized, as requested
     with pytest.raises(ValueError, match="no layer with a quantized weight"):
         fp8jax.nnx.quantize_weights(Layers(nnx.Rngs(0)))
 

@@ -188,7 +188,7 @@ def test_attention_of_einsums_trains_in_nnx(make, recipe):
         np.testing.assert_allclose(state("x")[:2], 9)  # exact in a history of fp32
     else:
         np.testing.assert_allclose(state("threshold_x"), 1.3**2, rtol=1e-6)
-    # All of it is state: what a checkpoint holds goes on where it was.
+    # All of it is state: a restored checkpoint continues exactly.
     graph, state = nnx.split((model, optimizer))
     other, again = nnx.merge(graph, jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, state)))
     assert float(train(other, again, X)) == float(train(model, optimizer, X))
@@ -462,7 +462,7 @@ def test_each_weight_of_an_own_class_has_a_state_whatever_is_done_to_it_before()
     for actual, expected in ((model.fp8jax_up, linears.up.dot_general), (model.fp8jax_down, linears.down.dot_general)):
         for operand in ("x", "w", "dy"):
             assert getattr(expected, operand)[0] > 0
-            # Of a parameter all bits are read, which the linear layers' had no more.
+            # All bits of a parameter are read, unlike those of the linear layers.
             np.testing.assert_allclose(getattr(actual, operand)[...], getattr(expected, operand)[...], rtol=2.0**-5)
 
 

@@ -98,7 +98,7 @@ def test_explain_prints_the_share_and_says_nothing_else():
         assert "75 % of the FLOPs of matmuls with parameters stay in 16 bits, although" in texts[-1]
     model = fp8jax.nnx.quantize(Nnx(), "coat")
     fp8jax.explain(model, X)
-    assert len(unquantized_warnings(lambda: model(X))) == 1  # explain has not said it in its place
+    assert len(unquantized_warnings(lambda: model(X))) == 1  # explain has not replaced the warning
 
 
 def test_what_rules_and_heads_leave_and_attention_computes_is_not_counted():

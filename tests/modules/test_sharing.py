@@ -183,7 +183,7 @@ def test_attention_and_mlp_side_by_side_share_their_input(recipe):
     graph, state = nnx.split(fp8jax.nnx.quantize(Parallel(nnx.Rngs(0)), recipe))
     model = fp8jax.linen.quantize(ParallelLinen(), recipe)
     variables = model.init(jax.random.key(0), X)
-    # Under COAT those of the norm, of gate and up, and of what attention keeps.
+    # With COAT, residuals of the norm, of gate and up, and of attention.
     expected = [WIDTH, WIDTH, INNER, INNER] if recipe == "coat" else [WIDTH, WIDTH, INNER]
     assert codes(lambda state, x: nnx.merge(graph, state)(x), state, X) == expected
     assert codes(lambda p, x: model.apply({**variables, "params": p}, x), variables["params"], X) == expected

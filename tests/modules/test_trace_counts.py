@@ -138,7 +138,7 @@ def test_bodies_of_nnx_run_once(scan):
         both.append(dict(counts))
     assert both[0]["mlp"] == (1 if scan else LAYERS)
     assert both[3] == both[0]
-    # Outside of programs it is traced in the first call, and then no more.
+    # Outside of programs, it is traced in the first call only.
     assert both[4] == both[0]
     assert both[5] == {}
 
@@ -198,6 +198,6 @@ def test_a_model_that_looks_at_values_runs_as_written_around_quantized_layers():
             super().__init__(rngs)
             self.w = nnx.Param(jnp.ones((WIDTH, WIDTH)))
 
-    # What it multiplies by itself would not be quantized.
+    # Its own matmul would not be quantized.
     with pytest.raises(jax.errors.TracerBoolConversionError):
         fp8jax.nnx.quantize(Multiplies(nnx.Rngs(0)), COAT)(x)

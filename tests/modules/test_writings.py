@@ -64,7 +64,7 @@ def as_written_plainly(kind: str) -> np.ndarray:
     return np.asarray(jax.jit(plain)(params, X), np.float32)
 
 
-# What walks through a program is the same in both; each way of writing is in one of them.
+# Both have the same operations; each way to write a model is in one of them.
 @pytest.mark.parametrize(
     ("writing", "kind"),
     few(

@@ -112,7 +112,7 @@ def test_stochastic_gradients_average_out():
 
     dx, dw = jax.lax.map(gradients, jax.random.split(jax.random.key(5), 64))
     assert not np.array_equal(dx[0], dx[1])
-    # What is left is the error of the operands that are rounded to nearest: of the weight, and of the input.
+    # The remaining error is that of the weight and the input, which are rounded to nearest.
     for mean, actual, expected in ((dx.mean(0), dx[0], dy @ w.T), (dw.mean(0), dw[0], x.T @ dy)):
         assert relative(mean, expected) < 0.8 * relative(actual, expected)
 

@@ -86,7 +86,7 @@ def test_a_norms_bound_that_is_far_above_its_result_costs_no_accuracy(kind, reco
         static_argnums=3,
     )
     for size, scale, eps in [(1.0, 1, 1e-3), (1e-5, 1, 1e-3), (1e-30, 1, 1e-3), (1.0, outlier, 1e-3)]:
-        part = w / np.reshape(scale * np.ones(64), (64, 1))  # of each channel as much reaches the result
+        part = w / np.reshape(scale * np.ones(64), (64, 1))  # each channel contributes equally to the result
         arrays = (jnp.asarray(a, jnp.float32) for a in (size * x, scale * np.ones(64), part))
         y, back = run(*arrays, eps)
         expected, h = (norm_product(size * x, scale, v, kind, eps) for v in (part, np.eye(64)))
@@ -139,7 +139,7 @@ def test_the_scale_of_an_activations_result_follows_from_a_sample_of_it_unless_m
 def test_bounds_are_of_layers_that_quantize_so(scales):
     x, w = normal(0, TOKENS, CHANNELS), normal(1, CHANNELS, OUTPUTS)
     token = recipe("bound", x="e4m3:token", x_wgrad="e4m3:token")
-    fp8jax.linear(fp8jax.rms_norm(x, recipe=recipe("bound")), w, recipe=recipe("bound"))  # knows of no norm
+    fp8jax.linear(fp8jax.rms_norm(x, recipe=recipe("bound")), w, recipe=recipe("bound"))  # is computed without a norm
     fp8jax.norm_linear(x, None, [w], recipe=token)
     assert [scale for _, scale, _ in scales] == [False] * 2
 
@@ -334,7 +334,8 @@ def test_where_no_bound_is_known_the_largest_cotangent_gives_the_scale(style, mo
     part = dataclasses.replace(recipe("bound"), context=Context(spec, recompute_activations=True, amax="bound"))
     fast = fp8jax.transform(f, [fp8jax.Rule(".*", part)])
     jax.eval_shape(jax.grad(lambda *args: jnp.sum(fast(*args))), {"w": w, "v": v, "both": jnp.stack([w, v])}, x)
-    # Of the last product, and of that before the activation. A sum of two readers' gradients is an array of its own.
+    # The gradients of the last product, and of the one before the activation. A sum of two readers' gradients is a
+    # separate array.
     assert given[:2] == [False, style == "known"]
 
 

@@ -123,7 +123,7 @@ def test_activations_have_the_gradient_of_the_stored_input(name, context):
     activated = value if context.recompute_activations else keep(exact)
     near(y, exact * np.asarray(u), steps)
     for actual, expected in zip(vjp_fn(dy), (dy * keep(u) * slope, dy * activated), strict=True):
-        # An activation in fp32 may lie on the other side of a rounding boundary than one in float64.
+        # An fp32 activation may round to another code than a float64 one.
         assert relative(actual, expected) < 1e-3
 
 
@@ -225,7 +225,7 @@ def test_linears_under_a_lean_context_compute_the_weight_gradient_of_the_input_m
     codes = np.asarray(jnp.asarray(np.clip(again / step, -448, 448), jnp.float8_e4m3fn), np.float64) * step
     gradient = np.asarray(fp8jax.quantize(dy, "e5m2").dequantize(), np.float64)
     current = fp8jax.recipes.te_current()
-    # The scale is that of the exact input. Few values lie so near a boundary that fp32 rounds them to another code.
+    # The scale is that of the exact input. A few values are so close to a tie that fp32 rounds them to another code.
     assert relative(grads(LEAN, current), codes.T @ gradient) < 2e-3
     assert relative(grads(LEAN, current), grads(FAITHFUL, current)) > 1e-2
     # A recipe whose products for the weight stay in 16 bits reads the values themselves.

@@ -307,7 +307,7 @@ def test_meshes_cut_it_as_they_lie(kind, placed, recipe):
         with jax.set_mesh(mesh):
             many = jax.jit(functools.partial(step, reduction)).lower(*map(put, operands, specs)).compile()
             result = many(*map(put, operands, specs))
-        # Codes are the same, but where a cotangent lies between two of them: of 4,096 one has a weight of 2^-6.
+        # Codes are equal, except if a cotangent is at a tie: one code of 4,096 has a weight of 2^-6.
         assert relative(jax.device_get(result), expected) < (2e-6 if recipe is None else 2**-8)
     # Gradients of the weight are summed once, after the loop over chunks, and no logits are gathered.
     program = many.as_text()
@@ -391,7 +391,7 @@ def test_a_head_has_one_scale_an_operand_whatever_the_chunks(variant, axis):
         value, (dx, dw, db) = jax.value_and_grad(call, (0, 1, 2))(*floats(inputs, table, BIAS))
         each = in_float64(x, w, BIAS, **options)[WHERE]
         np.testing.assert_allclose(value, each.mean(), rtol=1e-5)
-        # Of 840 cotangents a few lie between two codes and may go either way in fp32.
+        # A few of 840 cotangents are near ties, and may round either way in fp32.
         assert relative((dx, dw if axis else dw.T, db), expected) < 2**-8
 
 

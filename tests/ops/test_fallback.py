@@ -136,7 +136,7 @@ def test_where_no_kernel_runs_pairs_are_decoded_with_the_residuals_that_are_used
     for multiply, bits in ((matmul._dot_decoded, 9), (matmul._dot_fp16, 12)):
         actual = np.asarray(multiply(jnp.float32, pair, right), np.float64)
         assert (np.abs(actual - expected) <= 2.1 * 2.0**-bits * size + 1e-6 * np.abs(expected).max()).all()
-    # The last one tells the residual from none.
+    # The last value distinguishes a residual from none.
     assert np.linalg.norm(actual - expected) < 0.1 * np.linalg.norm(base - expected)
 
 

@@ -89,7 +89,7 @@ def test_it_is_so_through_transformations_and_inner_loops(mode):
     for x in (X, X[::-1]):
         w = moved(w, gradient(w, x))
     expected = gradient(w, 2 * X)
-    # Programs compiled apart differ by the order of sums, as codes at ties do.
+    # Separately compiled programs differ by the order of sums, and thus by codes at ties.
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-2 * float(jnp.max(jnp.abs(b))))
 
@@ -198,9 +198,7 @@ def test_so_do_operations_in_16_bits_however_forward_mode_is_asked_for(recipe, n
         with pytest.raises(ValueError, match="was differentiated twice"):
             twice(X)
         return
-    if name.startswith(
-        "linear_cross_entropy"
-    ):  # of several devices, whose partitioned programs JAX does not differentiate
+    if name.startswith("linear_cross_entropy"):  # on several devices: JAX does not differentiate partitioned programs
         return
     small, direction = 1e-2, draw(5, 32, 64)
     ahead, back = (jnp.sum(jax.grad(f)(X + s * direction) ** 2) for s in (small, -small))

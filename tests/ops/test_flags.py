@@ -20,7 +20,7 @@ from tests.rows import slow
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 SUBSETS = [flags for n in range(4) for flags in itertools.combinations(PRODUCTS, n)]
-# Products are known by the formats of their operands.
+# The dtypes of operands identify products.
 OPERANDS = {
     ("float8_e4m3fn", "float8_e4m3fn"): "forward",
     ("float8_e5m2", "float8_e4m3fn"): "dgrad",
@@ -74,7 +74,7 @@ def test_presets_sum_weights_gradients_in_full():
 def operands(left, right, rows=12):
     """A matrix (rows, 64), one of (7, 64), and their product in float64."""
     a, b = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(rows, 64), (7, 64)]))
-    # Rows of other magnitudes, so that a scale of another row or operand is seen.
+    # Rows have different magnitudes, so that a scale of the wrong row or operand shows.
     a, b = a * 2.0 ** jnp.arange(rows)[:, None], b * 4.0 ** -jnp.arange(7)[:, None]
     a, b = fp8jax.quantize(a, left), fp8jax.quantize(b, right)
     return a, b, np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
@@ -99,7 +99,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(partition, "on_one_device", lambda: True)  # else kernels are traced more than once
     for module, name in ((mosaic, "matmul"), (matmul_block_mosaic, "matmul_block"), (matmul_mx_mosaic, "matmul_mx")):
         monkeypatch.setattr(module, name, watched(name))
-    monkeypatch.setattr(hopper, "_call_kernel", hopper._call_kernel.__wrapped__)  # traced anew each time
+    monkeypatch.setattr(hopper, "_call_kernel", hopper._call_kernel.__wrapped__)  # traced again each time
     return argument
 
 
@@ -117,7 +117,7 @@ def test_the_kernel_of_rows_is_given_the_flag_and_the_scales(left, right, fast, 
             np.asarray(y, np.float64), expected, rtol=2.0**-7, atol=1e-5 * np.abs(expected).min()
         )
     assert [(name, named["fast"]) for name, named in kernels] == [("matmul", fast)] * 2
-    # And without a kernel: nothing is summed in less than fp32.
+    # Also without a kernel: no sum has less than fp32.
     assert relative(matmul.matmul(a, b, impl="xla", fast=fast), expected) < 1e-6
 
 

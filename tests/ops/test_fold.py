@@ -72,8 +72,8 @@ def test_folding_afterwards_rounds_each_code_under_its_power_over_the_largest_of
     x = rng.normal(size=(6, 150)) * 10.0 ** rng.uniform(-4, 4, (6, 1)) * 2.0 ** -rng.integers(0, 20, (6, 150))
     q = fp8jax.quantize(jnp.asarray(x, jnp.float32), f"e4m3:mx32{level1}")
     powers = np.array(q.microscale)
-    powers[0, 1], powers[1], powers[2, 3] = 255, 0, 40  # NaN; nothing left; far below the rest
-    powers[3, :2] = 58, 211  # further apart than a power can say
+    powers[0, 1], powers[1], powers[2, 3] = 255, 0, 40  # NaN; all zeros; far below the others
+    powers[3, :2] = 58, 211  # further apart than a power can represent
     scale = np.broadcast_to(q.scale, (6, 1)).copy() if level1 else np.array(q.scale)
     if level1:  # times the largest power subnormal: the powers stay in the codes
         scale[4], powers[4] = 1e-37, powers[4] - 20
@@ -140,7 +140,7 @@ def test_the_worst_row_of_a_folded_product_is_right_to_50_decibels(level1, kind)
         x *= rng.standard_t(3, x.shape)
     if kind == "channels":
         x *= np.where(rng.random(1024) < 0.01, 30, 1)
-    x[:, 64:96] = 0  # padding: a group that must not decide what the others keep
+    x[:, 64:96] = 0  # padding: a group that must not affect the others' scale
     x, w = jnp.asarray(x, jnp.float32), jnp.asarray(rng.normal(size=(96, 1024)), jnp.float32)
     for afterwards in (False, True):
         assert decibels(*products(x, w, level1, afterwards)).min() > 50

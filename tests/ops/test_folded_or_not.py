@@ -82,7 +82,7 @@ def test_explain_of_a_model_says_what_is_folded(framework):
 def test_exact_products_apply_each_power_of_two():
     """Two groups of a row; one is 2^-22 of the other. Folded, its codes are zeros."""
     x = jnp.concatenate([X[:, :32], 2.0**-22 * X[:, 32:64]], axis=1)
-    w = W[:64].at[:32].set(0)  # what is read is the small group alone
+    w = W[:64].at[:32].set(0)  # the product reads only the small group
     expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
 
     def error(recipe):

@@ -19,7 +19,7 @@ from tests.kernels.fused_interpreter import CASES, normal, recipe
 from tests.rows import few, slow
 
 FEW = ["rms 1 lean", "layer 2 faithful", "norm fp32, three axes", "silu True lean", "silu True faithful"]
-WRITTEN = ["layer 2 ten bits", "silu True ten bits"]  # results and cotangents, for layers that take no codes of them
+WRITTEN = ["layer 2 ten bits", "silu True ten bits"]  # results and cotangents, for layers that read no codes of them
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def fused_calls(monkeypatch):
     )
 
     def switch(on):
-        choice.clear_trace_cache()  # what was traced before knows nothing of the switch
+        choice.clear_trace_cache()  # earlier traces do not depend on the switch
         monkeypatch.setattr(fused_outputs, "on_cuda", lambda: on)
         found.clear()
         return found
@@ -115,13 +115,13 @@ def test_a_loop_over_layers_computes_the_same_and_keeps_the_same(remat, fused_ca
 
 @pytest.mark.parametrize(("case", "calls"), [
     slow("silu True faithful", {"quantize": 2, "compute_amaxes": 1}),
-    # What the weight's gradient reads is made with the largest magnitudes of the cotangents, or with their codes.
+    # The operand of the weight's gradient is computed with the amax of the cotangents, or with their codes.
     ("silu True lean", {"quantize": 2, "quantize_and_predict": 1}),
     # A sample is read first, of results and of cotangents. All is read again only under a flag: by
     # `requantize_if` forward, by `compute_amaxes` backward.
     ("silu True bound", {"compute_amaxes": 3, "requantize_if": 1, "quantize": 1}),
     slow("gelu False bound", {"compute_amaxes": 3, "requantize_if": 1, "quantize": 1}),
-    # Where layers take other codes, results and cotangents are written once.
+    # If layers need other codes, results and cotangents are written once.
     ("silu True ten bits", {"cotangents": 1}),
     ("gelu_tanh False ten bits", {"cotangents": 1}),
     ("rms 1 ten bits", {"forward": 1, "backward": 1}),
@@ -249,5 +249,5 @@ def test_a_layer_that_casts_a_norm_to_bf16_reads_what_the_norm_is_computed_from(
     expected = results(f, x, state)
     recorded = fused_calls(True)
     same(results(f, x, state), expected)
-    # The codes that both layers read, and in each of them those of the same made again.
+    # The codes that both layers read, and in each of them their recomputation.
     assert [result.operation.dtype for result, *_ in recorded] == [1, 1, 1]

@@ -19,7 +19,7 @@ SAID = ArrayFacts(amax=jnp.float32(3))
 def test_a_gradient_is_known_once_and_only_itself():
     x = jnp.ones(3)
     attach_facts(x, SAID)
-    attach_facts(None, SAID)  # of an input that has no gradient
+    attach_facts(None, SAID)  # an input without a gradient
     assert pop_facts(x + 0) is NO_FACTS
     assert pop_facts((x, x)) is NO_FACTS
     assert pop_facts(x) is SAID

@@ -148,7 +148,7 @@ def test_operands_on_several_devices(cut, kind):
         put = lambda leaf, names: jax.device_put(leaf, NamedSharding(mesh, spec(names)))  # noqa: E731
         x, w = jax.tree.map(lambda a: put(a, "t k"), x), jax.tree.map(lambda a: put(a, "- n k"), w)
         actual = jax.jit(grouped_matmul)(x, w, Groups(*(put(at, "-") for at in groups)))
-    tolerance = 2e-2 if cut == "k" else 1e-6  # sums of codes travel in 16 bits
+    tolerance = 2e-2 if cut == "k" else 1e-6  # sums of codes are sent in 16 bits
     assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected)
 
 

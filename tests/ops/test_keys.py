@@ -27,7 +27,7 @@ KEY = jax.random.key(5)
 NOISY = "int8+stochastic"
 ALL = Linear("int8", "int8", NOISY, x_residual=NOISY, x_wgrad="int8", dy_wgrad=NOISY)
 N = 192
-# Every value but the first, which gives the scale, lies half way between two codes, where noise decides each code.
+# Every value but the first, which determines the scale, is halfway between two codes, where noise decides the code.
 HALVES = jnp.asarray(np.random.default_rng(0).integers(-100, 100, N) + 0.5, jnp.float32).at[0].set(127.0)
 
 
@@ -58,7 +58,7 @@ def test_the_input_and_the_gradient_of_the_output_are_rounded_by_noise_of_their_
     for values in (saved, dgrad, wgrad):
         assert alike(values, HALVES + 0.5) + alike(values, HALVES - 0.5) > 0.99
     assert independent(saved, dgrad, wgrad)
-    # The same key gives the same noise, and another one other noise.
+    # The same key gives the same noise, another key different noise.
     for first, again, other in zip(
         (saved, dgrad, wgrad), rounded(ALL, KEY), rounded(ALL, jax.random.key(6)), strict=True
     ):
@@ -82,7 +82,7 @@ def test_one_gradient_of_two_products_is_rounded_twice_unless_it_is_the_same():
         part = dataclasses.replace(ALL, **settings)
         _, dgrad, wgrad = rounded(part, KEY)
         assert (alike(dgrad, wgrad) > 0.99) == same
-    # Where only one of the two products is quantized.
+    # Only one of the two products is quantized.
     part = dataclasses.replace(ALL, dy=None, w_dgrad=None)
     assert independent(rounded(part, KEY)[0], rounded(part, KEY)[2])
 
@@ -161,7 +161,7 @@ def test_a_key_of_contents_follows_each_value_in_every_dtype():
             jax.random.normal(KEY, (64, 3)).astype(dtype)
         )
         assert all(0.2 < np.mean(np.asarray(samples) >> bit & 1) < 0.8 for bit in range(32))
-    # Of wide arrays it reads the first channels of all rows.
+    # For wide arrays, the key depends on the first channels of all rows.
     wide = jnp.tile(x, (1, 16))
     keys = [int(jax.random.key_data(key_from_data(wide.at[3, i].add(1)))[-1]) for i in (0, 63, 64, 127)]
     assert len(set(keys)) == 3
@@ -194,7 +194,7 @@ def test_parameters_and_steps_are_rounded_by_noise_of_their_own():
     """bf16 weights halfway between two values, with steps that change nothing else."""
     w = {name: jnp.full((4, 64), 1.0, jnp.bfloat16) for name in "abc"}
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), w)
-    # A decay of half a step of bf16 below one, 2^-9: the result lies between 1 - 2^-8 and 1.
+    # The decay is half a bf16 step below one, 2^-9: the result is between 1 - 2^-8 and 1.
     adam = dataclasses.replace(ADAM, rate=2.0**-9, weight_decay=1.0)
 
     def step(key):
@@ -221,7 +221,7 @@ def test_layers_of_a_transformer_hand_their_key_on():
         "einsum": lambda x, key: fp8jax.einsum("td,dh->th", x, w, recipe=recipe, key=key),
     }
     for name, f in functions.items():
-        # Of what comes before the product only the linear map of its gradient is seen, which is the same each time.
+        # The test sees only the linear map of its gradient before the product, which is the same each time.
         keys = KEY, KEY, jax.random.key(6)
         vjp_fn = [jax.vjp(lambda x, f=f, key=key: f(x, key), x)[1] for key in keys]
         first, again, other = (np.asarray(pull(HALVES[None])[0]) for pull in vjp_fn)

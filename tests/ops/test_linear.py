@@ -277,7 +277,7 @@ def test_weights_quantized_ahead_give_the_same_bits(name):
     assert all(leaf.dtype in (jnp.uint8, jnp.float32) for leaf in jax.tree.leaves(quantized))
     each, ahead = (jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, w, q) for q in (None, quantized))
     jax.tree.map(np.testing.assert_array_equal, each, ahead)
-    # Its statistics are taken ahead too: the program reads the weight no more.
+    # Its statistics are also computed in advance: the program does not read the weight again.
     assert ("float32", w.shape) not in residuals(lambda x, w: loss(x, w, quantized), x, w)
 
 

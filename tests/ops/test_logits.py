@@ -20,7 +20,7 @@ CHANNELS, VOCABULARY = 16, 48
 RNG = np.random.default_rng(0)
 X, W = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((3, 8, CHANNELS), (CHANNELS, VOCABULARY)))
 LABELS, WHERE = jnp.asarray(RNG.integers(0, VOCABULARY, (3, 8))), jnp.asarray(RNG.random((3, 8)) > 0.3)
-# Of logits of some hundreds the last one has cotangents beyond what is expected of a z-loss.
+# With logits of some hundreds, the last row has cotangents beyond the bound for a z-loss.
 VARIANTS = {"plain": {}, "smoothed": {"label_smoothing": 0.5}, "z_loss": {"z_loss": 1e-2}, "steep": {"z_loss": 1e-2}}
 
 
@@ -52,7 +52,7 @@ def test_cotangents_are_what_their_facts_say(variant, cut, monkeypatch):
         with jax.set_mesh(mesh):
             facts = jax.device_get(jax.jit(step)(*put))
     assert calls
-    # A cotangent that lies between two codes may go either way.
+    # A cotangent at a tie may round either way.
     assert relative(facts, expected) < 2**-8
 
 

@@ -23,7 +23,7 @@ DY = jax.random.normal(KEYS[2], (2, TOKENS // 2, OUTPUTS))
 ADAPTER = fp8jax.lora.Adapter(
     0.1 * jax.random.normal(KEYS[3], (INPUTS, RANK)), 0.1 * jax.random.normal(KEYS[4], (RANK, OUTPUTS)), ALPHA
 )
-# What the weight is held in, the recipe, and the dtypes of the operands of both products.
+# Storage of the weight, the recipe, and the dtypes of the operands of both products.
 CASES = {
     ("e4m3", "te_current"): ("float8_e4m3fn", "float8_e5m2"),
     ("e4m3:block128", "deepseek"): ("float8_e4m3fn", "float8_e4m3fn"),
@@ -64,7 +64,7 @@ def ours(w, recipe, adapter=ADAPTER, x=X, dy=DY):
 def test_results_and_gradients_are_float64_s_within_the_recipe_s_error(spec, recipe):
     w, linear = fp8jax.freeze(W, spec), fp8jax.recipes.get(recipe).linear
     actual = jax.jit(lambda: ours(w, recipe))()
-    expected = float64(w.dequantize())  # of the codes: what these lose is no error of the product
+    expected = float64(w.dequantize())  # of the codes: their own error is not the product's
     x_spec, dy_spec = linear.spec("x"), linear.spec("dy") if CASES[spec, recipe][1] != "float32" else None
     for y, exact, other in zip(actual, expected, (x_spec, dy_spec, None, None), strict=True):
         bound = expected_error(other)
@@ -123,7 +123,7 @@ def test_the_base_has_no_gradient_no_kept_input_and_no_wide_copy():
     x = X.reshape(-1, INPUTS).astype(jnp.bfloat16)
     saved = residuals(lambda adapters: scanned(w, adapters, x), adapters)
     assert not [k for k in saved if k[0] in ("float32", "bfloat16") and k[1][-2:] in ((INPUTS, OUTPUTS), W.T.shape)]
-    # Of an input its values, once, for the adapter; no codes of it for a gradient of the base.
+    # The values of an input, once, for the adapter, without codes for a gradient of the base.
     assert [k for k in saved if TOKENS in k[1] and k[0] == "uint8"] == []
     assert [k for k in saved if k[1][-2:] == (TOKENS, INPUTS)] == [("bfloat16", (3, TOKENS, INPUTS))]
     for wide in (jnp.float32, jnp.bfloat16):

@@ -177,7 +177,7 @@ def test_gradients_reduced_by_hand(stand_ins, monkeypatch, kinds, check):
             return jax.vjp(lambda w, x: fp8jax.linear(x, w, recipe=recipe), w, x)[1](dy)
 
     def inside(w, x, dy):
-        # Where JAX checks what varies it sums the gradients of what does not.
+        # If JAX checks varying axes, it sums the gradients of replicated arrays.
         dw, dx = step(w, x, dy)
         return dw if check else lax.psum(dw, "data"), dx
 

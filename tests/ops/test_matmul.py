@@ -278,7 +278,7 @@ def test_on_a_gpu_without_a_kernel_codes_are_multiplied_in_one_product_of_16_or_
     expected = np.asarray(qa.dequantize(), np.float64) @ np.asarray(qb.dequantize(), np.float64).T
     size = np.abs(np.asarray(qa.dequantize(), np.float64)) @ np.abs(np.asarray(qb.dequantize(), np.float64)).T
     actual = np.asarray(matmul_of_16_bits(jnp.bfloat16, qa, qb), np.float64)
-    # Both operands and the result are rounded to 8 bits, by half a step each; fp32 sums hardly add to it.
+    # Both operands and the result are rounded to 8 bits, half a step each; fp32 sums add almost nothing.
     assert (np.abs(actual - expected) <= 3.1 * 2.0**-9 * size).all()
 
 
@@ -302,7 +302,7 @@ def test_on_a_gpu_without_bf16_products_have_operands_of_fp16_which_do_not_overf
             np.asarray(x.dequantize() if isinstance(x, fp8jax.QTensor) else x, np.float64) for x in (qa, right)
         )
         expected, size = left @ other.T, np.abs(left) @ np.abs(other).T
-        # 11 bits of each operand; beside that 2^-24 of the largest in a row.
+        # 11 bits of each operand, and 2^-24 of the largest in a row.
         unit = 100 * 2.0**-24 * np.abs(left).max(1)[:, None] * np.abs(other).max(1)
         result = np.asarray(matmul_of_fp16(jnp.float32, qa, right), np.float64)
         assert (np.abs(result - expected) <= 2.1 * 2.0**-11 * size + 2 * unit).all()

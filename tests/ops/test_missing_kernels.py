@@ -71,7 +71,7 @@ def test_the_line_to_type_has_the_bounds_of_the_package():
 def test_the_reason_and_the_remedy(blocked):
     assert choice.missing_kernels_reason().startswith("jax-triton cannot be imported (ModuleNotFoundError")
     assert 'Run: pip install "jax-triton>=0.3.1,<0.5"' in choice.missing_kernels_advice()
-    with choice.target(kernels=False):  # asked for: contexts follow, and nobody is warned
+    with choice.target(kernels=False):  # requested: contexts follow, without a warning
         assert choice.keeps_nonlinear_unchanged()
         assert choice.missing_kernels_advice() is None
 
@@ -154,7 +154,7 @@ def warned(call, args, times=2):
 
 @pytest.mark.parametrize("build", BUILDERS)
 def test_each_model_and_optimizer_warns_at_the_users_line(build, blocked):
-    for _ in range(2):  # nothing depends on what was warned of before
+    for _ in range(2):  # earlier warnings have no effect
         (one,) = warned(*build("coat"))
         assert one.filename == __file__
         assert "jax-triton cannot be imported" in str(one.message)

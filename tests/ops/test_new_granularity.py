@@ -88,5 +88,5 @@ def test_no_kernel_takes_what_it_does_not_know(kind):
         jax.eval_shape(matmul.matmul, q, q)
     (_, how), (_, product) = choices
     assert (how.impl, "not e4m3" in how.reason) == ("xla", True), how
-    # The product's takes rows in parts of 128 of the contraction, whatever scales these are of.
+    # The product reads rows in parts of 128 of the contraction, for any block of scales.
     assert product.impl == ("mosaic" if jax.__version_info__ >= (0, 11) else "xla"), product

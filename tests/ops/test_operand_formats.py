@@ -17,7 +17,7 @@ MAX = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
 FIELDS = ("x", "w", "dy", "w_dgrad", "x_wgrad", "dy_wgrad", "x_residual")
 # Columns of an orthogonal array of strength two: of any two each pair of the numbers 0, 1, 2 stands in three rows.
 COLUMNS = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1))
-# Of x, w and dy the first forms; of the others what stands for the same codes, too.
+# The first forms are those of x, w and dy; the others have the same codes.
 FORMS = {field: ("e4m3", "e5m2", "e4m3" if field in ("x", "w", "dy") else SAME) for field in FIELDS}
 PAIRS = [
     {field: FORMS[field][np.dot(row, column) % 3] for field, column in zip(FIELDS, COLUMNS, strict=True)}
@@ -111,7 +111,7 @@ def check(part, largest, prequantized):
     arrays = problem()
     results, exact_results = computed(part, *arrays, largest, prequantized), reference(part, *arrays, largest)
     for name, actual, exact in zip(("y", "dx", "dw"), results, exact_results, strict=True):
-        # What products of codes leave is the order of fp32 sums; a code at a tie may be the other one.
+        # Products of codes differ by the order of fp32 sums; a code at a tie may round either way.
         assert relative(actual, exact) < 1e-6, (name, part)
 
 
@@ -155,7 +155,7 @@ def test_of_mixed_dtypes_each_result_is_rounded_to_its_own_alone(forms, form):
     part = Linear(**forms)
     y, vjp_fn = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=part), *map(jnp.asarray, arrays[:2]))
     actual = y, *vjp_fn(jnp.asarray(arrays[2]))
-    if not part.is_quantized:  # one operand in bf16 makes the product one of bf16
+    if not part.is_quantized:  # one bf16 operand makes it a bf16 product
         arrays = [a.astype(ml_dtypes.bfloat16) for a in arrays]
     wide = [a.astype(np.float32) for a in arrays]
     for name, result, exact, cast in zip(

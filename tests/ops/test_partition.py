@@ -174,11 +174,11 @@ def test_what_a_notation_says_of_cuts():
     for shapes in (((8, 6), (9, 24)), ((9, 6), (8, 24))):
         with pytest.raises(ValueError, match=r"dimension m has lengths [89] and [89]"):
             two.lengths(shapes)
-    # Shardy is told of dimensions that all devices divide; the others, and empty ones, are each alone.
+    # Shardy gets dimensions that all devices divide. Other dimensions, and empty ones, are separate.
     assert rule(("m n",), ("m n",)).shardy_rule({"m": 8, "n": 6}, 4) == ("m_ free0 -> m_ free1", {})
     assert rule(("m n",), ("m",)).shardy_rule({"m": 0, "n": 8}, 4) == ("free0 n_ -> free1", {})
     assert two.shardy_rule({"m": 8, "n": 48}, 4)[1] == {"n_in4": 3, "n_": 4, "n_in1": 12, "n_in6": 2}
-    # The operand that comes first says by which axes a dimension is cut.
+    # The first operand determines the axes that shard a dimension.
     rows = (PartitionSpec("a"), PartitionSpec("b"))
     assert rule(("m k", "m n"), ("m",)).assign({"m": 8, "k": 8, "n": 8}, rows, {"a": 2, "b": 2}).axes == {"m": ("a",)}
 
@@ -304,7 +304,7 @@ def stand_ins(monkeypatch):
     return fused_kernels
 
 
-# Of each the half of the meshes' kinds.
+# For each, half of the kinds of meshes.
 QUANTIZED = [
     ("e4m3", "same", "current"), ("e5m2", "e4m3", "two_stage"), ("e4m3:token", "e4m3:token", "current"),
     ("e4m3:group16", None, "current"), (None, "e4m3:group16", "current"), ("e4m3:block16", "same", "current"),
@@ -402,7 +402,7 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
         arrays = (place(mesh, a, *layout) for a in (x, up, dy))
         actual, totals = jax.jit(lambda *a: everything(stand_ins, *a))(*arrays, weight)
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-            # Rows of a norm that a device does not hold whole are gathered; elementary functions may differ in bits.
+            # Rows of a norm that are split over devices are gathered. Elementary functions may differ in bits.
             close = np.isclose(*(np.asarray(t, np.float32) for t in (a, b)), rtol=1e-5, atol=1e-5)
             assert close.mean() > 0.999, (layout, a.shape)
         for a, b in zip(totals, sums, strict=True):
@@ -452,7 +452,7 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
         change = grad / 1024
         if in_place:
             change = weight.astype(jnp.float32) + change
-        if seed is not None:  # of all, as one device's kernel does
+        if seed is not None:  # over all devices, like the kernel on one device
             change = round_stochastic(change, seed)
         return change, mu, (codes, lax.bitcast_convert_type(index, jnp.float32), exponent)
 

@@ -20,7 +20,7 @@ from tests.rows import few, slow
 SHAPE = (6, 200)
 SPECIALS = (0.0, -0.0, 1e-45, -1e-38, 1.5, -448.0, 3e38)
 NON_FINITE = (np.nan, np.inf, -np.inf)
-# The slow suite has 5,000 examples in all; the fast one says whether properties hold at all.
+# Slow runs have 5,000 examples in all, fast runs a few.
 counts = pytest.mark.parametrize("count", [4, slow(175)])
 
 
@@ -67,7 +67,7 @@ def step(magnitude, amax, fmt):
 
 
 SPECS = ["e4m3", "e5m2:token", "int8:channel", "e4m3:group128", "int8:block32", "e4m3:block64"]
-# fp32 holds a scale of such blocks, and what it is divided by.
+# fp32 represents the scale of such blocks, and its quotients.
 NORMAL = formats.TINY * 2.0**20
 
 
@@ -91,7 +91,7 @@ def test_values_come_back_within_half_a_step_of_their_block(spec, count):
         assert (actual * np.sign(x) >= 0).all()
         assert (np.abs(actual) <= amax * (1 + 1e-6) + formats.TINY).all()
 
-    # A block of zeros; one of numbers near the end of fp32; and values that 16 bits hold exactly.
+    # A block of zeros; one of numbers near the largest of fp32; and values that 16 bits represent exactly.
     ones = np.ones(SHAPE, np.float32)
     check(holds, count, arrays(), examples=[(0 * ones,), (3e38 * ones,), (1e-30 * ones,)])
 
@@ -150,7 +150,7 @@ def test_expanded_values_are_within_half_a_step_of_the_power_of_their_group(fmt,
         amax, k = block_amax(x, spec), wide(q.expansion)
         code = np.abs(np.float64(q.codes))
         ideal = fmt.max * np.where(amax > 0, np.abs(np.float64(x)) / np.where(amax > 0, amax, 1), 0) ** k
-        # Scales are in bf16, and a power of k takes their error k times.
+        # Scales are in bf16; a power of k multiplies their error by k.
         limit = step(ideal, fmt.max, fmt) * 1.01 + ideal * k * 2.0**-7
         # A value that is not zero has the smallest code at least.
         limit = np.where(ideal < fmt.smallest, fmt.smallest, limit)

@@ -69,7 +69,7 @@ def test_stochastic_rounding_needs_a_key_and_repeats():
 
 
 def test_xla_draws_no_bits_for_a_matrix_and_transposes_none_for_its_blocks():
-    """Bits of `jax.random` would take longer than the product, and fp32 is four times what codes are."""
+    """Random bits would take longer than the product, and fp32 has four times the bytes of codes."""
     x = jnp.ones((64, 96))
     run = lambda key: op.quantize(x, None, "int8:block32+stochastic", key=key, impl="xla")  # noqa: E731
     text = str(jax.make_jaxpr(run)(jax.random.key(0)))

@@ -27,7 +27,7 @@ def rounded(x, fmt=ml_dtypes.float8_e4m3fn):
 
 
 def by_group(x, function):
-    """A function of each group's rows; zeros for the row in none."""
+    """Applies a function to each group's rows; zeros for the row in no group."""
     parts = [function(x[:9][e == OF]) for e in range(3)]
     return np.concatenate([*parts, np.zeros((1, x.shape[1]))])
 
@@ -45,7 +45,7 @@ def test_each_group_by_its_own_matrix(recipe):
     kinds = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": E5M2}
     by = lambda x, operand: rounded(np.asarray(x), kinds[part.spec(operand).format])  # noqa: E731
     forward, backward = ([by(m, operand) for m in W] for operand in ("w", "w_dgrad"))
-    # One scale for each group's tokens, whatever the token in none holds.
+    # One scale for each group's tokens, independent of the token in no group.
     x, x_wgrad = (by_group(np.asarray(X), lambda m, o=o: by(m, o)) for o in ("x", "x_wgrad"))
     g, g_wgrad = (by_group(np.asarray(dy), lambda m, o=o: by(m, o)) for o in ("dy", "dy_wgrad"))
     expected = np.stack([x[i] @ forward[e] for i, e in enumerate(OF)] + [np.zeros(OUTPUTS)])
@@ -71,7 +71,7 @@ def test_recipes_lie_near_the_product(name):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_noise_of_gradients_and_their_dtypes(shared):
-    """Of identities the gradients are what the products round the result's gradient to: once, or each on its own."""
+    """With identities, the gradients show how the products round the result's gradient: once, or separately."""
     x, w, dy = (
         jnp.eye(32, dtype=jnp.bfloat16),
         jnp.eye(32)[None],

@@ -82,7 +82,7 @@ def test_the_outputs_of_a_transposed_weight_are_placed_on_an_explicit_mesh_as_it
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_along_tokens(recipe):
-    """That of a weight's gradient, as a user's own backward pass has it; and its gradients."""
+    """The product of a weight's gradient, as in a user's own backward pass, and its gradients."""
     run = dot(recipe, dimension_numbers=Numbers((((0,), (0,)), ((), ())), [0], []))
     tail = np.arange(TOKENS)[:, None] >= STARTS[-1]
     x, dy = np.where(tail, np.nan, X), np.where(tail, np.inf, DY)
@@ -97,7 +97,7 @@ def test_products_along_tokens(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_devices_part_of_the_experts(recipe):
-    """Rows of other experts may hold anything, and change no scale."""
+    """Rows of other experts may have any content, and do not affect scales."""
     x, dy = X.copy(), DY.copy()
     others = np.r_[0:20, STARTS[-1] : TOKENS]
     x[others], dy[others] = np.nan, 1e30
@@ -118,7 +118,7 @@ def test_a_devices_part_of_the_experts(recipe):
 
 @pytest.mark.parametrize(("recipe", "check"), RECIPES_AND_SWITCH)
 def test_gradients_inside_shard_map(recipe, check):
-    """Of tokens and sizes of each device, with weights of all: the weight's gradient is summed over devices."""
+    """Each device has tokens and sizes; all share the weights. The weight's gradient is summed over devices."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
     def inside(x, w, sizes):
@@ -158,7 +158,7 @@ def test_explicit_meshes(recipe):
         assert jax.typeof(y).sharding.spec == y_spec
         assert jax.typeof(dx).sharding == jax.typeof(x).sharding
         assert jax.typeof(dw).sharding == jax.typeof(w).sharding
-        # Sums of codes travel between devices in 16 bits.
+        # Sums of codes are sent between devices in 16 bits.
         for actual, alone in zip((y, dx, dw), expected, strict=True):
             assert relative(actual, alone) < (1e-5 if recipe == "bf16" else 5e-3)
 
@@ -193,7 +193,7 @@ def test_codes_of_experts_are_given_once_for_all_calls(recipe, transposed):
     saved = residuals(run_quantized, jnp.asarray(X), w)
     assert ("uint8", (GROUPS, INPUTS, OUTPUTS)) in saved
     assert ("float32", w.shape) not in saved
-    # Codes of another weight give another product: the given ones are read.
+    # Codes of another weight give another product: the passed codes are read.
     other = fp8jax.quantize_weight(2 * jnp.asarray(W), recipe=recipe)
     assert relative(run(X, w, SIZES, quantized=other), 2 * plain(X, w)) < 1e-6
     with pytest.raises(ValueError, match="with a quantized weight of"):

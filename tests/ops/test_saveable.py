@@ -96,7 +96,7 @@ def test_what_our_operations_save_has_names():
     norm, activation, inputs = fp8jax.CHECKPOINT_NAMES
     assert widths(recipe, norm) == [32]
     assert widths(recipe, activation) == [48, 48]
-    assert widths(recipe, inputs) == [32]  # the last layer makes its input again
+    assert widths(recipe, inputs) == [32]  # the last layer recomputes its input
     assert widths(faithful, *fp8jax.CHECKPOINT_NAMES) == [32, 32, 48, 48, 48, 48]
     assert widths(recipe) == []
 

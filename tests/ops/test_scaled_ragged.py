@@ -24,7 +24,7 @@ X, W, DY = (
     RNG.normal(size=s).astype(np.float32) for s in ((TOKENS, INPUTS), (GROUPS, INPUTS, OUTPUTS), (TOKENS, OUTPUTS))
 )
 W *= np.array([1, 1, 30, 1e-3], np.float32)[:, None, None]
-# Rows in no group may hold anything.
+# Rows in no group may have any content.
 X[ROWS:], DY[ROWS:] = 1e30, np.nan
 DELAYED = dataclasses.replace(fp8jax.recipes.te_delayed().linear, amax_history_length=3)
 BLOCK = 64  # half of the alignment of groups
@@ -84,7 +84,7 @@ def test_each_group_has_a_delayed_scale_of_its_own():
     largest = lambda x: [np.abs(x[:ROWS][e == OF]).max(initial=0) for e in range(GROUPS)]  # noqa: E731
     for actual, of in zip(stats, (largest(X), np.abs(W).max((1, 2)), largest(DY)), strict=True):
         np.testing.assert_array_equal(actual, np.asarray(of, np.float32))
-    # A group without rows keeps its history of tokens and gradients.
+    # A group without rows keeps its histories of tokens and gradients.
     new = fp8jax.update_scaling(state, stats, DELAYED)
     np.testing.assert_array_equal(new.x[1], state.x[1])
     np.testing.assert_array_equal(new.dy[1], state.dy[1])
@@ -202,7 +202,7 @@ def test_explicit_meshes_observe_all_tokens(recipe, x_spec, w_spec, y_spec):
     with jax.set_mesh(mesh):
         arrays = [jax.device_put(m, NamedSharding(mesh, s)) for m, s in ((X, x_spec), (W, w_spec), (DY, y_spec))]
         actual = step(*arrays, state)
-    assert relative(actual[:3], expected[:3]) < 5e-3  # sums of codes travel between devices in 16 bits
+    assert relative(actual[:3], expected[:3]) < 5e-3  # sums of codes are sent between devices in 16 bits
     jax.tree.map(np.testing.assert_array_equal, actual[3], expected[3])
 
 

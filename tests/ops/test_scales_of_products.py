@@ -46,7 +46,7 @@ def test_every_operand_has_the_scale_of_its_strategy(quantized):
 def test_every_operand_has_the_scale_of_its_own_history(saved):
     part = dataclasses.replace(PART, scaling="delayed", amax_history_length=2, **saved)
     state = fp8jax.init_scaling(part)
-    # Where a history's largest value is a quarter of a number, that saturates to the quarter.
+    # If a history's largest value is a quarter of a number, that number saturates to the quarter.
     for wide, clipped in (
         ((0.25, 1, 1), (True, False, True)), ((1, 0.25, 1), (True, True, False)), ((1, 1, 0.25), (False, True, True))
     ):  # fmt: skip

@@ -51,7 +51,7 @@ def test_an_exported_program_computes_what_the_program_of_a_batch_does(name):
     for batch in BATCHES:
         x = jax.random.normal(jax.random.key(2), (batch, 64))
         for a, b in zip(jax.tree.leaves(actual.call(x, W)), jax.tree.leaves(step(name)(x, W)), strict=True):
-            # The sums of a block that is as long as all are made in another order.
+            # Sums over a block that covers the whole axis have another order.
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(b))))
 
 

@@ -78,7 +78,7 @@ def test_the_projection_of_attention_keeps_nothing_beside_it():
     np.testing.assert_array_equal(
         *(np.asarray(f(COAT, z, a, residual), np.float32) for a in (w, w.reshape(WIDTH, WIDTH)))
     )
-    # What attention keeps, and not a byte of codes.
+    # The residuals of attention, and no codes.
     assert codes(functools.partial(f, COAT), z, w, residual) == ([], [(BATCH, LENGTH, HEADS, CHANNELS)])
     actual = {r.name: gradients(functools.partial(f, r), z, w, residual) for r in (COAT, BF16)}
     assert relative(actual[COAT.name], actual[BF16.name]) < 0.12

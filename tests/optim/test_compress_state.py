@@ -114,7 +114,7 @@ def test_around_adamw_it_is_compressed_adamw(moments, expand, dtype):
         g = jax.tree.map(lambda x, step=step: (x * (step - 1.5)).astype(dtype), p)
         u, a = update(g, a, p)
         v, b = reference(g, b, p)
-        # First moments are a code apart: `compressed_adamw` knows by how much they decay, or rounds them to nearest.
+        # First moments differ by one code: `compressed_adamw` rounds their decay with dither, or to nearest.
         assert relative(u, v) < {"e5m2": 2.0**-2, "bf16": 2.0**-7}.get(mu, 2.0**-3)
     actual, expected = a[0].nu, b.nu
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)

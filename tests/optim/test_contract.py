@@ -231,5 +231,5 @@ def test_which_leaves_are_compressed_depends_on_their_global_shape_alone():
     for state in (sharded, tx.init({k: jnp.zeros(s) for k, s in shapes.items()})):
         compressed = {k for k, m in state.mu.items() if isinstance(m, fp8jax.QTensor)}
         assert compressed == {"large", "wide enough", "vector"}
-    # A small group size asks for more metadata than a tenth; that is not a reason to ignore it.
+    # A small group size needs more metadata than a tenth; it is not ignored for that reason.
     assert isinstance(fp8jax.compressed_adamw(1e-3, group_size=16).init(jnp.zeros((64, 128))).mu, fp8jax.QTensor)

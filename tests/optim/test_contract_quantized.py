@@ -19,7 +19,7 @@ def around(make):
     return lambda rate: fp8jax.compress_state(make(rate), **SMALL)
 
 
-# What makes one, the learning rate for the minimum below, and how many moments `TREE` has with it.
+# Constructor, the learning rate for the minimum below, and the number of moments for `TREE`.
 OPTIMIZERS = {
     "compressed_adamw": (lambda rate: fp8jax.compressed_adamw(rate, weight_decay=0.0, **SMALL), 0.1, 4),
     "scale_by_compressed_adam": (

@@ -90,16 +90,14 @@ def test_the_decay_is_by_default_that_of_optax(make):
     expected, _ = optax.adamw(1.0).update(
         {"b": ZEROS["b"]}, optax.adamw(1.0).init({"b": PARAMS["b"]}), {"b": PARAMS["b"]}
     )
-    np.testing.assert_allclose(
-        actual["b"], expected["b"], rtol=1e-3
-    )  # where a master weight is subtracted from its copy
+    np.testing.assert_allclose(actual["b"], expected["b"], rtol=1e-3)  # if a master weight is subtracted from its copy
     assert not any(
         x.any()
         for x in change(make(1.0, weight_decay=0.0), "update", ZEROS, make(1.0).init(PARAMS), PARAMS)[0].values()
     )
 
 
-# What makes an optimizer of the arguments of optax's AdamW, in another way than by its own function.
+# Constructs an optimizer from the arguments of optax's AdamW, by another way than its own function.
 ROUNDABOUT = {
     "coat": functools.partial(fp8jax.optimizer, "coat", min_size=512),
     "fp8_lm": functools.partial(fp8jax.optimizer, "fp8_lm", min_size=512),
@@ -215,7 +213,7 @@ def test_a_missing_gradient_is_named(make, form):
     for name in PARAMS:
         with pytest.raises(ValueError, match=rf"the gradient of \['{name}'\] is None.*optax.masked"):
             getattr(tx, form)({**PARAMS, name: None}, tx.init(PARAMS), PARAMS)
-    # Where the parameter is None, too, there is nothing to update, as in optax.
+    # If the parameter is None too, there is nothing to update, as in optax.
     params = {**PARAMS, "none": None}
     result, _ = getattr(tx, form)(params, tx.init(params), params)
     assert result["none"] is None
@@ -279,7 +277,7 @@ def test_results_have_the_dtype_of_the_parameters(make, form, dtypes):
     grads, params = (jax.tree.map(lambda x, d=d: x.astype(d), PARAMS) for d in dtypes)
     result, new = getattr(tx, form)(grads, tx.init(params), params)
     assert {str(x.dtype) for x in jax.tree.leaves(result)} == {dtypes[1]}
-    # The first moment of a gradient of one magnitude, in fp32 whatever the dtypes.
+    # The first moment of a gradient with one magnitude, in fp32 for any dtypes.
     np.testing.assert_allclose(new.mu["b"], 0.1 * 5, rtol=1e-6)
 
 

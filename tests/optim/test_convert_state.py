@@ -117,7 +117,7 @@ def test_master_weights_of_fp8_lm_are_kept_between_its_settings():
     assert converted.mu["w"].codes.dtype == jnp.float8_e5m2
     for i, x in enumerate((converted.master, converted.mu, converted.nu)):
         np.testing.assert_allclose(converted.largest["w"][i], jnp.abs(x["w"].dequantize()).max(), rtol=1e-6)
-    # What is stored alike is taken as it is, and rounded as the new one does.
+    # Moments with the same storage are copied; others are rounded like those of the new optimizer.
     slow, fast = (fp8jax.compressed_adamw(1e-2, expand=expand, min_size=0) for expand in ("coat", True))
     converted_too = fp8jax.convert_state(slow.init(p), fast, p)
     assert jax.tree.structure(converted_too) == jax.tree.structure(fast.init(p)) != jax.tree.structure(slow.init(p))
@@ -191,7 +191,7 @@ def test_the_state_of_another_optimizer_is_refused_with_the_way_to_convert_it(na
     for other in (EXACT().init(p), EXACT().init(p)[0], {"count": 0, "mu": p, "nu": p}):
         with pytest.raises(TypeError, match=r"expects the state that its own `init` returns.*fp8jax.convert_state"):
             call(p, other, p)
-    # The names and the class alone do not make it the optimizer's own: its moments would stay as they are.
+    # Field names and class alone do not identify the optimizer's own state: its moments would stay unchanged.
     state = tx.init(p)
     for moment in ("mu", "nu"):
         fp32 = jax.tree.map(jnp.zeros_like, p)

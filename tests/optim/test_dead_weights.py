@@ -26,7 +26,7 @@ def stored(moments, *, expand=False, **decays):
     return fp8jax.compress_state(optax.adam(RATE, **decays), moments, min_size=0, expand=expand)
 
 
-# At b2 = 0.95 unless it is said: second moments fall by half each 14 steps.
+# The default b2 is 0.95: second moments fall by half in 14 steps.
 CASES = {
     "fp8lm": lambda: LM(b2=0.95),
     "fp8lm e5m2": lambda: LM(b2=0.95, mu="e5m2"),
@@ -126,7 +126,7 @@ def test_rounding_of_what_decays(fmt, decay):
     assert (np.sign(actual) * x >= 0).all()
     stays = above - below > 2.0001 * (1 - decay) * exact
     leaves = above - below < 1.9999 * (1 - decay) * exact
-    # The points of the golden ratio's multiples that lie in an interval are as many as its length says, but for two.
+    # The number of multiples of the golden ratio in an interval equals its length, except for two.
     off = np.abs(np.abs(actual).mean(0) - exact) / (above - below)
     assert off[stays].max() <= 2.01 / steps + 2.0**-20
     nearest = np.minimum(exact - below, above - exact)

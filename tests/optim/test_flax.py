@@ -158,7 +158,7 @@ def test_names_of_sharded_axes_stay_where_blocks_can_be_cut():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     placed = nnx.Param(jax.device_put(x, jax.NamedSharding(mesh, P(None, "x"))), optimizer_sharding=P(None, "x"))
     assert tx.init({"w": placed}).mu["w"].scale.get_metadata()["optimizer_sharding"] == (None, "x")
-    # Updates are in the boxes of the parameters, whatever gradients are in.
+    # Updates are in the boxes of the parameters, for any boxes of gradients.
     params = {"w": nn.Partitioned(x, names=("y", "x"))}
     updates, _ = tx.update({"w": nnx.Param(x)}, tx.init(params), params)
     assert isinstance(updates["w"], nn.Partitioned)

@@ -83,7 +83,7 @@ def test_a_step_is_adamws_up_to_the_rounding_of_what_it_stores(master, digit):
                 least = np.asarray(q.scale, np.float64) * fmt.smallest
                 allowed = np.maximum(1.001 * half * np.abs(expected), least) + 1e-6 * np.abs(expected)
                 assert (np.abs(values(q) - expected) <= allowed).all(), (name, i)
-                # Of the range of codes the bound leaves not more than three binades empty.
+                # The bound leaves at most three binades of the codes' range empty.
                 largest = np.abs(values(q) / np.asarray(q.scale, np.float64)).reshape(q.scale.size, -1).max(1)
                 assert (largest > fmt.max / 8).all()
             assert ((values(new.nu[name]) > 0) == (v > 0)).all()
@@ -131,7 +131,7 @@ def test_a_copy_within_the_rounding_of_its_master_is_not_a_change(dtype):
     master = jnp.float32([1, -1.5, 2.0**-20, 1000])
     half = np.float32(jnp.finfo(dtype).eps / 2) * 2.0 ** np.floor(np.log2(np.abs(master)))
     half = np.maximum(half, np.float32(2.0**-25) if dtype == jnp.float16 else 0)
-    # Copies in fp32 stand for those of `dtype`, which lie no finer; a change that is added rounds once more.
+    # fp32 copies represent those of `dtype`, with steps at most as fine; adding a change rounds again.
     for share, is_kept in ((1.03, True), (-1.03, True), (1.1, False), (-1.1, False)):
         copy = master + np.float32(share) * half
         found = leaf.reconcile_master(master, _Copy(copy, dtype))
@@ -198,7 +198,7 @@ def test_copies_that_somebody_has_changed_are_the_master_weights(form, dtype):
         np.testing.assert_allclose(result[..., ::3], expected, rtol=2 * half + 2.0**-10, atol=2.0**-4 * RATE)
         for k in (1, 2):
             np.testing.assert_allclose(result[..., k::3], np.asarray(left[name], np.float64)[..., k::3], rtol=2 * half)
-    # What is far larger is taken by the step after, which knows the scale of what it met.
+    # Much larger values are reached in the next step, which has their scale.
     actual, after = step(grads, after, changed := other(3, 5000))
     for _ in range(2):
         for name in params:
@@ -394,7 +394,7 @@ def test_groups_are_refused_or_left_out_where_they_cannot_be():
     state = jax.eval_shape(tx.init, {"short": jnp.zeros((256, 20)), "w": jnp.zeros((20, 200))})
     assert {x.dtype for x in (state.master["short"], state.mu["short"], state.nu["short"])} == {jnp.dtype("float32")}
     assert state.nu["w"].scale.shape == (20, 2)
-    # A gradient in codes under other scales than the groups' is decoded, whatever its shape is.
+    # A gradient with codes under other scales than the groups' is decoded, for any shape.
     params = {"w": jnp.ones((1, 128))}
     grads = {"w": fp8jax.quantize(params["w"], "e4m3")}
     changed, state = tx.step(grads, tx.init(params), params)

@@ -63,7 +63,7 @@ def test_no_finite_gradient_makes_nan(kind):
         values = [x.dequantize() if quantized(x) else x for x in jax.tree.leaves(state, is_leaf=quantized)]
         for x in (*jax.tree.leaves((weights, updates)), *values):
             assert not np.isnan(np.asarray(x, np.float32)).any()
-        # Of fp8lm_adamw a second moment may be Inf, as in optax, where it takes no codes from the others.
+        # A second moment of fp8lm_adamw may be Inf, as in optax, if it has no codes in common with others.
         for x in (*jax.tree.leaves((weights, updates)), *([] if kind.startswith("fp8lm") else values)):
             assert np.isfinite(np.asarray(x, np.float32)).all()
         if kind.startswith("compressed_adamw"):  # a weight moves by a step's length, not by the size of the gradient

@@ -50,7 +50,7 @@ def test_a_program_of_many_has_one_body_for_each_kind(name, form):
     texts = [lowered(tx, form, params(count))[0].as_text() for count in (4, 12)]
     bodies = [len(re.findall(r"func.func private @_call_body", text)) for text in texts]
     assert bodies[0] == bodies[1] > 0
-    # What each parameter adds are its arguments, its results and a call.
+    # Each parameter adds its arguments, its results and a call.
     assert texts[1].count("\n") < 1.6 * texts[0].count("\n")
 
 

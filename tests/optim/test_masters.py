@@ -22,7 +22,7 @@ from tests.rows import few, slow
 PARTS = ("bf16+int8", "bf16+int16", "fp16+int8", "fp16+int16")
 ALL = (*PARTS, "bf16+stochastic")
 RATE, STEPS = 1e-3, 4
-# By XLA: kernels take other approximations for bf16 weights than for fp32 ones, which tests/kernels compares.
+# With XLA: kernels approximate bf16 and fp32 weights differently, which tests/kernels compares.
 OPTIMIZERS = {
     "compressed_adamw": lambda **kwargs: fp8jax.compressed_adamw(
         RATE, b2=0.95, weight_decay=0.1, min_size=1024, impl="xla", **kwargs
@@ -104,7 +104,7 @@ def equal(a, b):
 def in_fp32(name):
     """Returns the result of the same optimizer with fp32 master weights."""
     tx, params = make_optimizer(name), parameters()
-    if name == "fp8lm_adamw":  # whose own are in fp16: beside a parameter by parts, others are as they are
+    if name == "fp8lm_adamw":  # which has its own fp16 masters; only split parameters differ
         tx, params = make_optimizer(name, "bf16+int16"), params | {"z": jnp.ones(8, jnp.bfloat16)}
     params, state = updated(tx, params, jax.jit(tx.init)(params))
     return fp8jax.master_weights(state, params)
@@ -181,7 +181,8 @@ def test_small_changes_are_kept(make, off):
     assert np.count_nonzero(steps) == pytest.approx(MOVED * steps.size, rel=0.3)
 
 
-# Of weights of one, whose bf16 step is 2^-8 below, those that moved in 20 steps of 1e-5, each with noise of its own.
+# The fraction of weights of one, whose bf16 step is 2^-8 below, that moved in 20 steps of 1e-5, each with its own
+# noise.
 MOVED = 1 - (1 - 1e-5 * 2**8) ** 20
 
 

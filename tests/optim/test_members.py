@@ -137,7 +137,8 @@ def test_either_moment_may_be_in_codes(mu, nu):
     dead, at = gradients(4)
     actual, state = run(TX(b2=0.95, mu=mu, nu=nu), 0.95, at, (320,))
     errors = error(*actual[0], ~dead)
-    # A second moment alone is so exact where scales are alike that a wider range shows: less than a first one adds.
+    # With equal scales, a second moment alone is so exact that a wider range shows, by less than a first moment's
+    # error.
     assert np.all(errors < np.maximum(1.3 * errors[:, :1], 0.02)), errors
     plain = state.mu if mu == "fp32" else state.nu
-    assert np.all(np.asarray(plain["w"])[dead] != 0)  # what is no code is optax's
+    assert np.all(np.asarray(plain["w"])[dead] != 0)  # moments without codes equal optax's

@@ -17,7 +17,7 @@ MADE = {
     "adafactor": lambda **kwargs: fp8jax.compress_state(optax.adafactor(1e-3, factored=False), **kwargs),
     "fp8lm_adamw": lambda expand: fp8jax.fp8lm_adamw(1e-3, group_size=128),
 }
-# Of 4 devices along the last axis: 1,024 columns are two whole groups each, of 1,000 three groups are cut.
+# Over 4 devices along the last axis, 1,024 columns are two full groups each; with 1,000, three groups are split.
 CASES = [(name, width, expand) for name in MADE for width in (1024, 1000) for expand in (True, False)]
 
 

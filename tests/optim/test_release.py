@@ -13,7 +13,7 @@ import fp8jax
 from tests.rows import few, slow
 
 LAYERS, WIDTH, BATCH = 3, 64, 8
-# Of gradients in each step, and what clips all but those of the third.
+# Magnitudes of gradients in each step, and a limit that clips all but those of the third.
 SIZES, MAX_NORM = (2.0, 5.0, 0.1, 1.0), 300.0
 OPTIMIZERS = {
     "coat": lambda: fp8jax.optimizer("coat", 3e-3, b2=0.95, weight_decay=0.1, min_size=1024),
@@ -305,7 +305,7 @@ def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
     assert (np.asarray(wrong.max_norms) <= limit).all(), "no layer may have more than all"
     assert blocks.with_clipping(limit, previous_norm=norms[-1]).with_clipping(limit, norm=1.0).max_norms is None
     assert blocks.with_clipping(limit, norm=2 * limit).with_clipping(limit, previous_norm=norms[-1]).grad_scale == 1
-    # Of sums of squares that overflowed no share is known; a layer without a gradient and without a share is not NaN.
+    # If the sum of squares overflows, the share is unknown. A layer without a gradient and without a share is not NaN.
     overflowed = dataclasses.replace(blocks, squares=blocks.squares + np.inf)
     for one in (
         blocks.with_clipping(limit, previous_norm=np.inf),

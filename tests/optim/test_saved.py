@@ -251,7 +251,7 @@ def test_leaves_in_any_other_order_are_refused_by_their_dtypes(text):
             continue
         with pytest.raises(ValueError, match="do not have the order of a QTensor"):
             jax.tree.unflatten(structure, mixed)
-    # What is no array of a QTensor passes, as under jax.tree.map.
+    # Leaves that are not arrays of a QTensor pass, as under jax.tree.map.
     assert jax.tree.leaves(jax.tree.map(lambda x: x.shape, q, is_leaf=None)) != []
     jax.tree.map(lambda x: x.astype(jnp.float32), q)
     jax.tree.map(lambda x: None, q)

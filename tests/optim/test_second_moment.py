@@ -56,7 +56,7 @@ def test_a_value_goes_to_one_of_the_two_codes_around_it():
     assert (np.asarray(samples.expansion) == np.asarray(like.expansion)).all()
     y = 448 * (np.asarray(values, np.float64) / np.asarray(like.scale) / 448) ** np.asarray(like.expansion, np.float64)
     book = np.arange(0x7F, dtype=np.uint8).view(formats.E4M3.dtype).astype(np.float64)
-    # fp32 does not know on which side of a code a value lies that is close to it.
+    # fp32 cannot tell on which side of a code a very close value is.
     lowest = np.searchsorted(book, y * (1 - 1e-5), side="right") - 1
     highest = np.minimum(np.searchsorted(book, y * (1 + 1e-5), side="right"), 0x7E)
     assert ((lowest <= chosen) & (chosen <= highest)).all()

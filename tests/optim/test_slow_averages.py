@@ -63,7 +63,7 @@ def test_slow_averages_are_right_on_average_and_do_not_stall(kind):
         assert abs(np.median(ratio[0]) - 1) < 0.01
         return
     means, scatters = ratio.mean(1), ratio.std(1)
-    # Of 1,024 elements each, whose roundings are their own.
+    # 1,024 elements each, with independent rounding.
     assert (np.abs(means - 1) < 0.004 + 3 * scatters / 1024**0.5).all(), means
     assert scatters[1] < scatter
     assert (scatters[[0, 2]] < (0.1 if name in ("nu", "v") else 0.04)).all()

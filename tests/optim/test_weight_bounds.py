@@ -109,7 +109,7 @@ def test_no_weight_exceeds_its_bound(case):
     for name in ("w", "v"):
         assert bounds[name].shape == (STEPS, *PARAMS[name].shape[:-2])
         assert (largest[name].astype(np.float32) <= bounds[name]).all(), name
-        # Measured again, it is within a step of the truth; in between it is not, or there would be nothing to show.
+        # A new measurement is within a step of the amax. In between, the bound differs, or the test would show nothing.
         again = bounds[name][INTERVAL] / largest[name][INTERVAL].astype(np.float32)
         assert (again < 1.3).all()
         assert (bounds[name][INTERVAL - 1] > bounds[name][INTERVAL]).all() or case == "sgd, measured"
@@ -131,7 +131,7 @@ def test_a_bound_follows_a_master_whose_weight_has_not_moved(fused):
         master = fp8jax.master_weights(state, params)["w"]
         assert jnp.maximum(master.max(), params["w"].max()) <= state[1].bounds["w"]
     assert params["w"].max() > 1
-    # What a step may move, and a bf16's rounding twice.
+    # The largest change of a step, and a bf16 rounding twice.
     assert state[1].bounds["w"] < 1 + 1.2 * 200 * rate + 3 * 2.0**-8
 
 
@@ -178,7 +178,7 @@ def test_loaded_weights_with_masters_have_the_bounds_of_these():
 
 
 def test_the_limit_is_reached_and_more_than_a_learning_rate():
-    # Of bare Adam: gradients that grow as (b2 / b1)^i after silence; the learning rate is 1.
+    # For plain Adam: gradients that grow as (b2 / b1)^i after zeros; the learning rate is 1.
     for b2, least in ((0.999, 6.5), (0.95, 1.16)):
         limit = fp8jax.max_adam_step(1.0, 0.9, b2)
         at = np.asarray(limit(jnp.arange(STEPS), jnp.zeros(STEPS)))

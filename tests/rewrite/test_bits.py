@@ -136,7 +136,7 @@ def test_scanned_and_checkpointed_layers_of_linen():
     quantized = fp8jax.linen.quantize(model, name)
     swapped = lambda params, tokens: quantized.apply({"params": params}, tokens)  # noqa: E731
     params = variables["params"]
-    # The head is found by what becomes of its result: the whole model reads no rule on its name.
+    # The head is recognized by the readers of its result: no rule matches its name in the whole model.
     (head,) = [e for e in fast.explain(params, tokens).skipped if e.is_product]
     assert (head.path, "output head" in head.reason) == ("out", True)
     assert saved_arrays(fast, params, tokens) == saved_arrays(swapped, params, tokens)
@@ -197,4 +197,4 @@ def test_a_norm_in_sixteen_bits_that_is_read_in_more_is_made_again():
 
     fast = fp8jax.transform(layer, "coat")
     codes = [s for d, s in residuals(fast, w, X.astype(jnp.float32)) if d == "uint8"]
-    assert len(codes) == 1  # of what the norm reads
+    assert len(codes) == 1  # of the norm's input

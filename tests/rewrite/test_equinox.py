@@ -69,7 +69,7 @@ def test_numbers_and_functions_are_settings():
         fp8jax.transform(repeat, "te_current")({"w": jnp.ones((WIDTH, WIDTH))}, X, 2)
     note = "fp8jax.transform traced 2 at [2] as an array, as jax.jit does. To keep it static, use static= for arguments"
     assert note in raised.value.__notes__
-    with pytest.raises(TypeError, match="dot_general requires") as raised:  # of shapes, not of the number
+    with pytest.raises(TypeError, match="dot_general requires") as raised:  # by shapes, not by count
         fp8jax.transform(lambda p, x, n: x[:, 1:] @ p["w"] * n, "te_current")({"w": jnp.ones((WIDTH, WIDTH))}, X, 2)
     assert not any("fp8jax" in note for note in raised.value.__notes__)
 

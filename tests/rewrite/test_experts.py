@@ -224,7 +224,7 @@ def test_a_name_that_no_grouped_product_has_is_refused():
     fn = experts.block(experts.sorted_tokens(experts.own_dot))
     with pytest.raises(ValueError, match=r"no function named 'gmm' .*functions that do are own_dot"):
         fp8jax.transform(fn, [fp8jax.GroupedProduct("gmm"), "coat"]).explain(P, X)
-    # What is inside of a custom derivative is not read.
+    # Functions with a custom derivative are not searched.
     outer = jax.custom_vjp(lambda *operands: experts.jitted_dot(*operands))
     outer.defvjp(lambda *operands: (outer(*operands), operands), experts.own_dot_bwd)
     written = experts.block(experts.sorted_tokens(outer))

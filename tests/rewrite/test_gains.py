@@ -124,7 +124,7 @@ def test_those_that_read_an_array_are_decided_together_and_loops_and_stacks_are_
     none = explain_shapes(both, SHAPES, (1, 512, 2048), wide=(2048, 256), thin=(2048, 128))
     assert quantized_paths(none) == set()
     assert " us with thin slower in 8 bits" in next(entry.reason for entry in none.entries if entry.path == "wide")
-    # Codes that another makes in any case cost nothing.
+    # Codes that another product needs in any case cost nothing.
     x, shapes = (1, 8192, 1024), {"wide": (1024, 4096), "thin": (1024, 128)}
     assert quantized_paths(explain_shapes(both, SHAPES, x, **shapes)) == set()
     assert quantized_paths(
@@ -172,7 +172,7 @@ def test_a_gain_is_that_of_the_products_less_bytes_and_launches():
     assert cost_model.quantization_cost(100, 10, linear, RATES, producer="") == pytest.approx(
         8 * 1000 / 2.9e12 + 6.4e-6
     )
-    # Two-level scales of inputs and gradients need no maximum of the whole first.
+    # Two-level scales of inputs and gradients do not need the amax of the tensor first.
     assert cost_model.estimate_gain(100, 10, 7, fp8jax.recipes.moss().linear, slow) == pytest.approx(
         -(14 * 70 + 4 * 700) / 2.9e12
     )
@@ -266,7 +266,7 @@ def test_flax_models_decide_by_layer(one_known_device, recipe):
     x = jax.ShapeDtypeStruct((16384, 1024), jnp.bfloat16)
     model = nnx.eval_shape(lambda: Block(1024, nnx.Rngs(0)))
     for report in (fp8jax.explain(model, expected, x), fp8jax.explain(LinenBlock(1024), expected, x)):
-        # An activation makes no codes whose scales are of earlier steps.
+        # An activation computes no codes with scales of earlier steps.
         assert {layer.path for layer in report.quantized_layers} == (
             {"up"} if recipe == "te_delayed" else {"up", "down"}
         )

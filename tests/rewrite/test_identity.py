@@ -121,10 +121,10 @@ def test_scopes_stay_where_calls_are_taken_apart():
             return jax.nn.silu(jax.checkpoint(jnp.sin)(x))
 
     def names(f):
-        other = time.time()  # names are no part of the keys of compiled programs that JAX keeps
+        other = time.time()  # names are not part of the keys of JAX's compilation cache
         compiled = jax.jit(lambda x: f(x) * other).lower(X).compile()
         matches = re.findall(r'op_name="jit\(<lambda>\)/([^"]+)"', compiled.as_text())
-        return {name for name in matches if not name.endswith(")")}  # a call itself is none where it is taken apart
+        return {name for name in matches if not name.endswith(")")}  # inlined calls do not remain calls
 
     assert any("block" in name for name in names(fn))
     assert names(fn) == names(again(fn)) == names(again(fn, apart=True))
@@ -136,7 +136,7 @@ def test_effects_stay_in_their_order(apart, capfd):
         jax.debug.print("first {}", x[0, 0], ordered=True)
         x, _ = lax.scan(lambda c, i: (jax.debug.print("turn {}", i, ordered=True), (c, None))[1], x, jnp.arange(2))
         jax.debug.print("last", ordered=True)
-        return jnp.zeros(())  # nothing needs what was printed
+        return jnp.zeros(())  # nothing reads the printed value
 
     jax.block_until_ready(jax.jit(again(fn, apart=apart))(X * 0))
     jax.effects_barrier()
@@ -161,7 +161,7 @@ def test_names_of_checkpoints_stay():
         jax.checkpoint(again(fn, apart=True), policy=policy),
         again(jax.checkpoint(fn, policy=policy), apart=True),
     ):
-        # JAX makes a jit of what it computes again.
+        # JAX wraps rematerialized operations in a jit.
         assert residuals(f, X) == residuals(jax.checkpoint(fn, policy=policy), X)
     assert len(residuals(fn, X)) > len(residuals(jax.checkpoint(fn, policy=policy), X))
 

@@ -58,7 +58,7 @@ def kept_codes(fn, p):
 
 
 RECIPES = "coat", "te_current", "moss", "deepseek", "jetfire"
-# The norm is lean by its own rule, and products of another rule save nothing of its result.
+# The norm recomputes by its own rule, and products with another rule save none of its result.
 MIXED = [fp8jax.Rule("norm", "coat"), "te_current"]
 
 
@@ -68,7 +68,7 @@ def test_bytes_are_those_of_what_is_kept(recipe):
     explained = fast.explain(P, X)
     total = sum(entry.residual_bytes for entry in explained.quantized)
     assert total == kept_codes(fast, P) > 0
-    # Of one input that two products read it is the first one's.
+    # An input of two products counts for the first one.
     assert [e.residual_bytes for e in explained.quantized if e.path == "up"] == [0]
     assert f"the backward pass needs {total / 1024:.4g} KiB of saved inputs;" in str(explained)
 
@@ -82,7 +82,7 @@ attended.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda y, dy: (dy * (1 - y * y),))
 
 
 @pytest.mark.parametrize("fn", [
-    lambda p, x: attended(x) @ p["gate"].astype(x.dtype),  # keeps its result, as attention does
+    lambda p, x: attended(x) @ p["gate"].astype(x.dtype),  # saves its result, like attention
     lambda p, x: jax.nn.gelu(norm(x, p["norm"]) @ p["gate"].astype(x.dtype)) @ p["down"].astype(x.dtype),
 ])  # fmt: skip
 @pytest.mark.parametrize("context", [fp8jax.recipes.coat().context, FAITHFUL])

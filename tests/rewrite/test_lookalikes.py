@@ -17,7 +17,7 @@ from tests.distance import relative
 from tests.programs import chosen
 
 WIDTH, INNER = 32, 48
-# Products are as written here, so that nothing but what is kept makes a difference.
+# Products are unquantized, so that only residuals make a difference.
 KEEPS = dataclasses.replace(
     fp8jax.recipes.bf16(), name="keeps", context=Context("e4m3:group16", recompute_activations=True)
 )
@@ -181,7 +181,7 @@ def test_found_by_what_it_computes(name):
     # Forward the same, but for the rounding of sums, or of three operations in bf16.
     assert relative(actual, want) < (1e-2 if "cast" in name else 1e-6)
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        # e4m3 has steps of 1/8 of what is kept.
+        # e4m3 has steps of 1/8 of the saved value.
         assert relative(a, b) < 0.06 if b.any() else not a.any()
 
 

@@ -216,7 +216,7 @@ def test_a_bias_of_the_head_has_its_gradient():
     np.testing.assert_allclose(gradients["bias"], (probabilities - targets).mean(0), atol=1e-6)
 
 
-# Name: a function, and whether its head is known as one. The product alone then follows `Recipe.head`.
+# Name -> function, and whether its head is recognized. Otherwise only the product follows `Recipe.head`.
 OTHER = {
     "each loss is returned": (lambda p, z, y: losses(z, y), True),
     "accuracy": (lambda p, z, y: losses(z, y).mean() + (z.argmax(-1) == y).mean(), True),

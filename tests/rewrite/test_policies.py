@@ -42,7 +42,7 @@ def kernels(fn):
 def counted(policy, recipe="coat", on_gpu=False):
     """Returns the number of forward matmuls in the program of a gradient, and that gradient."""
     inner = block if policy == "none" else jax.checkpoint(block, policy=policy)
-    fast = fp8jax.transform(lambda p, x: inner(p, x), recipe)  # traced anew
+    fast = fp8jax.transform(lambda p, x: inner(p, x), recipe)  # traced again
     grads = jax.grad(loss(fast))
     if on_gpu:
         return kernels(grads), grads, fast
@@ -100,7 +100,7 @@ def test_answers_are_the_policys_own_and_equal_ones_are_one():
     dots, own = map(with_products, (POLICIES.dots_saveable, POLICIES.save_only_these_names("fp8jax_norm")))
     assert all(dots(name.primitive, kind, name=one) is True for one in names)
     assert [one for one in names if own(name.primitive, kind, name=one) is True] == ["fp8jax_norm"]
-    # It is asked of a product with this result.
+    # The policy is called for a product with this result.
     requests = []
 
     def nothing(primitive, *kinds, preferred_element_type=None, **_):

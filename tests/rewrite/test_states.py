@@ -52,7 +52,7 @@ def test_one_step_observes_and_advances():
     new = fast.advance(states, recorded)
     np.testing.assert_array_equal(new["up"].state.x, [slots.x, 0, 0])
     assert not any(leaf.any() for leaf in jax.tree.leaves(new["up"].slots))
-    # The next call reads them: a scale for twice the magnitude makes other codes.
+    # The next call reads them: a scale for twice the magnitude gives other codes.
     later = jax.tree.map(lambda s: 2.5 * s, new)
     assert (fast(P, X, states=later) != fast(P, X, states=states)).any()
 
@@ -180,7 +180,7 @@ def test_uses_are_merged_as_their_scaling_asks():
 
     assert jax.grad(gradient)(jnp.float32(0)) == 5
     tracked = states.init({states.WeightUse("w", 0, ()): linears[0]}, {"w": P["up"]})
-    each = jax.tree.map(lambda slot: jnp.stack([slot + 1, slot + 5]), tracked)  # what two devices have seen
+    each = jax.tree.map(lambda slot: jnp.stack([slot + 1, slot + 5]), tracked)  # statistics of two devices
     new = jax.vmap(lambda recorded: states.advance(tracked, recorded, "devices"), axis_name="devices")(each)
     np.testing.assert_array_equal(new["w"].state.x[:, 0], [5, 5])
     with pytest.raises(ValueError, match="the model has no state for delayed scaling of w"):
@@ -199,7 +199,7 @@ def test_bounds_of_weights_come_from_the_optimizer():
     np.testing.assert_array_equal(new["up"].state.w, bounds["up",])
     assert (fast(STACKED, X, states=new) != fast(STACKED, X, states=states)).any()
     np.testing.assert_array_equal(fast(STACKED, X), fast(STACKED, X, states=states))
-    # A bound that is given stays beside one that is measured.
+    # A given bound and a measured one.
     np.testing.assert_array_equal(fast(STACKED, X, states={**states, "up": new["up"]}), fast(STACKED, X, states=new))
     with pytest.raises(ValueError, match="the optimizer does not track the parameter down"):
         fast.update_weight_amax_bounds(states, {("up",): bounds["up",]})

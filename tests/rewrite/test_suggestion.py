@@ -84,7 +84,7 @@ def test_outliers_get_finer_scales_and_what_nothing_mends_16_bits():
     assert suggestion.reasons["b"] == f"x: {127 / 128:.2%} of values lost to zero; in 16 bits it has none"
 
 
-# Such as that the scalings of a program are never advanced.
+# Such as that a program never advances its scalings.
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_statistics_of_a_step_decide_which_layers_get_a_rule():
     """The most serious fault of a layer is the reason. NaN, moments and layers of other functions get no rule."""
@@ -168,7 +168,7 @@ def test_nan_next_to_its_cause_is_first():
 
 
 def test_products_that_gain_nothing():
-    # Such small products are slower in 8 bits on each GPU.
+    # Products this small are slower in 8 bits on each GPU.
     with choice.target(capability=90):
         suggestion = fp8jax.suggest(lambda p, x: x @ p["up+"], "te_current", {"up+": PARAMS["block0"]["up"]}, X)
     assert suggestion.rules == (fp8jax.Rule(r"up\+", None), "te_current")

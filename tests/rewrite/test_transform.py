@@ -62,7 +62,7 @@ def test_data_in_the_first_argument_is_refused_unless_params_says_so():
     with pytest.raises(ValueError, match="Pass params='p'"):
         fp8jax.transform(swapped, "te_current")(X, p=P)
     assert eight_bit(fp8jax.transform(swapped, "te_current", params=1), X, P) == 2
-    # The first argument is the parameter: data are one array, or a tree without matrices, or `params` says so.
+    # The first argument has the parameters: data are one array, or a tree without matrices, or `params` is passed.
     product = lambda w, batch: batch["x"] @ w  # noqa: E731
     assert eight_bit(fp8jax.transform(lambda w, x: x @ w, "te_current"), P["up"], X) == 1
     assert (
@@ -173,7 +173,7 @@ def test_meshes_change_no_code(kind):
 
 
 def test_calls_that_nothing_changes_stay():
-    """What is written is run: an inner jit without a product in it is one still."""
+    """Other equations run unchanged: an inner jit without a product remains a jit."""
     fn = lambda p, x: jax.jit(jnp.cumsum)(jax.nn.silu(mlp(p, x)))  # noqa: E731
     names = [e.params.get("name") for e in jax.make_jaxpr(fp8jax.transform(fn, "te_current"))(P, X).eqns]
     assert {"silu", "cumsum"} <= set(names)
@@ -326,7 +326,7 @@ def test_matrices_that_are_scaled():
 
     fast = assert_near(fn, p, X)
     assert [e.path for e in fast.explain(p, X).quantized] == ["up", "down"]
-    # What is a sum of parameters is no matrix that a rule could name.
+    # A sum of parameters is not a matrix that a rule can name.
     merged = lambda p, x: x @ (p["up"] + p["down"].T).astype(x.dtype) @ p["down"].astype(x.dtype)  # noqa: E731
     (left,) = fp8jax.transform(merged, "coat").explain(P, X).skipped
     assert (left.reason, left.shape) == ("data are multiplied by a value computed from up and down", (WIDTH, INNER))
@@ -405,7 +405,7 @@ def test_a_row_that_data_pick_is_data():
     assert eight_bit(fp8jax.transform(alone, "te_current"), p, jnp.int32(3)) == 2
     alone = lambda p, x, i: mlp(p, x) + (x @ p["table"][i].astype(x.dtype))[..., None]  # noqa: E731
     assert eight_bit(fp8jax.transform(alone, "te_current"), p, X, jnp.int32(3)) == 2
-    # So are rows, beside another parameter.
+    # So are rows, next to another parameter.
     rows = loss(lambda p, i: mlp(p, lax.dynamic_slice_in_dim(p["table"], i, 4).astype(jnp.bfloat16)))
     assert eight_bit(fp8jax.transform(rows, "te_current"), p, jnp.int32(3)) == 2
 
@@ -440,7 +440,7 @@ def test_products_of_data_are_nothing_to_tell_of():
 
 
 def test_what_turns_of_a_loop_replace_is_data():
-    """But for what they count: a state that starts as zeros, and a token that the turn before has chosen."""
+    """Except counters: a state that starts with zeros, and a token that the previous iteration has chosen."""
     p = {"in": normal(0, WIDTH, WIDTH), "same": normal(1, WIDTH, WIDTH), "table": normal(2, 9, WIDTH), **P}
     step = lambda p: lambda h, x: (jnp.tanh(x @ p["in"] + h @ p["same"]), None)  # noqa: E731
     recurrent = lambda p, x: lax.scan(step(p), jnp.zeros((8, WIDTH)), x)[0]  # noqa: E731
@@ -475,7 +475,7 @@ def parts(w, x):
     ),
 )  # fmt: skip
 def test_of_a_part_or_layout_of_a_parameter_the_parameter_is_kept(fn, recipe):
-    """Made again in the backward pass: no other array of weights is kept, as 16-bit training keeps one of each."""
+    """The backward pass recomputes the matrix: no other array of weights is saved, unlike in 16-bit training."""
     x = X[:3, :5]
     fast = fp8jax.transform(fn, [fp8jax.Rule(".*", recipe)])
     given = functools.partial(fast, states=fast.init(STACK, x))
@@ -496,7 +496,7 @@ def looped(unroll, around=lambda turn: turn):
      (looped(True, jax.checkpoint), True, False), (looped(True), False, False), (parts, True, False)],
 )  # fmt: skip
 def test_turns_written_out_on_a_gpu_make_both_copies_of_a_weight_at_once(fn, gpu, written_out, monkeypatch):
-    """The same bits; the row of the stacked weight is not kept, and its gradient is made in its turn."""
+    """Equal bits. The row of the stacked weight is not saved, and its gradient is computed in its iteration."""
     fast = fp8jax.transform(fn, [fp8jax.Rule(".*", "te_current")])
 
     def run():
@@ -538,7 +538,7 @@ def in_a_loop(p, x):
     ],
 )  # fmt: skip
 def test_outside_of_loops_both_copies_of_a_weight_are_made_at_once_on_a_gpu(fn, recipe, saved, made, monkeypatch):
-    """The same bits: one copy of each is kept, whichever way it lies, and only where a gradient is wanted."""
+    """Equal bits. One copy of each is saved, in either layout, and only if a gradient is computed."""
     fast = fp8jax.transform(fn, [fp8jax.Rule(".*", recipe)])
     given = functools.partial(fast, states=fast.init(P, X))
     sizes = {P["up"].shape, P["down"].shape}
@@ -595,7 +595,7 @@ def test_programs_that_are_not_read_are_told():
 
 
 def test_experts_by_groups_of_tokens():
-    """`jax.lax.ragged_dot` of sorted tokens: the router stays, and what the activation makes again is not kept."""
+    """`jax.lax.ragged_dot` of sorted tokens: the router is not quantized, and recomputed activations are not saved."""
     p = {"choose": normal(0, WIDTH, 3), "up": normal(1, 3, WIDTH, INNER), "down": normal(2, 3, INNER, WIDTH)}
 
     def experts(p, x):
@@ -628,7 +628,7 @@ def test_experts_as_one_batched_product():
 
 @dataclasses.dataclass(eq=False)
 class Pointwise:
-    """A convolution of one pixel, added by someone else, as CONTRIBUTING says."""
+    """A convolution of one pixel, added as CONTRIBUTING describes."""
 
     linear: object
     data: object
@@ -709,7 +709,7 @@ def test_lines_of_functions_that_jax_has_traced_before():
 
 
 def test_closures_over_traces():
-    """What closes over values of a trace has a plan for one call."""
+    """A function that closes over traced values has a plan for one call."""
 
     def outer(x, scale):
         return fp8jax.transform(lambda p, x: mlp(p, x) * scale, "te_current")(P, x)
@@ -737,7 +737,7 @@ def test_bad_input():
         fp8jax.transform(lambda p, x: jnp.dot(x, p["up"].astype(x.dtype), precision="highest"), "coat")(P, X)
     with pytest.raises(TypeError, match="expects a function of parameters and data, got 3"):
         fp8jax.transform(3, "coat")
-    # An Equinox module is called with data alone: its vector would be taken for the parameter of a matmul.
+    # An Equinox module is called with data only: its vector would be taken for the parameter of a matmul.
     for transform in (fp8jax.transform, fp8jax.filter_transform):
         with pytest.raises(TypeError, match=r"got Dense, which contains its parameters.*lambda model, x: model\(x\)"):
             transform(Dense(jnp.ones((64, 64))), "coat")
@@ -755,7 +755,7 @@ def test_bad_input():
 
 
 def test_a_copy_computes_the_same_and_knows_no_programs():
-    """Also where it has been called, and so holds programs, which cannot be copied."""
+    """Also after a call, when it has compiled programs, which cannot be copied."""
     fast = fp8jax.transform(mlp, "te_current")
     expected = fast(P, X)
     for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
@@ -776,7 +776,7 @@ def test_nothing_is_computed_to_explain():
 
 
 def test_fewer_bytes_are_kept():
-    """Codes in place of 16-bit inputs; nothing of what activations make again."""
+    """Codes instead of 16-bit inputs, and no recomputed activations."""
     fn = lambda p, x: jax.nn.silu(x @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)  # noqa: E731
     saved = lambda f: [r for r in residuals(jax.jit(functools.partial(f, P)), X) if len(r[1]) > 2]  # noqa: E731
     assert {d for d, s in saved(fn) if s[-1] == INNER} == {"bfloat16"}
@@ -784,7 +784,7 @@ def test_fewer_bytes_are_kept():
 
 
 def asks(p, x):
-    """As umT5: products in fp32, one of them in a loop."""
+    """Like umT5: products in fp32, one of them in a loop."""
     step = lambda h, w: (jnp.dot(h, w, precision="highest"), None)  # noqa: E731
     h = jnp.einsum("btc,cd->btd", lax.scan(step, x, p["loop"])[0], p["up"], precision=lax.Precision.HIGH)
     return jnp.sum(jnp.tanh(h) @ p["down"])

@@ -1,4 +1,4 @@
-"""`explain` lists what runs as written: norms, activations and products that no recipe takes, each with a line."""
+"""`explain` lists what runs as written: norms, activations and products without a recipe, each with its line."""
 
 import importlib
 import sys
@@ -53,7 +53,7 @@ def modulated(norm):
 
 
 def rows(fn, recipe="coat", *args):
-    """What runs as written: kind, path and reason of each."""
+    """Returns kind, path and reason of each operation that runs as written."""
     explained = fp8jax.transform(fn, recipe).explain(P, *(args or (X,)))
     return [(e.kind, e.path, e.reason) for e in explained.rows if not e.is_planned]
 

@@ -43,7 +43,7 @@ DITHER_FROM_B1 = 0.98
 
 
 class _Operands(NamedTuple):
-    """The arrays of a leaf, which `run_partitioned` cuts, and the scalars."""
+    """The arrays of a leaf, which `run_partitioned` shards, and the scalars."""
 
     grad: Array
     weight: Any

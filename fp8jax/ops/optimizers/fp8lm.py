@@ -182,7 +182,7 @@ def unsupported_reason(adam: Adam, leaf: Leaf) -> str | None:
 
 
 class _Operands(NamedTuple):
-    """What `run_partitioned` cuts: the arrays of a leaf, and the scalars."""
+    """The arrays of a leaf, which `run_partitioned` shards, and the scalars."""
 
     grad: Array
     weight: Any

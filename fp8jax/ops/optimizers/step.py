@@ -319,7 +319,7 @@ def _cast_varying(adam: Adam, leaf: Leaf, result: StepResult) -> StepResult:
 
 
 def reshard_array_like(x: Array, like: Array) -> Array:
-    """`x`, with the sharding of `like` if that lies on Explicit axes."""
+    """`x`, with the sharding of `like` if that has Explicit axes."""
     sharding = jax.typeof(like).sharding
     is_same = not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding
     return x if is_same else jax.sharding.reshard(x, sharding)

@@ -56,7 +56,7 @@ from fp8jax.ops.quantization import fallback, fused_outputs, microscaling
 from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.quantize import quantize, transpose
 
-# What a forward product reads.
+# Operands of a forward product.
 ForwardOperand = Operand | FallbackTensor
 
 

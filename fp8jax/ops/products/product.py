@@ -436,7 +436,7 @@ def _gradients(
         )
         has_both_layouts = isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS
         if has_both_layouts or config.layer_scope is not None:
-            # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
+            # Compute dw now, not when the gradients of all iterations are stacked: XLA would keep its operands.
             dx, dw = lax.optimization_barrier((dx, dw))
 
     operand_cotangents = Operands(

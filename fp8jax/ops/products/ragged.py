@@ -166,7 +166,7 @@ def _multiply(
         return y, ScalingStats() if scaling is None else scaling.stats(counts)
 
     if mesh is not None:
-        # What a call with Auto axes makes is not shared with other calls, and it reads no arrays but its operands.
+        # The trace of a call with Auto axes is not shared with other calls, and reads no arrays but its operands.
         facts = InputFacts(facts.facts._replace(codes=None, row_source=None))
         out = NamedSharding(mesh, PartitionSpec(*form.out_spec(spec_of(x), _weight_spec(w))))
         multiply = jax.sharding.auto_axes(

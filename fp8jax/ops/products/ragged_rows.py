@@ -356,7 +356,7 @@ def _gradients(
     pair = (make_dy_columns(), x_columns) if config.transposed else (x_columns, make_dy_columns())
     dw = multiply_columns(*pair, tokens, dtype=residuals.w_kind.dtype, fast="wgrad" in recipe.fast_accumulation)
     if w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
-        # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
+        # Compute dw now, not when the gradients of all iterations are stacked: until then XLA would keep its operands.
         dx, dw = lax.optimization_barrier((dx, dw))
     return (dx, dw, None, None, None, None, scales and Scales(amax_slot=dy_amax), None), predicted
 

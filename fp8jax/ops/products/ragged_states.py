@@ -42,7 +42,7 @@ class GroupScaling(NamedTuple):
             if strategy.is_threshold:
                 thresholds = group_states
                 continue
-            # A scaling reads a tensor's amax alone: that of its group's rows is in place of the input.
+            # A scaling reads only the amax of a tensor, so the amax of each group's rows replaces the input.
             values = w if name == "w" else amax_per_group(x, PaddedTokens.from_groups(groups, x.shape[0]))
             get_scale = functools.partial(strategy.scale, fmt=formats.get(recipe.quantized_spec(name).format))
             scales = scales._replace(**{name: jax.vmap(get_scale)(group_states, values)})

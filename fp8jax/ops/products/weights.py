@@ -299,7 +299,7 @@ class StepWeight:
         )
 
     def residual(self, w: Array, operand: ForwardOperand, side: Side) -> "StepWeight":
-        """What is saved for the backward pass: the codes of dgrad, or the values that it makes them from."""
+        """Return the residual: the codes of dgrad, or the values to compute them from."""
         if self.dgrad_codes is not None:
             return StepWeight(dgrad_codes=self.dgrad_codes, layout_policy=self.layout_policy)
         keeps_scale = side.is_per_tensor and isinstance(operand, QTensor)
