@@ -87,6 +87,10 @@ def check_params(params: Any, *, only_floating: bool = True) -> None:
             raise TypeError(
                 f"{name} has dtype {param.dtype}, which loses most updates; convert it to bfloat16 or float32"
             )
+        if only_floating and jnp.issubdtype(param.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{name} has dtype {param.dtype}; wrap the optimizer in optax.contrib.split_real_and_imaginary"
+            )
         if only_floating and not is_floating:
             raise TypeError(f"{name} has dtype {param.dtype}; exclude it with optax.masked or optax.partition")
 

@@ -201,11 +201,12 @@ def _fold_rows(rows: Sequence[PlanEntry]) -> list[tuple[str, ...]]:
         paths = fold_paths([row.path for row in group if row.path])
         shapes = {str(row.shape or "").replace(" ", "") for row in group}
         count = f" ({len(group)} times)" if len(group) > 1 else ""
+        notes = {_short_note(row) for row in group}
         cells.append((
             ", ".join(paths) or f"{_file_and_line(group[0]) or '-'}{count}",
             kind,
             shapes.pop() if len(shapes) == 1 else "",
-            _short_note(group[0]) if len(group) == 1 else hidden_note,
+            notes.pop() if len(notes) == 1 else hidden_note,
             _format_bytes(sum(sizes)) if sizes else "",
         ))  # fmt: skip
     hidden = len(cells) - _MAX_ROWS
@@ -333,7 +334,7 @@ def gains_note(entries: Sequence[PlanEntry]) -> str:
         note = f"{note} A CPU has no 8-bit matmuls: codes save only memory there."
     if not losing:
         return note
-    paths = fold_paths([entry.path for entry in losing])
+    paths = fold_paths([entry.path or "the matrix" for entry in losing])
     more = f" and {len(paths) - _MAX_LISTED} more" if len(paths) > _MAX_LISTED else ""
     tokens = " or ".join(f"{n:,}" for n in sorted({entry.tokens for entry in losing}))
     verb = "gains" if len({entry.path for entry in losing}) == 1 else "gain"

@@ -13,7 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from fp8jax.rewrite.graph import Graph, LoopPart, Node, Value, direct_sources, search, strip_layout
-from fp8jax.rewrite.primitives import CONCAT_PRIMITIVES, LAYOUTS, PRODUCTS, SELECTION_PRIMITIVES, SLICING_PRIMITIVES
+from fp8jax.rewrite.primitives import (
+    CONCAT_PRIMITIVES,
+    LAYOUTS,
+    PRODUCTS,
+    RESHAPES,
+    SELECTION_PRIMITIVES,
+    SLICING_PRIMITIVES,
+)
 from fp8jax.rewrite.routers import (
     ROUTER_LAYER_REASON,
     Scores,
@@ -331,7 +338,55 @@ def _is_over_outputs(reduction: Node, products: Collection[Node]) -> bool:
     sides = {node: next((i for i, value in enumerate(node.operands[:2]) if not value.is_data), 1) for node in products}
     is_last_axis = tuple(reduction.eqn.params["axes"]) == (len(others),)
     is_axis_of_outputs = is_last_axis and isinstance(size, int) and size > 1
-    return is_axis_of_outputs and all(count_outputs(node, side) % size == 0 for node, side in sides.items())
+    if not is_axis_of_outputs or _is_axis_of_data(reduction.operands[0], len(others), products):
+        return False
+    return all(count_outputs(node, side) % size == 0 for node, side in sides.items())
+
+
+def _is_axis_of_data(value: Value, axis: int, products: Collection[Node]) -> bool:
+    """Whether an axis of more than one element is one of the data of the matmul before, such as that of tokens.
+
+    The scores of learned queries have this axis last. False if the axis cannot be followed to a matmul.
+    """
+    while True:
+        node = value.node
+        if node is None:
+            source = value.enclosing_value
+            if source is None or source.shape != value.shape:
+                return False
+        elif node in products:
+            return node.kind == "dot_general" and _is_free_axis_of_data(node, axis)
+        else:
+            operands = node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))]
+            source = next((v for v in operands if v.is_data and v.aval.size == value.aval.size), None)
+            followed = None if source is None else _axis_before(node, source, value, axis)
+            if source is None or followed is None:
+                return False
+            axis = followed
+        value = source
+
+
+def _is_free_axis_of_data(node: Node, axis: int) -> bool:
+    """Whether an axis of a matmul's result is one that only its data have."""
+    contract, batch = node.eqn.params["dimension_numbers"]
+    free_axes = [v.aval.ndim - len(c) - len(b) for v, c, b in zip(node.operands, contract, batch, strict=True)]
+    position = axis - len(batch[0])
+    return position >= 0 and node.operands[int(position >= free_axes[0])].is_data
+
+
+def _axis_before(node: Node, source: Value, value: Value, axis: int) -> int | None:
+    """The axis of an operand that is an axis of the result, with as many elements; None if it is not known."""
+    before, after = source.shape, value.shape
+    if node.kind == "transpose":
+        return int(node.eqn.params["permutation"][axis])
+    if node.kind not in (*_TRANSPARENT, *_ELEMENTWISE_FUNCTIONS) or node.bodies:
+        return None
+    if before == after:
+        return axis
+    # A reshape keeps an axis if the axes behind it have as many elements as before.
+    sizes = [(n, math.prod(before[i + 1 :])) for i, n in enumerate(before)]
+    kept = after[axis], math.prod(after[axis + 1 :])
+    return sizes.index(kept) if node.kind in RESHAPES and kept in sizes else None
 
 
 def count_outputs(node: Node, side: int) -> int:

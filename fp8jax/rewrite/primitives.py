@@ -456,6 +456,9 @@ def function_name(eqn: Any) -> str:
     return str(_sub_jaxpr(eqn.params["call_jaxpr"], 0).jaxpr.debug_info.func_name)
 
 
+DIFFERENTIATED_REASON = "part of a gradient that the function computes itself"
+
+
 def is_differentiated(scope: str) -> bool:
     """Whether a scope belongs to a derivative inside of the program."""
     return "jvp(" in scope or "transpose(" in scope

@@ -20,6 +20,7 @@ from fp8jax.rewrite.rules import LayerChoice, RuleSet
 from fp8jax.rewrite.unplanned import flops, is_complete
 
 _MAX_LISTED = 3  # paths listed in a message
+_NO_DATA_REASON = "neither operand depends on data"
 
 
 def find(
@@ -144,6 +145,7 @@ def _skipped_entry(
         and (bool(linears) or rules.has_default)
         and node.kind != CONVOLUTION
         and not is_complete(node)
+        and reason != _NO_DATA_REASON  # a regularizer, or a product of factors, is no layer
     )
     is_grouped_candidate = (
         node.has_custom_rule
@@ -182,16 +184,16 @@ def _skip_reason(node: Node, sides: list[int], outer_scope: str) -> str | None:
     ]
     if wrong_dtypes and not sides:
         return f"its parameter is {wrong_dtypes[0]}"
+    is_differentiated = primitives.is_differentiated(f"{outer_scope}/{node.scope}")
     if len(sides) != 1 or not is_data[1 - sides[0]]:
-        return _reason_without_parameter(node.operands[:2])
+        reason = _reason_without_parameter(node.operands[:2])
+        return "" if reason == _NO_DATA_REASON and is_differentiated else reason
     if sides[0] == 0 and _is_whole_argument(node.operands[0]) and node.operands[1].is_closure_data:
         return (
             "the parameter is a single array, like a batch, and is multiplied by a matrix that the function closes over"
         )
-    if primitives.is_differentiated(f"{outer_scope}/{node.scope}"):
-        return (
-            "part of a gradient that the function computes itself; pass the differentiated function to fp8jax.transform"
-        )
+    if is_differentiated:
+        return f"{primitives.DIFFERENTIATED_REASON}; pass the differentiated function to fp8jax.transform"
     if node.kind != "dot_general" and not (
         node.kind in NON_DOT_OPERATIONS and NON_DOT_OPERATIONS[node.kind].supports(node, sides[0])
     ):
@@ -209,7 +211,7 @@ def _is_whole_argument(value: Value) -> bool:
 
 
 def _reason_without_parameter(operands: list[Value]) -> str:
-    """The reason why a matmul has no parameter that a rule could name; "" for data times data."""
+    """The reason why a matmul is not one of data with a parameter; "" for data times data."""
     if len(operands) == 2 and operands[0].is_data != operands[1].is_data:
         found = source_parameters(next(value for value in operands if not value.is_data))
         frozen = " and ".join(dict.fromkeys(str(stands) for stands in found.values() if stands is not None))
@@ -218,6 +220,8 @@ def _reason_without_parameter(operands: list[Value]) -> str:
             "data are multiplied by a value computed from "
             f"{source_names}{f', {frozen}: 16-bit values' if frozen else ''}"
         )
+    if not any(value.is_data for value in operands) and any(value.weight is not None for value in operands):
+        return _NO_DATA_REASON
     modified = _modified_weight(operands)
     return "" if modified is None else f"data modify or select the matrix {modified.path}"
 

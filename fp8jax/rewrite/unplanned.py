@@ -170,8 +170,12 @@ def find(
             entry = _product_entry(program, node, enclosing)
         else:
             entry = _activation_entry(program, node)
-        if entry is not None:
-            found[node] = entry._replace(is_planned=False)
+        if entry is None:
+            continue
+        scopes = [node.scope, *(outer.scope for outer, _ in enclosing)]
+        if not entry.is_product and any(map(primitives.is_differentiated, scopes)):
+            entry = entry._replace(reason=primitives.DIFFERENTIATED_REASON)
+        found[node] = entry._replace(is_planned=False)
     return found
 
 

@@ -199,6 +199,9 @@ def test_parameters_of_8_bits_and_complex_gradients_are_refused(kind, min_size):
         tx.init({"w": w.astype(jnp.float8_e4m3fn)})
     with pytest.raises(TypeError, match=r"\['w'\] is a QTensor"):
         tx.init({"w": fp8jax.quantize(w, "e4m3:group128")})
+    if kind != "compress_state":  # that of complex parameters is optax's
+        with pytest.raises(TypeError, match=r"\['w'\] has dtype complex64; wrap .* optax.contrib.split_real_and_imag"):
+            tx.init({"w": w * 1j})
     error, message = TypeError, r"the gradient of \['w'\] is complex \(complex64\)"
     if kind == "compress_state" and min_size == 0:
         error, message = ValueError, r"mu\['w'\] .* but its gradient is None or not of a floating dtype"

@@ -368,6 +368,15 @@ def attend(p, x):
     return jnp.sin(weights @ (x @ p["c"])) @ p["d"] @ p["head"]
 
 
+def attend_with_learned_queries(p, x):
+    """A Perceiver: as many queries as tokens, and the softmax is over tokens, the last axis."""
+    images = (x @ p["a"]).reshape(4, 10, WIDTH)
+    queries = jnp.concatenate([p["head"].T, p["head"].T])[:40]
+    scores = jnp.einsum("ld,btd->blt", queries, images @ p["b"]) / 4
+    weights = jax.nn.softmax(jnp.where(jnp.arange(10) < 9, scores, -1e9))
+    return jnp.sin((weights @ (images @ p["c"])).sum(1)) @ p["d"] @ p["head"]
+
+
 def read_otherwise(p, x):
     """A layer before the scores that experts read, too."""
     h = jax.nn.gelu(x @ p["a"])
@@ -379,7 +388,7 @@ def read_otherwise(p, x):
     "fn",
     [
         *(classify, act_and_criticize, distill, distill_labels, generate, pool, attend, read_otherwise),
-        *(excite, gate_heads, attend_with_sigmoids),
+        *(excite, gate_heads, attend_with_sigmoids, attend_with_learned_queries),
     ],
 )
 def test_layers_that_are_of_no_router_are_quantized(fn):

@@ -134,6 +134,37 @@ def test_products_of_data_are_listed_and_a_softmax_is_no_activation():
     assert "test_unplanned.py" in str(explained)  # the products of data have no path
 
 
+def test_matmuls_of_learned_queries_are_listed_until_they_have_read_data():
+    """The first layer of a Perceiver: its FLOPs count, but no warning names it, as it may be a regularizer."""
+
+    def fn(p, x):
+        queries = jnp.tile(jnp.tile(p["n"], (8, 1)) @ p["up"], (len(x), 1, 1))
+        return jnp.sum(jnp.sin(queries @ p["down"] + x) @ p["up"] @ p["down"])
+
+    explained = fp8jax.transform(fn, "te_current").explain(P, X)
+    left = [(e.path, e.reason) for e in explained.skipped]
+    assert left == [(name, "neither operand depends on data") for name in ("up", "down")]
+    assert "61.5 % of the FLOPs" in str(explained)  # of 8 + 3 x 32 rows, 64
+    assert not explained.unquantized_note
+
+
+def test_activations_in_a_gradient_that_the_function_takes_are_listed_as_part_of_it():
+    def fn(p, x):
+        penalty = jax.grad(lambda x: jnp.sum(jax.nn.silu(x @ p["up"]) @ p["down"]))(x)
+        return jnp.sum(penalty**2) + jnp.sum(x @ p["up"])
+
+    reasons = [reason for kind, _, reason in rows(fn) if kind.startswith("silu")]
+    assert set(reasons) == {"part of a gradient that the function computes itself"}
+
+
+def test_summaries_name_the_matrices_of_one_reason_and_a_parameter_without_a_path():
+    stacked = lambda p, x: jnp.sum(x @ (p["up"][0] + p["up"][1]) @ p["down"])  # noqa: E731
+    text = str(fp8jax.transform(stacked, "coat").explain({"up": [P["up"], P["up"]], "down": P["down"]}, X))
+    assert "  data are multiplied by a value computed from up/0 and up/1" in text
+    flat = lambda p, x: jnp.sum(x @ p.reshape(WIDTH, INNER))  # noqa: E731
+    assert "there. the matrix gains nothing" in str(fp8jax.transform(flat, "coat").explain(P["up"].ravel(), X))
+
+
 def test_lists_are_in_the_order_of_the_program_and_in_loops_too():
     def fn(p, x):
         step = lambda h, _: (jax.nn.relu(modulated(rms)(p, h) @ p["up"]) @ p["down"] + h, None)  # noqa: E731
