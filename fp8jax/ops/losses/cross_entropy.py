@@ -6,7 +6,6 @@ A scalar loss computes its gradients in the forward pass, chunk by chunk, as in 
 
 import dataclasses
 import functools
-import numbers
 import operator
 from typing import Any, NamedTuple
 
@@ -79,15 +78,17 @@ def to_static_number(name: str, value: Any, low: float, high: float = np.inf) ->
         TypeError: it is no number, or traced.
         ValueError: it is outside of [low, high], or not finite.
     """
-    if isinstance(value, jax.core.Tracer) or not isinstance(value, (numbers.Real, np.ndarray, Array)):
+    is_number = isinstance(value, (int, float, np.number, np.ndarray, Array)) and np.size(value) == 1
+    if isinstance(value, jax.core.Tracer) or not is_number:
         raise TypeError(
             f"{name} must be a number, got {value!r}. It is static: pass a Python float, and name it in "
             "static_argnames if it is an argument of jax.jit"
         )
-    if not (low <= value <= high and np.isfinite(value)):
+    number = float(value)
+    if not (low <= number <= high and np.isfinite(number)):
         expected = f"finite and at least {low:g}" if high == np.inf else f"in [{low:g}, {high:g}]"
-        raise ValueError(f"{name} must be {expected}, got {value}")
-    return float(value)
+        raise ValueError(f"{name} must be {expected}, got {number:g}")
+    return number
 
 
 def to_static_integer(name: str, value: Any) -> int:
