@@ -70,13 +70,13 @@ def test_every_public_name_has_an_example_and_a_page(monkeypatch):
     assert len(public) > 100
     assert public == set(EXAMPLES)
     assert {f"fp8jax.{name}" for name in dir(fp8jax) if not name.startswith("__")} <= public | set(names.SPACES)
-    made = api.written()
+    pages = api.written()
     for name in names.public():
-        page = made[f"api/{name.path}.md"]
+        page = pages[f"api/{name.path}.md"]
         assert page.startswith(f"# {name.path}\n"), name
         assert EXAMPLES[name.path].code.strip() in page
-        assert f"{name.name} <{name.path}>" in made[f"api/{name.space}.md"]
-    index = made["api/index.md"]
+        assert f"{name.name} <{name.path}>" in pages[f"api/{name.space}.md"]
+    index = pages["api/index.md"]
     first = {f"fp8jax.{path}" for path in api.FIRST.split()}
     assert len(first) == 10
     assert {path: index.count(f"`{path} <{path}>`") for path in public} == {
@@ -109,13 +109,13 @@ def test_a_docstring_becomes_fields_code_and_links():
         >>> 1 + 1
         2
     """
-    made = api.markdown("\n".join(line[4:] if line.startswith("    ") else line for line in text.split("\n")),
+    page = api.markdown("\n".join(line[4:] if line.startswith("    ") else line for line in text.split("\n")),
                         {"fp8jax.linear", "fp8jax.other"}, "fp8jax.einsum")  # fmt: skip
-    assert made.startswith("First line of {py:obj}`linear <fp8jax.linear>`.")
-    assert ":param x: an array, of two axes.\n:param w, b: of {py:obj}`fp8jax.other <fp8jax.other>`." in made
-    assert ":raises ValueError: as" in made
-    assert ":raises TypeError: as" in made
-    assert "```pycon\n>>> 1 + 1\n2\n```" in made
+    assert page.startswith("First line of {py:obj}`linear <fp8jax.linear>`.")
+    assert ":param x: an array, of two axes.\n:param w, b: of {py:obj}`fp8jax.other <fp8jax.other>`." in page
+    assert ":raises ValueError: as" in page
+    assert ":raises TypeError: as" in page
+    assert "```pycon\n>>> 1 + 1\n2\n```" in page
 
 
 def test_signatures_are_those_of_the_source():
@@ -173,9 +173,9 @@ def test_roles_and_paths_in_pages_lead_somewhere():
         for target in re.findall(r"\{py:obj\}`(?:[^`<]*<)?([\w.]+)>?`", text):
             assert target in public, (path.name, target)
         for target in re.findall(r"\{doc\}`(?:[^`<]*<)?([\w./]+)>?`", text):
-            there = target.lstrip("/") if target.startswith("/") else os.path.normpath(
+            target_page = target.lstrip("/") if target.startswith("/") else os.path.normpath(
                 path.relative_to(DOCS).parent / target)  # fmt: skip
-            assert there in existing, (path.name, target)
+            assert target_page in existing, (path.name, target)
 
 
 def test_code_of_other_libraries_is_read_by_python_at_least():

@@ -53,17 +53,17 @@ def test_codes_and_exponents_are_the_papers(name):
 
 
 def test_every_step_takes_a_new_exponent_where_ours_keeps_it():
-    spec = {how: QuantSpec("e4m3", "group", 128, expand=how, flush_to_zero=False) for how in (True, "coat")}
+    spec = {expand: QuantSpec("e4m3", "group", 128, expand=expand, flush_to_zero=False) for expand in (True, "coat")}
     x = jnp.abs(groups(rows=8))
     wider = x * jnp.where(jnp.arange(128) == 0, 1.02, 1.0) ** 2
     wider = wider.at[:, 1].set(x.max(-1) * 1.05)
     words = jnp.asarray([1, 2], jnp.uint32)
-    for how, keeps_exponent in ((True, True), ("coat", False)):
-        first = quantize_stochastic(x, fp8jax.quantize(x, spec[how]), words)
+    for expand, keeps_exponent in ((True, True), ("coat", False)):
+        first = quantize_stochastic(x, fp8jax.quantize(x, spec[expand]), words)
         second = quantize_stochastic(wider, first, words)
         same = np.asarray(first.expansion == second.expansion)[:, 0]
-        assert same[:4].all() == keeps_exponent, how
-        if how == "coat":
+        assert same[:4].all() == keeps_exponent, expand
+        if expand == "coat":
             np.testing.assert_allclose(
                 np.asarray(second.expansion, np.float64)[:, 0], exponents(wider, "e4m3"), rtol=2.0**-8
             )

@@ -52,18 +52,18 @@ def test_all_codes_survive_decode_and_encode(fmt):
     every = all_codes(fmt)
     decoded = np.asarray(fmt.decode(jnp.asarray(every.view(fmt.dtype))))
     np.testing.assert_array_equal(decoded, every.astype(np.float32))
-    again = bits(fmt.encode(jnp.asarray(decoded)))
+    encoded = bits(fmt.encode(jnp.asarray(decoded)))
     number = ~np.isnan(decoded)
-    np.testing.assert_array_equal(again[number], every.view(np.uint8)[number])
-    assert np.isnan(again[~number].view(fmt.dtype).astype(np.float32)).all()
+    np.testing.assert_array_equal(encoded[number], every.view(np.uint8)[number])
+    assert np.isnan(encoded[~number].view(fmt.dtype).astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("fmt", FLOATS, ids=lambda f: f.name)
 def test_rounding_is_to_nearest_ties_to_even_up_to_saturation(fmt):
     grid = values(fmt)
     middle = (grid[1:] + grid[:-1]) / 2
-    near = np.concatenate([middle, np.nextafter(middle, 0), np.nextafter(middle, np.inf), grid])
-    x = np.concatenate([near, -near]).astype(np.float32)
+    inputs = np.concatenate([middle, np.nextafter(middle, 0), np.nextafter(middle, np.inf), grid])
+    x = np.concatenate([inputs, -inputs]).astype(np.float32)
     np.testing.assert_array_equal(bits(jax.jit(fmt.encode)(x)), x.astype(dtype_of(fmt)).view(np.uint8))
 
 

@@ -191,9 +191,11 @@ def test_nvfp4_is_appendix_b_of_its_paper(spec):
     unit = np.kron(actual, np.ones((16 if square else 1, 16)))[:40, :72] * outer
     y = np.divide(x, unit, out=np.zeros(x.shape), where=unit > 0)
     assert np.abs(y).max() <= 6 * 17 / 16  # the scale was rounded down
-    near = [np.clip(y * (1 + e), -6, 6).astype(np.float32).astype(ml_dtypes.float4_e2m1fn) for e in (-4e-7, 0, 4e-7)]
+    candidates = [
+        np.clip(y * (1 + e), -6, 6).astype(np.float32).astype(ml_dtypes.float4_e2m1fn) for e in (-4e-7, 0, 4e-7)
+    ]
     result = np.asarray(q.dequantize(), np.float64)
-    assert np.isclose(result, np.stack(near).astype(np.float64) * unit, rtol=1e-6, atol=0).any(0).all()
+    assert np.isclose(result, np.stack(candidates).astype(np.float64) * unit, rtol=1e-6, atol=0).any(0).all()
 
 
 def test_a_value_that_is_not_finite_marks_its_group_alone_under_two_levels():

@@ -31,13 +31,15 @@ def oracle(x, high, rest):
     step = unit(x, lowest, mantissa + bits)
     master = np.rint(x / step) * step  # numpy rounds ties to even
     step = unit(master, lowest, mantissa)
-    near = np.floor(master / step + 0.5) * step  # ties away from zero
-    below = unit(np.nextafter(near, 0), lowest, mantissa + bits)  # of masters below the high part
-    left = (master - near) / np.where(master < near, below, unit(near, lowest, mantissa + bits))
+    high_values = np.floor(master / step + 0.5) * step  # ties away from zero
+    below = unit(np.nextafter(high_values, 0), lowest, mantissa + bits)  # of masters below the high part
+    remainder = (master - high_values) / np.where(
+        master < high_values, below, unit(high_values, lowest, mantissa + bits)
+    )
     infinite = master >= top
-    master, left = np.where(infinite, np.inf, master), np.where(infinite, 0, left)
-    left = np.where(near == 0, sign * left, left)
-    return sign * master, sign * np.where(near >= top, np.inf, near), left
+    master, remainder = np.where(infinite, np.inf, master), np.where(infinite, 0, remainder)
+    remainder = np.where(high_values == 0, sign * remainder, remainder)
+    return sign * master, sign * np.where(high_values >= top, np.inf, high_values), remainder
 
 
 @functools.cache
@@ -50,20 +52,20 @@ def check(x, high, rest):
     split, join = programs(high, rest)
     parts = split(x)
     actual, top = np.asarray(join(parts.high, parts.remainder)), np.asarray(parts.high)
-    left, finite = np.asarray(parts.remainder), np.isfinite(x)
+    remainder, finite = np.asarray(parts.remainder), np.isfinite(x)
     assert top.dtype == FORMATS[high][0]
-    assert left.dtype == rest
+    assert remainder.dtype == rest
     with np.errstate(all="ignore"):
-        master, near, expected = (part[finite] for part in oracle(np.where(finite, x, 0), high, rest))
+        master, expected_high, expected = (part[finite] for part in oracle(np.where(finite, x, 0), high, rest))
     np.testing.assert_array_equal(actual[finite].astype(np.float64), master)
-    np.testing.assert_array_equal(top[finite].astype(np.float64), near)
-    np.testing.assert_array_equal(left[finite], expected)
+    np.testing.assert_array_equal(top[finite].astype(np.float64), expected_high)
+    np.testing.assert_array_equal(remainder[finite], expected)
     assert (np.signbit(actual) == np.signbit(x))[~np.isnan(x)].all()
     for y in (actual, top.astype(np.float32)):
         np.testing.assert_array_equal(y[~finite], x[~finite])  # NaN and Inf of both signs
-    again = split(actual)
-    np.testing.assert_array_equal(np.asarray(again.remainder), left)
-    assert np.asarray(again.high).tobytes() == top.tobytes()
+    split_again = split(actual)
+    np.testing.assert_array_equal(np.asarray(split_again.remainder), remainder)
+    assert np.asarray(split_again.high).tobytes() == top.tobytes()
 
 
 # Bits of fp32 by the part that matters: anywhere; around ties and carries of high parts; around ties of masters.
@@ -90,17 +92,17 @@ def test_every_high_part_with_the_ends_of_its_remainders(high, rest):
     half = 2 ** (size - 1)
     split, join = programs(high, rest)
     codes = np.arange(2**16, dtype=np.uint16)
-    for left in (-half, -half + 1, -1, 0, 1, half - 1):
+    for remainder in (-half, -half + 1, -1, 0, 1, half - 1):
         top = jnp.asarray(codes.view(dtype))
-        rests = jnp.full(top.shape, left, rest)
+        rests = jnp.full(top.shape, remainder, rest)
         value = join(top, rests)
         parts = split(value)
         # A negative zero has no other remainder, and the lowest one would be a tie to the smallest.
-        same = np.isfinite(np.asarray(top, np.float32)) & ((codes & 0x7FFF > 0) | (left > -half))
-        same &= (codes != 0x8000) | (left == 0)
-        if high == "fp16" and rest == "int16" and left % 8:
+        same = np.isfinite(np.asarray(top, np.float32)) & ((codes & 0x7FFF > 0) | (remainder > -half))
+        same &= (codes != 0x8000) | (remainder == 0)
+        if high == "fp16" and rest == "int16" and remainder % 8:
             same &= codes & 0x7FFF < 0x100  # fp32 has fewer bits in other binades
-        np.testing.assert_array_equal(np.asarray(parts.remainder)[same], left)
+        np.testing.assert_array_equal(np.asarray(parts.remainder)[same], remainder)
         assert (np.asarray(parts.high).view(np.uint16) == codes)[same].all()
 
 

@@ -46,9 +46,9 @@ def test_either_word_of_the_seed_changes_the_noise():
 @pytest.mark.parametrize("starts", [(3, 0, 0), (0, 5, 0), (0, 0, 11), (2, 7, 13)], ids=str)
 def test_a_slice_has_the_noise_of_its_place(starts):
     shape, size = (5, 12, 37), (2, 4, 9)
-    whole = np.asarray(noise.counter_noise(words(*SEED), shape))
+    full = np.asarray(noise.counter_noise(words(*SEED), shape))
     part = noise.counter_noise(words(*SEED), size, global_shape=shape, offsets=starts)
-    np.testing.assert_array_equal(part, whole[tuple(slice(a, a + n) for a, n in zip(starts, size, strict=True))])
+    np.testing.assert_array_equal(part, full[tuple(slice(a, a + n) for a, n in zip(starts, size, strict=True))])
 
 
 def test_rows_are_counted_by_their_padded_length():
@@ -57,8 +57,8 @@ def test_rows_are_counted_by_their_padded_length():
 
 
 def test_an_array_behind_others_continues_their_noise():
-    whole = np.asarray(noise.counter_noise(words(*SEED), (64,)))
-    np.testing.assert_array_equal(noise.counter_noise(noise.advance_counter(words(*SEED), 3), (40,)), whole[24:])
+    full = np.asarray(noise.counter_noise(words(*SEED), (64,)))
+    np.testing.assert_array_equal(noise.counter_noise(noise.advance_counter(words(*SEED), 3), (40,)), full[24:])
 
 
 def test_rounding_depends_on_the_seed_and_the_place():

@@ -150,9 +150,9 @@ def test_exponents_take_our_range_to_half_the_smallest_normal_within_their_bound
 
 def test_a_non_zero_second_moment_never_becomes_zero():
     x = jnp.array([[1.0, 1e-9, 0.0, 1e-30]])
-    lost = fp8jax.quantize(x, fp8jax.QuantSpec("e4m3", "group", 4))
+    rounded_to_zero = fp8jax.quantize(x, fp8jax.QuantSpec("e4m3", "group", 4))
     unflushed = fp8jax.quantize(x, fp8jax.QuantSpec("e4m3", "group", 4, flush_to_zero=False))
-    np.testing.assert_array_equal(np.asarray(lost.dequantize())[0] > 0, [True, False, False, False])
+    np.testing.assert_array_equal(np.asarray(rounded_to_zero.dequantize())[0] > 0, [True, False, False, False])
     np.testing.assert_array_equal(np.asarray(unflushed.dequantize())[0] > 0, [True, True, False, True])
 
 
@@ -359,9 +359,9 @@ def test_negative_subnormals_count_as_zeros_of_an_unsigned_format(expand, kind):
     if expand and kind == "given":
         pytest.skip("expanded blocks have no given scales")
     spec = QuantSpec("ude8", "group", 4, expand=expand)
-    given = None if kind == "own" else jnp.full((1, 1), 0.5)
+    scale = None if kind == "own" else jnp.full((1, 1), 0.5)
     for tiny, visible in ((-1e-42, False), (-1e-45, False), (-0.0, False), (-1.2e-38, True)):
-        q = quantize_with_scale(jnp.array([[tiny, 0.5, 0.25, 0.0]], jnp.float32), spec, given)
+        q = quantize_with_scale(jnp.array([[tiny, 0.5, 0.25, 0.0]], jnp.float32), spec, scale)
         decoded = np.asarray(q.dequantize())
         assert np.isnan(decoded).all() if visible else np.isfinite(decoded).all(), tiny
         assert visible or (decoded[0, [0, 3]] == 0).all()

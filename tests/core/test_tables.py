@@ -127,8 +127,8 @@ def test_narrow_columns_keep_short_cells_and_few_lines():
     lines = tables.sectioned_table(("layers", "operation", "shape", "why", "bytes"), [("Rows", rows)], 80).splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 7
-    for whole in ("(64,17,192)", "476 KiB", " Attention"):
-        assert any(whole in line for line in lines), whole
+    for cell in ("(64,17,192)", "476 KiB", " Attention"):
+        assert any(cell in line for line in lines), cell
     # A text extends over the empty cells after it.
     assert max(len(line) for line in lines if "MultiHead" in line) > lines[0].index("bytes")
     # Free text is wrapped before several names are.

@@ -219,8 +219,8 @@ def test_linen_layers_are_given_bounds_one_a_layer():
     assert jax.tree.structure(after) == jax.tree.structure(scaling)
     expected = largest + np.abs(np.asarray(jax.tree.leaves(grads)[1])).max((-2, -1))
     np.testing.assert_allclose(jax.tree.leaves(after)[0], expected, rtol=1e-6)
-    again = fp8jax.linen.reset_weight_amax_bounds(after, jax.tree.map(lambda p: 2 * p, params))
-    np.testing.assert_array_equal(jax.tree.leaves(again)[0], 2 * largest)
+    measured_again = fp8jax.linen.reset_weight_amax_bounds(after, jax.tree.map(lambda p: 2 * p, params))
+    np.testing.assert_array_equal(jax.tree.leaves(measured_again)[0], 2 * largest)
     with pytest.raises(ValueError, match="has automatic scaling: pass the collections 'fp8jax_scaling' from"):
         model.apply({"params": params}, x)
 

@@ -99,10 +99,10 @@ def test_perceptrons_are_known_by_what_they_compute(name):
 
 def test_a_loop_and_a_layer_that_is_called_twice_keep_codes():
     loop = Perceptron(lambda m, x: jax.lax.scan(lambda y, _: twice(y, m), x, length=2)[0])
-    again = Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.a(x)))
+    called_twice = Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.a(x)))
     rounded = lambda h: h.astype(jnp.float8_e5m2).astype(h.dtype)  # noqa: E731
     cast = Perceptron(lambda m, x: m.c(jax.nn.silu(rounded(m.a(x))) * m.b(x)))
-    for model in (loop, again, cast):
+    for model in (loop, called_twice, cast):
         assert found_activations(model, inputs()) == [f"{SILU}(gate) * up"]
         quantized, written = both(model)
         assert codes(quantized, inputs())[INNER] > codes(written, inputs())[INNER]

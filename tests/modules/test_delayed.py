@@ -40,10 +40,10 @@ def make(remat=False, recipe=DELAYED):
 def test_a_model_of_shapes_alone_gets_the_states_of_one_of_arrays(recipe):
     make = lambda: Llama(CONFIG, rngs=nnx.Rngs(0))  # noqa: E731
     abstract = nnx.state(fp8jax.nnx.quantize(nnx.eval_shape(make), recipe))
-    whole = nnx.eval_shape(lambda: nnx.state(fp8jax.nnx.quantize(make(), recipe)))
+    abstract_states = nnx.eval_shape(lambda: nnx.state(fp8jax.nnx.quantize(make(), recipe)))
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
     assert len(jax.tree.leaves(nnx.filter_state(abstract, fp8jax.nnx.ScalingVariable)))
-    assert nnx.to_pure_dict(abstract) == nnx.to_pure_dict(whole)
+    assert nnx.to_pure_dict(abstract) == nnx.to_pure_dict(abstract_states)
 
 
 def test_histories_of_stacked_layers_advance_and_training_learns():

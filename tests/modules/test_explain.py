@@ -203,16 +203,18 @@ def test_what_became_of_products_is_told_with_its_reason_and_a_remedy():
         ("mosaic_gpu", "fp8_matmul", 1, 7, None),
         ("dot", "", 1, 1, None),  # one operand was not to be quantized
     }
-    lost = [actual["e4m3 x e5m2"]]
-    (line,) = compiled.describe_widened(lost, [("matmul", Choice("xla", "cuBLASLt's product, scales applied in it"))])
+    widened = [actual["e4m3 x e5m2"]]
+    (line,) = compiled.describe_widened(
+        widened, [("matmul", Choice("xla", "cuBLASLt's product, scales applied in it"))]
+    )
     assert line == (
         "7 products of e4m3 x e5m2 run in bf16: XLA did not match the pattern of cuBLASLt's FP8 matmul; "
         "set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false before JAX starts"
     )
-    (line,) = compiled.describe_widened(lost, [("matmul", Choice("xla", "no kernel for scales; codes are decoded"))])
+    (line,) = compiled.describe_widened(widened, [("matmul", Choice("xla", "no kernel for scales; codes are decoded"))])
     assert "no kernel for scales" in line
     assert "blocks of 128x128 have kernels" in line
-    wide = dataclasses.replace(lost[0], operands=("f32", "f32"))
+    wide = dataclasses.replace(widened[0], operands=("f32", "f32"))
     assert "run in fp32, slower than bf16" in compiled.describe_widened([wide])[0]
 
 

@@ -205,8 +205,8 @@ def test_a_layer_whose_weight_is_not_trained_multiplies_codes_and_has_no_wgrad(r
     x, dy = (linear.spec(side) or "bfloat16" for side in ("x", "dy"))
     assert actual.products == {"forward": f"{x} x int8:token", "dgrad": f"{dy} x int8:token", "wgrad": "-"}
     assert actual.residual == saved
-    plain = actual._replace(frozen=FrozenInfo(None, 16, 24, 2))
-    assert plain.products["forward"] == f"{x} x bfloat16"
+    with_adapter = actual._replace(frozen=FrozenInfo(None, 16, 24, 2))
+    assert with_adapter.products["forward"] == f"{x} x bfloat16"
     (row,) = [line for line in Explanation((actual,)).details.splitlines() if line.startswith("a/b")]
     assert " ".join(row.split()).endswith(f"int8:token {saved} why")
     unknown = actual._replace(dtype=None, frozen=FrozenInfo(None, 16, 24, 2))

@@ -47,16 +47,16 @@ REPORTS = {
 def test_it_fits_and_loses_nothing(name, monkeypatch):
     report = REPORTS[name]()
     monkeypatch.setenv("COLUMNS", "400")
-    whole = report.details
-    assert max(map(len, whole.splitlines())) > 100
+    details = report.details
+    assert max(map(len, details.splitlines())) > 100
     for columns in (80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))
         assert max(map(len, str(report).splitlines())) <= columns
         folded = report.details
         assert max(map(len, folded.splitlines())) <= columns
         # The narrow table has the content of the wide one, wrapped after "/", "," or "_" without "-".
-        lost = [word for word in whole.split() if word != "-" and word not in folded]
-        assert all(piece in folded for word in lost for piece in re.findall(r"[^/,_]*[/,_]|[^/,_]+", word))
+        missing = [word for word in details.split() if word != "-" and word not in folded]
+        assert all(piece in folded for word in missing for piece in re.findall(r"[^/,_]*[/,_]|[^/,_]+", word))
 
 
 LAYERS = 24

@@ -124,13 +124,13 @@ def test_linen_and_replicas_count_alike():
         _, new = model.apply({"params": params, "fp8jax_scaling": state}, x, mutable=["fp8jax_scaling"])
         return fp8jax.linen.advance_scaling(new["fp8jax_scaling"], {}, rules, axis_name=axis)
 
-    whole = jax.jit(step)(x, state)
+    unsharded = jax.jit(step)(x, state)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     run = jax.shard_map(
         lambda x, s: step(x, s, "data"), mesh=mesh, in_specs=(P("data"), P()), out_specs=P(), check_vma=False
     )
     parts = jax.jit(run)(x, state)
-    assert whole["threshold_x"] == parts["threshold_x"] == pytest.approx(1.3)
+    assert unsharded["threshold_x"] == parts["threshold_x"] == pytest.approx(1.3)
 
 
 class GPT(nnx.Module):

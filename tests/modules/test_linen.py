@@ -107,8 +107,8 @@ def test_transformations_change_no_value(how):
     (value, grads), (same, others) = gradients("loop", loop), gradients(how, params)
     np.testing.assert_allclose(value, same, rtol=1e-4)
     a, b = grads["blocks_1"], jax.tree.map(lambda x: x[1], others["blocks"]) if how == "scan" else others["blocks_1"]
-    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert np.linalg.norm(left - right) <= 0.02 * np.linalg.norm(left) + 1e-4
+    for actual, expected in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert np.linalg.norm(actual - expected) <= 0.02 * np.linalg.norm(actual) + 1e-4
 
 
 @pytest.mark.parametrize("how", [slow("loop"), "scan", slow("jit")])
@@ -206,9 +206,9 @@ def test_a_quantized_model_may_be_part_of_another():
     v = plain.init(KEY, X)
     jax.tree.map(np.testing.assert_array_equal, v, quantized.init(KEY, X))
     assert eight_and_wide(quantized.apply, v, X)[0] == 6
-    around = fp8jax.linen.quantize(quantized, fp8jax.Rule("Dense_0", DEEPSEEK))
-    assert eight_and_wide(around.apply, v, X)[0] == 7
-    assert eight_and_wide(around.inner.apply, {"params": v["params"]["inner"]}, X)[0] == 6
+    quantized_twice = fp8jax.linen.quantize(quantized, fp8jax.Rule("Dense_0", DEEPSEEK))
+    assert eight_and_wide(quantized_twice.apply, v, X)[0] == 7
+    assert eight_and_wide(quantized_twice.inner.apply, {"params": v["params"]["inner"]}, X)[0] == 6
 
 
 def test_einsum_has_its_bias_where_flax_has_it():

@@ -216,9 +216,9 @@ def test_outside_of_programs_a_call_is_planned_once(monkeypatch):
     assert (names, count) == (["int", "int"], 1)
     program = jax.jit(lambda x: model.apply(variables, x)[0])
     np.testing.assert_array_equal(y, program(X))
-    (again, *_), count = call(x=-X)
+    (second_result, *_), count = call(x=-X)
     assert count == 0
-    np.testing.assert_array_equal(again, program(-X))
+    np.testing.assert_array_equal(second_result, program(-X))
     # Other settings, fields and shapes have other programs, and those that compare as equal, too.
     assert [call(power=power)[0][2] for power in (1, True, 1.0)] == ["int", "bool", "float"]
     assert call(power=True)[1] == 0
@@ -275,13 +275,13 @@ def test_a_checkpoint_without_the_states_of_a_layer_is_told_what_to_do():
 def test_copies_of_models_are_equal_and_quantized(dumps):
     model = fp8jax.linen.quantize(Nested(), [fp8jax.Rule("inner/.*", TE)])
     if dumps == "deepcopy":
-        again = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
     else:
         module = pytest.importorskip(dumps)
-        again = pickle.loads(module.dumps(model))
-    assert again == model != Nested()
+        copied = pickle.loads(module.dumps(model))
+    assert copied == model != Nested()
     variables = Nested().init(KEY, X)
-    assert eight(functools.partial(again.apply, mutable=["cache"]), variables, X) == 2
+    assert eight(functools.partial(copied.apply, mutable=["cache"]), variables, X) == 2
     if dumps == "pickle":
         assert type(model).__doc__ == Nested.__doc__
         with pytest.raises(TypeError, match="bound to variables cannot be pickled"):

@@ -94,8 +94,8 @@ def test_merged_and_restored(trained):
     assert relative(QUANTIZED.apply({"params": merged}, T), logits(base, adapters)) < 0.15
     leaves, structure = jax.tree.flatten((base, adapters))
     restored = serialization.msgpack_restore(serialization.msgpack_serialize({str(i): x for i, x in enumerate(leaves)}))
-    again = jax.tree.unflatten(structure, [jnp.asarray(restored[str(i)]) for i in range(len(leaves))])
-    np.testing.assert_array_equal(logits(*again), logits(base, adapters))
+    restored_tree = jax.tree.unflatten(structure, [jnp.asarray(restored[str(i)]) for i in range(len(leaves))])
+    np.testing.assert_array_equal(logits(*restored_tree), logits(base, adapters))
 
 
 def test_the_plan_tells_of_codes_and_the_plain_model_refuses_them(trained):

@@ -167,8 +167,10 @@ def test_a_margin_widens_every_scale_that_a_history_gives():
         exact = [np.asarray(v) for v in _exact(w, factors)]
         for a, b in zip(gradients(part, factors), exact, strict=True):
             assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(b)
-        far = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(gradients(PART, factors), exact, strict=True)]
-        assert max(far) > 0.3
+        errors = [
+            np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(gradients(PART, factors), exact, strict=True)
+        ]
+        assert max(errors) > 0.3
 
 
 def _exact(w, factors):
@@ -181,9 +183,9 @@ def test_the_bias_of_a_layer_with_delayed_scaling_is_added_and_has_its_gradient(
     w = jax.random.normal(jax.random.key(2), (8, 5))
     layer = functools.partial(fp8jax.scaled_linear, recipe=PART)
     for dtype in (jnp.float32, jnp.bfloat16):
-        given = X.astype(dtype), w.astype(dtype), fp8jax.init_scaling(PART), jnp.zeros([])
-        y, vjp_fn = jax.vjp(lambda b, given=given: layer(*given, bias=b)[0], BIAS)
-        plain = layer(*given)[0]
+        operands = X.astype(dtype), w.astype(dtype), fp8jax.init_scaling(PART), jnp.zeros([])
+        y, vjp_fn = jax.vjp(lambda b, operands=operands: layer(*operands, bias=b)[0], BIAS)
+        plain = layer(*operands)[0]
         assert y.dtype == dtype
         np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(plain + BIAS.astype(dtype), np.float32))
         (db,) = vjp_fn(DY.astype(dtype))

@@ -292,9 +292,9 @@ def test_parameters_recast_after_init_are_refused_with_both_dtypes(name):
         rounded.update(wide, rounded.init(params), wide)
     if name in WITH_STEP:
         block = fp8jax.fused_backward(lambda p, x: jnp.sum(p["w"] * x) + jnp.sum(p["norm"]), tx)
-        held = dataclasses.replace(block.init(params), params=wide)
+        recast = dataclasses.replace(block.init(params), params=wide)
         with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*split_master_weights"):
-            fp8jax.value_and_step(block)(held, jnp.float32(1.0))
+            fp8jax.value_and_step(block)(recast, jnp.float32(1.0))
 
 
 RECAST = ((jnp.float32, jnp.float32), (jnp.bfloat16, jnp.bfloat16))
@@ -424,8 +424,8 @@ def test_converted_from_fp32_masters_and_back(name):
     equal(values(own, high), params)
     if name == "compressed_adamw":
         equal(fp8jax.convert_state(own, plain, params), state)
-    again = fp8jax.convert_state(own, tx, high)
-    equal(again, own)
+    converted_back = fp8jax.convert_state(own, tx, high)
+    equal(converted_back, own)
     narrow = fp8jax.convert_state(own, OPTIMIZERS[name](master="bf16+int8"), high)
     for a, b in zip(*map(jax.tree.leaves, (values(narrow, high), params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2.0**-15)  # a last place of 24 bits, at the highest remainder

@@ -414,9 +414,9 @@ def test_a_state_goes_on_outside_of_the_backward_pass_and_back():
     _, blocks = released_steps(tx, block, 2)
     released = fp8jax.fused_backward(block, tx)
     equal(released.restore(blocks.params, blocks.state, "layers", has_layer_axis=True, squares=blocks.squares), blocks)
-    again = released.restore(blocks.params, blocks.state, "layers", has_layer_axis=True)
-    assert not again.squares.any(), "what the last gradients were is lost"
-    equal(dataclasses.replace(again, squares=blocks.squares), blocks)
+    restored = released.restore(blocks.params, blocks.state, "layers", has_layer_axis=True)
+    assert not restored.squares.any(), "what the last gradients were is lost"
+    equal(dataclasses.replace(restored, squares=blocks.squares), blocks)
 
 
 def test_a_mesh_changes_no_bit_of_moments():

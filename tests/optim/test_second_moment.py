@@ -88,9 +88,9 @@ def test_groups_keep_their_exponents_while_their_range_fits():
     binades = np.log2(448 / 2**-6)
     assert 15 / 16 * 0.99 < float(first.expansion[0, 0]) * 6 / binades < 15 / 16 * 1.01
     for octaves, keeps in ((6.3, True), (5.7, True), (6.5, False), (5.5, False), (0.0, False)):
-        again = store(ranges(octaves), first, 1)
-        assert (again.expansion[0, 0] == first.expansion[0, 0]) == keeps, octaves
-    assert float(again.expansion[0, 0]) == 1
+        stored_again = store(ranges(octaves), first, 1)
+        assert (stored_again.expansion[0, 0] == first.expansion[0, 0]) == keeps, octaves
+    assert float(stored_again.expansion[0, 0]) == 1
 
 
 def follow(tx, steps=1500, drop=100.0):
@@ -166,11 +166,11 @@ def test_noise_goes_by_count_name_and_position_alone():
 
 def test_a_restart_goes_on_with_the_same_bits():
     p = {"w": jax.random.normal(jax.random.key(0), (16, 128)), "v": [jnp.ones((3, 200))]}
-    whole = nus(TX(), p, 4)
+    uninterrupted = nus(TX(), p, 4)
     saved = jax.tree.map(np.asarray, nus(TX(), p, 2))
 
-    again = nus(TX(), p, 2, saved, first=2)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
+    resumed = nus(TX(), p, 2, saved, first=2)
+    for a, b in zip(jax.tree.leaves(uninterrupted), jax.tree.leaves(resumed), strict=True):
         np.testing.assert_array_equal(*(np.atleast_1d(x).view(np.uint8) for x in (a, b)))
 
 
@@ -248,9 +248,9 @@ def test_bf16_that_is_rounded_stochastically_depends_on_no_mesh_and_on_the_step(
     first = run(p, tx.init(p), p)[1]
     second = run(p, first, p)[1]
     mesh = jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(AxisType.Auto,))
-    cut = jax.device_put(p, jax.NamedSharding(mesh, P(None, "x")))
-    again = run(cut, run(cut, tx.init(cut), cut)[1], cut)[1]
-    np.testing.assert_array_equal(np.float32(second.nu["w"]), np.float32(again.nu["w"]))
+    sharded = jax.device_put(p, jax.NamedSharding(mesh, P(None, "x")))
+    second_step = run(sharded, run(sharded, tx.init(sharded), sharded)[1], sharded)[1]
+    np.testing.assert_array_equal(np.float32(second.nu["w"]), np.float32(second_step.nu["w"]))
     nearest = TX(mu="bf16", nu="bf16", nu_rounding="nearest").update(p, tx.init(p), p)[1]
     assert np.mean(np.asarray(nearest.nu["w"] != first.nu["w"])) > 0.2
     np.testing.assert_array_equal(np.float32(nearest.mu["w"]), np.float32(first.mu["w"]))

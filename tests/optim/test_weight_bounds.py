@@ -110,8 +110,8 @@ def test_no_weight_exceeds_its_bound(case):
         assert bounds[name].shape == (STEPS, *PARAMS[name].shape[:-2])
         assert (largest[name].astype(np.float32) <= bounds[name]).all(), name
         # A new measurement is within a step of the amax. In between, the bound differs, or the test would show nothing.
-        again = bounds[name][INTERVAL] / largest[name][INTERVAL].astype(np.float32)
-        assert (again < 1.3).all()
+        ratio = bounds[name][INTERVAL] / largest[name][INTERVAL].astype(np.float32)
+        assert (ratio < 1.3).all()
         assert (bounds[name][INTERVAL - 1] > bounds[name][INTERVAL]).all() or case == "sgd, measured"
 
 
@@ -206,9 +206,9 @@ def test_limits_that_do_not_exist_are_refused_and_updates_beyond_a_limit_are_cut
     tx = fp8jax.track_weight_amax(limit=lambda count, bounds: 0.5 + 0 * bounds)
     params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
     updates = {"w": jnp.array([[0.1, 0.7, -9], [jnp.nan, jnp.inf, 0.5]]), "b": jnp.full(3, 9.0)}
-    cut, state = tx.update(updates, tx.init(params), params)
-    np.testing.assert_array_equal(cut["w"], [[updates["w"][0, 0], 0.5, -0.5], [np.nan, np.inf, 0.5]])
-    np.testing.assert_array_equal(cut["b"], updates["b"])
+    clipped, state = tx.update(updates, tx.init(params), params)
+    np.testing.assert_array_equal(clipped["w"], [[updates["w"][0, 0], 0.5, -0.5], [np.nan, np.inf, 0.5]])
+    np.testing.assert_array_equal(clipped["b"], updates["b"])
     np.testing.assert_allclose(state.bounds["w"], 1.5, rtol=1e-6)
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update(updates, state)
@@ -240,8 +240,8 @@ def test_a_fused_step_is_that_of_the_chain_and_one_that_is_not_applied_leaves_bo
     applied = optax.apply_updates(PARAMS, updates)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), (params, after), (applied, expected))
     assert after[1].count == 1
-    left = jax.jit(functools.partial(tx.step, apply_if=False))(grads, state, PARAMS)
-    jax.tree.map(np.testing.assert_array_equal, left, (PARAMS, state))
+    skipped = jax.jit(functools.partial(tx.step, apply_if=False))(grads, state, PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, skipped, (PARAMS, state))
 
 
 def test_a_fused_step_cuts_directions_that_rounded_moments_make_too_long():
@@ -259,10 +259,10 @@ def test_a_fused_step_cuts_directions_that_rounded_moments_make_too_long():
     assert all(
         np.abs(x).max() > 100 for x in jax.tree.leaves(optax.tree.sub(adamw.step(zeros, adam, PARAMS)[0], PARAMS))
     )
-    most = limit(jnp.int32(0), jnp.float32(0))
+    max_change = limit(jnp.int32(0), jnp.float32(0))
     for name, bound in (("w", state[1].bounds["w"]), ("v", state[1].bounds["v"])):
         assert (jnp.max(jnp.abs(params[name]), (-2, -1)) <= bound).all()
-        assert np.abs(params[name] - PARAMS[name]).max() > 0.998 * most
+        assert np.abs(params[name] - PARAMS[name]).max() > 0.998 * max_change
 
 
 def test_what_cannot_be_tracked_in_a_fused_step_is_refused():

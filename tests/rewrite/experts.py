@@ -152,9 +152,11 @@ def indexed(p, x):
 def switched(p, x):
     """All tokens go to the expert that most of them choose."""
     _, chosen = route(p, x)
-    most = jnp.argmax(jnp.bincount(chosen.reshape(-1), length=EXPERTS))
+    largest_expert = jnp.argmax(jnp.bincount(chosen.reshape(-1), length=EXPERTS))
     branch = lambda i: lambda x: (jax.nn.silu(x @ p["gate"][i]) * (x @ p["up"][i])) @ p["down"][i]  # noqa: E731
-    return share_of_each(p, x)[:, most][:, None] * lax.switch(most, [branch(i) for i in range(EXPERTS)], x)
+    return share_of_each(p, x)[:, largest_expert][:, None] * lax.switch(
+        largest_expert, [branch(i) for i in range(EXPERTS)], x
+    )
 
 
 def switch_tokens(p, x):

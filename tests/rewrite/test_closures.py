@@ -55,13 +55,13 @@ def looked_up(p, tokens):
 def test_a_batch_that_a_loss_closes_over_is_data(loss, batch, same):
     p = P | {"table": normal(5, 9, WIDTH)}
     closed = fp8jax.transform(lambda p: loss(p, same(batch)), "coat")
-    given = fp8jax.transform(lambda p, x: loss(p, same(x)), "coat")
+    with_arguments = fp8jax.transform(lambda p, x: loss(p, same(x)), "coat")
     kinds = lambda entries: [(e.path, e.kind, e.is_quantized) for e in entries]  # noqa: E731
-    assert kinds(closed.explain(p).entries) == kinds(given.explain(p, batch).entries)
+    assert kinds(closed.explain(p).entries) == kinds(with_arguments.explain(p, batch).entries)
     assert len(closed.explain(p).quantized) > 2
     if loss is scanned:  # it takes as long to compile as all others together
         return
-    actual, expected = jax.jit(jax.value_and_grad(closed))(p), jax.jit(jax.value_and_grad(given))(p, batch)
+    actual, expected = jax.jit(jax.value_and_grad(closed))(p), jax.jit(jax.value_and_grad(with_arguments))(p, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), actual, expected)
 
 
@@ -84,13 +84,13 @@ def test_matrices_of_the_model_that_data_meet_are_no_data():
         "up ": (lambda p, x: x @ (SKEW @ p["up"]), []),
         "": (lambda p, x: x @ (mask * p["up"]), ["up"]),
     }
-    for of, (first, taken) in cases.items():
+    for case, (first, is_quantized) in cases.items():
         fn = lambda p, x, first=first: jnp.mean((first(p, x) @ p["down"]) ** 2)  # noqa: E731
         explained = fp8jax.transform(fn, "te_current").explain(P, X)
-        assert [e.path for e in explained.quantized] == [*taken, "down"], of
-        rotated = ["neither operand depends on data"] if of == "up " else []
+        assert [e.path for e in explained.quantized] == [*is_quantized, "down"], case
+        rotated = ["neither operand depends on data"] if case == "up " else []
         assert [e.reason for e in explained.skipped] == (
-            [*rotated, f"data are multiplied by a value computed from {of.strip()}"] if of else []
+            [*rotated, f"data are multiplied by a value computed from {case.strip()}"] if case else []
         )
 
 
@@ -223,14 +223,14 @@ def test_rules_for_stacked_parameters():
 def test_stacked_parameters_have_no_state_and_stop_no_other_product(recipe):
     params = {"blocks": BLOCKS, "alone": normal(9, WIDTH, WIDTH)}
     fast = fp8jax.transform(lambda p, x: loop(tree(jnp.stack)(p["blocks"]), jnp.tanh(x @ p["alone"])), recipe)
-    left = [e for e in fast.explain(params, X).skipped if e.is_product]
-    assert {e.path for e in left} == {"blocks/block_0/up", "blocks/block_0/down"}
-    assert all(e.reason.startswith("concatenates or stacks parameters") for e in left)
+    unquantized = [e for e in fast.explain(params, X).skipped if e.is_product]
+    assert {e.path for e in unquantized} == {"blocks/block_0/up", "blocks/block_0/down"}
+    assert all(e.reason.startswith("concatenates or stacks parameters") for e in unquantized)
     assert list(fast.init(params, X)) == ["alone"]
 
 
 def test_frozen_weights_that_are_stacked_are_told():
     frozen = {name: {k: fp8jax.freeze(w) if w.ndim > 1 else w for k, w in p.items()} for name, p in BLOCKS.items()}
     fast = fp8jax.transform(lambda p, x: loop(tree(jnp.stack)(p), x) + mlp(P | {"up": p["block_0"]["up"]}, x), "coat")
-    left = [e.reason for e in fast.explain(frozen, X).skipped if e.is_product]
-    assert any("a value computed from block_0/up and block_1/up" in each and "frozen as" in each for each in left)
+    reasons = [e.reason for e in fast.explain(frozen, X).skipped if e.is_product]
+    assert any("a value computed from block_0/up and block_1/up" in each and "frozen as" in each for each in reasons)

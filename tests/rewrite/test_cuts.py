@@ -37,10 +37,10 @@ def loss(fn):
 @pytest.mark.parametrize("recipe", ["te_current", "fast"])
 def test_results_and_gradients_have_the_bits_of_the_whole_product(recipe, monkeypatch):
     results = []
-    for apart in (False, True):
-        monkeypatch.setattr(operations, "should_split_output", lambda *_, apart=apart: apart)
+    for is_split in (False, True):
+        monkeypatch.setattr(operations, "should_split_output", lambda *_, is_split=is_split: is_split)
         run = jax.value_and_grad(loss(fp8jax.transform(packed, recipe)), (0, 1))
-        assert len(dots(run, P, X)) == (5 if apart else 3)
+        assert len(dots(run, P, X)) == (5 if is_split else 3)
         results.append(jax.jit(run)(P, X))
     assert all(map(np.array_equal, *map(jax.tree.leaves, results)))
     assert fp8jax.transform(packed, recipe).check(P, X).first_failure is None

@@ -44,8 +44,8 @@ def test_equinox_differentiates_it_and_its_values_are_those_of_a_plain_function(
     model, fast = Net(), fp8jax.filter_transform(loss, recipe)
     value, grads = eqx.filter_value_and_grad(fast)(model, X)
     params, rest = eqx.partition(model, eqx.is_inexact_array)
-    plain = fp8jax.transform(lambda params, x: loss(eqx.combine(params, rest), x), recipe)
-    expected, by_hand = jax.jit(jax.value_and_grad(plain))(params, X)
+    by_transform = fp8jax.transform(lambda params, x: loss(eqx.combine(params, rest), x), recipe)
+    expected, by_hand = jax.jit(jax.value_and_grad(by_transform))(params, X)
     inside, again = eqx.filter_jit(eqx.filter_value_and_grad(fast))(model, X)
     np.testing.assert_array_equal([value, inside], [expected, expected])
     for each in (grads, again):
@@ -56,7 +56,7 @@ def test_equinox_differentiates_it_and_its_values_are_those_of_a_plain_function(
 
 def test_numbers_and_functions_are_settings():
     fast = fp8jax.filter_transform(loss, "te_current")
-    values = [float(fast(Net(*how), X)) for how in ((2.0,), (1.0,), (2.0, jnp.sin), (2.0,))]
+    values = [float(fast(Net(*arguments), X)) for arguments in ((2.0,), (1.0,), (2.0, jnp.sin), (2.0,))]
     assert len(set(values)) == 3
     assert values[0] == values[3]
     with pytest.raises(jax.errors.TracerBoolConversionError) as raised:

@@ -159,9 +159,9 @@ def test_a_writing_that_is_left_has_its_reason_and_line_and_the_rest_is_in_8_bit
     fast = fp8jax.transform(written, "coat")
     explained = fast.explain(params, X)
     assert [e.path for e in explained.quantized if e.is_product] == ["mixer"]
-    left = [e for e in explained.skipped if e.path != "router"]
-    assert {e.path for e in left} == experts_of(params)
-    assert all(e.reason.startswith(reason) and experts.__file__ in e.line for e in left)
+    unquantized = [e for e in explained.skipped if e.path != "router"]
+    assert {e.path for e in unquantized} == experts_of(params)
+    assert all(e.reason.startswith(reason) and experts.__file__ in e.line for e in unquantized)
     assert reason in explained.unquantized_note
     with pytest.warns(fp8jax.UnquantizedWarning, match="stay in 16 bits"):
         y = fast(params, X)
@@ -185,8 +185,10 @@ def test_a_function_that_the_rules_name_is_a_grouped_product(dot, params):
     expected = jax.jit(fp8jax.transform(ragged, "coat"))(params, X)
     np.testing.assert_allclose(jax.jit(fast)(params, X), expected, rtol=1e-5, atol=1e-6)
     # A rule may leave them.
-    left = fp8jax.transform(written, [fp8jax.GroupedProduct(name), fp8jax.Rule("gate|up|down", None), "coat"])
-    assert [e.path for e in left.explain(params, X).quantized if e.is_product] == ["mixer"]
+    without_a_recipe = fp8jax.transform(
+        written, [fp8jax.GroupedProduct(name), fp8jax.Rule("gate|up|down", None), "coat"]
+    )
+    assert [e.path for e in without_a_recipe.explain(params, X).quantized if e.is_product] == ["mixer"]
 
 
 @pytest.mark.slow
@@ -528,8 +530,8 @@ def test_frozen_experts_are_multiplied_as_codes(spec):
     # Codes per output cannot be used for the transposed matrix: its values are multiplied in 16 bits.
     stored = {name: fp8jax.freeze(TRANSPOSED[name], "e4m3:token") for name in frozen}
     general = fp8jax.transform(experts.block(experts.sorted_tokens(experts.general_dot)), "te_current")
-    left = {e.path for e in general.explain(trained | stored, X).skipped if "values of 16 bits" in e.reason}
-    assert left == set(frozen)
+    in_16_bits = {e.path for e in general.explain(trained | stored, X).skipped if "values of 16 bits" in e.reason}
+    assert in_16_bits == set(frozen)
 
 
 @pytest.mark.slow

@@ -91,11 +91,11 @@ def test_of_other_recipes_it_is_told_what_would_be_better_left(one_known_device)
 def test_what_each_product_gains_is_told_less_its_part_of_the_codes(one_known_device):
     linear = fp8jax.recipes.te_current().linear
     entries = {entry.path: entry for entry in explained("te_current", 1024, 4096, 16384).entries if entry.is_product}
-    for path, inputs, outputs, made, readers in (
+    for path, inputs, outputs, producer, readers in (
         ("q", 1024, 1024, "norm", 3), ("k", 1024, 256, "norm", 3), ("gate", 1024, 4096, "norm", 2),
         ("down", 4096, 1024, "activation", 1), ("o", 1024, 1024, "", 1),
     ):  # fmt: skip
-        codes = cost_model.quantization_cost(16384, inputs, linear, RATES, producer=made) / readers
+        codes = cost_model.quantization_cost(16384, inputs, linear, RATES, producer=producer) / readers
         expected = cost_model.estimate_gain(16384, inputs, outputs, linear, RATES) - codes
         assert entries[path].gain == pytest.approx(expected), path
         assert (entries[path].runs_per_step, entries[path].tokens) == (1, 16384)
@@ -167,8 +167,10 @@ def test_a_gain_is_that_of_the_products_less_bytes_and_launches():
     assert cost_model.estimate_gain(100, 10, 7, linear, slow, has_bias=True) == pytest.approx(
         -(14 * 70 + 2 * 700) / 2.9e12
     )
-    for made, each in (("norm", -13.8), ("activation", -2.8), ("", 8)):
-        assert cost_model.quantization_cost(100, 10, linear, slow, producer=made) == pytest.approx(each * 1000 / 2.9e12)
+    for producer, each in (("norm", -13.8), ("activation", -2.8), ("", 8)):
+        assert cost_model.quantization_cost(100, 10, linear, slow, producer=producer) == pytest.approx(
+            each * 1000 / 2.9e12
+        )
     assert cost_model.quantization_cost(100, 10, linear, RATES, producer="") == pytest.approx(
         8 * 1000 / 2.9e12 + 6.4e-6
     )

@@ -205,9 +205,9 @@ def test_a_matrix_that_is_read_transposed_is_multiplied_by_its_codes(how, column
 
     slope = jax.random.normal(KEYS[3], (*X.shape[:2], WIDTH))
     loss = lambda fn: jax.grad(lambda a, x: jnp.sum(slope * fn(a, x)), (0, 1))(adapter, x)  # noqa: E731
-    y, beside = fast(p(adapter), x)
+    y, adapter_result = fast(p(adapter), x)
     assert relative(y, exact(adapter, x)) < 0.08
-    assert relative(beside, x @ jnp.ones((columns, 8))) < 0.08
+    assert relative(adapter_result, x @ jnp.ones((columns, 8))) < 0.08
     ours, theirs = loss(lambda a, x: fast(p(a), x)[0]), loss(exact)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert relative(a, b) < 0.08
@@ -225,19 +225,19 @@ def test_scales_that_serve_one_side_alone_leave_the_transposed_matrix_in_16_bits
     assert "not read as (inputs, outputs)" in str(fast.explain(p, X))
     with pytest.raises(ValueError, match=re.escape(f"codes of {spec} cannot be used transposed")):
         _ = square.T
-    turned = fp8jax.freeze(W).T
-    assert turned.shape == (INNER, WIDTH)
-    np.testing.assert_array_equal(turned.dequantize(), fp8jax.freeze(W).dequantize().T)
-    assert turned.T.shape == W.shape
+    transposed = fp8jax.freeze(W).T
+    assert transposed.shape == (INNER, WIDTH)
+    np.testing.assert_array_equal(transposed.dequantize(), fp8jax.freeze(W).dequantize().T)
+    assert transposed.T.shape == W.shape
 
 
 @pytest.mark.parametrize("how", ["tiled", "looked up", "multiplied"])
 def test_what_is_held_has_no_gradient(how):
     fn = VALUES[how][0] if how in VALUES else lambda p, x: x @ p["w"]
     fast = fp8jax.transform(lambda p, x: (fn(p, x), x @ p["other"]), "te_current")
-    of = lambda w: fast({"w": w, "other": W}, X)[0].sum()  # noqa: E731
-    assert not np.any(jax.grad(of, allow_int=True)(HELD).codes.scale)
-    base, adapter = jax.grad(lambda w, a: of(fp8jax.lora.AdaptedWeight(w, a)), (0, 1))(W, ADAPTER)
+    loss = lambda w: fast({"w": w, "other": W}, X)[0].sum()  # noqa: E731
+    assert not np.any(jax.grad(loss, allow_int=True)(HELD).codes.scale)
+    base, adapter = jax.grad(lambda w, a: loss(fp8jax.lora.AdaptedWeight(w, a)), (0, 1))(W, ADAPTER)
     assert not np.any(base)
     assert all(np.any(part) for part in jax.tree.leaves(adapter))
 
@@ -247,8 +247,8 @@ def test_a_head_that_rules_leave_alone_is_multiplied_by_its_codes_in_16_bits():
     fast = fp8jax.transform(lambda p, x: (x @ p["up"]["kernel"])[..., :WIDTH] @ p["head"]["kernel"], "te_current")
     text = str(fast.explain(params, X))
     assert "an embedding or head; frozen as e4m3:tensor" in text
-    plain = params | {"head": {"kernel": params["head"]["kernel"].dequantize()}}
-    np.testing.assert_allclose(fast(params, X), fast(plain, X), rtol=1e-5, atol=1e-5)
+    dequantized = params | {"head": {"kernel": params["head"]["kernel"].dequantize()}}
+    np.testing.assert_allclose(fast(params, X), fast(dequantized, X), rtol=1e-5, atol=1e-5)
 
 
 def test_codes_that_are_whole_on_devices_of_a_mesh():
@@ -258,8 +258,10 @@ def test_codes_that_are_whole_on_devices_of_a_mesh():
     frozen = fp8jax.freeze(W, "e4m3:block128")
     expected = fp8jax.linear(X, frozen, recipe="deepseek")
     np.testing.assert_allclose(jax.jit(fast)({"w": frozen}, X), expected, rtol=1e-5, atol=1e-5)
-    cut = jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=(P(None, "data"), P()), out_specs=P(None, None, "data"))
-    by_values = fp8jax.transform(lambda p, x: (cut(p["w"], x), x @ p["w"]), "deepseek")
+    sharded = jax.shard_map(
+        lambda w, x: x @ w, mesh=mesh, in_specs=(P(None, "data"), P()), out_specs=P(None, None, "data")
+    )
+    by_values = fp8jax.transform(lambda p, x: (sharded(p["w"], x), x @ p["w"]), "deepseek")
     np.testing.assert_allclose(
         jax.jit(by_values)({"w": frozen}, X)[0],
         X @ frozen.dequantize(),
@@ -308,18 +310,18 @@ def test_a_parameter_of_several_axes_is_frozen_as_its_matrix(shape, axes):
 def test_codes_lie_in_shards_as_the_weights_do(spec):
     """As with fsdp: each device has a part of the codes, and the step is the same."""
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    whole, adapters = frozen_with_adapters(spec)
-    cut = jax.device_put(PARAMS["layers"], jax.NamedSharding(mesh, P(None, "fsdp")))
-    params = {"layers": cut, "head": jax.device_put(PARAMS["head"], jax.NamedSharding(mesh, P()))}
+    unsharded, adapters = frozen_with_adapters(spec)
+    sharded = jax.device_put(PARAMS["layers"], jax.NamedSharding(mesh, P(None, "fsdp")))
+    params = {"layers": sharded, "head": jax.device_put(PARAMS["head"], jax.NamedSharding(mesh, P()))}
     base = fp8jax.lora.freeze(params, spec, targets=TARGETS)
     for name in ("up", "down"):
         codes = base["layers"][name]["kernel"].codes.codes
-        np.testing.assert_array_equal(codes, whole["layers"][name]["kernel"].codes.codes)
+        np.testing.assert_array_equal(codes, unsharded["layers"][name]["kernel"].codes.codes)
         assert {shard.data.size * 4 for shard in codes.addressable_shards} == {codes.size}
         assert codes.addressable_shards[0].data.shape[-1] * 4 == codes.shape[-1], "the inputs are cut, as they were"
     fast = fp8jax.transform(model, "te_current")
     x = jax.device_put(jnp.concatenate([X, X]), jax.NamedSharding(mesh, P("fsdp")))
-    expected = gradients(lambda a, x: fast(fp8jax.lora.adapt(whole, a), x), adapters, jnp.concatenate([X, X]))
+    expected = gradients(lambda a, x: fast(fp8jax.lora.adapt(unsharded, a), x), adapters, jnp.concatenate([X, X]))
     actual = gradients(lambda a, x: fast(fp8jax.lora.adapt(base, a), x), adapters, x)
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert relative(one, np.asarray(other)) < 2e-2  # a rounding may fall otherwise where a sum has another order

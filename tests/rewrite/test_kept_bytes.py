@@ -100,23 +100,25 @@ def test_bytes_in_loops_count_each_turn_and_none_is_told_under_a_checkpoint():
     twice = jax.tree.map(lambda w: jnp.stack([w] * 2), layers)
     nested = fp8jax.transform(lambda p, x: jax.lax.scan(lambda x, p: (stacked(p, x), None), x, p)[0], "coat")
     assert bytes_of(nested, twice) == [6 * n for n in bytes_of(one, P)]
-    again = fp8jax.transform(jax.checkpoint(mlp), "coat").explain(P, X)
-    assert {e.residual_bytes for e in again.quantized} == {None}
-    assert "memory:" not in str(again)
+    checkpointed = fp8jax.transform(jax.checkpoint(mlp), "coat").explain(P, X)
+    assert {e.residual_bytes for e in checkpointed.quantized} == {None}
+    assert "memory:" not in str(checkpointed)
 
 
 def test_bytes_of_a_model_are_in_its_report():
     model = nnx.Sequential(nnx.Linear(WIDTH, INNER, rngs=nnx.Rngs(0)), nnx.Linear(INNER, WIDTH, rngs=nnx.Rngs(0)))
     sample = jax.ShapeDtypeStruct((32, WIDTH), jnp.bfloat16)
     count = 32 * WIDTH + 32 * INNER
-    plain = 4 * count  # the layers compute in fp32
-    note = f"needs {(count + 8) / 1024:.4g} KiB of saved inputs; without the recipe at least {plain / 1024:.4g} KiB"
+    unquantized = 4 * count  # the layers compute in fp32
+    note = (
+        f"needs {(count + 8) / 1024:.4g} KiB of saved inputs; without the recipe at least {unquantized / 1024:.4g} KiB"
+    )
     assert note in str(fp8jax.explain(model, "te_current", sample))
     adapted = fp8jax.nnx.lora(fp8jax.nnx.quantize(model, "te_current"), rank=4, alpha=8.0, rngs=nnx.Rngs(1))
     # Adapters need their inputs unquantized.
     sample = jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)
     explained = " ".join(str(fp8jax.explain(adapted, sample)).split())
-    assert f"needs {plain / 1024:.4g} KiB of saved inputs, as much" in explained
+    assert f"needs {unquantized / 1024:.4g} KiB of saved inputs, as much" in explained
 
 
 @pytest.mark.parametrize("recipe", ["coat", "te_current"])
@@ -124,23 +126,25 @@ def test_a_program_without_the_recipe_saves_at_least_what_is_said(recipe):
     explained = fp8jax.transform(mlp, recipe).explain(P, X)
     (x, h, product), itemsize = (X.size, X.size, X.size // WIDTH * INNER), X.dtype.itemsize
     arrays = [x, h, *[product] * 4] if recipe == "coat" else [h, product]
-    said = sum(entry.unquantized_residual_bytes or 0 for entry in explained.entries)
-    assert said == itemsize * sum(arrays)
+    estimate = sum(entry.unquantized_residual_bytes or 0 for entry in explained.entries)
+    assert estimate == itemsize * sum(arrays)
     saved = [(dtype, shape) for dtype, shape in residuals(mlp, P, X) if shape[:-1] == X.shape[:-1]]
-    assert said <= sum(jnp.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in saved)
+    assert estimate <= sum(jnp.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in saved)
 
 
 def test_sentences_add_up_what_a_plan_says_of_its_parts():
     """Artificial entries: bytes, gains by number of runs, and slower layers with folded names."""
-    made = functools.partial(
+    make_entry = functools.partial(
         PlanEntry, kind="dot_general", shape=(64, 96), reason="", line="", is_product=True, rates_device="an H100"
     )
-    taken = LayerChoice(fp8jax.recipes.te_current().linear, "")
+    quantized_choice = LayerChoice(fp8jax.recipes.te_current().linear, "")
     parts = [
-        made("a", choice=taken, residual_bytes=1536, gain=1e-3, runs_per_step=3, is_rematerialized=True),
-        made("b", choice=taken, residual_bytes=1023, gain=-2e-4, is_slower=True, tokens=512),
-        made("norm", choice=None, residual_bytes=1, is_product=False, rates_device=""),
-        made("head", choice=None, is_rematerialized=True),
+        make_entry(
+            "a", choice=quantized_choice, residual_bytes=1536, gain=1e-3, runs_per_step=3, is_rematerialized=True
+        ),
+        make_entry("b", choice=quantized_choice, residual_bytes=1023, gain=-2e-4, is_slower=True, tokens=512),
+        make_entry("norm", choice=None, residual_bytes=1, is_product=False, rates_device=""),
+        make_entry("head", choice=None, is_rematerialized=True),
     ]
     assert explanation.residual_bytes_note(parts).startswith(
         "memory: outside of jax.checkpoint, the backward pass needs"

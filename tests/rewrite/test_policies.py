@@ -71,8 +71,8 @@ def test_kept_bytes_are_codes_where_the_backward_pass_reads_codes():
     names = {(dtype, shape) for dtype, shape in residuals(counted(POLICIES.dots_saveable)[2], P, X)}
     assert ("bfloat16", (TOKENS, INNER)) not in names
     assert ("uint8", (TOKENS, INNER)) in names
-    plain = residuals(jax.checkpoint(block, policy=POLICIES.dots_saveable), P, X)
-    assert ("bfloat16", (TOKENS, INNER)) in plain
+    unquantized = residuals(jax.checkpoint(block, policy=POLICIES.dots_saveable), P, X)
+    assert ("bfloat16", (TOKENS, INNER)) in unquantized
 
 
 def test_functions_take_the_policy():

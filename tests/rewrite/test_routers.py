@@ -159,9 +159,9 @@ def check_router_stays(fn, p=P, layers=LAYERS, x=X):
     quantized = {row.path for row in rows.quantized if row.is_product}
     assert not quantized & ROUTER.keys()
     assert {"mixer", "out"} <= quantized <= layers
-    left = {row.path: row.reason for row in rows.skipped if row.path in ROUTER}
-    assert left
-    assert all("router" in reason or "computed from" in reason for reason in left.values())
+    reasons = {row.path: row.reason for row in rows.skipped if row.path in ROUTER}
+    assert reasons
+    assert all("router" in reason or "computed from" in reason for reason in reasons.values())
     assert not rows.unquantized_note or "centroids" not in rows.unquantized_note
     programs = [str(jax.make_jaxpr(jax.grad(lambda p, fn=f: jnp.sum(jnp.sin(fn(p, x)))))(p)) for f in (fast, excluded)]
     assert programs[0] == programs[1]

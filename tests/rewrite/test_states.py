@@ -131,8 +131,8 @@ def test_two_uses_of_one_parameter_have_one_state():
 def test_a_branch_that_is_not_taken_observes_nothing():
     fn = lambda p, x: lax.cond(x[0, 0, 0] > 1e3, lambda x: mlp(p, 9 * x), lambda x: mlp(p, x), x)  # noqa: E731
     _, _, recorded = observed(fn, P, X)
-    taken = sorted(float(slots.x) for slots in recorded["up"].slots)
-    np.testing.assert_allclose(taken, [0, largest(X)], rtol=1e-6)
+    amaxes = sorted(float(slots.x) for slots in recorded["up"].slots)
+    np.testing.assert_allclose(amaxes, [0, largest(X)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -168,15 +168,15 @@ def test_uses_are_merged_as_their_scaling_asks():
         np.testing.assert_array_equal(merged["w"]["x"], expected * unit)
     recorded = {(uses[0].key, "dy"): jnp.array([1.0, 2.0, 7.0]), (uses[1].key, "dy"): jnp.float32(5)}
     assert states.merge_use_stats(recorded, dict.fromkeys(uses, linears[0]))["w"]["dy"] == 7
-    held = states.ParameterState(
+    parameter_state = states.ParameterState(
         linears[0], (), states.init(dict.fromkeys(uses, linears[0]), P | {"w": P["up"]})["w"].state
     )
 
     def gradient(slot):
-        given = states.use_inputs_from_parameter_states(
-            {"w": held._replace(stats=ScalingStats(dy=slot))}, dict.fromkeys(uses, linears[0])
+        use_inputs = states.use_inputs_from_parameter_states(
+            {"w": parameter_state._replace(stats=ScalingStats(dy=slot))}, dict.fromkeys(uses, linears[0])
         )
-        return 2 * given[uses[0].key].slots.dy.sum() + 5 * given[uses[1].key].slots.dy
+        return 2 * use_inputs[uses[0].key].slots.dy.sum() + 5 * use_inputs[uses[1].key].slots.dy
 
     assert jax.grad(gradient)(jnp.float32(0)) == 5
     tracked = states.init({states.WeightUse("w", 0, ()): linears[0]}, {"w": P["up"]})
@@ -184,7 +184,9 @@ def test_uses_are_merged_as_their_scaling_asks():
     new = jax.vmap(lambda recorded: states.advance(tracked, recorded, "devices"), axis_name="devices")(each)
     np.testing.assert_array_equal(new["w"].state.x[:, 0], [5, 5])
     with pytest.raises(ValueError, match="the model has no state for delayed scaling of w"):
-        states.use_inputs_from_parameter_states({"w": held._replace(state=None)}, dict.fromkeys(uses, linears[0]))
+        states.use_inputs_from_parameter_states(
+            {"w": parameter_state._replace(state=None)}, dict.fromkeys(uses, linears[0])
+        )
     with pytest.raises(ValueError, match="have different recipes"):
         states.init({states.WeightUse("w", i, ()): linear for i, linear in enumerate(linears)}, {"w": P["up"]})
 

@@ -129,9 +129,9 @@ def test_given_rules_stay_and_decide_for_the_other_layers():
     def fn(p, x):
         return jnp.sum(jnp.tanh(jax.lax.ragged_dot(x, p["experts"], sizes)) @ p["out"])
 
-    given = (fp8jax.Rule("out", "bf16"), fp8jax.Rule("exp.*", "te_current"), "coat")
-    suggestion = fp8jax.suggest(fn, given, params, x)
-    assert suggestion.rules == (fp8jax.Rule("experts", "deepseek"), *given)
+    original_rules = (fp8jax.Rule("out", "bf16"), fp8jax.Rule("exp.*", "te_current"), "coat")
+    suggestion = fp8jax.suggest(fn, original_rules, params, x)
+    assert suggestion.rules == (fp8jax.Rule("experts", "deepseek"), *original_rules)
     assert set(suggestion.reasons) == {"experts"}
     rows = fp8jax.transform(fn, suggestion.rules).explain(params, x).rows
     assert [row.path for row in rows if row.is_product and row.is_quantized] == ["experts"]

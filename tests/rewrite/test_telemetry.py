@@ -291,7 +291,7 @@ def test_devices_have_one_value_together(manual):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     p, x, dy = {"w": normal(0, WIDTH, INNER)}, wide(1, TOKENS, WIDTH), wide(2, TOKENS, INNER)
     gradient = linear_loss("deepseek")  # no scale spans two devices
-    whole = jax.jit(fp8jax.telemetry(gradient))(p, x, dy)[1]
+    unsharded = jax.jit(fp8jax.telemetry(gradient))(p, x, dy)[1]
     rows = jax.NamedSharding(mesh, P("data"))
     if manual:
         own = gradient
@@ -305,7 +305,7 @@ def test_devices_have_one_value_together(manual):
     with jax.set_mesh(mesh):
         actual = jax.jit(fp8jax.telemetry(gradient))(p, *jax.device_put((x, dy), rows))[1]
     for role in ("x", "w", "dy"):
-        for name, value in whole["w"][role].items():
+        for name, value in unsharded["w"][role].items():
             np.testing.assert_allclose(actual["w"][role][name], value, rtol=1e-4, err_msg=f"{role} {name}")
 
 
@@ -337,8 +337,8 @@ def test_a_branch_that_is_not_taken_has_no_values():
     run = jax.jit(fp8jax.telemetry(program))
     for flag, amax, other in ((True, 1, "linear 32x32"), (False, 2, "w")):
         actual = run(p, x, flag)[1]
-        taken = actual["w"] if flag else actual["linear 32x32"]
-        np.testing.assert_array_equal(taken["x"]["amax"], amax * np.max(np.abs(x)))
+        branch = actual["w"] if flag else actual["linear 32x32"]
+        np.testing.assert_array_equal(branch["x"]["amax"], amax * np.max(np.abs(x)))
         assert np.isnan(actual[other]["x"]["snr_db"])
 
 

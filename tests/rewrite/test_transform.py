@@ -293,8 +293,8 @@ def test_what_has_a_derivative_of_its_own_is_as_written():
     )
     fn = lambda p, x: product(p["up"], x) @ p["down"].astype(x.dtype)  # noqa: E731
     fast = fp8jax.transform(fn, "te_current")
-    (left,) = fast.explain(P, X).skipped
-    assert (left.path, left.reason) == ("up", "inside custom_vjp_call, which has a custom derivative")
+    (unquantized,) = fast.explain(P, X).skipped
+    assert (unquantized.path, unquantized.reason) == ("up", "inside custom_vjp_call, which has a custom derivative")
     np.testing.assert_array_equal(jax.grad(loss(fast))(P, X)["up"], 1)
 
 
@@ -328,8 +328,11 @@ def test_matrices_that_are_scaled():
     assert [e.path for e in fast.explain(p, X).quantized] == ["up", "down"]
     # A sum of parameters is not a matrix that a rule can name.
     merged = lambda p, x: x @ (p["up"] + p["down"].T).astype(x.dtype) @ p["down"].astype(x.dtype)  # noqa: E731
-    (left,) = fp8jax.transform(merged, "coat").explain(P, X).skipped
-    assert (left.reason, left.shape) == ("data are multiplied by a value computed from up and down", (WIDTH, INNER))
+    (unquantized,) = fp8jax.transform(merged, "coat").explain(P, X).skipped
+    assert (unquantized.reason, unquantized.shape) == (
+        "data are multiplied by a value computed from up and down",
+        (WIDTH, INNER),
+    )
 
 
 STACK = normal(6, 3, WIDTH, WIDTH)
@@ -478,10 +481,10 @@ def test_of_a_part_or_layout_of_a_parameter_the_parameter_is_kept(fn, recipe):
     """The backward pass recomputes the matrix: no other array of weights is saved, unlike in 16-bit training."""
     x = X[:3, :5]
     fast = fp8jax.transform(fn, [fp8jax.Rule(".*", recipe)])
-    given = functools.partial(fast, states=fast.init(STACK, x))
-    saved = {shape for _, shape in residuals(lambda w: loss(given)(w, x), STACK) if WIDTH in shape}
+    with_states = functools.partial(fast, states=fast.init(STACK, x))
+    saved = {shape for _, shape in residuals(lambda w: loss(with_states)(w, x), STACK) if WIDTH in shape}
     assert {shape for shape in saved if not {3, 5} <= {*shape} and 15 not in shape} == {STACK.shape}
-    expected, actual = (jax.grad(loss(f))(STACK, x) for f in (fn, given))
+    expected, actual = (jax.grad(loss(f))(STACK, x) for f in (fn, with_states))
     assert 0 < relative(actual, expected) < 0.25
 
 
@@ -506,13 +509,13 @@ def test_turns_written_out_on_a_gpu_make_both_copies_of_a_weight_at_once(fn, gpu
     before, expected = run()
     monkeypatch.setattr(graph_run, "on_cuda", lambda: gpu)
     monkeypatch.setattr(graph_run, "on_one_device", lambda: True)
-    made = []
+    calls = []
     monkeypatch.setattr(
-        weights, "quantize_weight", lambda *args, **how: made.append(how) or quantize_weight(*args, **how)
+        weights, "quantize_weight", lambda *args, **how: calls.append(how) or quantize_weight(*args, **how)
     )
     after, actual = run()
     np.testing.assert_array_equal(actual, expected)
-    assert bool(made) == written_out
+    assert bool(calls) == written_out
     assert (str(after).count("optimization_barrier") > str(before).count("optimization_barrier")) == written_out
 
 
@@ -540,12 +543,12 @@ def in_a_loop(p, x):
 def test_outside_of_loops_both_copies_of_a_weight_are_made_at_once_on_a_gpu(fn, recipe, saved, made, monkeypatch):
     """Equal bits. One copy of each is saved, in either layout, and only if a gradient is computed."""
     fast = fp8jax.transform(fn, [fp8jax.Rule(".*", recipe)])
-    given = functools.partial(fast, states=fast.init(P, X))
+    with_states = functools.partial(fast, states=fast.init(P, X))
     sizes = {P["up"].shape, P["down"].shape}
 
     def run():
-        codes = [shape for dtype, shape in residuals(given, P, X) if dtype == "uint8" and shape in sizes]
-        return len(codes), jax.jit(jax.grad(lambda *args: loss(given)(*args), (0, 1)))(P, X)
+        codes = [shape for dtype, shape in residuals(with_states, P, X) if dtype == "uint8" and shape in sizes]
+        return len(codes), jax.jit(jax.grad(lambda *args: loss(with_states)(*args), (0, 1)))(P, X)
 
     before, expected = run()
     monkeypatch.setattr(weights, "on_cuda", lambda: True)
@@ -556,12 +559,12 @@ def test_outside_of_loops_both_copies_of_a_weight_are_made_at_once_on_a_gpu(fn, 
     passes = []
     count = lambda *args, **how: passes.append(how) or quantize_weight(*args, **how)  # noqa: E731
     monkeypatch.setattr(weights, "quantize_weight", count)
-    jax.eval_shape(lambda *args: given(*args), P, X)
+    jax.eval_shape(lambda *args: with_states(*args), P, X)
     assert not passes
-    jax.eval_shape(jax.grad(lambda *args: loss(given)(*args)), P, X)
+    jax.eval_shape(jax.grad(lambda *args: loss(with_states)(*args)), P, X)
     assert len(passes) == made
     # A loop around the call is not part of the plan.
-    turns = lambda p, x: lax.scan(lambda x, _: (given(p, x), None), x, None, 2)[0]  # noqa: E731
+    turns = lambda p, x: lax.scan(lambda x, _: (with_states(p, x), None), x, None, 2)[0]  # noqa: E731
     jax.eval_shape(jax.grad(loss(turns)), P, X)
     assert len(passes) > made or not made
 
@@ -590,8 +593,8 @@ def test_programs_that_are_not_read_are_told():
 
     product.def_vmap(lambda size, batched, w, x: (product(w, x), True))
     fast = fp8jax.transform(lambda p, x: product(p["up"], x) @ p["down"].astype(x.dtype), "te_current")
-    (left,) = fast.explain(P, X).skipped
-    assert (left.path, left.reason) == ("up", "inside custom_vmap_call, which is not supported")
+    (unquantized,) = fast.explain(P, X).skipped
+    assert (unquantized.path, unquantized.reason) == ("up", "inside custom_vmap_call, which is not supported")
 
 
 def test_experts_by_groups_of_tokens():
@@ -673,9 +676,9 @@ def test_a_product_of_someone_elses(monkeypatch):
     monkeypatch.setitem(operations.NON_DOT_OPERATIONS, "conv_general_dilated", Pointwise)
     fast = assert_near(convolved, p, image, products=1)
     explained = fast.explain(p, image)
-    (entry,), (left,) = explained.quantized, explained.skipped
+    (entry,), (unquantized,) = explained.quantized, explained.skipped
     assert (entry.path, entry.residual_bytes) == ("first", image.size + 4)
-    assert left.reason == "this form of conv_general_dilated is not supported"
+    assert unquantized.reason == "this form of conv_general_dilated is not supported"
     assert fast.check(p, image).first_failure is None
 
 
@@ -758,9 +761,9 @@ def test_a_copy_computes_the_same_and_knows_no_programs():
     """Also after a call, when it has compiled programs, which cannot be copied."""
     fast = fp8jax.transform(mlp, "te_current")
     expected = fast(P, X)
-    for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
-        assert not again._calls
-        np.testing.assert_array_equal(again(P, X), expected)
+    for copied in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert not copied._calls
+        np.testing.assert_array_equal(copied(P, X), expected)
 
 
 def test_several_arguments_of_parameters():

@@ -94,8 +94,8 @@ def test_norms_that_are_not_taken_are_listed_with_the_reason(norm, kind, path, w
 
 def test_a_norm_that_is_taken_is_listed_once_and_without_a_context_with_that_reason():
     fn = lambda p, x: jnp.sum((rms(x) * p["n"]) @ p["up"])  # noqa: E731
-    taken = fp8jax.transform(fn, "coat").explain(P, X)
-    assert [e.kind for e in taken.rows] == [e.kind for e in taken.entries] == ["RMSNorm", "dot_general"]
+    explanation = fp8jax.transform(fn, "coat").explain(P, X)
+    assert [e.kind for e in explanation.rows] == [e.kind for e in explanation.entries] == ["RMSNorm", "dot_general"]
     ((kind, path, why),) = rows(fn, "te_current")
     assert (kind, path, why.split(",")[0]) == (
         "RMSNorm",
