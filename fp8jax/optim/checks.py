@@ -81,7 +81,10 @@ def check_params(params: Any, *, only_floating: bool = True) -> None:
         if isinstance(param, QTensor):
             raise TypeError(f"{name} is a QTensor, which no optimizer updates; pass its dequantize() in 16 or 32 bits")
         if not hasattr(param, "dtype"):
-            raise TypeError(f"{name} is {param!r}, of type {kind}, not an array; convert it with jnp.asarray")
+            fix = "convert it with jnp.asarray"
+            if callable(param):
+                fix = "leave it out; for an Equinox model, pass equinox.filter(model, equinox.is_inexact_array)"
+            raise TypeError(f"{name} is {param!r}, of type {kind}, not an array; {fix}")
         is_floating = jnp.issubdtype(param.dtype, jnp.floating)
         if is_floating and param.dtype.itemsize < 2:
             raise TypeError(

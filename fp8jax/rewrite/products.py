@@ -134,7 +134,11 @@ def _skipped_entry(
     """The plan entry of a matmul that is not quantized."""
     weights = [value.weight for value in node.operands if value.weight is not None]
     non_data = [i for i, value in enumerate(node.operands[:2]) if not value.is_data]
-    matrix = next((node.operands[i] for i in (*sides, *non_data)), node.results[0])
+    candidates = [*sides, *non_data]
+    if reason == _NO_DATA_REASON:  # the layer is the last parameter that is not broadcast, as learned queries are
+        candidates = sorted(reversed(sides), key=lambda i: _is_broadcast(node.operands[i]))
+        weights = [w for i in candidates if (w := node.operands[i].weight) is not None]
+    matrix = next((node.operands[i] for i in candidates), node.results[0])
     modified = None if weights else _modified_weight(node.operands[:2])
     source_paths = [w.path for w in weights] or [*source_parameters(matrix)] if modified is None else [modified.path]
     paths = [call_info.layer_paths(path) for path in source_paths]
@@ -166,6 +170,11 @@ def _skipped_entry(
         is_grouped_candidate=is_grouped_candidate,
         source_layers=tuple(path for path, *_ in paths),
     )
+
+
+def _is_broadcast(value: Value) -> bool:
+    """Whether a parameter has more elements where it is read than where it is stored."""
+    return value.weight is not None and value.aval.size != value.weight.stored.aval.size
 
 
 def _skip_reason(node: Node, sides: list[int], outer_scope: str) -> str | None:

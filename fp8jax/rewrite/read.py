@@ -301,8 +301,9 @@ def _forwarded_operands(node: Node) -> list[Value] | None:
 
 
 def _scaled_weight(node: Node) -> Weight | None:
-    """The one matrix among the factors of a product or quotient without data; else None."""
-    matrices = [v.weight for v in node.operands if v.weight is not None and v.weight.stored.aval.ndim > 1]
+    """The one matrix among the factors of a product or quotient without data; else None. (n, 1) is a vector."""
+    weights = [v.weight for v in node.operands if v.weight is not None]
+    matrices = [weight for weight in weights if sum(n != 1 for n in weight.stored.shape) > 1]
     return dataclasses.replace(matrices[0], is_relayouted=True, frozen=None) if len(matrices) == 1 else None
 
 

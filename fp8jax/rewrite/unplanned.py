@@ -138,6 +138,7 @@ _BY_ELEMENT = (
 )
 _MAX_DISTANCE = 12  # steps from a statistic or nonlinear function to a reader of the result
 _NO_CONTEXT_REASON = "the rules quantize matmuls only: no recipe has a context"
+_ARGUMENT_REASON = "both operands are data; if one is a parameter, name its argument in fp8jax.transform(..., params=)"
 _UNREAD_REASON = "no quantized matmul reads its result directly"
 
 
@@ -295,6 +296,15 @@ def _is_statistic(program: _Program, value: Value) -> bool:
     return any(v.kind in ("reduce_sum", "reduce_max") for v in _ancestors(value, 4))
 
 
+def _is_matrix_argument(program: _Program, value: Value) -> bool:
+    """Whether a value is an argument of the user's function that may be a matrix of parameters."""
+    value = strip_layout(value)
+    while value.node is None and value.enclosing_value is not None:
+        value = strip_layout(value.enclosing_value)
+    # The arguments of a method of a Flax model are no parameters.
+    return program.call_info.argument_indices is None and value in program.graph.inputs and value.aval.ndim > 1
+
+
 def _product_entry(program: _Program, node: Node, enclosing: Enclosing) -> PlanEntry | None:
     """The entry of a matmul without a parameter; None if it contracts nothing."""
     if node.kind == "dot_general" and not node.eqn.params["dimension_numbers"][0][0]:
@@ -306,7 +316,8 @@ def _product_entry(program: _Program, node: Node, enclosing: Enclosing) -> PlanE
     if paths:
         reason = f"an adapter; fp8jax.Rule({paths[0]!r}, recipe) quantizes it"
     elif all(v.is_data for v in operands):
-        reason = "both operands are data, as in attention"
+        is_argument = [_is_matrix_argument(program, v) for v in operands]
+        reason = _ARGUMENT_REASON if sum(is_argument) == 1 else "both operands are data, as in attention"
     else:
         reason = "no operand is a parameter"
     shape = next((v.shape for v in operands if _adapter_path(program, v)), node.results[0].shape)

@@ -288,6 +288,8 @@ def test_wrong_trees_are_refused_with_the_place():
         TypeError, match=r"\['temperature'\] is 0.07, of type float, not an array; convert it with jnp.asarray"
     ):
         tx.init({"temperature": 0.07})
+    with pytest.raises(TypeError, match=r"\['act'\] is .* not an array; leave it out; for an Equinox"):
+        tx.init({"act": jnp.tanh})
     p = {"w": jnp.ones((4, 128))}
     state = tx.init(p)
     with pytest.raises(ValueError, match=r"\['w'\] has shape \(128, 4\), but its moments have shape \(4, 128\)"):

@@ -283,6 +283,24 @@ def test_gradients_that_a_function_takes_itself_are_as_written():
     assert 0 < relative(actual, expected) < 0.15
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_gains_of_weight_normalization_may_have_an_axis_of_one_element(axis):
+    """As in Equinox and PyTorch, for matrices on either side."""
+
+    def fn(p, x):
+        norm = jnp.linalg.norm(p["v"], axis=axis, keepdims=True)
+        w = p["v"] * p["g"] / norm
+        return jnp.sin(jnp.einsum("td,dk->tk", x, w if axis == 0 else w.T))
+
+    v = jax.random.normal(jax.random.key(5), (WIDTH, INNER) if axis == 0 else (INNER, WIDTH))
+    p = {"v": v, "g": jnp.ones(jnp.sum(v, axis, keepdims=True).shape)}
+    x = jax.random.normal(jax.random.key(6), (64, WIDTH))
+    fast = fp8jax.transform(fn, "te_current")
+    assert [row.path for row in fast.explain(p, x).quantized] == ["v"]
+    expected, actual = (jax.grad(lambda p, f=f: jnp.mean((f(p, x) - 1) ** 2))(p) for f in (fn, fast))
+    assert all(0 < relative(actual[name], expected[name]) < 0.15 for name in p)
+
+
 def test_what_has_a_derivative_of_its_own_is_as_written():
     @jax.custom_vjp
     def product(w, x):

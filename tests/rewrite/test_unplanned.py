@@ -7,6 +7,7 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax import lax
 
@@ -135,16 +136,16 @@ def test_products_of_data_are_listed_and_a_softmax_is_no_activation():
 
 
 def test_matmuls_of_learned_queries_are_listed_until_they_have_read_data():
-    """The first layer of a Perceiver: its FLOPs count, but no warning names it, as it may be a regularizer."""
+    """The first layers of a Perceiver: their FLOPs count, but no warning names them, as they may be regularizers."""
 
     def fn(p, x):
-        queries = jnp.tile(jnp.tile(p["n"], (8, 1)) @ p["up"], (len(x), 1, 1))
+        queries = jnp.tile(p["mod"], (len(x), 1, 1))[:, :8, :WIDTH] @ p["up"]
         return jnp.sum(jnp.sin(queries @ p["down"] + x) @ p["up"] @ p["down"])
 
     explained = fp8jax.transform(fn, "te_current").explain(P, X)
     left = [(e.path, e.reason) for e in explained.skipped]
     assert left == [(name, "neither operand depends on data") for name in ("up", "down")]
-    assert "61.5 % of the FLOPs" in str(explained)  # of 8 + 3 x 32 rows, 64
+    assert "2 layers run in 8 bits (50 % of the FLOPs" in str(explained)
     assert not explained.unquantized_note
 
 
@@ -163,6 +164,36 @@ def test_summaries_name_the_matrices_of_one_reason_and_a_parameter_without_a_pat
     assert "  data are multiplied by a value computed from up/0 and up/1" in text
     flat = lambda p, x: jnp.sum(x @ p.reshape(WIDTH, INNER))  # noqa: E731
     assert "there. the matrix gains nothing" in str(fp8jax.transform(flat, "coat").explain(P["up"].ravel(), X))
+
+
+def test_layers_of_learned_queries_are_listed_with_their_names_in_models():
+    class Queries(nnx.Module):
+        def __init__(self, rngs):
+            self.queries = nnx.Param(normal(6, 8, WIDTH))
+            self.pre, self.post = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+
+        def __call__(self, x):
+            return self.post(jnp.sin(self.pre(jnp.broadcast_to(self.queries[...], x.shape)) + x))
+
+    class LinenQueries(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            queries = self.param("queries", nn.initializers.normal(), (8, WIDTH))
+            first = nn.Dense(WIDTH, name="pre")(jnp.broadcast_to(queries, x.shape))
+            return nn.Dense(WIDTH, name="post")(jnp.sin(first + x))
+
+    for model in (Queries(nnx.Rngs(0)), LinenQueries()):
+        explained = fp8jax.explain(model, "coat", X)
+        assert [(e.path, e.shape) for e in explained.layers] == [("pre", (WIDTH, WIDTH)), ("post", (WIDTH, WIDTH))]
+        assert [e.reason for e in explained.skipped_layers] == ["neither operand depends on data"]
+
+
+def test_matrices_in_another_argument_are_listed_with_the_option_that_names_it():
+    fn = lambda p, x, q: jnp.sum(lax.scan(lambda x, _: (jnp.sin(x @ q["w"]), None), x @ p["mod"], length=2)[0])  # noqa: E731
+    q = {"w": normal(7, 2 * WIDTH, 2 * WIDTH)}
+    (found,) = [reason for kind, _, reason in rows(fn, "coat", X, q) if kind == "dot_general"]
+    assert found == "both operands are data; if one is a parameter, name its argument in fp8jax.transform(..., params=)"
+    assert len(fp8jax.transform(fn, "coat", params=(0, 2)).explain(P, X, q).quantized) == 2
 
 
 def test_lists_are_in_the_order_of_the_program_and_in_loops_too():
