@@ -84,10 +84,11 @@ def to_static_number(name: str, value: Any, low: float, high: float = np.inf) ->
             f"{name} must be a number, got {value!r}. It is static: pass a Python float, and name it in "
             "static_argnames if it is an argument of jax.jit"
         )
-    if not (low <= value <= high and np.isfinite(value)):
+    number = float(value)
+    if not (low <= number <= high and np.isfinite(number)):
         expected = f"finite and at least {low:g}" if high == np.inf else f"in [{low:g}, {high:g}]"
         raise ValueError(f"{name} must be {expected}, got {value}")
-    return float(value)
+    return number
 
 
 def to_static_integer(name: str, value: Any) -> int:
