@@ -284,6 +284,21 @@ def test_results_have_the_dtype_of_the_parameters(make, form, dtypes):
     np.testing.assert_allclose(new.mu["b"], 0.1 * 5, rtol=1e-6)
 
 
+@forms
+def test_parameters_in_float64_keep_their_bits(form):
+    """Changes are in fp32. In place, they are added to the parameter and not to its fp32 value.
+
+    `fp8lm_adamw` has master weights of its own, in at most fp32.
+    """
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.full(x.shape, np.pi, jnp.float64), PARAMS)
+        tx = BOTH["compressed_adamw"](2.0**-10, weight_decay=0.0)
+        result, _ = getattr(tx, form)(params, tx.init(params), params)
+        new = result if form == "step" else optax.apply_updates(params, result)
+        for x in new.values():
+            np.testing.assert_allclose(np.asarray(x), np.pi - 2.0**-10, rtol=0, atol=1e-9)
+
+
 @both
 @forms
 def test_an_impl_that_cannot_run_raises(make, form):

@@ -87,7 +87,7 @@ def to_static_number(name: str, value: Any, low: float, high: float = np.inf) ->
     number = float(value)
     if not (low <= number <= high and np.isfinite(number)):
         expected = f"finite and at least {low:g}" if high == np.inf else f"in [{low:g}, {high:g}]"
-        raise ValueError(f"{name} must be {expected}, got {number:g}")
+        raise ValueError(f"{name} must be {expected}, got {value}")
     return number
 
 

@@ -247,6 +247,8 @@ def apply_change(leaf: Leaf, change: Array) -> Any:
     """The new parameter of a leaf without `master`, or its change in the parameter's dtype, from the change in fp32."""
     if not leaf.in_place:
         return change.astype(leaf.dtype)
+    if leaf.dtype == jnp.float64:
+        return leaf.weight + change.astype(jnp.float64)  # `leaf.value` is rounded to fp32
     new = leaf.value + change
     if isinstance(leaf.weight, MasterWeight):
         return masters.split(new, leaf.weight.high.dtype, leaf.weight.remainder.dtype)
