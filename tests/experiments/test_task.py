@@ -88,7 +88,7 @@ def test_merged_adapters_keep_the_biases_of_the_base():
 def test_microbatches_are_equal_parts_of_a_batch():
     task = build(fp8jax.recipes.bf16(), microbatches=2)
     tokens = jnp.arange(6 * 9, dtype=jnp.int32).reshape(6, 9)
-    np.testing.assert_array_equal(task._parts(tokens), [tokens[:3], tokens[3:]])
+    np.testing.assert_array_equal(task._split_microbatches(tokens), [tokens[:3], tokens[3:]])
 
 
 def test_a_bad_step_leaves_histories_and_a_good_one_before_it_advances_them():
