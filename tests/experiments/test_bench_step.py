@@ -182,7 +182,7 @@ def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():
         arm = step.StepArm(name, LLAMA, 2, TOKENS, "one")
         metrics = arm()
         results.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-        needs.append(step.memory(arm.program))
+        needs.append(driver.memory(arm.program))
     np.testing.assert_allclose(*results, rtol=1e-3)
     assert needs[1][0] < needs[0][0]
     assert needs[0][1] > needs[0][0]

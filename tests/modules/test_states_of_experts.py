@@ -67,7 +67,8 @@ def test_experts_of_an_nnx_einsum_have_a_state_each(recipe):
     model, x = fp8jax.nnx.quantize(EinsumExperts(), recipe), X * jnp.array([1, 1e-3, 10, 2])[:, None, None]
     assert {layer.path for layer in fp8jax.explain(model, x).quantized_layers} == {"up", "down"}
     assert 0 < relative(model(x)[1], EinsumExperts()(x)[1]) < 0.1
-    assert model.up.einsum_op.layer_axes() == (EXPERTS,)
+    if recipe != "moss":  # automatic scaling has bounds only for matrices (inputs, outputs); it measures the others
+        assert model.up.einsum_op.layer_axes() == (EXPERTS,)
     fp8jax.nnx.grad(lambda model: jnp.sum(jnp.sin(model(x))))(model)
     if recipe == "te_delayed":
         fp8jax.nnx.advance_scaling(model)

@@ -72,10 +72,11 @@ def test_a_group_a_millionth_as_large_is_as_exact(name):
     x[GROUPS[0]] *= 1e-6
     dy[GROUPS[2]] *= 1e-6
     y, dx, dw = program(name)(x, dy)
+    limit = 0.2 if name == "nvfp4" else 0.08
     for i, rows in enumerate(GROUPS):
         a, w, g = (m.astype(np.float64) for m in (x[rows], W[i], dy[rows]))
         for actual, expected in ((y[rows], a @ w), (dx[rows], g @ w.T), (dw[i], a.T @ g)):
-            assert relative(actual, expected) < 0.08 if expected.any() else not actual.any()
+            assert relative(actual, expected) < limit if expected.any() else not actual.any()
 
 
 @pytest.mark.parametrize("name", RUN)
