@@ -26,7 +26,7 @@ SECOND_MOMENTS = ("nu", "nu_max", "v", "n", "exp_avg_sq", "sum_of_squares", "e_g
 # Stored in fp32 by default. A sum that is rounded to nearest stops to grow once its terms are below half a step. A
 # maximum that is rounded up stays up. Adadelta's averages depend on each other, so their errors feed back.
 MONOTONE_ACCUMULATORS = ("sum_of_squares", "nu_max", "e_g", "e_x")
-# Adafactor's rows and columns are no copies of the parameters, even where their placeholders have the shape of one.
+# Adafactor's means over rows and columns. Without factoring they are unused, of shape (1,), like some parameters.
 FACTORED_MOMENTS = ("v_row", "v_col")
 SECOND_MOMENT_FIELDS = (*SECOND_MOMENTS, *FACTORED_MOMENTS)
 _ROLES = dict.fromkeys(FIRST_MOMENTS, "mu") | dict.fromkeys(SECOND_MOMENT_FIELDS, "nu")

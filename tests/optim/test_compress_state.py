@@ -213,8 +213,8 @@ def test_factored_rows_counts_and_small_leaves_stay_as_they_are():
 
 
 @pytest.mark.parametrize("moments", [None, {"*": "bf16"}])
-def test_placeholders_of_adafactor_are_no_moments(moments):
-    """Where nothing is factored, rows and columns are placeholders of shape (1,), which is also that of a parameter."""
+def test_factored_moments_of_adafactor_stay_in_fp32(moments):
+    """Without factoring, `v_row` and `v_col` have the shape (1,), as has the parameter "gain"."""
     p = {"gain": jnp.ones(1), "w": jnp.ones((256, 256)), "b": jnp.ones(3)}
     tx = OURS(optax.adafactor(1e-3), moments)
     state, exact = tx.init(p), optax.adafactor(1e-3).init(p)

@@ -71,7 +71,7 @@ def check_operands(
         raise TypeError(f"bias must be a float, not {bias.dtype}")
 
 
-def to_static_number(name: str, value: Any, low: float, high: float = np.inf) -> float:
+def _require_number(name: str, value: Any, low: float, high: float = np.inf) -> float:
     """Return an argument of `fp8jax.linear_cross_entropy` that is a number, as a float.
 
     Raises:
@@ -91,7 +91,7 @@ def to_static_number(name: str, value: Any, low: float, high: float = np.inf) ->
     return number
 
 
-def to_static_integer(name: str, value: Any) -> int:
+def _require_integer(name: str, value: Any) -> int:
     """Return an argument of `fp8jax.linear_cross_entropy` that is an integer; TypeError if it is none, or traced."""
     try:
         return operator.index(value)
@@ -254,13 +254,13 @@ def linear_cross_entropy(
     check_operands(x, w, labels, bias, where, vocabulary_axis)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    softcap = None if softcap is None else to_static_number("softcap", softcap, 0)
+    softcap = None if softcap is None else _require_number("softcap", softcap, 0)
     if softcap == 0:
         raise ValueError("softcap must be above 0, got 0; use None for no softcap")
-    label_smoothing = to_static_number("label_smoothing", label_smoothing, 0, 1)
-    z_loss = to_static_number("z_loss", z_loss, 0)
-    ignore_label = None if ignore_label is None else to_static_integer("ignore_label", ignore_label)
-    tokens_per_chunk = None if tokens_per_chunk is None else to_static_integer("tokens_per_chunk", tokens_per_chunk)
+    label_smoothing = _require_number("label_smoothing", label_smoothing, 0, 1)
+    z_loss = _require_number("z_loss", z_loss, 0)
+    ignore_label = None if ignore_label is None else _require_integer("ignore_label", ignore_label)
+    tokens_per_chunk = None if tokens_per_chunk is None else _require_integer("tokens_per_chunk", tokens_per_chunk)
     if tokens_per_chunk is not None and tokens_per_chunk < 1:
         raise ValueError(f"tokens_per_chunk must be at least 1, got {tokens_per_chunk}")
     if isinstance(resolved := recipe if recipe is None else resolve(recipe), Recipe) and resolved.head.is_quantized:
